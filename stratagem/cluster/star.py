@@ -1,0 +1,218 @@
+"""The thread that serves the connections of one member: beats out, notes in, ends noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from stratagem.cluster.handshake import encode_note
+from stratagem.cluster.link import Link
+from stratagem.cluster.pulse import BEAT, OVERSLEPT
+
+log = logging.getLogger("stratagem")
+
+LINGER = 1.0  # seconds a goodbye waits for a peer that does not take it
+
+_BEAT = encode_note({"t": "beat"})
+
+
+class Listener(Protocol):
+    """What a Star calls, always from its thread and never with a lock held."""
+
+    def alive(self, rank: int, now: float) -> None:
+        """Something came from this rank."""
+
+    def heard(self, rank: int, note: dict[str, object]) -> None:
+        """A whole note came from this rank; raising means that it is nonsense."""
+
+    def lost(self, rank: int, why: str) -> None:
+        """The connection to this rank ended."""
+
+    def overslept(self, seconds: float, now: float) -> None:
+        """This process itself did not run for that long."""
+
+    def tick(self, now: float) -> None:
+        """A heartbeat's time has passed."""
+
+
+class Star:
+    """Connections by rank, served by one daemon thread."""
+
+    def __init__(self, sockets: Mapping[int, socket.socket], listener: Listener) -> None:
+        self._links = {rank: Link(rank, sock) for rank, sock in sockets.items()}
+        self._listener = listener
+        self._calls: deque[Callable[[], object]] = deque()
+        self._flushes: list[threading.Event] = []
+        self._last_call: float | None = None
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        for link in self._links.values():
+            self._selector.register(link.sock, selectors.EVENT_READ, link)
+        self._thread = threading.Thread(target=self._run, name="stratagem-membership", daemon=True)
+        _stars.add(self)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def call(self, action: Callable[[], object]) -> None:
+        """Have the thread do this next."""
+        self._calls.append(action)
+        with contextlib.suppress(OSError):  # full: it wakes anyway; closed: it has ended
+            self._wake_out.send(b"\0")
+
+    def post(self, note: Mapping[str, object], but: int | None = None) -> None:
+        """Send a note to every connected rank, or to all but one."""
+        data = encode_note(note)
+        self.call(lambda: self._queue(data, but))
+
+    def flush(self, seconds: float) -> None:
+        """Wait until everything posted is in the kernel's hands; not from the thread itself."""
+        if threading.current_thread() is self._thread or not self._thread.is_alive():
+            return
+        done = threading.Event()
+        self.call(lambda: self._flushes.append(done))
+        done.wait(seconds)
+
+    def drop(self, rank: int) -> None:
+        """Close a connection (from the thread only)."""
+        link = self._links.pop(rank, None)
+        if link is not None:
+            link.write()
+            self._selector.unregister(link.sock)
+            link.sock.close()
+
+    def stop(self) -> None:
+        """Send what is posted, close everything and end the thread."""
+        self.call(self._begin_to_stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        _stars.discard(self)
+
+    def _begin_to_stop(self) -> None:
+        if self._last_call is None:
+            self._last_call = time.monotonic() + LINGER
+
+    def _queue(self, data: bytes, but: int | None) -> None:
+        for rank, link in self._links.items():
+            if rank != but:
+                link.queue(data)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as problem:
+            # A defect of ours must not leave the job waiting for a thread that is no more.
+            log.exception("the membership of this process failed")
+            for rank in list(self._links):
+                self._listener.lost(rank, f"this process stopped listening to it ({problem!r})")
+        finally:
+            self._close()
+
+    def _serve(self) -> None:
+        before = beat = time.monotonic()
+        while not self._finished():
+            self._do_calls()
+            self._write()
+            events = self._selector.select(max(0.0, beat - time.monotonic()))
+            now = time.monotonic()
+            if now - before > BEAT + OVERSLEPT:
+                self._listener.overslept(now - before, now)
+            before = now
+            for key, _ in events:
+                self._read(key.data, now)
+            if now >= beat:
+                beat = now + BEAT
+                self._beat()
+                self._listener.tick(now)
+
+    def _finished(self) -> bool:
+        """Linger after the goodbye until the peers close too: closing first could destroy it."""
+        if self._last_call is None or self._calls:
+            return False
+        return not self._links or time.monotonic() >= self._last_call
+
+    def _do_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+    def _beat(self) -> None:
+        for link in self._links.values():
+            if (
+                not link.pending and self._last_call is None
+            ):  # a peer that does not read needs no pile of beats
+                link.queue(_BEAT)
+
+    def _write(self) -> None:
+        """Write what can be written, and ask to be woken for the rest."""
+        for link in self._links.values():
+            link.write()
+            want = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.pending else 0)
+            if self._selector.get_key(link.sock).events != want:
+                self._selector.modify(link.sock, want, link)
+            if self._last_call is not None and not link.pending:
+                with contextlib.suppress(OSError):
+                    link.sock.shutdown(socket.SHUT_WR)
+        if self._flushes and not any(link.pending for link in self._links.values()):
+            for done in self._flushes:
+                done.set()
+            self._flushes.clear()
+
+    def _read(self, link: Link | None, now: float) -> None:
+        if link is None:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_in.recv(4096)
+            return
+        if self._links.get(link.rank) is not link:
+            return  # dropped by an earlier event of this round
+        try:
+            piece = link.sock.recv(1 << 16)
+            if not piece:
+                raise ConnectionResetError("its connection closed without a goodbye")
+            self._listener.alive(link.rank, now)
+            for note in link.notes.feed(piece):
+                self._listener.heard(link.rank, note)
+        except BlockingIOError:
+            pass
+        except Exception as problem:
+            # A member of the job that sends nonsense is as lost as one that hung up.
+            self.drop(link.rank)
+            self._listener.lost(link.rank, str(problem) or repr(problem))
+
+    def _close(self) -> None:
+        for link in self._links.values():
+            link.sock.close()
+        self._links.clear()
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def abandon(self) -> None:
+        """Let go of the connections in a forked child, without a word to the peers."""
+        self._close()
+
+
+_stars: weakref.WeakSet[Star] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    # A child (a DataLoader's worker, say) that inherits a connection would keep it open after
+    # its parent was killed, and nobody would notice the death.
+    for star in list(_stars):
+        star.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)

@@ -1,0 +1,86 @@
+"""The first thing that went wrong in a job: to whom, how, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, ReplicaStalled
+
+Kind = Literal["died", "stalled", "failed"]
+
+DETAIL_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member: ("worker 1", "10.0.0.2:2222") or ("replica 1", "cpu:1, pid 4711")."""
+
+    name: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.where})"
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What happened to a member; `rank` is the rank through which the others know it."""
+
+    rank: int
+    member: Member
+    kind: Kind
+    detail: str
+
+    def error(self) -> ReplicaError:
+        """Return the exception to raise on every member."""
+        make, text = _WORDS[self.kind]
+        return make(text.format(who=self.member, detail=self.detail), self.member.name)
+
+    def to_note(self) -> dict[str, object]:
+        """Write it for the other members."""
+        return {
+            "t": "trouble",
+            "rank": self.rank,
+            "name": self.member.name,
+            "where": self.member.where,
+            "kind": self.kind,
+            "detail": shorten(self.detail),
+        }
+
+    @classmethod
+    def from_note(cls, note: Mapping[str, object]) -> Trouble:
+        """Read what another member wrote; ValueError if it is no trouble."""
+        rank, kind = note["rank"], note["kind"]
+        if not isinstance(rank, int) or kind not in _WORDS:
+            raise ValueError(f"no trouble of rank {rank!r} and kind {kind!r} is known")
+        member = Member(str(note["name"]), str(note["where"]))
+        return cls(rank, member, kind, shorten(str(note["detail"])))
+
+
+def shorten(detail: str) -> str:
+    """Keep the last 64 KiB: the end of a traceback says what was raised."""
+    data = detail.encode("utf-8", "replace")
+    if len(data) <= DETAIL_BYTES:
+        return data.decode()
+    return "[...]" + data[-DETAIL_BYTES:].decode("utf-8", "ignore")
+
+
+_WORDS: dict[Kind, tuple[type[ReplicaError], str]] = {
+    "died": (
+        ReplicaLost,
+        "{who} died: {detail}. The last lines of its own output say why; if there are none, it "
+        "was killed (out of memory? see `dmesg` there). Then start the job again.",
+    ),
+    "stalled": (
+        ReplicaStalled,
+        "{who} stopped answering: {detail}. Its process may be stopped (`kill -CONT` wakes it), "
+        "its machine swapping or down, or the network cut. Then start the job again.",
+    ),
+    "failed": (
+        ReplicaFailed,
+        "{who} raised an exception, so the job ended everywhere. Mend the cause and start the job "
+        "again. What it raised there:\n\n{detail}",
+    ),
+}

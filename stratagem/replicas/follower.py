@@ -1,0 +1,104 @@
+"""A follower: waits for calls from the process that owns it, runs them, answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+
+from stratagem.replicas import frames, graph_pickle
+
+
+@dataclass
+class Desk:
+    """What a follower keeps between calls: its membership socket, and whatever calls put there."""
+
+    sock: socket.socket
+    things: dict[str, Any] = field(default_factory=dict)
+    #: told the traceback of a failing call, before the caller is
+    on_failure: Callable[[str], None] | None = None
+
+
+#: set in a follower's process, None everywhere else
+desk: Desk | None = None
+
+
+@dataclass
+class Answer:
+    """How a call went: a value, or the exception (None if it cannot be pickled) and its text."""
+
+    value: Any = None
+    failed: bool = False
+    error: BaseException | None = None
+    text: str = ""
+
+
+def main(setting: dict[str, Any], control_fd: int, member_fd: int, output_fd: int) -> None:
+    global desk
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    os.close(output_fd)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.chdir(setting["cwd"])
+    os.environ.clear()
+    os.environ.update(setting["environ"])
+    sys.path[:] = setting["path"]
+    sys.argv[:] = setting["argv"]
+    control = socket.socket(fileno=control_fd)
+    desk = Desk(socket.socket(fileno=member_fd))
+    if sys.platform != "linux":
+        _die_with_socket(desk.sock)
+    while (data := frames.receive(control)) is not None:
+        frames.send(control, _answer(data))
+
+
+def _answer(data: bytes) -> bytes:
+    assert desk is not None
+    try:
+        function, args, kwargs = graph_pickle.loads(data)
+        del data
+        answer: bytes = cloudpickle.dumps(Answer(function(*args, **kwargs)))
+    except BaseException as error:
+        text = traceback.format_exc()
+        if desk.on_failure is not None:
+            desk.on_failure(text)
+        answer = cloudpickle.dumps(Answer(failed=True, error=_portable(error), text=text))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return answer
+
+
+def _portable(error: BaseException) -> BaseException | None:
+    """The exception itself if it survives the journey there, else None."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception as trouble:
+        sys.stderr.write(f"(the exception itself cannot be pickled: {trouble})\n")
+        return None
+    return error
+
+
+def _die_with_socket(sock: socket.socket) -> None:
+    """Where the kernel has no parent-death signal: end when the owner's socket closes."""
+
+    def watch() -> None:
+        while True:
+            try:
+                if not sock.recv(1, socket.MSG_PEEK):
+                    os._exit(1)
+            except BlockingIOError:
+                pass
+            threading.Event().wait(0.5)
+
+    threading.Thread(target=watch, daemon=True).start()

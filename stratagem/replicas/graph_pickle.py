@@ -1,0 +1,74 @@
+"""Objects for our own children: cloudpickle, with large arrays left in shared memory.
+
+Only a process that we forked ourselves ever reads these bytes. Classes and functions of
+`__main__` travel by value, so unguarded scripts and notebooks work; a large array is copied once
+into a segment that every child maps, so N children do not cost N copies.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+
+from stratagem.wire.segment import Segment
+
+_LARGE = 1 << 16
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.segments: list[Segment] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and _plain(obj):
+            flat = obj.contiguous()
+            segment = Segment(flat.nbytes)
+            segment.tensor(flat.dtype, flat.shape).copy_(flat)
+            self.segments.append(segment)
+            return _tensor, (segment.handle, flat.dtype, tuple(flat.shape))
+        if type(obj) is np.ndarray and obj.nbytes >= _LARGE and obj.dtype.kind in "biufc":
+            array = np.ascontiguousarray(obj)
+            segment = Segment(array.nbytes)
+            np.frombuffer(segment.memory, array.dtype, array.size)[:] = array.reshape(-1)
+            self.segments.append(segment)
+            return _array, (segment.handle, array.dtype.str, array.shape)
+        return super().reducer_override(obj)
+
+
+def _plain(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and tensor.nbytes >= _LARGE
+    )
+
+
+def _tensor(handle: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return Segment.attach(handle).tensor(dtype, shape)
+
+
+def _array(handle: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    kind = np.dtype(dtype)
+    memory = Segment.attach(handle).memory
+    return np.frombuffer(memory, kind, int(np.prod(shape))).reshape(shape)
+
+
+def dumps(obj: Any) -> tuple[bytes, list[Segment]]:
+    """The bytes, and the segments that must live until every child has read them."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(obj)
+    return file.getvalue(), pickler.segments
+
+
+def loads(data: bytes) -> Any:
+    return pickle.loads(data)

@@ -1,0 +1,56 @@
+"""What followers print appears where their owner prints, a notebook's cell included."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+import threading
+
+
+class Relay:
+    """Copies lines from the followers' pipes to `sys.stdout`, each behind its replica's name."""
+
+    def __init__(self, pipes: dict[int, str]) -> None:
+        self._names = pipes
+        self._partial = dict.fromkeys(pipes, b"")
+        self._selector = selectors.DefaultSelector()
+        for fd in pipes:
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="stratagem-output", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._open and self._selector.get_map():
+            if self._selector.select(0.2):
+                self.drain()
+
+    def drain(self) -> None:
+        """Show everything that has arrived by now."""
+        with self._lock:
+            for fd in [key for key in self._selector.get_map() if isinstance(key, int)]:
+                self._read(fd)
+
+    def _read(self, fd: int) -> None:
+        while True:
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self._selector.unregister(fd)
+                return
+            *lines, self._partial[fd] = (self._partial[fd] + data).split(b"\n")
+            for line in lines:
+                sys.stdout.write(f"[{self._names[fd]}] {line.decode(errors='replace')}\n")
+
+    def close(self) -> None:
+        self.drain()
+        self._open = False
+        self._thread.join()
+        self._selector.close()
+        for fd in self._names:
+            os.close(fd)

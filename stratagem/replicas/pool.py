@@ -1,0 +1,184 @@
+"""The followers of one strategy, seen from the process that owns them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stratagem.replicas import frames, graph_pickle
+from stratagem.replicas.follower import Answer
+from stratagem.replicas.output import Relay
+
+_START = """
+import sys
+sys.path[:] = {path!r}
+from stratagem.replicas.zygote import main
+main()
+"""
+
+
+class ZygoteProcess:
+    """This process's zygote; all its strategies share one."""
+
+    _instance: ZygoteProcess | None = None
+    _guard = threading.Lock()
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        preload = ["torch", "stratagem.replicas.follower"]
+        preload += sorted(name for name in sys.modules if name.startswith("stratagem."))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START.format(path=sys.path), str(theirs.fileno()),
+             ",".join(preload)],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+        self._channel = ours
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+
+    @classmethod
+    def get(cls) -> ZygoteProcess:
+        """Start it if it does not run; returns at once, while it still imports."""
+        with cls._guard:
+            self = cls._instance
+            alive = (
+                self is not None and self._owner == os.getpid() and self._process.poll() is None
+            )
+            if not alive:
+                cls._instance = cls()
+            assert cls._instance is not None
+            return cls._instance
+
+    def fork(self, fds: list[int]) -> int:
+        setting = {
+            "cwd": os.getcwd(), "environ": dict(os.environ), "path": sys.path, "argv": sys.argv,
+        }  # fmt: skip
+        return int(self._ask({"fork": setting}, fds)["pid"])
+
+    def end(self, pids: list[int]) -> dict[int, int | None]:
+        """Kill those that still run; every exit status (negative: a signal's number)."""
+        answer = self._ask({"end": pids}, [])
+        return {int(pid): status for pid, status in answer["status"].items()}
+
+    def _ask(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        with self._lock:
+            frames.send_with_fds(self._channel, json.dumps(request).encode(), fds)
+            data = frames.receive(self._channel)
+        if data is None:
+            raise ChildProcessError(
+                "the helper process that starts replicas has ended; its own message stands above "
+                "this one. Most often the package cannot be imported by a fresh interpreter."
+            )
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+
+class Follower:
+    """One follower: its process id and the sockets that lead to it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.control, control = socket.socketpair()
+        self.member, member = socket.socketpair()
+        self.output, output = os.pipe()
+        try:
+            self.pid = ZygoteProcess.get().fork([control.fileno(), member.fileno(), output])
+        finally:
+            control.close()
+            member.close()
+            os.close(output)
+
+    def answer(self, seconds: float) -> Answer | None:
+        """Its answer to the last call, if it comes in time."""
+        ready, _, _ = select.select([self.control], [], [], seconds)
+        data = frames.receive(self.control) if ready else None
+        return None if data is None else graph_pickle.loads(data)
+
+    def close(self) -> None:
+        self.control.close()
+        self.member.close()
+
+
+class Pool:
+    """Followers that run what they are told, one call at a time."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.followers = [Follower(name) for name in names]
+        self._relay = Relay({f.output: f.name for f in self.followers})
+        self._segments: list[Any] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [follower.pid for follower in self.followers]
+
+    def submit(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> None:
+        """Have follower i run `function(*arguments[i])`; `collect` brings the answers."""
+        last: tuple[Any, bytes] | None = None
+        for follower, args in zip(self.followers, arguments, strict=True):
+            if last is None or last[0] is not args:
+                data, segments = graph_pickle.dumps((function, args, {}))
+                self._segments += segments
+                last = (args, data)
+            frames.send(follower.control, last[1])
+
+    def collect(self, watch: Callable[[], None]) -> list[Answer]:
+        """Every follower's answer; `watch` is called while waiting and may raise."""
+        answers: dict[int, Answer] = {}
+        while len(answers) < len(self.followers):
+            waiting = {
+                f.control: i for i, f in enumerate(self.followers) if i not in answers
+            }
+            ready, _, _ = select.select(list(waiting), [], [], 0.05)
+            for sock in ready:
+                one = self.followers[waiting[sock]]
+                answer = one.answer(0.0)
+                if answer is None:
+                    _await_notice(watch)
+                    raise ChildProcessError(f"{one.name} has ended.")
+                answers[waiting[sock]] = answer
+            if not ready:
+                watch()
+        self._segments.clear()
+        self._relay.drain()
+        return [answers[i] for i in range(len(self.followers))]
+
+    def end(self) -> dict[int, int | None]:
+        """Kill all followers; returns how each ended. A second Ctrl-C cannot cut this short."""
+        with _unbroken():
+            status = ZygoteProcess.get().end(self.pids) if self.followers else {}
+            self._relay.close()
+            for follower in self.followers:
+                follower.close()
+            self._segments.clear()
+        return status
+
+
+def _await_notice(watch: Callable[[], None]) -> None:
+    """A closed socket says that somebody died; the membership says who: give it a moment."""
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        watch()
+        time.sleep(0.01)
+
+
+class _unbroken:
+    """Keep SIGINT out of a teardown (only the main thread receives signals)."""
+
+    def __enter__(self) -> None:
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGINT, self._before)

@@ -1,0 +1,169 @@
+"""A gradient's way on one replica: from the backward hook, through the buckets, to the sum.
+
+    backward fires the hook -> bucket -> reducer -> collective -> p.grad holds the global gradient
+
+When `loss.backward()` has returned and `finish` has run, every `p.grad` is what one device would
+have computed on the whole batch. Clipping, unscaling and the optimizer come after and need no
+change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.codecs.reducer import Reducer
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.strategies.replica import Replica
+from stratagem.wire.buckets import Buckets
+from stratagem.wire.collective import Pending
+
+BUCKET_BYTES = 8 << 20
+
+
+class GradientExchange:
+    """Hooks on the parameters of one replica's module."""
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], replica: Replica, reducer: Reducer,
+        *, notes: int = 0, every_backward: bool = False,
+    ) -> None:  # fmt: skip
+        self.replica = replica
+        self.reducer = reducer
+        #: reduce at the end of every backward pass, for loops that are not ours
+        self.every_backward = every_backward
+        #: set to False for the backward passes that only accumulate
+        self.armed = True
+        params = [p for _, p in named if p.requires_grad]
+        _refuse_odd([(n, p) for n, p in named if p.requires_grad])
+        overlaps = replica.collective.overlaps
+        self.buckets = Buckets(
+            params, reducer.buffer, capacity=BUCKET_BYTES if overlaps else 1 << 62, notes=notes,
+            notes_apart=replica.collective.buffer if reducer.lossy else None,
+        )  # fmt: skip
+        self._overlaps = overlaps
+        self._index = {p: i for i, p in enumerate(params)}
+        self._fired = [False] * len(params)
+        self._under_way: list[Pending] = []
+        self._open = False
+        self._handles: list[Any] = [
+            p.register_post_accumulate_grad_hook(self._ready) for p in params
+        ]
+        for name, p in named:
+            if not p.requires_grad:
+                self._handles.append(_guard_frozen(name, p))
+
+    def _ready(self, param: Tensor) -> None:
+        """A gradient is finished: into its bucket, and off with the buckets that are full."""
+        if not self.armed:
+            return
+        if not self._open:
+            self._begin()
+        index = self._index[param]  # type: ignore[index]
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise NotDistributable(
+                "a parameter has sparse gradients (nn.Embedding(sparse=True)?), which this "
+                "strategy cannot add up; use sparse=False."
+            )
+        self._fired[index] = True
+        self.buckets.take(index, param)  # type: ignore[arg-type]
+        if self._overlaps:
+            self._send(self.buckets.full())
+
+    def _begin(self) -> None:
+        self._open = True
+        self._fired = [False] * len(self._fired)
+        self.buckets.begin()
+        if self.every_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_by_itself)
+
+    def _finish_by_itself(self) -> None:
+        self.finish([])
+
+    def _send(self, buckets: list[Any]) -> None:
+        weight = self.replica.share.weight
+        for bucket in buckets:
+            self._under_way.append(self.reducer.reduce(bucket.flat, weight))
+
+    def stage(self, notes: Sequence[float | Tensor]) -> None:
+        """Complete the buckets: parameters without a gradient, and the notes."""
+        if not self._open:
+            self._begin()
+        buckets = self.buckets
+        for i, fired in enumerate(self._fired):
+            if not fired:
+                grad = buckets.params[i].grad
+                if grad is None:
+                    buckets.views[i].zero_()
+                elif grad.data_ptr() != buckets.views[i].data_ptr():
+                    buckets.views[i].copy_(grad)
+        self._open = False
+        for i, note in enumerate(notes):
+            buckets.notes[i] = note
+        if all(self._fired):
+            buckets.used.fill_(1.0)
+        else:
+            has = [f or p.grad is not None for f, p in zip(self._fired, buckets.params, strict=True)]
+            buckets.used.copy_(torch.tensor(has, dtype=torch.float32))
+
+    def finish(self, notes: Sequence[float | Tensor]) -> Tensor:
+        """Reduce whatever has not left yet and wait for all; returns the notes added up."""
+        self.stage(notes)
+        buckets = self.buckets
+        self._send(buckets.rest())
+        if buckets.apart is not None:
+            weight = self.replica.share.weight
+            self._under_way.append(self.replica.collective.all_reduce(buckets.apart, weight))
+        for pending in self._under_way:
+            pending.wait()
+        self._under_way.clear()
+        if not all(self._fired):
+            self.settle_unused(buckets.used.tolist())
+        return buckets.notes
+
+    def settle_unused(self, used: Sequence[float]) -> None:
+        """A parameter that nobody used keeps no gradient: zero would still move an optimizer."""
+        for i, fired in enumerate(self._fired):
+            if not fired:
+                self.buckets.params[i].grad = self.buckets.views[i] if used[i] > 0 else None
+
+    def close(self) -> None:
+        """Take the hooks away; gradients get memory of their own again."""
+        for handle in self._handles:
+            handle.remove()
+        for param in self.buckets.params:
+            param.grad = None
+
+
+def _refuse_odd(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    if not named:
+        raise NotDistributable("the model has no parameter that requires a gradient.")
+    for name, param in named:
+        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+            raise NotDistributable(
+                f"parameter {name!r} has no shape yet (a lazy module); run one batch through the "
+                "model before it is distributed."
+            )
+        if param.device != named[0][1].device:
+            raise NotDistributable(
+                f"parameter {name!r} is on {param.device}, others on {named[0][1].device}; a "
+                "replica lives on one device."
+            )
+
+
+def _guard_frozen(name: str, param: nn.Parameter) -> Any:
+    """Notice a parameter that is unfrozen later: it would train differently on each replica."""
+
+    def refuse(_: Tensor) -> None:
+        raise UsageError(
+            f"parameter {name!r} was frozen when the model was distributed and has a gradient "
+            "now; unfreeze it first, then call prepare or fit again."
+        )
+
+    param.requires_grad_(True)
+    handle = param.register_post_accumulate_grad_hook(refuse)
+    param.requires_grad_(False)
+    return handle

@@ -1,0 +1,135 @@
+"""One replica: its place among the others, and what it can do together with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stratagem.cluster.membership import Membership
+from stratagem.errors import UsageError
+from stratagem.strategies.cross_device import CrossDeviceOps, RingAllReduce
+from stratagem.wire.collective import Alone, Collective
+from stratagem.wire.tree import gather_tree
+
+ReduceOp = Literal["sum", "mean", "max", "min"]
+
+
+@dataclass
+class Share:
+    """How much of the current global batch is this replica's, and what its gradient weighs."""
+
+    examples: int
+    total: int
+    weight: float
+
+    def set(self, examples: int, total: int, weight: float | None = None) -> None:
+        """A new batch; the weight is the share of the examples unless given."""
+        self.examples, self.total = examples, total
+        if weight is None:
+            weight = examples / total if total else 0.0
+        self.weight = weight
+
+
+def _no_others(name: str, op: CrossDeviceOps) -> Collective:
+    return Alone()
+
+
+@dataclass
+class Replica:
+    """What `sg.current_replica()` returns inside `strategy.run`."""
+
+    index: int
+    count: int
+    device: torch.device
+    name: str
+    collective: Collective = field(repr=False)
+    membership: Membership = field(repr=False)
+    #: opens another collective of all replicas; everybody calls it alike
+    connect: Callable[[str, CrossDeviceOps], Collective] = field(repr=False, default=_no_others)
+    #: its number among the replicas of its own process
+    local_index: int = 0
+    #: what these replicas can run, the main collective's own first
+    ops: tuple[CrossDeviceOps, ...] = ()
+    #: the fastest collective by number of elements, once measured
+    measured: dict[int, Collective] = field(default_factory=dict, repr=False)
+    share: Share = field(init=False)
+    _side: Collective | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.share = Share(1, self.count, 1 / self.count)
+
+    def open(self, op: CrossDeviceOps) -> Collective:
+        """The collective that runs `op`. Collective itself."""
+        if op == self.ops[0]:
+            return self.collective
+        return self.connect(type(op).__name__, op)
+
+    def beside(self) -> Collective:
+        """A collective whose order is independent of the gradients'. Collective itself."""
+        if not self.collective.overlaps:
+            return self.collective  # its gradients travel only after backward
+        if self._side is None:
+            self._side = self.connect("side", RingAllReduce())
+        return self._side
+
+    @property
+    def is_chief(self) -> bool:
+        return self.index == 0
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every replica's tensor, in order; shapes may differ."""
+        parts = gather_tree(self.collective, tensor)
+        return [part.to(tensor.device) for part in parts]
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """The sum, mean, max or min of every replica's tensor."""
+        return combine(self.all_gather(tensor), op)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The source's tensor; the argument is overwritten with it."""
+        self.collective.broadcast(tensor, source)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for all replicas."""
+        self.collective.barrier()
+
+
+def combine(parts: Sequence[Tensor], op: str, axis: int | None = None) -> Tensor:
+    """Reduce values of several replicas, across them and, with `axis`, along that axis too.
+
+    The mean over an axis weighs every row alike, however unevenly rows lie on the replicas.
+    """
+    if op not in ("sum", "mean", "max", "min"):
+        raise UsageError(f'reduce op {op!r} is not known; choose "sum", "mean", "max" or "min".')
+    if axis is not None:
+        rows = torch.cat(list(parts), dim=axis)
+        if op == "mean":
+            return rows.mean(axis, dtype=None if rows.is_floating_point() else torch.float32)
+        return rows.sum(axis) if op == "sum" else getattr(rows, f"a{op}")(axis)
+    stacked = torch.stack(list(parts))
+    if op == "mean":
+        return stacked.mean(0, dtype=None if stacked.is_floating_point() else torch.float32)
+    return stacked.sum(0) if op == "sum" else getattr(stacked, f"a{op}")(0)
+
+
+_current: Replica | None = None
+
+
+def current_replica() -> Replica:
+    """The replica that this code runs on; a lone one outside any strategy."""
+    if _current is None:
+        alone = Alone()
+        return Replica(0, 1, torch.device("cpu"), "replica 0", alone, Membership.alone())
+    return _current
+
+
+def set_current(replica: Replica | None) -> Replica | None:
+    """Make `replica` the current one; returns the one before."""
+    global _current
+    before, _current = _current, replica
+    return before

@@ -1,0 +1,139 @@
+"""A seat: everything a replica must know to take its place among the others."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from stratagem.cluster.membership import Membership
+from stratagem.errors import ClusterError
+from stratagem.strategies.cross_device import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    SharedMemoryAllReduce,
+    possible,
+)
+from stratagem.strategies.devices import place
+from stratagem.strategies.replica import Replica
+from stratagem.wire.collective import Alone, Collective
+from stratagem.wire.group import Meeting
+from stratagem.wire.segment import Segment
+from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.torch_dist import HierarchicalCollective, OneDeviceCollective, TorchCollective
+
+#: how long one collective may take; a dead or stopped peer is noticed by the membership long before
+PATIENCE = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One replica's place; plain data, so that it can be sent to a follower."""
+
+    rank: int
+    #: the rank of the process that leads this replica
+    leader: int
+    names: tuple[str, ...]
+    devices: tuple[str, ...]
+    hosts: tuple[str, ...]
+    op: CrossDeviceOps
+    #: the address of this host on which its replicas listen
+    interface: str = "127.0.0.1"
+    #: shared-memory control block, for replicas of one machine
+    segment: str | None = None
+    #: host:port of the chief's store, for process groups
+    store: str | None = None
+    threads: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    def candidates(self) -> tuple[CrossDeviceOps, ...]:
+        """Operations that these replicas can run, the chosen one first."""
+        kinds = {device.partition(":")[0] for device in self.devices}
+        return tuple(
+            dict.fromkeys([self.op, *possible(kinds, one_host=len(set(self.hosts)) == 1)])
+        )
+
+    def of(self, rank: int) -> Seat:
+        """The same table, another chair."""
+        return replace(self, rank=rank)
+
+
+class Store:
+    """The chief's rendezvous point, bound to one interface only."""
+
+    def __init__(self, interface: str) -> None:
+        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+        self._listener = socket.socket(family)
+        self._listener.bind((interface, 0))
+        self._listener.listen(512)
+        host, port = self._listener.getsockname()[:2]
+        self.address = f"{host}:{port}"
+        self.store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=PATIENCE,
+            master_listen_fd=self._listener.detach(),
+        )  # fmt: skip
+
+
+def sit(seat: Seat, membership: Membership, store: Store | None = None) -> Replica:
+    """Take the seat: connect to the others. Collective."""
+    device = place(seat.devices[seat.rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rendezvous = store.store if store is not None else _visit(seat.store)
+
+    def connect(name: str, op: CrossDeviceOps) -> Collective:
+        return _connect(seat, name, op, membership, rendezvous)
+
+    collective = connect("main", seat.op)
+    return Replica(
+        seat.rank, seat.size, device, seat.names[seat.rank], collective, membership, connect,
+        local_index=seat.rank - seat.leader, ops=seat.candidates(),
+    )  # fmt: skip
+
+
+def _visit(address: str | None) -> object | None:
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=PATIENCE)
+
+
+def _connect(
+    seat: Seat, name: str, op: CrossDeviceOps, membership: Membership, rendezvous: object | None
+) -> Collective:
+    if seat.size == 1:
+        return Alone()
+    if isinstance(op, SharedMemoryAllReduce):
+        if seat.segment is None or name != "main":
+            raise ClusterError("there is one shared-memory collective a team, made at its start.")
+        control = Segment.attach(seat.segment)
+        return SharedMemoryCollective(seat.rank, seat.size, control, membership.raise_if_trouble)
+    kinds = {device.partition(":")[0] for device in seat.devices}
+    backend = "nccl" if kinds == {"cuda"} and _apart(seat) else "gloo"
+    if isinstance(op, NcclAllReduce):
+        backend = "nccl"
+    meeting = Meeting(dist.PrefixStore(name, rendezvous), seat.interface, PATIENCE)
+    arguments = (seat.rank, seat.size, backend, meeting, membership)
+    if isinstance(op, HierarchicalCopyAllReduce):
+        layered = HierarchicalCollective(*arguments)
+        layered.join_packs(op.packs(list(seat.hosts)))
+        return layered
+    if isinstance(op, ReductionToOneDevice):
+        single = OneDeviceCollective(*arguments)
+        single.root = op.root(list(seat.devices))
+        return single
+    return TorchCollective(*arguments)
+
+
+def _apart(seat: Seat) -> bool:
+    """Whether every replica has a GPU of its own: NCCL refuses to share one."""
+    places = list(zip(seat.hosts, seat.devices, strict=True))
+    return len(set(places)) == len(places)

@@ -1,0 +1,19 @@
+"""Choices that travel with a strategy into every replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stratagem.strategies.cross_device import CrossDeviceOps
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is reduced how, once the replicas are up."""
+
+    #: as the user gave it: None (the usual one), "auto" (measure), or an operation
+    op: CrossDeviceOps | str | None = None
+    #: the type in which gradients travel
+    wire: str | None = None
+    #: normalise over the global batch, not over each replica's share
+    sync_batchnorm: bool = False

@@ -1,0 +1,107 @@
+"""What replicas settle before they train together: equal weights, own dice, the reducer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.codecs.reducer import Reducer, reducer
+from stratagem.strategies.replica import Replica
+from stratagem.strategies.settings import Settings
+from stratagem.wire.collective import Collective
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+log = logging.getLogger("stratagem")
+
+_ROUNDS = 4
+_MIX = 0x9E3779B97F4A7C15
+
+
+def align(module: nn.Module, replica: Replica) -> None:
+    """Give every replica the chief's parameters and buffers. Collective."""
+    if replica.count == 1:
+        return
+    state = [*module.parameters(), *module.buffers()]
+    told = broadcast_tree(replica.collective, [t.detach() for t in state])
+    if not replica.is_chief:
+        with torch.no_grad():
+            for mine, theirs in zip(state, told, strict=True):
+                mine.copy_(theirs)
+
+
+def roll_own_dice(replica: Replica, generation: int = 0) -> None:
+    """Different random numbers on each replica, all of them following from the chief's seed.
+
+    The chief keeps its own sequence, so that it shuffles as one device would.
+    """
+    if replica.count == 1:
+        return
+    base = broadcast_tree(replica.collective, torch.initial_seed() & (2**62 - 1))
+    if not replica.is_chief:
+        mixed = (base + _MIX * (replica.index + (generation << 20))) % 2**63
+        torch.manual_seed(mixed)
+
+
+def average_buffers(module: nn.Module, replica: Replica) -> None:
+    """One defined answer for running statistics: the mean over replicas. Collective."""
+    if replica.count == 1:
+        return
+    floats = [b for b in module.buffers() if b.is_floating_point()]
+    if not floats:
+        return
+    everybody = gather_tree(replica.collective, [b.detach() for b in floats])
+    for i, buffer in enumerate(floats):
+        total = sum((part[i].double() for part in everybody), torch.zeros(()).double())
+        buffer.copy_(total / replica.count)
+
+
+def choose_reducer(params: Sequence[Tensor], replica: Replica, settings: Settings) -> Reducer:
+    """The reducer for these gradients; "auto" measures the candidates on their size."""
+    if settings.op != "auto" or replica.count == 1:
+        return reducer(replica.collective, settings.wire)
+    elements = sum(p.numel() for p in params)
+    return reducer(_fastest(elements, replica), settings.wire)
+
+
+def _fastest(elements: int, replica: Replica) -> Collective:
+    known = replica.measured.get(elements)
+    if known is not None:
+        return known
+    times: dict[str, float] = {}
+    built: dict[str, Collective] = {}
+    for op in replica.ops:
+        name, collective = type(op).__name__, replica.open(op)
+        built[name] = collective
+        times[name] = _time(collective, elements, replica)
+    best = min(times, key=lambda name: times[name])
+    for name, collective in built.items():
+        if name != best and collective is not replica.collective:
+            collective.close()
+    if replica.is_chief:
+        figures = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in times.items())
+        log.warning(
+            'cross_device_ops="auto": %.1f MB of gradients on %d replicas: %s; taking %s',
+            elements * 4e-6, replica.count, figures, best,
+        )  # fmt: skip
+    replica.measured[elements] = built[best]
+    return built[best]
+
+
+def _time(collective: Collective, elements: int, replica: Replica) -> float:
+    """Seconds of the best round, as the slowest replica saw it."""
+    flat = collective.buffer(elements, torch.float32, replica.device)
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        replica.barrier()
+        start = time.perf_counter()
+        collective.all_reduce(flat).wait()
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+        best = min(best, time.perf_counter() - start)
+    return float(max(gather_tree(replica.collective, best)))
+
+

@@ -1,0 +1,164 @@
+"""The strategy API: what every strategy can do, whatever it is made of."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import UsageError
+from stratagem.strategies.prepare import Prepared, prepare
+from stratagem.strategies.replica import Replica, combine, current_replica
+from stratagem.strategies.settings import Settings
+from stratagem.strategies.team import Patience, Team
+
+_scopes: list[Strategy] = []
+_open: weakref.WeakSet[Strategy] = weakref.WeakSet()
+
+
+class Strategy:
+    """Where replicas run and how their gradients meet; the named strategies are presets."""
+
+    def __init__(self, team: Team, settings: Settings) -> None:
+        self.team = team
+        self.settings = settings
+        _open.add(self)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas train together, over all workers."""
+        return self.team.size
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of this process."""
+        return self.team.devices
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes checkpoints, logs and the progress bar."""
+        return self.team.place is None or self.team.place.is_chief
+
+    @contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Models made inside belong to this strategy."""
+        if _scopes and _scopes[-1] is not self:
+            raise UsageError(
+                "a strategy's scope is open already, and another strategy's cannot be opened "
+                "inside it; close the first one (leave its `with` block) before."
+            )
+        _scopes.append(self)
+        try:
+            yield self
+        finally:
+            _scopes.pop()
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `fn(*args)` once on each replica of this process; returns their results in order.
+
+        >>> strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.run(lambda: sg.current_replica().index)
+        [0, 1]
+        """
+        return self.team.call(_with_fresh_share, (fn, args))
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, loader: Any = None, *,
+        loss_reduction: str = "mean",
+    ) -> Prepared:  # fmt: skip
+        """Distribute one's own loop: `model, optimizer, loader = strategy.prepare(...)`.
+
+        Call it in code that every replica runs: a function given to `strategy.run`, or a script
+        under `stratagem run` or torchrun. After `loss.backward()` every gradient is the one that
+        a single device would have computed on the global batch.
+        """
+        replica = self.replica()
+        return prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
+
+    def replica(self) -> Replica:
+        """The replica that the calling code is."""
+        inside = current_replica()
+        if inside.count > 1 or self.team.size == 1:
+            return inside if inside.count > 1 else self.team.start()
+        if len(self.team.devices) > 1:
+            raise UsageError(
+                f"this strategy has {len(self.team.devices)} replicas in this process, and your "
+                "loop runs on one of them only. Put the loop into a function and call "
+                "strategy.run(train), or start the script with "
+                f"`stratagem run --replicas {len(self.team.devices)} train.py`."
+            )
+        return self.team.start()
+
+    def reduce(self, op: str, value: Any, axis: int | None = None) -> Tensor:
+        """Combine values of all replicas: `op` is "sum", "mean", "max" or "min".
+
+        `value` is what `run` returned, or, inside a replica, its own tensor. With `axis` the
+        reduction also goes along that axis, every row counted once.
+        """
+        return combine(self._all(value), op, axis)
+
+    def gather(self, value: Any, axis: int = 0) -> Tensor:
+        """Values of all replicas, one behind the other along `axis`."""
+        return torch.cat(self._all(value), dim=axis)
+
+    def _all(self, value: Any) -> list[Tensor]:
+        inside = current_replica()
+        if inside.count > 1:
+            return inside.all_gather(torch.as_tensor(value))
+        values = value if isinstance(value, list | tuple) else [value]
+        if len(values) != len(self.team.devices):
+            raise UsageError(
+                f"{len(values)} values for {len(self.team.devices)} replicas; give what "
+                "strategy.run returned."
+            )
+        tensors = [torch.as_tensor(v) for v in values]
+        if self.team.size == len(tensors):
+            return tensors
+        gathered: list[Tensor] = self.team.call(_gather_here, (tensors,))[0]
+        return gathered
+
+    def close(self) -> None:
+        """End the replicas that this strategy started. It can be used again afterwards."""
+        self.team.close()
+
+    def __reduce__(self) -> Any:
+        """What a replica gets when its code mentions the strategy: the same verbs, no team."""
+        return _inside, (self.team.devices, self.settings)
+
+
+def _inside(devices: tuple[str, ...], settings: Settings) -> Strategy:
+    return Strategy(Team(devices, settings.op, None, Patience(), inside=True), settings)
+
+
+def _with_fresh_share(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    replica = current_replica()
+    replica.share.set(1, replica.count)
+    return fn(*args)
+
+
+def _gather_here(tensors: list[Tensor]) -> list[Tensor]:
+    replica = current_replica()
+    return replica.all_gather(tensors[replica.local_index])
+
+
+def get_strategy() -> Strategy | None:
+    """The strategy whose scope is open, or None."""
+    return _scopes[-1] if _scopes else None
+
+
+@atexit.register
+def _leave() -> None:
+    """At the end of the script: a goodbye, or, after an uncaught error, the reason."""
+    error = getattr(sys, "last_value", None)
+    for strategy in list(_open):
+        if error is not None:
+            strategy.team.report("".join(traceback.format_exception(error)))
+        strategy.close()

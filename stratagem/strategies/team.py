@@ -1,0 +1,347 @@
+"""The replicas of one strategy, seen from one process: who they are, and how to run on them.
+
+A process leads the replicas on its own devices: it is the first of them itself and starts the
+others (replicas/). With a cluster in the environment, several such processes meet (cluster/) and
+all their replicas form one group.
+
+    process of worker 0          process of worker 1
+    ├── replica 0  (itself)      ├── replica 2  (itself)
+    └── replica 1  (follower)    └── replica 3  (follower)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stratagem.cluster.handshake import job_secret
+from stratagem.cluster.membership import Member, Membership
+from stratagem.cluster.rendezvous import form
+from stratagem.cluster.spec import Place
+from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, UsageError
+from stratagem.replicas import follower
+from stratagem.replicas.pool import Pool, ZygoteProcess
+from stratagem.strategies import cross_device
+from stratagem.strategies.cross_device import CrossDeviceOps, SharedMemoryAllReduce
+from stratagem.strategies.replica import Replica, current_replica, set_current
+from stratagem.strategies.seat import Seat, Store, sit
+from stratagem.wire.segment import Segment, host_identity
+from stratagem.wire.shared_memory import SharedMemoryCollective
+
+log = logging.getLogger("stratagem")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait: for tasks to arrive, and for one that stopped answering."""
+
+    arrive: float = 300.0
+    answer: float = 60.0
+
+
+class Team:
+    """Starts replicas when they are first needed, runs calls on them, ends them."""
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        op: CrossDeviceOps | str | None,
+        place: Place | None,
+        patience: Patience,
+        *,
+        inside: bool = False,
+    ) -> None:
+        self.devices = tuple(devices)
+        self.op = op
+        self.place = place
+        self.patience = patience
+        self.replica: Replica | None = None
+        self._pool: Pool | None = None
+        self._cluster: Membership | None = None
+        self._local: Membership | None = None
+        self._keep: list[Any] = []
+        self._threads = 0
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self.size = len(self.devices)
+        if len(self.devices) > 1 and not inside:
+            ZygoteProcess.get()  # imports torch while the caller builds a model
+        if place is not None:
+            self.start()
+
+    # --- coming together --------------------------------------------------------------------
+
+    def start(self) -> Replica:
+        """Bring every replica up, unless they are up. Collective in a cluster."""
+        with self._lock:
+            if self.replica is not None:
+                return self.replica
+            try:
+                self._start()
+            except BaseException:
+                self.close()
+                raise
+            assert self.replica is not None
+            return self.replica
+
+    def _start(self) -> None:
+        if self._cluster is None:
+            self._cluster = self._join_cluster()
+        self._cluster.raise_if_trouble()
+        seat, store = self._agree(self._cluster)
+        self._threads = seat.threads
+        others = range(seat.rank + 1, seat.rank + len(self.devices))
+        membership = self._cluster
+        if others:
+            self._pool = Pool([seat.names[rank] for rank in others])
+            membership = self._local = self._open_local(seat)
+            self._pool.submit(
+                _sit_down, [(seat.of(rank), membership.members) for rank in others]
+            )
+        self.replica = sit(seat, membership, store)
+        self._keep.append(store)
+        if self._pool is not None:
+            self._check(self._pool.collect(membership.raise_if_trouble))
+        self.size = seat.size
+
+    def _join_cluster(self) -> Membership:
+        if self.place is None:
+            return Membership.alone()
+        spec = self.place.spec
+        secret = job_secret(os.environ, spec.to_json())
+        return form(
+            spec, self.place.task, secret=secret,
+            limit=self.patience.arrive, give_up=self.patience.answer,
+        )  # fmt: skip
+
+    def _open_local(self, seat: Seat) -> Membership:
+        assert self._pool is not None and self._cluster is not None
+        members = [Member(seat.names[seat.rank], f"{self.devices[0]}, pid {os.getpid()}")]
+        sockets: dict[int, socket.socket] = {}
+        for i, one in enumerate(self._pool.followers, 1):
+            members.append(Member(one.name, f"{self.devices[i]}, pid {one.pid}"))
+            sockets[i] = one.member
+        local = Membership.hub(members, sockets, give_up=self.patience.answer)
+        if len(self._cluster.members) > 1:
+            self._cluster.on_trouble(local.announce)
+            local.on_trouble(self._cluster.announce)
+        return local
+
+    def _agree(self, cluster: Membership) -> tuple[Seat, Store | None]:
+        """Tell each other what each process brings; the chief offers the meeting places."""
+        facts = cluster.exchange(
+            {"devices": list(self.devices), "host": host_identity()}, self.patience.arrive
+        )
+        devices = [str(d) for fact in facts for d in _strings(fact["devices"])]
+        hosts = [str(fact["host"]) for fact in facts for _ in _strings(fact["devices"])]
+        first = sum(len(_strings(fact["devices"])) for fact in facts[: cluster.rank])
+        kinds = {device.partition(":")[0] for device in devices}
+        op = self._choose(kinds, len(set(hosts)) == 1)
+        store, control = self._offer(cluster, op, len(devices))
+        told = cluster.exchange({"store": store and store.address, "control": control},
+                                self.patience.arrive)[0]  # fmt: skip
+        names = _names(self.place, [len(_strings(fact["devices"])) for fact in facts])
+        here = hosts.count(hosts[first])
+        seat = Seat(
+            rank=first, leader=first, names=names, devices=tuple(devices), hosts=tuple(hosts), op=op,
+            interface=self._interface(), segment=_text(told["control"]), store=_text(told["store"]),
+            threads=max(1, (os.cpu_count() or 1) // here) if kinds == {"cpu"} and here > 1 else 0,
+        )  # fmt: skip
+        return seat, store
+
+    def _choose(self, kinds: set[str], one_host: bool) -> CrossDeviceOps:
+        if isinstance(self.op, CrossDeviceOps):
+            cross_device.check(self.op, kinds, one_host)
+            return self.op
+        return cross_device.possible(kinds, one_host)[0]
+
+    def _offer(
+        self, cluster: Membership, op: CrossDeviceOps, size: int
+    ) -> tuple[Store | None, str | None]:
+        """What the chief provides: a store to meet at, a control block in shared memory."""
+        if cluster.rank != 0 or size == 1:
+            return None, None
+        shared = isinstance(op, SharedMemoryAllReduce)
+        store = Store(self._interface()) if self.op == "auto" or not shared else None
+        if not shared:
+            return store, None
+        control = Segment(SharedMemoryCollective.control_size(size))
+        self._keep.append(control)
+        return store, control.handle
+
+    def _interface(self) -> str:
+        """The address of this host through which the others of the cluster reach it."""
+        if self.place is None or len(self.place.spec.training_tasks()) == 1:
+            return "127.0.0.1"
+        host, _, port = self.place.chief_address.rpartition(":")
+        family, _, _, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; asks the routing table
+            return str(probe.getsockname()[0])
+
+    # --- running ----------------------------------------------------------------------------
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], sent: tuple[Any, ...] | None = None
+    ) -> list[Any]:
+        """Run `function` on every replica of this process; `sent` is what followers get instead."""
+        with self._lock:
+            if current_replica().count > 1:
+                raise UsageError(
+                    "this code already runs on every replica; strategy.run and fit cannot be "
+                    "nested inside it. Use sg.current_replica() there."
+                )
+            replica = self.start()
+            before = set_current(replica)
+            threads = torch.get_num_threads()
+            try:
+                return self._call(replica, function, args, args if sent is None else sent)
+            except BaseException as error:
+                better = self._fall(error)
+                if better is error:
+                    raise
+                raise better from better.__cause__ or error
+            finally:
+                set_current(before)
+                torch.set_num_threads(threads)
+
+    def _call(
+        self, replica: Replica, function: Callable[..., Any], args: tuple[Any, ...],
+        sent: tuple[Any, ...],
+    ) -> list[Any]:  # fmt: skip
+        watch = replica.membership.raise_if_trouble
+        if self._pool is not None:
+            self._pool.submit(_run, [(function, sent)] * len(self._pool.followers))
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        mine = function(*args)
+        if self._pool is None:
+            return [mine]
+        return [mine, *self._check(self._pool.collect(watch))]
+
+    def _check(self, answers: list[follower.Answer]) -> list[Any]:
+        assert self._pool is not None
+        for one, answer in zip(self._pool.followers, answers, strict=True):
+            if answer.failed:
+                raise _failure(one.name, answer) from answer.error
+        return [answer.value for answer in answers]
+
+    # --- coming apart -----------------------------------------------------------------------
+
+    def _fall(self, error: BaseException) -> BaseException:
+        """End everything after a failure; the next call starts afresh. Returns what to raise."""
+        if self._cluster is not None and len(self._cluster.members) > 1:
+            if not isinstance(error, ReplicaError):
+                self.report("".join(traceback.format_exception(error)))
+        else:
+            self._cluster = None
+        local, pool = self._local, self._pool
+        trouble = local.trouble if local is not None else None
+        one = None
+        if trouble is not None and pool is not None and isinstance(error, ReplicaError):
+            one = next((f for f in pool.followers if f.name == trouble.member.name), None)
+        answer = one.answer(1.0) if one is not None and isinstance(error, ReplicaFailed) else None
+        status = self._end()
+        if one is not None and answer is not None:
+            error = _failure(one.name, answer)
+            error.__cause__ = answer.error
+        elif one is not None and trouble is not None and isinstance(error, ReplicaLost):
+            error = ReplicaLost(_epitaph(trouble.member, status.get(one.pid)), one.name)
+        return error
+
+    def report(self, detail: str) -> None:
+        """Tell the other tasks of the cluster why this one ends."""
+        if os.getpid() == self._owner and self._cluster is not None:
+            self._cluster.report_failure(detail)
+
+    def _end(self) -> dict[int, int | None]:
+        status: dict[int, int | None] = {}
+        if self._pool is not None:
+            status = self._pool.end()
+            self._pool = None
+        if self.replica is not None:
+            self.replica.collective.close()
+            self.replica = None
+        if self._local is not None:
+            self._local.leave()
+            self._local = None
+        return status
+
+    def close(self) -> None:
+        """End the replicas that this process started, and leave the cluster."""
+        if os.getpid() != self._owner:
+            return  # a forked child (a DataLoader's worker) must not touch its parent's replicas
+        with self._lock:
+            self._end()
+            if self._cluster is not None:
+                self._cluster.leave()
+                self._cluster = None
+            self._keep.clear()
+
+
+def _strings(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _names(place: Place | None, counts: list[int]) -> tuple[str, ...]:
+    if place is None:
+        return tuple(f"replica {i}" for i in range(sum(counts)))
+    names = []
+    for task, count in zip(place.spec.training_tasks(), counts, strict=True):
+        names.append(str(task))
+        names += [f"{task} replica {i}" for i in range(1, count)]
+    return tuple(names)
+
+
+def _epitaph(member: Member, status: int | None) -> str:
+    if status is not None and status < 0:
+        how = f"was killed by {signal.Signals(-status).name}"
+        hint = (
+            "If nobody did that on purpose, the machine ran out of memory (see `dmesg`): use "
+            "fewer replicas or a smaller batch."
+            if status == -signal.SIGKILL
+            else "Its last lines of output stand above."
+        )
+    else:
+        how, hint = f"ended with exit code {status}", "Its last lines of output stand above."
+    return f"{member} {how} while the others were working. {hint} The strategy can be used again."
+
+
+def _failure(name: str, answer: follower.Answer) -> ReplicaFailed:
+    return ReplicaFailed(
+        f"{name} raised an exception; the other replicas were stopped. Its traceback:\n\n"
+        f"{answer.text}",
+        name,
+    )
+
+
+def _sit_down(seat: Seat, members: tuple[Member, ...]) -> None:
+    """In a follower: connect to the others and keep the place for later calls."""
+    desk = follower.desk
+    assert desk is not None
+    logging.basicConfig(format="%(message)s")
+    membership = Membership.spoke(members, seat.rank - seat.leader, desk.sock)
+    desk.on_failure = membership.report_failure
+    if seat.threads:
+        torch.set_num_threads(seat.threads)
+    desk.things["replica"] = replica = sit(seat, membership)
+    set_current(replica)
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)

@@ -1,0 +1,125 @@
+"""Gradients laid out flat, in the order in which backward makes them.
+
+    bucket 0  [ last layer ........ ]   full first, travels first
+    bucket 1  [ middle layers ..... ]
+    bucket 2  [ first layer | notes ]   the notes ride at the end of the last bucket
+
+The notes are a few numbers of this step that every replica needs added up: the loss, how many
+examples stand behind it, and which parameters had a gradient at all. They would otherwise cost a
+message of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+@dataclass
+class Bucket:
+    """A flat piece of storage, and which parameters lie in it."""
+
+    flat: Tensor
+    members: list[int]
+    missing: int = 0
+
+
+class Buckets:
+    """Flat storage for the gradients of `params`, with a view for each."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        allocate: Allocate,
+        *,
+        capacity: int,
+        notes: int,
+        notes_apart: Allocate | None = None,
+    ) -> None:
+        self.params = list(params)
+        self.notes_size = notes + len(self.params)
+        plan = _plan(self.params, capacity)
+        self.views: list[Tensor] = [torch.empty(0)] * len(self.params)
+        self.buckets: list[Bucket] = []
+        ride = notes_apart is None and self.params[plan[-1][0]].dtype is torch.float32
+        for number, members in enumerate(plan):
+            tail = self.notes_size if ride and number == len(plan) - 1 else 0
+            self.buckets.append(self._lay_out(members, tail, allocate))
+        if ride:
+            self.tail = self.buckets[-1].flat[-self.notes_size :]
+            self.apart: Tensor | None = None
+        else:
+            device = self.params[0].device
+            self.apart = self.tail = (notes_apart or allocate)(
+                self.notes_size, torch.float32, device
+            )
+        self.notes, self.used = self.tail[:notes], self.tail[notes:]
+        self._where = {i: b for b in self.buckets for i in b.members}
+
+    def _lay_out(self, members: list[int], tail: int, allocate: Allocate) -> Bucket:
+        first = self.params[members[0]]
+        total = sum(self.params[i].numel() for i in members)
+        flat = allocate(total + tail, first.dtype, first.device)
+        at = 0
+        for i in members:
+            param = self.params[i]
+            self.views[i] = flat[at : at + param.numel()].view(param.shape)
+            at += param.numel()
+        return Bucket(flat, members)
+
+    def begin(self) -> None:
+        """A new backward pass: every bucket waits for all its members."""
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.members)
+        self._next = 0
+
+    def take(self, index: int, param: nn.Parameter) -> None:
+        """Bring a finished gradient into its bucket and make the bucket its home."""
+        view = self.views[index]
+        grad = param.grad
+        assert grad is not None
+        if grad.data_ptr() != view.data_ptr():
+            view.copy_(grad)
+            param.grad = view
+        self._where[index].missing -= 1
+
+    def full(self) -> list[Bucket]:
+        """Buckets that may leave now; always in the same order on every replica.
+
+        The last one stays for `rest`: its notes are known only when backward has ended.
+        """
+        last = self.buckets[-1]
+        return self._release(lambda bucket: bucket.missing == 0 and bucket is not last)
+
+    def rest(self) -> list[Bucket]:
+        """All that have not left yet."""
+        return self._release(lambda bucket: True)
+
+    def _release(self, may_go: Callable[[Bucket], bool]) -> list[Bucket]:
+        start = self._next
+        while self._next < len(self.buckets) and may_go(self.buckets[self._next]):
+            self._next += 1
+        return self.buckets[start : self._next]
+
+
+def _plan(params: Sequence[nn.Parameter], capacity: int) -> list[list[int]]:
+    """Parameters in reverse order, by type; a new bucket when one is full."""
+    plan: list[list[int]] = []
+    order = list(reversed(range(len(params))))
+    for dtype in dict.fromkeys(params[i].dtype for i in order):
+        room = -1
+        for i in order:
+            if params[i].dtype is not dtype:
+                continue
+            size = params[i].numel() * dtype.itemsize
+            if size > room:
+                plan.append([])
+                room = max(capacity, size)
+            plan[-1].append(i)
+            room -= size
+    return plan

@@ -1,0 +1,95 @@
+"""The collective interface: what a group of replicas can do together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Pending:
+    """Work under way; `wait` returns when its tensor may be read."""
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        if self._wait is not None:
+            wait, self._wait = self._wait, None
+            wait()
+
+
+class Collective(ABC):
+    """A fixed group of replicas that call the same operations in the same order."""
+
+    rank: int
+    size: int
+    #: whether a reduction runs beside the computation, so that several buckets pay off
+    overlaps: bool = True
+
+    @abstractmethod
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeroed flat storage that `all_reduce` handles best. Collective."""
+
+    @abstractmethod
+    def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
+        """Replace `flat` by the sum over replicas of `weight * flat`.
+
+        A weight of zero means that the content is ignored, NaN included.
+        """
+
+    @abstractmethod
+    def gather_bytes(self, data: Tensor) -> list[Tensor]:
+        """Every replica's one-dimensional uint8 CPU tensor, in rank order; sizes may differ."""
+
+    @abstractmethod
+    def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
+        """The source's one-dimensional uint8 CPU tensor, on every replica."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` with the source's."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every replica has called it."""
+
+    def close(self) -> None:
+        """Let go of connections and memory."""
+
+
+def apply_weight(flat: Tensor, weight: float) -> None:
+    """Scale in place; a weight of zero erases, so that 0 * NaN is 0."""
+    if weight == 0.0:
+        flat.zero_()
+    elif weight != 1.0:
+        flat.mul_(weight)
+
+
+class Alone(Collective):
+    """The group of one: nothing travels."""
+
+    rank = 0
+    size = 1
+
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
+        apply_weight(flat, weight)
+        return Pending()
+
+    def gather_bytes(self, data: Tensor) -> list[Tensor]:
+        return [data]
+
+    def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
+        assert data is not None
+        return data
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        return None
+
+    def barrier(self) -> None:
+        return None

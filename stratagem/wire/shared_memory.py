@@ -1,0 +1,238 @@
+"""Collectives of CPU replicas on one machine, through shared memory.
+
+All-reduce in place with two barriers and no copy: every replica's buffer is a row of one shared
+table; replica r alone reads column slice r of all rows, adds them up, and writes the sum back into
+slice r of all rows.
+
+            slice 0   slice 1   slice 2
+    row 0 [ r0 adds | r1 adds | r2 adds ]     barrier, add and write back, barrier
+    row 1 [ this    | this    | this    ]
+    row 2 [ column  | column  | column  ]
+
+Each element is summed once, by one replica, so all replicas hold the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stratagem.wire.collective import Collective, Pending
+from stratagem.wire.segment import Segment, aligned
+
+_INLINE = 1 << 16  # bytes of a message that fit into a mailbox; larger ones get their own segment
+_WORDS = 8  # one cache line of flags per replica
+_HALF = (torch.float16, torch.bfloat16)
+_TOTAL_STORE_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
+
+
+class Table:
+    """One row of `count` elements per replica, all rows visible to all."""
+
+    def __init__(self, segment: Segment, rows: int, count: int, dtype: torch.dtype) -> None:
+        stride = aligned(count * dtype.itemsize)
+        self.segment = segment
+        self.count = count
+        self.rows = [segment.tensor(dtype, (count,), offset=r * stride) for r in range(rows)]
+
+    @staticmethod
+    def size(rows: int, count: int, dtype: torch.dtype) -> int:
+        return rows * aligned(count * dtype.itemsize)
+
+
+def slices(count: int, parts: int) -> list[tuple[int, int]]:
+    """Contiguous, nearly equal, cache-line aligned slices of `count` elements."""
+    step = -(-count // parts)
+    step = -(-step // 16) * 16
+    return [(min(i * step, count), min((i + 1) * step, count)) for i in range(parts)]
+
+
+class SharedMemoryCollective(Collective):
+    """Replicas of one machine; `watch` raises when one of them is in trouble."""
+
+    overlaps = False  # the cores that would add are the cores that compute
+
+    def __init__(
+        self, rank: int, size: int, control: Segment, watch: Callable[[], None] | None = None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._control = control
+        self._flags = control.words(size * _WORDS)
+        mail = size * _WORDS * 8
+        self._mail = [control.tensor(torch.uint8, (_INLINE,), mail + r * _INLINE)
+                      for r in range(size)]  # fmt: skip
+        weights = mail + size * _INLINE
+        self._weights = control.tensor(torch.float64, (size,), weights)
+        self._watch = watch or (lambda: None)
+        self._turn = 0
+        self._tables: dict[int, Table] = {}
+        self._fence = threading.Lock()
+        self._yield_first = size <= (os.cpu_count() or 1)
+
+    @staticmethod
+    def control_size(size: int) -> int:
+        return size * (_WORDS * 8 + _INLINE) + aligned(size * 8)
+
+    def barrier(self) -> None:
+        self._turn += 1
+        turn, flags = self._turn, self._flags
+        self._order_writes()
+        flags[self.rank * _WORDS] = turn
+        for other in range(self.size):
+            if flags[other * _WORDS] < turn:
+                self._await(other * _WORDS, turn)
+        self._order_writes()
+
+    def _await(self, slot: int, turn: int) -> None:
+        """Spin, then yield, then doze, so that neither a late nor a lost peer burns a core."""
+        flags, watch = self._flags, self._watch
+        doze_after = time.perf_counter() + (0.02 if self._yield_first else 0.0)
+        tries = 0
+        while flags[slot] < turn:
+            tries += 1
+            if tries < 64:
+                continue
+            if tries % 256 == 0:
+                watch()
+            if time.perf_counter() < doze_after:
+                os.sched_yield()
+            else:
+                time.sleep(50e-6)
+                if tries % 16 == 0:
+                    watch()
+
+    def _order_writes(self) -> None:
+        """Tensors written before a flag must be seen before it; x86 promises that by itself."""
+        if not _TOTAL_STORE_ORDER:
+            with self._fence:
+                pass
+            with self._fence:
+                pass
+
+    # --- flat reductions -------------------------------------------------------------------
+
+    def table(self, count: int, dtype: torch.dtype) -> Table:
+        """A fresh shared table, known to every replica. Collective."""
+        size = Table.size(self.size, count, dtype)
+        segment = Segment(size) if self.rank == 0 else None
+        handle = self._share_handle(segment)
+        if segment is None:
+            segment = Segment.attach(handle)
+        self.barrier()
+        return Table(segment, self.size, count, dtype)
+
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        table = self.table(count, dtype)
+        row = table.rows[self.rank]
+        self._tables[row.data_ptr()] = table
+        return row
+
+    def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
+        table = self._tables.get(flat.data_ptr())
+        if table is not None and table.count == flat.numel():
+            self._reduce(table, weight)
+            return Pending()
+        work = self.buffer(flat.numel(), flat.dtype, flat.device)
+        work.copy_(flat.reshape(-1))
+        self._reduce(self._tables.pop(work.data_ptr()), weight)
+        flat.copy_(work.view(flat.shape))
+        return Pending()
+
+    def _reduce(self, table: Table, weight: float) -> None:
+        self._weights[self.rank] = weight
+        self.barrier()
+        start, end = slices(table.count, self.size)[self.rank]
+        if end > start:
+            total = self.sum_rows(table, start, end, self._weights.tolist())
+            for row in table.rows:
+                row[start:end].copy_(total)
+        self.barrier()
+
+    def sum_rows(self, table: Table, start: int, end: int, weights: list[float]) -> Tensor:
+        """The weighted sum of one column slice, added up in at least fp32."""
+        parts = [
+            (row[start:end], weight)
+            for row, weight in zip(table.rows, weights, strict=True)
+            if weight != 0.0
+        ]
+        dtype = table.rows[0].dtype
+        wide = torch.float32 if dtype in _HALF else dtype
+        if not parts:
+            return torch.zeros(end - start, dtype=wide)
+        (first, scale), *rest = parts
+        if len({weight for _, weight in parts}) == 1 and rest:
+            total = torch.add(first.to(wide), rest[0][0])
+            for part, _ in rest[1:]:
+                total.add_(part)
+            return total if scale == 1.0 else total.mul_(scale)
+        total = torch.mul(first.to(wide), scale)
+        for part, weight in rest:
+            total.add_(part, alpha=weight)
+        return total
+
+    # --- messages ---------------------------------------------------------------------------
+
+    def gather_bytes(self, data: Tensor) -> list[Tensor]:
+        keep = self._post(data)
+        self.barrier()
+        received = [self._fetch(rank) for rank in range(self.size)]
+        self.barrier()
+        del keep
+        return received
+
+    def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
+        keep = self._post(data) if data is not None and self.rank == source else None
+        self.barrier()
+        received = self._fetch(source)
+        self.barrier()
+        del keep
+        return received
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        received = self.broadcast_bytes(flat if self.rank == source else None, source)
+        if self.rank != source:
+            with torch.no_grad():
+                tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+
+    def _post(self, data: Tensor) -> Segment | None:
+        """Put a message where the others find it: inline, or in a segment kept until read."""
+        size = data.numel()
+        self._flags[self.rank * _WORDS + 1] = size
+        if size <= _INLINE:
+            self._mail[self.rank][:size].copy_(data)
+            return None
+        segment = Segment(size)
+        segment.tensor(torch.uint8, (size,)).copy_(data)
+        self._post_text(segment.handle)
+        return segment
+
+    def _fetch(self, rank: int) -> Tensor:
+        size = self._flags[rank * _WORDS + 1]
+        if size <= _INLINE:
+            return self._mail[rank][:size].clone()
+        return Segment.attach(self._read_text(rank)).tensor(torch.uint8, (size,)).clone()
+
+    def _share_handle(self, segment: Segment | None) -> str:
+        if segment is not None:
+            self._post_text(segment.handle)
+        self.barrier()
+        handle = self._read_text(0)
+        return handle
+
+    def _post_text(self, text: str) -> None:
+        raw = text.encode()
+        self._flags[self.rank * _WORDS + 2] = len(raw)
+        self._mail[self.rank][: len(raw)].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+    def _read_text(self, rank: int) -> str:
+        return self._mail[rank][: self._flags[rank * _WORDS + 2]].numpy().tobytes().decode()
+
+    def close(self) -> None:
+        self._tables.clear()

@@ -1,0 +1,173 @@
+"""Collectives over torch's process groups: Gloo between CPUs and hosts, NCCL between GPUs.
+
+    ring              every member sends and adds chunks in a circle (what Gloo and NCCL do)
+    one device        all send to one member, which adds and sends the sum back
+    hierarchical      members -> leader of their pack; leaders among themselves; back again
+
+            pack 0          pack 1
+        0 <- 1, 2, 3    4 <- 5, 6        1. reduce inside each pack
+        0 <-----------> 4                2. all-reduce between the leaders
+        0 -> 1, 2, 3    4 -> 5, 6        3. broadcast inside each pack
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from stratagem.cluster.membership import Membership
+from stratagem.wire.collective import Collective, Pending, apply_weight
+from stratagem.wire.group import Group, Meeting
+
+
+T = TypeVar("T")
+
+
+class TorchCollective(Collective):
+    """Every replica in one ring; the other algorithms override `_sum`."""
+
+    def __init__(
+        self, rank: int, size: int, backend: str, meeting: Meeting, membership: Membership
+    ) -> None:
+        self.rank, self.size, self.backend = rank, size, backend
+        self.meeting = meeting
+        self.membership = membership
+        self.messages = Group("messages", rank, size, "gloo", meeting)
+        same = backend == "gloo"
+        self.flat = Group("flat", rank, size, "gloo", meeting) if same else self._nccl("flat")
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="stratagem-reduce")
+        membership.on_trouble(lambda _: self._abort())
+
+    def _nccl(self, name: str) -> Group:
+        return Group(name, self.rank, self.size, "nccl", self.meeting)
+
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
+        apply_weight(flat, weight)
+        if flat.is_cuda and self.backend == "gloo":
+            return self._staged(flat)
+        if type(self) is TorchCollective and flat.dtype is torch.float32:
+            work = self.flat.sum(flat)  # runs beside the computation by itself
+            return Pending((lambda: self._named(work.wait)) if work is not None else None)
+        if self.backend == "nccl":
+            self._named(lambda: self._sum(flat))  # queued on the GPU; nothing blocks here
+            return Pending()
+        future = self._aside.submit(self._sum, flat)
+        return Pending(lambda: self._named(future.result))
+
+    def _sum(self, flat: Tensor) -> None:
+        work = self.flat.sum(flat)
+        if work is not None:
+            work.wait()
+
+    def _staged(self, flat: Tensor) -> Pending:
+        """Gloo adds on the CPU: replicas that share one GPU meet in host memory."""
+        host = flat.cpu()
+        future = self._aside.submit(self._sum, host)
+
+        def finish() -> None:
+            self._named(future.result)
+            flat.copy_(host)
+
+        return Pending(finish)
+
+    def gather_bytes(self, data: Tensor) -> list[Tensor]:
+        return self._named(lambda: self._gather_bytes(data))
+
+    def _gather_bytes(self, data: Tensor) -> list[Tensor]:
+        sizes = [int(n) for n in self.messages.gather(torch.tensor([data.numel()]))]
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        padded[: data.numel()].copy_(data)
+        parts = self.messages.gather(padded)
+        return [part[:size].clone() for part, size in zip(parts, sizes, strict=True)]
+
+    def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
+        return self._named(lambda: self._broadcast_bytes(data, source))
+
+    def _broadcast_bytes(self, data: Tensor | None, source: int) -> Tensor:
+        size = torch.tensor([0 if data is None else data.numel()])
+        self.messages.broadcast(size, source)
+        if data is None or self.rank != source:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        if data.numel():
+            self.messages.broadcast(data, source)
+        return data
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        raw = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
+        received = self.broadcast_bytes(raw if self.rank == source else None, source)
+        if self.rank != source and flat.numel():
+            with torch.no_grad():
+                tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+
+    def barrier(self) -> None:
+        self.gather_bytes(torch.empty(0, dtype=torch.uint8))
+
+    def _named(self, action: Callable[[], T]) -> T:
+        """Run; an error of the wire becomes one that names the member behind it."""
+        try:
+            return action()
+        except RuntimeError as error:
+            trouble = self.membership.await_trouble(2.0)
+            if trouble is None:
+                raise
+            raise trouble.error() from error
+
+    def _groups(self) -> list[Group]:
+        return [self.messages, self.flat]
+
+    def _abort(self) -> None:
+        for group in self._groups():
+            group.abort()
+
+    def close(self) -> None:
+        self._abort()
+        self._aside.shutdown(wait=False, cancel_futures=True)
+
+
+class OneDeviceCollective(TorchCollective):
+    """All to one, and back."""
+
+    root = 0
+
+    def _sum(self, flat: Tensor) -> None:
+        self.flat.reduce_to(flat, self.root)
+        self.flat.broadcast(flat, self.root)
+
+
+class HierarchicalCollective(TorchCollective):
+    """Packs with a leader each; `packs` lists the ranks of every pack."""
+
+    packs: list[list[int]]
+
+    def join_packs(self, packs: list[list[int]]) -> None:
+        self.packs = packs
+        index = next(i for i, pack in enumerate(packs) if self.rank in pack)
+        pack = packs[index]
+        self.pack = Group(
+            f"pack{index}", pack.index(self.rank), len(pack), self.backend, self.meeting
+        )
+        leaders = [pack[0] for pack in packs]
+        self.leaders = (
+            Group("leaders", index, len(leaders), self.backend, self.meeting)
+            if self.rank in leaders
+            else None
+        )
+
+    def _sum(self, flat: Tensor) -> None:
+        self.pack.reduce_to(flat, 0)
+        if self.leaders is not None:
+            work = self.leaders.sum(flat)
+            if work is not None:
+                work.wait()
+        self.pack.broadcast(flat, 0)
+
+    def _groups(self) -> list[Group]:
+        return [*super()._groups(), self.pack, *([self.leaders] if self.leaders else [])]

@@ -1,0 +1,118 @@
+"""Nested tensors as bytes, without pickle: what travels when it is not one flat gradient.
+
+A tree is None, bool, int, float, str, Tensor, or a list, tuple or str-keyed dict of trees. The
+bytes are a length, a JSON outline, then the tensors one after another. Reading checks every
+length against what is there before it allocates.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import NotDistributable
+from stratagem.wire.collective import Collective
+
+Tree = Any
+_HEAD = struct.Struct(">Q")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+        torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+
+
+def encode(tree: Tree) -> Tensor:
+    """The tree as one flat uint8 tensor."""
+    tensors: list[Tensor] = []
+    outline = json.dumps(_outline(tree, tensors)).encode()
+    head = torch.frombuffer(bytearray(_HEAD.pack(len(outline)) + outline), dtype=torch.uint8)
+    return torch.cat([head, *(_flat_bytes(tensor) for tensor in tensors)])
+
+
+def decode(data: Tensor) -> Tree:
+    """The tree that `encode` made; its tensors are copies on the CPU."""
+    if len(data) < _HEAD.size:
+        raise ValueError("a tree's bytes are cut short: no head")
+    (length,) = _HEAD.unpack(data[: _HEAD.size].numpy().tobytes())
+    start = _HEAD.size + length
+    if start > len(data):
+        raise ValueError(f"a tree's outline claims {length} bytes of {len(data)}")
+    outline = json.loads(data[_HEAD.size : start].numpy().tobytes())
+    tree, end = _rebuild(outline, data, start)
+    if end != len(data):
+        raise ValueError(f"{len(data) - end} bytes are left over behind a tree")
+    return tree
+
+
+def broadcast_tree(collective: Collective, tree: Tree = None, source: int = 0) -> Tree:
+    """The source's tree, on every replica."""
+    if collective.size == 1:
+        return tree
+    mine = encode(tree) if collective.rank == source else None
+    return decode(collective.broadcast_bytes(mine, source))
+
+
+def gather_tree(collective: Collective, tree: Tree) -> list[Tree]:
+    """Every replica's tree, in rank order."""
+    if collective.size == 1:
+        return [tree]
+    return [decode(part) for part in collective.gather_bytes(encode(tree))]
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _outline(tree: Tree, tensors: list[Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        name = str(tree.dtype).removeprefix("torch.")
+        if name not in _DTYPES or tree.layout != torch.strided:
+            raise NotDistributable(
+                f"a {tree.layout} tensor of {tree.dtype} cannot travel between replicas; "
+                "convert it to a dense tensor of an ordinary type first."
+            )
+        tensors.append(tree)
+        return {"t": [name, list(tree.shape)]}
+    if isinstance(tree, dict):
+        if not all(isinstance(key, str) for key in tree):
+            raise NotDistributable("only dicts with text keys can travel between replicas.")
+        return {"d": [[key, _outline(value, tensors)] for key, value in tree.items()]}
+    if isinstance(tree, list | tuple):
+        tag = "l" if isinstance(tree, list) else "u"
+        return {tag: [_outline(value, tensors) for value in tree]}
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return {"v": tree}
+    raise NotDistributable(
+        f"a {type(tree).__name__} cannot travel between replicas; use tensors, numbers, text, "
+        "and lists, tuples or dicts of them."
+    )
+
+
+def _rebuild(outline: Any, data: Tensor, at: int) -> tuple[Tree, int]:
+    ((tag, body),) = outline.items()
+    if tag == "v":
+        return body, at
+    if tag == "t":
+        dtype, shape = _DTYPES[body[0]], [int(n) for n in body[1]]
+        if any(n < 0 for n in shape):
+            raise ValueError("a tensor's shape is negative")
+        size = math.prod(shape) * dtype.itemsize
+        if at + size > len(data):
+            raise ValueError(f"a tensor claims {size} bytes where {len(data) - at} are left")
+        flat = data[at : at + size].clone()
+        tensor = flat.view(dtype) if size else torch.empty(0, dtype=dtype)
+        return tensor.reshape(shape), at + size
+    items = []
+    for entry in body:
+        value, at = _rebuild(entry[1] if tag == "d" else entry, data, at)
+        items.append((entry[0], value) if tag == "d" else value)
+    return {"d": dict, "l": list, "u": tuple}[tag](items), at

@@ -1,0 +1,307 @@
+"""The handshake lets in who knows the secret and nobody else, and never hangs."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.cluster.handshake import (
+    NOTE_LIMIT,
+    NoteReader,
+    Stranger,
+    WrongSecret,
+    encode_note,
+    job_secret,
+    prove,
+    recv_note,
+    send_note,
+)
+from stratagem.errors import HandshakeError, UsageError
+
+pytestmark = pytest.mark.timeout(60)
+
+SECRET = b"s" * 32
+QUICK = settings(max_examples=60, deadline=None)
+
+
+@contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def outcome(action: Callable[[], None]) -> tuple[threading.Thread, list[BaseException | None]]:
+    """Run in a thread; the list receives None or what was raised."""
+    results: list[BaseException | None] = []
+
+    def body() -> None:
+        try:
+            action()
+        except BaseException as problem:
+            results.append(problem)
+        else:
+            results.append(None)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread, results
+
+
+def meet(server_secret: bytes, client_secret: bytes) -> list[BaseException | None]:
+    """What the server and the client make of each other; each hangs up when it has failed."""
+    with pair() as (server, client):
+
+        def side(sock: socket.socket, secret: bytes, is_server: bool) -> None:
+            try:
+                prove(sock, secret, server=is_server, limit=5)
+            except HandshakeError:
+                sock.close()
+                raise
+
+        thread, first = outcome(lambda: side(server, server_secret, True))
+        other, second = outcome(lambda: side(client, client_secret, False))
+        thread.join()
+        other.join()
+        return first + second
+
+
+def test_the_same_secret_lets_both_in() -> None:
+    assert meet(SECRET, SECRET) == [None, None]
+
+
+def test_another_secret_is_refused_on_both_sides_at_once() -> None:
+    start = time.monotonic()
+    server, client = meet(SECRET, b"other")
+    assert isinstance(server, WrongSecret)
+    assert isinstance(client, WrongSecret)
+    assert "STRATAGEM_SECRET" in str(client)
+    assert time.monotonic() - start < 2
+
+
+def test_the_secret_is_in_no_message() -> None:
+    secret = job_secret({"STRATAGEM_SECRET": "open sesame"}, "{}")
+    for problem in meet(secret, b"other"):
+        assert "sesame" not in str(problem) and secret.hex() not in str(problem)
+
+
+def test_the_socket_keeps_its_own_timeout() -> None:
+    with pair() as (server, client):
+        server.settimeout(7.0)
+        thread, _ = outcome(lambda: prove(client, SECRET, server=False, limit=5))
+        prove(server, SECRET, server=True, limit=5)
+        thread.join()
+        assert server.gettimeout() == 7.0
+        assert client.gettimeout() is None
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_a_mirror_proves_nothing(server: bool) -> None:
+    with pair() as (ours, mirror):
+        thread, results = outcome(lambda: prove(ours, SECRET, server=server, limit=2))
+        mirror.settimeout(0.2)
+        while thread.is_alive():
+            try:
+                mirror.sendall(mirror.recv(4096) or b"")
+            except OSError:
+                continue
+        thread.join()
+        assert isinstance(results[0], HandshakeError)
+
+
+def test_what_one_server_said_does_not_open_another() -> None:
+    """A relay that turns the client's proof into a server's: the roles are inside the MAC."""
+    with pair() as (first, left), pair() as (second, right):
+        one, a = outcome(lambda: prove(first, SECRET, server=False, limit=2))
+        two, b = outcome(lambda: prove(second, SECRET, server=False, limit=2))
+        # Two clients, each shown the other as its server.
+        left.sendall(right.recv(40))
+        right.sendall(left.recv(40))
+        left.sendall(right.recv(32))
+        right.sendall(left.recv(32))
+        one.join()
+        two.join()
+        assert isinstance(a[0], WrongSecret)
+        assert isinstance(b[0], WrongSecret)
+
+
+@pytest.mark.parametrize("server", [True, False])
+@given(said=st.binary(max_size=200))
+@QUICK
+def test_garbage_is_refused(server: bool, said: bytes) -> None:
+    with pair() as (ours, theirs):
+        theirs.sendall(said)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(HandshakeError):
+            prove(ours, SECRET, server=server, limit=1)
+
+
+@given(cut=st.integers(0, 71), flip=st.integers(0, 71), bit=st.integers(0, 7))
+@QUICK
+def test_a_truncated_or_altered_client_is_refused(cut: int, flip: int, bit: int) -> None:
+    """The client's 72 bytes, with its proof for the nonce at hand, cut short or changed."""
+    import hmac
+
+    greeting = b"STRATGM\x01"
+    for shortened in (True, False):
+        with pair() as (ours, theirs):
+            thread, results = outcome(lambda ours=ours: prove(ours, SECRET, server=True, limit=1))
+            nonce = bytes(32)
+            hello = bytearray(greeting + nonce)
+            if not shortened and flip < 40:
+                hello[flip] ^= 1 << bit
+            theirs.sendall(hello[:cut] if shortened else hello)
+            if shortened and cut < 40:
+                theirs.shutdown(socket.SHUT_WR)
+            else:
+                said = theirs.recv(40)
+                if said:
+                    mac = bytearray(
+                        hmac.digest(SECRET, greeting + b"client" + nonce + said[8:], "sha256")
+                    )
+                    if not shortened and flip >= 40:
+                        mac[flip - 40] ^= 1 << bit
+                    theirs.sendall(mac[: cut - 40] if shortened else mac)
+                    theirs.shutdown(socket.SHUT_WR)
+                else:
+                    theirs.close()
+            thread.join(5)
+            assert not thread.is_alive()
+            assert isinstance(results[0], HandshakeError)
+
+
+def test_the_client_forged_above_would_be_let_in_unaltered() -> None:
+    import hmac
+
+    greeting, nonce = b"STRATGM\x01", bytes(32)
+    with pair() as (ours, theirs):
+        thread, results = outcome(lambda: prove(ours, SECRET, server=True, limit=2))
+        theirs.sendall(greeting + nonce)
+        said = theirs.recv(40)
+        theirs.sendall(hmac.digest(SECRET, greeting + b"client" + nonce + said[8:], "sha256"))
+        thread.join()
+        assert results == [None]
+
+
+def test_another_protocol_is_a_stranger_without_a_wait() -> None:
+    with pair() as (ours, theirs):
+        theirs.sendall(b"220 mail.example\r\n")
+        start = time.monotonic()
+        with pytest.raises(Stranger, match="something else"):
+            prove(ours, SECRET, server=False, limit=5)
+        assert time.monotonic() - start < 1
+
+
+def test_another_version_is_named() -> None:
+    with pair() as (ours, theirs):
+        theirs.sendall(b"STRATGM\x09" + bytes(32))
+        with pytest.raises(Stranger, match="version 9"):
+            prove(ours, SECRET, server=True, limit=1)
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_a_peer_that_drips_is_cut_off_at_the_limit(server: bool) -> None:
+    with pair() as (ours, theirs):
+        start = time.monotonic()
+        thread, results = outcome(lambda: prove(ours, SECRET, server=server, limit=0.5))
+        for byte in b"STRATGM\x01" + bytes(20):
+            time.sleep(0.05)
+            try:
+                theirs.sendall(bytes([byte]))
+            except OSError:
+                break
+        thread.join()
+        assert isinstance(results[0], HandshakeError)
+        assert time.monotonic() - start < 2.5
+
+
+def test_notes_go_there_and_back() -> None:
+    note = {"rank": 1, "loss": 0.5, "names": ["é", "\ud83d"], "deep": {"a": None}}
+    with pair() as (ours, theirs):
+        send_note(ours, note)
+        assert recv_note(theirs, limit=1) == note
+
+
+@given(said=st.binary(max_size=300))
+@QUICK
+def test_a_garbled_note_only_raises_connection_error(said: bytes) -> None:
+    with pair() as (ours, theirs):
+        theirs.sendall(said)
+        theirs.shutdown(socket.SHUT_WR)
+        try:
+            assert isinstance(recv_note(ours, limit=1), dict)
+        except ConnectionError:
+            pass
+
+
+@given(
+    value=st.recursive(
+        st.none() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3)
+    )
+)
+@QUICK
+def test_only_objects_are_notes(value: object) -> None:
+    body = json.dumps(value).encode()
+    with pair() as (ours, theirs):
+        theirs.sendall(struct.pack("!I", len(body)) + body)
+        with pytest.raises(HandshakeError):
+            recv_note(ours, limit=1)
+
+
+@given(size=st.integers(NOTE_LIMIT + 1, 2**32 - 1))
+@QUICK
+def test_a_long_note_is_refused_by_its_length_alone(size: int) -> None:
+    with pair() as (ours, theirs):
+        theirs.sendall(struct.pack("!I", size))
+        with pytest.raises(HandshakeError, match="limit"):
+            recv_note(ours, limit=1)
+    with pytest.raises(HandshakeError, match="limit"):
+        list(NoteReader().feed(struct.pack("!I", size)))
+
+
+def test_deep_nesting_is_refused() -> None:
+    body = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    with pytest.raises(HandshakeError):
+        list(NoteReader().feed(struct.pack("!I", len(body)) + body))
+
+
+def test_a_note_too_long_to_be_read_is_not_sent() -> None:
+    with pytest.raises(UsageError, match="limit"):
+        encode_note({"a": "x" * NOTE_LIMIT})
+
+
+@given(
+    notes=st.lists(st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), max_size=6),
+    cuts=st.lists(st.integers(1, 7), min_size=1),
+)
+@QUICK
+def test_a_stream_in_pieces_gives_the_same_notes(
+    notes: list[dict[str, int]], cuts: list[int]
+) -> None:
+    stream = b"".join(encode_note(note) for note in notes)
+    reader, found, step = NoteReader(), [], 0
+    while stream:
+        size = cuts[step % len(cuts)]
+        step += 1
+        found += list(reader.feed(stream[:size]))
+        stream = stream[size:]
+    assert found == notes
+
+
+def test_the_secret_of_a_job() -> None:
+    spec = '{"worker": ["a:1", "b:1"], "ps": ["c:1"]}'
+    same = '{"ps": ["c:1"], "worker": ["a:1", "b:1"]}'
+    other = '{"worker": ["b:1", "a:1"], "ps": ["c:1"]}'
+    assert job_secret({}, spec) == job_secret({}, same) != job_secret({}, other)
+    chosen = job_secret({"STRATAGEM_SECRET": "x"}, spec)
+    assert chosen == job_secret({"STRATAGEM_SECRET": "x"}, other) != job_secret({}, spec)
+    assert job_secret({"STRATAGEM_SECRET": ""}, spec) == job_secret({}, spec)
