@@ -17,6 +17,7 @@ _HOMES = {
         "ReplicaFailed", "ReplicaLost", "ReplicaMissing", "ReplicaStalled", "StratagemError",
         "UsageError",
     ],
+    "stratagem.frontends.model": ["Model"],
     "stratagem.strategies.cross_device": [
         "CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice",
         "RingAllReduce", "SharedMemoryAllReduce",

@@ -189,7 +189,7 @@ class Star:
         except Exception as problem:
             # A member of the job that sends nonsense is as lost as one that hung up.
             self.drop(link.rank)
-            self._listener.lost(link.rank, str(problem) or repr(problem))
+            self._listener.lost(link.rank, _why(problem))
 
     def _close(self) -> None:
         for link in self._links.values():
@@ -202,6 +202,12 @@ class Star:
     def abandon(self) -> None:
         """Let go of the connections in a forked child, without a word to the peers."""
         self._close()
+
+
+def _why(problem: Exception) -> str:
+    if isinstance(problem, OSError) and problem.strerror:
+        return f"its connection ended ({problem.strerror})"
+    return str(problem) or repr(problem)
 
 
 _stars: weakref.WeakSet[Star] = weakref.WeakSet()

@@ -24,7 +24,7 @@ log = logging.getLogger("stratagem")
 
 CONNECT = 3.0  # seconds for one try to connect
 RETRY = 0.3  # seconds between two tries
-REFUSALS = 3  # certain failures in a row, until we believe them
+REFUSALS = 5  # failures in a row, from the first certain one on, until we believe it
 
 
 class RoundCall:
@@ -96,15 +96,18 @@ class RoundCall:
 
     def _call_on(self, name: str) -> None:
         """Try one task until it is measured, or certainly cannot be, or the check is over."""
-        refusals = 0
+        refusal, refusals = None, 0
         while not self._over.is_set():
             row = self._try(name)
-            refusals = refusals + 1 if row.certain and not row.ok else 0
-            believed = row.ok or refusals >= REFUSALS
-            if self._over.is_set():
-                return
-            self._record(dataclasses.replace(row, certain=row.certain and believed))
-            if row.certain and believed:
+            if row.certain and not row.ok:
+                refusal = row
+            if refusal is not None and not row.ok:
+                # A peer that refused us and is gone now says no less than one that refuses still.
+                row, refusals = refusal, refusals + 1
+            certain = row.certain and (row.ok or refusals >= REFUSALS)
+            if not self._over.is_set():
+                self._record(dataclasses.replace(row, certain=certain))
+            if certain:
                 return
             self._over.wait(RETRY)
 

@@ -101,3 +101,9 @@ def _check_role(place: Place | None) -> None:
     )
 
 
+
+
+def single_device() -> Strategy:
+    """One replica on the first device here: what a model without a scope uses."""
+    team = Team(devices.present()[:1], None, None, Patience())
+    return Strategy(team, Settings())

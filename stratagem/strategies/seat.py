@@ -120,7 +120,7 @@ def _connect(
     backend = "nccl" if kinds == {"cuda"} and _apart(seat) else "gloo"
     if isinstance(op, NcclAllReduce):
         backend = "nccl"
-    meeting = Meeting(dist.PrefixStore(name, rendezvous), seat.interface, PATIENCE)
+    meeting = Meeting(dist.PrefixStore(name, rendezvous), seat.interface, PATIENCE, membership.raise_if_trouble)
     arguments = (seat.rank, seat.size, backend, meeting, membership)
     if isinstance(op, HierarchicalCopyAllReduce):
         layered = HierarchicalCollective(*arguments)

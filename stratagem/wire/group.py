@@ -7,6 +7,8 @@ wrap models in DDP. Sixteen-bit tensors travel as they are and are added up in f
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stratagem.wire.collective import Pending
+
+_GLANCE = timedelta(milliseconds=200)
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -25,6 +30,8 @@ class Meeting:
     store: Any
     hostname: str
     limit: timedelta
+    #: called while waiting; raises when a member is in trouble
+    watch: Callable[[], None]
 
 
 class Group:
@@ -32,6 +39,7 @@ class Group:
 
     def __init__(self, name: str, rank: int, size: int, backend: str, meeting: Meeting) -> None:
         self.rank, self.size = rank, size
+        self._backend, self._watch = backend, meeting.watch
         store = dist.PrefixStore(name, meeting.store)
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
@@ -43,16 +51,32 @@ class Group:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.hostname)]
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
 
-    def sum(self, flat: Tensor) -> Any | None:
-        """Add up over the group, in place; returns torch's work handle if it is still running."""
+    def wait(self, work: Any) -> None:
+        """Wait for work of this group, with an eye on its members.
+
+        Gloo itself would wait for a stopped peer until its time limit, and its `abort` wakes
+        nobody. (For NCCL this only makes the GPU's stream wait.)
+        """
+        while self._backend == "gloo" and not work.is_completed():
+            try:
+                work.wait(_GLANCE)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                self._watch()
+        work.wait()
+
+    def sum(self, flat: Tensor) -> Pending:
+        """Add up over the group, in place."""
         if self.size == 1:
-            return None
+            return Pending()
         if flat.dtype in _HALF:
             self._sum_half(flat)
-            return None
+            return Pending()
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
-        return self._group.allreduce([flat], options)
+        work = self._group.allreduce([flat], options)
+        return Pending(lambda: self.wait(work))
 
     def _sum_half(self, flat: Tensor) -> None:
         """Scatter the chunks, add each in fp32 on one member, gather the rounded sums."""
@@ -61,10 +85,10 @@ class Group:
         sent = flat.new_zeros(size * chunk)
         sent[:count].copy_(flat)
         received = torch.empty_like(sent)
-        self._group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()).wait()
+        self.wait(self._group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
         total = received.view(size, chunk).float().sum(0).to(flat.dtype)
         parts = list(sent.view(size, chunk).unbind(0))
-        self._group.allgather([parts], [total]).wait()
+        self.wait(self._group.allgather([parts], [total]))
         flat.copy_(sent[:count])
 
     def reduce_to(self, flat: Tensor, root: int) -> None:
@@ -75,14 +99,14 @@ class Group:
             gather = dist.GatherOptions()
             gather.rootRank = root
             parts = [torch.empty_like(flat) for _ in range(self.size)] if self.rank == root else []
-            self._group.gather([parts] if parts else [], [flat], gather).wait()
+            self.wait(self._group.gather([parts] if parts else [], [flat], gather))
             if parts:
                 flat.copy_(torch.stack(parts).float().sum(0))
             return
         options = dist.ReduceOptions()
         options.rootRank = root
         options.reduceOp = dist.ReduceOp.SUM
-        self._group.reduce([flat], options).wait()
+        self.wait(self._group.reduce([flat], options))
 
     def broadcast(self, flat: Tensor, root: int) -> None:
         """Overwrite everybody's tensor with the root's."""
@@ -90,14 +114,18 @@ class Group:
             return
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self._group.broadcast([flat], options).wait()
+        self.wait(self._group.broadcast([flat], options))
 
     def gather(self, flat: Tensor) -> list[Tensor]:
         """Everybody's tensor of one common size, in order."""
         parts = [torch.empty_like(flat) for _ in range(self.size)]
-        self._group.allgather([parts], [flat]).wait()
+        self.wait(self._group.allgather([parts], [flat]))
         return parts
 
     def abort(self) -> None:
-        """Wake whoever waits in this group, with an error."""
-        self._group.abort()
+        """Give the group up while a peer may still owe it something."""
+        if self._backend == "nccl":
+            self._group.abort()
+        else:
+            # Its destructor would wait for that peer, at the end of the process too.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))

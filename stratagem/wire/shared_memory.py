@@ -117,15 +117,20 @@ class SharedMemoryCollective(Collective):
 
     # --- flat reductions -------------------------------------------------------------------
 
-    def table(self, count: int, dtype: torch.dtype) -> Table:
-        """A fresh shared table, known to every replica. Collective."""
-        size = Table.size(self.size, count, dtype)
+    def table(self, count: int, dtype: torch.dtype, rows: int = 0) -> Table:
+        """A fresh shared table, a row a replica unless told otherwise. Collective."""
+        rows = rows or self.size
+        size = Table.size(rows, count, dtype)
         segment = Segment(size) if self.rank == 0 else None
         handle = self._share_handle(segment)
         if segment is None:
             segment = Segment.attach(handle)
         self.barrier()
-        return Table(segment, self.size, count, dtype)
+        return Table(segment, rows, count, dtype)
+
+    def table_of(self, row: Tensor) -> Table:
+        """The table that a `buffer` is a row of."""
+        return self._tables[row.data_ptr()]
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         table = self.table(count, dtype)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stratagem.cluster.membership import Membership
+from stratagem.errors import ReplicaError
 from stratagem.wire.collective import Collective, Pending, apply_weight
 from stratagem.wire.group import Group, Meeting
 
@@ -37,13 +38,9 @@ class TorchCollective(Collective):
         self.meeting = meeting
         self.membership = membership
         self.messages = Group("messages", rank, size, "gloo", meeting)
-        same = backend == "gloo"
-        self.flat = Group("flat", rank, size, "gloo", meeting) if same else self._nccl("flat")
+        self.flat = Group("flat", rank, size, backend, meeting)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="stratagem-reduce")
         membership.on_trouble(lambda _: self._abort())
-
-    def _nccl(self, name: str) -> Group:
-        return Group(name, self.rank, self.size, "nccl", self.meeting)
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
@@ -53,8 +50,8 @@ class TorchCollective(Collective):
         if flat.is_cuda and self.backend == "gloo":
             return self._staged(flat)
         if type(self) is TorchCollective and flat.dtype is torch.float32:
-            work = self.flat.sum(flat)  # runs beside the computation by itself
-            return Pending((lambda: self._named(work.wait)) if work is not None else None)
+            pending = self.flat.sum(flat)  # runs beside the computation by itself
+            return Pending(lambda: self._named(pending.wait))
         if self.backend == "nccl":
             self._named(lambda: self._sum(flat))  # queued on the GPU; nothing blocks here
             return Pending()
@@ -62,9 +59,7 @@ class TorchCollective(Collective):
         return Pending(lambda: self._named(future.result))
 
     def _sum(self, flat: Tensor) -> None:
-        work = self.flat.sum(flat)
-        if work is not None:
-            work.wait()
+        self.flat.sum(flat).wait()
 
     def _staged(self, flat: Tensor) -> Pending:
         """Gloo adds on the CPU: replicas that share one GPU meet in host memory."""
@@ -114,6 +109,8 @@ class TorchCollective(Collective):
         """Run; an error of the wire becomes one that names the member behind it."""
         try:
             return action()
+        except ReplicaError:
+            raise
         except RuntimeError as error:
             trouble = self.membership.await_trouble(2.0)
             if trouble is None:
@@ -128,7 +125,8 @@ class TorchCollective(Collective):
             group.abort()
 
     def close(self) -> None:
-        self._abort()
+        if self.backend == "nccl":
+            self._abort()
         self._aside.shutdown(wait=False, cancel_futures=True)
 
 
@@ -164,9 +162,7 @@ class HierarchicalCollective(TorchCollective):
     def _sum(self, flat: Tensor) -> None:
         self.pack.reduce_to(flat, 0)
         if self.leaders is not None:
-            work = self.leaders.sum(flat)
-            if work is not None:
-                work.wait()
+            self.leaders.sum(flat).wait()
         self.pack.broadcast(flat, 0)
 
     def _groups(self) -> list[Group]:

@@ -576,53 +576,44 @@ def test_a_bad_nodelist(text: str) -> None:
         slurm.expand_nodelist(text, "NODES")
 
 
-def compressed(prefix: str, numbers: list[tuple[int, int]]) -> str:
-    """Slurm's shorthand for machines of one name: consecutive numbers of one width make a range."""
-    runs: list[list[tuple[int, int]]] = []
-    for value, width in numbers:
-        last = runs[-1][-1] if runs else None
-        # A range is written as wide as its first number; 9 may be followed by 10.
-        widens = last is not None and len(str(value)) == max(width, len(str(last[0])) + 1)
-        if last is not None and value == last[0] + 1 and (width == last[1] or widens):
-            runs[-1].append((value, last[1]))
+def compressed(prefix: str, numbers: list[str]) -> str:
+    """Slurm's shorthand for machines of one name; a range is as wide as its first number."""
+    runs: list[list[str]] = []
+    for text in numbers:
+        if runs and text == str(int(runs[-1][-1]) + 1).zfill(len(runs[-1][0])):
+            runs[-1].append(text)
         else:
-            runs.append([(value, width)])
-    ranges = (
-        "-".join(str(value).zfill(width) for value, width in dict.fromkeys((run[0], run[-1])))
-        for run in runs
-    )
+            runs.append([text])
+    ranges = (run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{prefix}[{','.join(ranges)}]"
 
 
-NUMBERED = st.tuples(
-    st.from_regex(r"[a-z]([a-z-]{0,5}[a-z])?", fullmatch=True),
-    st.lists(st.tuples(st.integers(0, 130), st.integers(1, 4)), min_size=1, max_size=12),
+def test_the_compressor_compresses() -> None:
+    assert compressed("gpu", ["01", "02", "7", "9", "10", "11"]) == "gpu[01-02,7,9-11]"
+    assert compressed("gpu", ["098", "099", "100"]) == "gpu[098-100]"
+    assert compressed("gpu", ["009", "10", "9", "010"]) == "gpu[009,10,9,010]"
+
+
+def stretch(start: int, length: int, width: int) -> list[str]:
+    return [str(number).zfill(width) for number in range(start, start + length)]
+
+
+STRETCHES = st.builds(stretch, st.integers(0, 130), st.integers(1, 5), st.integers(1, 4))
+MACHINES: st.SearchStrategy[tuple[str, list[str]]] = st.one_of(
+    st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True).map(lambda name: (name, [])),
+    st.tuples(
+        st.from_regex(r"[a-z]([a-z-]{0,5}[a-z])?", fullmatch=True),
+        st.lists(STRETCHES, min_size=1, max_size=4).map(lambda parts: [*itertools.chain(*parts)]),
+    ),
 )
 
 
 @calm
-@given(st.lists(NUMBERED | st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), min_size=1))
-@example([("gpu", [(8, 1), (9, 1), (10, 1), (11, 1)]), "login"])
-@example([("gpu", [(98, 3), (99, 3), (100, 3)])])
-def test_any_nodelist_expands_to_what_was_compressed(
-    groups: list[str | tuple[str, list[tuple[int, int]]]],
-) -> None:
-    parts: list[str] = []
-    names: list[str] = []
-    for group in groups:
-        if isinstance(group, str):
-            parts.append(group)
-            names.append(group)
-        else:
-            prefix, numbers = group
-            parts.append(compressed(prefix, numbers))
-            names += [f"{prefix}{str(value).zfill(width)}" for value, width in numbers]
+@given(st.lists(MACHINES, min_size=1, max_size=6))
+def test_any_nodelist_expands_to_what_was_compressed(machines: list[tuple[str, list[str]]]) -> None:
+    parts = [compressed(name, numbers) if numbers else name for name, numbers in machines]
+    names = [name + number for name, numbers in machines for number in numbers or [""]]
     assert slurm.expand_nodelist(",".join(parts)) == names
-
-
-def test_the_compressor_compresses() -> None:
-    numbers = [(1, 2), (2, 2), (3, 2), (7, 1), (9, 1), (10, 1)]
-    assert compressed("gpu", numbers) == "gpu[01-03,7,9-10]"
 
 
 COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=8)
@@ -711,7 +702,7 @@ def test_garbage_raises_nothing_but_a_cluster_error(base: Environ, changes: Envi
         assert place is None or place.rank < place.size
 
 
-DOCUMENTS = st.fixed_dictionaries(
+DOCUMENTS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {},
     optional={
         "cluster": st.dictionaries(

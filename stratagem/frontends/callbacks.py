@@ -1,0 +1,349 @@
+"""Callbacks, with Keras' method names. They run once, on the chief.
+
+    class Speak(sg.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            print(epoch, logs["loss"], self.model.optimizer.param_groups[0]["lr"])
+
+A callback may change weights or the optimizer's settings, or set `self.model.stop_training`; every
+replica follows.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from stratagem.errors import UsageError
+
+log = logging.getLogger("stratagem")
+
+Logs = dict[str, Any]
+
+
+class Trained(Protocol):
+    """What callbacks see of a model."""
+
+    stop_training: bool
+    module: Any
+    optimizer: Any
+
+    def save(self, path: str | Path) -> Path: ...
+
+
+class Callback:
+    """Base of all callbacks; override what you need."""
+
+    model: Any = None
+    params: dict[str, Any] = {}  # noqa: RUF012
+    #: whether `on_epoch_end` reads `model.optimizer.state`
+    reads_optimizer_state = False
+
+    def set_model(self, model: Any) -> None:
+        self.model = model
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        self.params = params
+
+    def on_train_begin(self, logs: Logs | None = None) -> None: ...
+
+    def on_train_end(self, logs: Logs | None = None) -> None: ...
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None: ...
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None: ...
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None: ...
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None: ...
+
+
+def overrides(callback: Callback, name: str) -> bool:
+    """Whether this callback does something there."""
+    return getattr(type(callback), name, None) is not getattr(Callback, name) or (
+        name in vars(callback)
+    )
+
+
+class CallbackList:
+    """Several callbacks as one, with cheap batch hooks when nobody uses them."""
+
+    def __init__(self, callbacks: Sequence[Callback], model: Any, params: dict[str, Any]) -> None:
+        self.callbacks = list(callbacks)
+        self._model = model
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UsageError(
+                    f"{callback!r} is no callback; derive it from stratagem.callbacks.Callback."
+                )
+            callback.set_model(model)
+            callback.set_params(params)
+        self._begin = [c for c in self.callbacks if overrides(c, "on_train_batch_begin")]
+        self._end = [c for c in self.callbacks if overrides(c, "on_train_batch_end")]
+        #: whether anybody may change something between two steps
+        self.between_steps = any(not isinstance(c, Progress) for c in self._begin + self._end)
+        self._versions: list[int] = []
+
+    @classmethod
+    def none(cls) -> CallbackList:
+        return cls([], None, {})
+
+    @property
+    def reads_optimizer_state(self) -> bool:
+        return any(c.reads_optimizer_state for c in self.callbacks)
+
+    @property
+    def stop(self) -> bool:
+        return self._model is not None and bool(self._model.stop_training)
+
+    def train_begin(self) -> None:
+        self.settle()
+        for callback in self.callbacks:
+            callback.on_train_begin()
+
+    def train_end(self) -> None:
+        for callback in self.callbacks:
+            callback.on_train_end()
+
+    def epoch_begin(self, epoch: int) -> None:
+        for callback in self.callbacks:
+            callback.on_epoch_begin(epoch)
+
+    def epoch_end(self, epoch: int, logs: Logs) -> None:
+        self.settle()
+        for callback in self.callbacks:
+            callback.on_epoch_end(epoch, logs)
+
+    def batch_begin(self, batch: int) -> None:
+        for callback in self._begin:
+            callback.on_train_batch_begin(batch)
+
+    def batch_end(self, batch: int, tally: Any) -> None:
+        if not self._end:
+            return
+        if self.between_steps:
+            self.settle()
+        logs = RunningLogs(tally)
+        for callback in self._end:
+            callback.on_train_batch_end(batch, logs)
+
+    def settle(self) -> None:
+        """Whatever the weights are now is known to every replica."""
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        if self._model is None or not self.callbacks:
+            return []
+        module = self._model.module
+        return [t._version for t in (*module.parameters(), *module.buffers())]
+
+    def weights_changed(self) -> bool:
+        """Whether a callback wrote into the weights since they were settled."""
+        return self._versions != self._current_versions()
+
+
+class RunningLogs(dict[str, Any]):
+    """Logs in mid-epoch; the loss is read from the device only if somebody looks."""
+
+    def __init__(self, tally: Any) -> None:
+        super().__init__()
+        self._tally = tally
+
+    def __missing__(self, key: str) -> Any:
+        if key == "loss":
+            self["loss"] = self._tally.mean()
+            return self["loss"]
+        if key == "examples":
+            return self._tally.examples
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+
+class Progress(Callback):
+    """Marks callbacks that only show: they change nothing, so replicas need not listen."""
+
+
+class History(Callback):
+    """Every epoch's logs: what `fit` returns."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[float]] = {}
+        self.epoch: list[int] = []
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        self.epoch.append(epoch)
+        for name, value in (logs or {}).items():
+            self.history.setdefault(name, []).append(value)
+
+
+class _Best:
+    """Which of two values of a monitored number is the better one."""
+
+    def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise UsageError(f'mode={mode!r}; it is "min", "max" or "auto".')
+        up = mode == "max" or (mode == "auto" and not _falls(monitor))
+        self.monitor, self._sign, self._delta = monitor, 1.0 if up else -1.0, abs(min_delta)
+        self.value: float | None = None
+
+    def improved(self, logs: Logs) -> bool:
+        if self.monitor not in logs:
+            raise UsageError(
+                f'"{self.monitor}" is not among the logs ({", ".join(logs)}); choose one of them '
+                "as monitor, or give validation_data."
+            )
+        now = float(logs[self.monitor])
+        if math.isnan(now):
+            return False
+        if self.value is not None and self._sign * (now - self.value) <= self._delta:
+            return False
+        self.value = now
+        return True
+
+
+def _falls(monitor: str) -> bool:
+    return any(word in monitor for word in ("loss", "error", "mae", "mse"))
+
+
+class EarlyStopping(Callback):
+    """Stop when the monitored number has not improved for `patience` epochs."""
+
+    def __init__(
+        self, monitor: str = "val_loss", *, patience: int = 0, min_delta: float = 0.0,
+        mode: str = "auto", restore_best_weights: bool = False,
+    ) -> None:  # fmt: skip
+        self._new_best = lambda: _Best(monitor, mode, min_delta)
+        self.patience = patience
+        self.restore = restore_best_weights
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self.best = self._new_best()
+        self.wait = 0
+        self.stopped_epoch: int | None = None
+        self._weights: dict[str, Tensor] | None = None
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self.best.improved(logs or {}):
+            self.wait = 0
+            if self.restore:
+                self._weights = copy.deepcopy(self.model.module.state_dict())
+            return
+        self.wait += 1
+        if self.wait > max(self.patience - 1, 0):
+            self.stopped_epoch = epoch
+            self.model.stop_training = True
+            if self._weights is not None:
+                self.model.module.load_state_dict(self._weights)
+
+
+class ModelCheckpoint(Callback):
+    """Save after each epoch, or after each that is the best so far.
+
+    `path` may hold `{epoch}` and any log: "runs/{epoch:02d}-{val_loss:.3f}".
+    """
+
+    reads_optimizer_state = True
+
+    def __init__(
+        self, path: str | Path, *, monitor: str = "val_loss", save_best_only: bool = False,
+        mode: str = "auto",
+    ) -> None:  # fmt: skip
+        self.path = str(path)
+        self.best = _Best(monitor, mode) if save_best_only else None
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self.best is None or self.best.improved(logs or {}):
+            self.model.save(self.path.format(epoch=epoch + 1, **(logs or {})))
+
+
+class LearningRateScheduler(Callback):
+    """Set the learning rate by `schedule(epoch, rate)`, or, per="step", by (step, rate)."""
+
+    def __init__(self, schedule: Callable[[int, float], float], per: str = "epoch") -> None:
+        if per not in ("epoch", "step"):
+            raise UsageError(f'per={per!r}; it is "epoch" or "step".')
+        self.schedule = schedule
+        self._step = 0
+        if per == "epoch":
+            self.on_epoch_begin = self._by_epoch  # type: ignore[method-assign]
+        else:
+            self.on_train_batch_begin = self._by_step  # type: ignore[method-assign]
+
+    def _by_epoch(self, epoch: int, logs: Logs | None = None) -> None:
+        self._apply(epoch)
+
+    def _by_step(self, batch: int, logs: Logs | None = None) -> None:
+        self._apply(self._step)
+        self._step += 1
+
+    def _apply(self, number: int) -> None:
+        for group in self.model.optimizer.param_groups:
+            group["lr"] = float(self.schedule(number, float(group["lr"])))
+
+
+class ReduceLROnPlateau(Callback):
+    """Multiply the learning rate by `factor` when the monitored number stops improving."""
+
+    def __init__(
+        self, monitor: str = "val_loss", *, factor: float = 0.1, patience: int = 10,
+        mode: str = "auto", min_lr: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.best = _Best(monitor, mode)
+        self.factor, self.patience, self.min_lr = factor, patience, min_lr
+        self.wait = 0
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self.best.improved(logs or {}):
+            self.wait = 0
+            return
+        self.wait += 1
+        if self.wait >= self.patience:
+            self.wait = 0
+            for group in self.model.optimizer.param_groups:
+                group["lr"] = max(float(group["lr"]) * self.factor, self.min_lr)
+
+
+class LambdaCallback(Callback):
+    """Functions in place of methods: `LambdaCallback(on_epoch_end=lambda epoch, logs: ...)`."""
+
+    def __init__(self, **functions: Callable[..., Any]) -> None:
+        for name, function in functions.items():
+            if not name.startswith("on_") or not hasattr(Callback, name):
+                raise UsageError(f"there is no callback method {name!r}.")
+            setattr(self, name, function)
+
+
+class TensorBoard(Callback):
+    """Write every epoch's logs for TensorBoard."""
+
+    def __init__(self, log_dir: str | Path = "runs") -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError(
+                "TensorBoard is not installed; pip install 'stratagem[tensorboard]'."
+            ) from error
+        self._open = lambda: SummaryWriter(str(log_dir))  # type: ignore[no-untyped-call]
+        self._writer: Any = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._writer = self._open()
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        for name, value in (logs or {}).items():
+            kind = "validation" if name.startswith("val_") else "train"
+            self._writer.add_scalar(f"{kind}/{name.removeprefix('val_')}", value, epoch)
+        self._writer.flush()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        self._writer.close()

@@ -1,0 +1,264 @@
+"""Data of any kind as global batches, of which a replica draws its share.
+
+    arrays, tensors      every replica indexes its own rows; shuffled from one seed
+    map-style datasets   through a DataLoader whose sampler deals out shares
+    DataLoaders          the same, keeping their sampler, collate function and workers
+    streams, generators  the chief reads, everybody keeps its share
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from stratagem.data.loader import ShareLoader, stream
+from stratagem.data.shard import count_rows, rows, share
+from stratagem.errors import UsageError
+from stratagem.strategies.replica import Replica
+
+#: arrays up to this size are kept on the GPU for the whole fit
+_RESIDENT_BYTES = 1 << 30
+
+
+@dataclass
+class Portion:
+    """A replica's share of one global batch; `borrowed` rows stand in for an empty share."""
+
+    x: Any
+    y: Any
+    weight: Tensor | None
+    examples: int
+    total: int
+
+
+class Feed(Protocol):
+    """A source of global batches."""
+
+    #: batches an epoch, None if unknown
+    steps: int | None
+
+    def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
+        """This replica's shares, in order. Collective where the source needs it."""
+
+    def without_source(self) -> Feed:
+        """What a follower needs of it."""
+
+
+@dataclass
+class ArrayFeed:
+    """Arrays or tensors, indexed in place."""
+
+    x: Any
+    y: Any
+    weight: Tensor | None
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+
+    @property
+    def length(self) -> int:
+        return count_rows(self.x)
+
+    @property
+    def steps(self) -> int:
+        return -(-self.length // self.batch_size)
+
+    def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
+        data, order, length = [self.x, self.y, self.weight], self._order(epoch), self.length
+        if replica.device.type == "cuda" and sum(map(_nbytes, data)) <= _RESIDENT_BYTES:
+            data, order = _map(lambda t: t.to(replica.device), [data, order])
+        for begin in range(0, length, self.batch_size):
+            total = min(self.batch_size, length - begin)
+            start, end = share(total, replica.count, replica.index)
+            window = slice(begin + start, begin + end) if end > start else slice(begin, begin + 1)
+            chosen: Any = window if order is None else order[window]
+            x, y, weight = (_map(lambda t: t[chosen], part) for part in data)  # noqa: B023
+            yield Portion(x, y, weight, end - start, total)
+
+    def _order(self, epoch: int) -> Tensor | None:
+        """The same permutation whatever the number of replicas."""
+        if not self.shuffle:
+            return None
+        dice = torch.Generator().manual_seed((self.seed + 7919 * epoch) % 2**63)
+        return torch.randperm(self.length, generator=dice)
+
+    def without_source(self) -> Feed:
+        return self
+
+
+@dataclass
+class LoaderFeed:
+    """A DataLoader; its own sampler decides the order."""
+
+    loader: DataLoader[Any] | None
+    steps: int | None
+
+    def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
+        assert self.loader is not None
+        if replica.count == 1:
+            yield from (_portion(batch, None) for batch in self.loader)
+            return
+        sizes: list[tuple[int, int]] = []
+        shares = ShareLoader(self.loader, replica.collective, lambda n, m: sizes.append((n, m)))
+        for batch in shares:
+            yield _portion(batch, sizes.pop())
+
+    def without_source(self) -> Feed:
+        assert self.loader is not None
+        if isinstance(self.loader.dataset, IterableDataset):
+            return StreamFeed(None, self.steps)
+        return self
+
+
+@dataclass
+class StreamFeed:
+    """Whole batches from an iterable that only the chief reads."""
+
+    source: Iterable[Any] | None
+    steps: int | None
+
+    def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
+        for batch in stream(_tensors(self.source), replica.collective):
+            total = count_rows(batch)
+            start, end = share(total, replica.count, replica.index)
+            part = rows(batch, start, end) if end > start else rows(batch, 0, 1)
+            yield _portion(part, (end - start, total))
+
+    def without_source(self) -> Feed:
+        return replace(self, source=None)
+
+
+def _tensors(source: Iterable[Any] | None) -> Iterator[Any]:
+    for batch in source or ():
+        yield _map(_tensor, batch)
+
+
+def _portion(batch: Any, size: tuple[int, int] | None) -> Portion:
+    x, y, weight = unpack(batch)
+    if size is None:
+        size = (count_rows(x),) * 2
+    return Portion(x, y, weight, *size)
+
+
+def unpack(batch: Any) -> tuple[Any, Any, Any]:
+    """(x), (x, y) or (x, y, sample weight)."""
+    if isinstance(batch, list | tuple):
+        if len(batch) in (1, 2, 3):
+            x, y, weight = (*batch, None, None)[:3]
+            return x, y, weight
+        raise UsageError(
+            f"a batch of {len(batch)} parts is not understood; batches are x, (x, y) or "
+            "(x, y, sample_weight), where x may itself be a tuple or a dict of tensors."
+        )
+    return batch, None, None
+
+
+def feed(
+    x: Any, y: Any = None, weight: Any = None, *, batch_size: int | None, shuffle: bool, seed: int
+) -> Feed:
+    """The feed for whatever the user gave."""
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(f"batch_size is {batch_size}; it must be 1 or more.")
+    if isinstance(x, DataLoader):
+        _alone(y, weight, "a DataLoader")
+        streaming = isinstance(x.dataset, IterableDataset)
+        return LoaderFeed(x, None if streaming else len(x))
+    if isinstance(x, IterableDataset):
+        _alone(y, weight, "a dataset")
+        return LoaderFeed(DataLoader(x, batch_size=batch_size or 32), None)
+    if isinstance(x, Dataset) or (hasattr(x, "__getitem__") and _is_dataset(x)):
+        _alone(y, weight, "a dataset")
+        return _dataset(x, batch_size or 32, shuffle, seed)
+    if _is_arrays(x):
+        return _arrays(x, y, weight, batch_size or 32, shuffle, seed)
+    if isinstance(x, Iterable):
+        _alone(y, weight, "an iterable")
+        return StreamFeed(x, len(x) if hasattr(x, "__len__") else None)
+    raise UsageError(
+        f"{type(x).__name__} is not data that can be fed; give arrays, tensors, a dataset, a "
+        "DataLoader, or an iterable of batches."
+    )
+
+
+def _dataset(data: Any, batch_size: int, shuffle: bool, seed: int) -> Feed:
+    dice = torch.Generator().manual_seed(seed % 2**63)
+    loader = DataLoader(data, batch_size=batch_size, shuffle=shuffle, generator=dice)
+    return LoaderFeed(loader, len(loader))
+
+
+def _arrays(x: Any, y: Any, weight: Any, batch_size: int, shuffle: bool, seed: int) -> Feed:
+    x, y, weight = (_map(_tensor, part) for part in (x, y, weight))
+    lengths = [len(t) for t in _leaves([x, y, weight])]
+    if len(set(lengths)) > 1:
+        raise UsageError(
+            f"the arrays have different lengths ({', '.join(map(str, lengths))}); x, y and "
+            "sample_weight need one row for each example."
+        )
+    if not lengths or lengths[0] == 0:
+        raise UsageError("the data is empty: there is no example in it.")
+    return ArrayFeed(x, y, weight, batch_size, shuffle, seed)
+
+
+def _is_arrays(x: Any) -> bool:
+    if isinstance(x, Tensor | np.ndarray):
+        return True
+    if isinstance(x, dict):
+        return bool(x) and all(map(_is_arrays, x.values()))
+    return isinstance(x, list | tuple) and bool(x) and all(map(_is_arrays, x))
+
+
+def _is_dataset(x: Any) -> bool:
+    return hasattr(x, "__len__") and not isinstance(
+        x, Tensor | np.ndarray | list | tuple | dict | str
+    )
+
+
+def _alone(y: Any, weight: Any, what: str) -> None:
+    if y is not None or weight is not None:
+        raise UsageError(
+            f"y and sample_weight come from {what} itself when x is one; its batches are (x, y) "
+            "or (x, y, sample_weight)."
+        )
+
+
+def _tensor(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
+    if not value.flags.writeable:
+        value = value.copy()
+    tensor = torch.from_numpy(np.ascontiguousarray(value))
+    return tensor.float() if tensor.dtype is torch.float64 else tensor
+
+
+def _map(function: Any, tree: Any) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return {key: _map(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_map(function, value) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(_map(function, value) for value in tree)
+    return function(tree)
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        return [leaf for part in tree for leaf in _leaves(part)]
+    return []
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in _leaves(tree))

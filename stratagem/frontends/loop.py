@@ -1,0 +1,271 @@
+"""The loops of `fit`, `evaluate` and `predict`, as every replica runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.frontends.callbacks import CallbackList
+from stratagem.frontends.feeds import Feed, Portion
+from stratagem.frontends.steps import Recipe, Solo, Step, Tally, choose
+from stratagem.strategies import setup
+from stratagem.strategies.replica import Replica, current_replica
+from stratagem.strategies.settings import Settings
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+
+@dataclass
+class Fit:
+    """Everything that one call of `fit` needs on a replica."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    recipe: Recipe
+    settings: Settings
+    feed: Feed
+    validation: Feed | None
+    epochs: range
+    steps_per_epoch: int | None
+    generation: int
+    #: on the chief only
+    callbacks: CallbackList = field(default_factory=CallbackList.none)
+    #: whether callbacks act between steps, so that replicas must listen there too
+    between_steps: bool = False
+    #: whether callbacks read the optimizer's state at the end of an epoch
+    wants_state: bool = False
+
+    def for_followers(self) -> Fit:
+        """The same without what only the chief has."""
+        validation = self.validation
+        return replace(
+            self, callbacks=CallbackList.none(), feed=self.feed.without_source(),
+            validation=validation and validation.without_source(),
+        )  # fmt: skip
+
+
+def fit(job: Fit) -> None:
+    """Train; the module and the optimizer of every replica end alike."""
+    replica = current_replica()
+    _move(job.module, job.optimizer, replica.device)
+    job.recipe.metrics.to(replica.device)
+    setup.align(job.module, replica)
+    setup.roll_own_dice(replica, job.generation)
+    step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
+    job.callbacks.train_begin()
+    for epoch in job.epochs:
+        if _epoch(job, step, replica, epoch):
+            break
+    step.close()
+    job.callbacks.train_end()
+
+
+def _epoch(job: Fit, step: Step, replica: Replica, epoch: int) -> bool:
+    """One pass over the data; returns whether to stop."""
+    job.module.train()
+    job.recipe.metrics.reset()
+    step.tally = tally = Tally(replica.device)
+    job.callbacks.epoch_begin(epoch)
+    _listen(job, step, replica)
+    started = time.perf_counter()
+    for number, portion, last in _numbered(job, replica, epoch):
+        job.callbacks.batch_begin(number)
+        if job.between_steps and _listen(job, step, replica):
+            break
+        step.take(portion, last)
+        job.callbacks.batch_end(number, tally)
+    logs = {"loss": tally.mean(), **job.recipe.metrics.compute(replica)}
+    seconds = max(time.perf_counter() - started, 1e-9)
+    logs["examples_per_second"] = tally.examples / seconds
+    setup.average_buffers(job.module, replica)
+    if job.validation is not None:
+        results = _evaluate(job.module, job.recipe, job.validation, replica)
+        logs |= {f"val_{name}": value for name, value in results.items()}
+    if job.wants_state:
+        step.collect_state()
+    job.callbacks.epoch_end(epoch, logs)
+    return _listen(job, step, replica)
+
+
+def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Portion, bool]]:
+    """Portions with their number, and whether each is the epoch's last."""
+    limit = job.steps_per_epoch
+    waiting: Portion | None = None
+    number = 0
+    for portion in job.feed.portions(replica, epoch):
+        if waiting is not None:
+            yield number, waiting, False
+            number += 1
+        waiting = portion
+        if limit is not None and number + 1 >= limit:
+            break
+    if waiting is not None:
+        yield number, waiting, True
+
+
+def _listen(job: Fit, step: Step, replica: Replica) -> bool:
+    """Follow what callbacks changed on the chief; returns whether to stop. Collective."""
+    mine = None
+    if replica.is_chief:
+        changed = job.callbacks.weights_changed()
+        state = [*job.module.parameters(), *job.module.buffers()]
+        mine = {
+            "stop": job.callbacks.stop,
+            "groups": [_settings(group) for group in job.optimizer.param_groups],
+            "weights": [t.detach() for t in state] if changed and replica.count > 1 else None,
+        }
+    told = broadcast_tree(replica.collective, mine)
+    for group, settings in zip(job.optimizer.param_groups, told["groups"], strict=True):
+        group.update(settings)
+    step.follow_settings()
+    if told["weights"] is not None and not replica.is_chief:
+        with torch.no_grad():
+            state = [*job.module.parameters(), *job.module.buffers()]
+            for tensor, value in zip(state, told["weights"], strict=True):
+                tensor.copy_(value)
+    job.callbacks.settle()
+    return bool(told["stop"])
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value for key, value in group.items()
+        if key != "params" and isinstance(value, bool | int | float | Tensor | tuple)
+    }  # fmt: skip
+
+
+@dataclass
+class Evaluation:
+    """Everything that `evaluate` and `predict` need on a replica."""
+
+    module: nn.Module
+    recipe: Recipe
+    feed: Feed
+    steps: int | None = None
+    tick: Any = None
+
+    def for_followers(self) -> Evaluation:
+        return replace(self, feed=self.feed.without_source(), tick=None)
+
+
+def evaluate(job: Evaluation) -> dict[str, float]:
+    """Loss and metrics over every example once, the same on every replica."""
+    replica = current_replica()
+    job.module.to(replica.device)
+    job.recipe.metrics.to(replica.device)
+    setup.align(job.module, replica)
+    return _evaluate(job.module, job.recipe, job.feed, replica, job.steps, job.tick)
+
+
+@torch.no_grad()
+def _evaluate(
+    module: nn.Module, recipe: Recipe, feed: Feed, replica: Replica, steps: int | None = None,
+    tick: Any = None,
+) -> dict[str, float]:  # fmt: skip
+    module.eval()
+    recipe.metrics.reset()
+    runner = Solo(module, _NO_OPTIMIZER, recipe, replica)
+    sums: list[list[float]] = []
+    for number, portion in enumerate(feed.portions(replica, 0)):
+        if steps is not None and number >= steps:
+            break
+        sums.append([*_losses(runner, portion), float(portion.total)])
+        if tick is not None:
+            tick(number)
+    results = {"loss": _mean_loss(sums, replica), **recipe.metrics.compute(replica)}
+    recipe.metrics.reset()
+    return results
+
+
+def _losses(runner: Solo, portion: Portion) -> tuple[float, float]:
+    """Numerator and denominator of this share's loss; metrics take it in."""
+    if portion.examples == 0:
+        return 0.0, 0.0
+    recipe = runner.recipe
+    with runner.autocast():
+        output, y, weight = runner.forward(portion)
+        numerator, denominator = recipe.loss.terms(output, y, weight)
+    if recipe.metrics:
+        recipe.metrics.update(output, y)
+    if denominator is None:
+        denominator = portion.examples / portion.total
+    return float(numerator), float(denominator)
+
+
+def _mean_loss(sums: list[list[float]], replica: Replica) -> float:
+    """Each global batch's loss, weighted by its examples, as one device averages it."""
+    everybody = gather_tree(replica.collective, torch.tensor(sums, dtype=torch.float64))
+    added = torch.stack(everybody).sum(0)
+    if not len(added):
+        return float("nan")
+    totals = torch.tensor([row[2] for row in sums], dtype=torch.float64)
+    return float((added[:, 0] / added[:, 1] * totals).sum() / totals.sum())
+
+
+@torch.no_grad()
+def predict(job: Evaluation) -> Any:
+    """Outputs for every example, in order, on the CPU."""
+    replica = current_replica()
+    job.module.to(replica.device)
+    setup.align(job.module, replica)
+    job.module.eval()
+    runner = Solo(job.module, _NO_OPTIMIZER, job.recipe, replica)
+    mine: list[Any] = []
+    for number, portion in enumerate(job.feed.portions(replica, 0)):
+        if job.steps is not None and number >= job.steps:
+            break
+        if portion.examples == 0:
+            mine.append(None)
+            continue
+        with runner.autocast():
+            mine.append(_on_cpu(runner.forward(portion)[0]))
+        if job.tick is not None:
+            job.tick(number)
+    everybody = gather_tree(replica.collective, mine)
+    ordered = [part for batch in zip(*everybody, strict=True) for part in batch if part is not None]
+    return _joined(ordered)
+
+
+def _on_cpu(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().cpu()
+    if isinstance(tree, dict):
+        return {key: _on_cpu(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_on_cpu(value) for value in tree]
+    return tree
+
+
+def _joined(parts: list[Any]) -> Any:
+    if not parts:
+        return torch.empty(0)
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    return tuple(_joined([part[i] for part in parts]) for i in range(len(first)))
+
+
+def _move(module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    """Module and optimizer state onto the replica's device."""
+    module.to(device)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != "step" and value.device != device:
+                state[key] = value.to(device)
+
+
+class _NoOptimizer(Optimizer):
+    """Evaluation steps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Parameter(torch.empty(0))], {})
+
+
+_NO_OPTIMIZER = _NoOptimizer()

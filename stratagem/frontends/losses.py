@@ -1,0 +1,190 @@
+"""Losses, with what their mean is taken over: that is what makes shares add up exactly.
+
+A loss of the global batch is  sum over replicas of numerator / sum over replicas of denominator.
+For most losses the denominator is the number of rows. Cross entropy skips ignored targets and
+weighs classes, so its denominator depends on the targets; a summed loss has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stratagem.data.shard import count_rows
+from stratagem.errors import UsageError
+
+_ALIASES = {
+    "mse": "mse_loss", "mean_squared_error": "mse_loss", "mae": "l1_loss",
+    "mean_absolute_error": "l1_loss", "huber": "huber_loss", "nll": "nll_loss",
+    "binary_crossentropy": "binary_cross_entropy_with_logits",
+    "sparse_categorical_crossentropy": "cross_entropy",
+}  # fmt: skip
+_COUNTED = (F.cross_entropy, F.nll_loss)
+
+
+class Loss(Protocol):
+    """A loss as the training loop sees it."""
+
+    #: whether `terms` returns a denominator that only the targets tell
+    counted: bool
+
+    def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
+        """The loss of a whole batch on one device."""
+
+    def terms(self, output: Any, target: Any, weight: Tensor | None) -> tuple[Tensor, Any]:
+        """Numerator and denominator of one share."""
+
+
+class RowLoss:
+    """Any callable whose value is a mean over rows, or one value a row."""
+
+    counted = False
+
+    def __init__(self, function: Callable[..., Tensor], per_row: Callable[..., Tensor] | None = None):
+        self.function = function
+        self.per_row = per_row
+
+    def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            return self._weighted(output, target, weight) / len(weight)
+        value = self.function(output, target)
+        return value if value.dim() == 0 else value.mean()
+
+    def terms(self, output: Any, target: Any, weight: Tensor | None) -> tuple[Tensor, Any]:
+        count = count_rows(target) if weight is None else len(weight)
+        if weight is not None:
+            return self._weighted(output, target, weight), float(count)
+        return self.mean(output, target, None) * count, float(count)
+
+    def _weighted(self, output: Any, target: Any, weight: Tensor) -> Tensor:
+        values = (self.per_row or self.function)(output, target)
+        if values.dim() == 0:
+            raise UsageError(
+                "sample weights need a loss with a value for each example, and this one returns "
+                'a single number; use reduction="none" or a named loss such as "mse".'
+            )
+        return (values.reshape(len(weight), -1).mean(1) * weight).sum()
+
+
+class SummedLoss:
+    """A loss that is a sum over rows; its gradient grows with the batch, as on one device."""
+
+    counted = False
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            raise UsageError('sample weights need a loss with reduction="mean" or "none".')
+        return self.function(output, target)
+
+    def terms(self, output: Any, target: Any, weight: Tensor | None) -> tuple[Tensor, Any]:
+        return self.mean(output, target, weight), None
+
+
+class CountedLoss:
+    """Cross entropy and its kin: the mean is over the targets that count, by class weight."""
+
+    counted = True
+
+    def __init__(
+        self, function: Callable[..., Tensor], class_weight: Tensor | None = None,
+        ignore_index: int = -100, **options: Any,
+    ) -> None:  # fmt: skip
+        self.function = function
+        self.class_weight = class_weight
+        self.ignore_index = ignore_index
+        self.options = options
+
+    def _value(self, output: Any, target: Any, reduction: str) -> Tensor:
+        weight = self.class_weight
+        if weight is not None and weight.device != output.device:
+            weight = self.class_weight = weight.to(output.device)
+        return self.function(
+            output, target, weight=weight, reduction=reduction,
+            **_only_integers(target, ignore_index=self.ignore_index), **self.options,
+        )  # fmt: skip
+
+    def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return self._value(output, target, "mean")
+        numerator, denominator = self.terms(output, target, weight)
+        return numerator / denominator
+
+    def terms(self, output: Any, target: Any, weight: Tensor | None) -> tuple[Tensor, Any]:
+        if weight is not None:
+            values = self._value(output, target, "none")
+            return (values.reshape(len(weight), -1).mean(1) * weight).sum(), float(len(weight))
+        return self._value(output, target, "sum"), self._count(output, target)
+
+    def _count(self, output: Tensor, target: Tensor) -> Any:
+        if target.is_floating_point():
+            return float(output.numel() / output.shape[1 if output.dim() > 1 else 0])
+        counts = target != self.ignore_index
+        if self.class_weight is None:
+            return counts.sum()
+        return (self.class_weight[target.clamp_min(0)] * counts).sum()
+
+
+def _only_integers(target: Tensor, **options: Any) -> dict[str, Any]:
+    return {} if target.is_floating_point() else options
+
+
+def resolve(loss: Any) -> Loss:
+    """From a name ("cross_entropy"), a torch function, a torch loss module or any callable."""
+    if isinstance(loss, str):
+        loss = _by_name(loss)
+    if loss in _COUNTED:
+        return CountedLoss(loss)
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean":
+        counted = isinstance(loss, nn.CrossEntropyLoss)
+        options = {"label_smoothing": loss.label_smoothing} if counted else {}
+        function = F.cross_entropy if counted else F.nll_loss
+        return CountedLoss(function, loss.weight, loss.ignore_index, **options)
+    if getattr(loss, "reduction", None) == "sum":
+        return SummedLoss(loss)
+    if not callable(loss):
+        raise UsageError(
+            f"loss={loss!r} is not callable; give a name such as \"cross_entropy\", a torch loss, "
+            "or a function of (output, target)."
+        )
+    return RowLoss(loss, _unreduced(loss))
+
+
+def _unreduced(loss: Any) -> Callable[..., Tensor] | None:
+    """The same loss with one value a row, where torch knows how."""
+    if getattr(loss, "__module__", None) == F.__name__:
+        return lambda output, target: loss(output, target, reduction="none")
+    if isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "mean":
+
+        def each(output: Any, target: Any) -> Tensor:
+            loss.reduction = "none"
+            try:
+                value: Tensor = loss(output, target)
+            finally:
+                loss.reduction = "mean"
+            return value
+
+        return each
+    return None
+
+
+def _by_name(name: str) -> Callable[..., Tensor]:
+    function = getattr(F, _ALIASES.get(name, name), None)
+    if not callable(function):
+        raise UsageError(
+            f'there is no loss "{name}"; the names are those of torch.nn.functional '
+            '("cross_entropy", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits", ...) '
+            f"and {', '.join(sorted(_ALIASES))}."
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A number or tensor as a detached 0-d tensor."""
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))

@@ -1,0 +1,179 @@
+"""Metrics are torchmetrics; this file names the common ones and joins replicas when they are read."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import Tensor
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
+
+from stratagem.errors import UsageError
+from stratagem.strategies.replica import Replica
+from stratagem.wire.tree import gather_tree
+
+Maker = Callable[[int], torchmetrics.Metric]
+
+
+def _accuracy(classes: int) -> torchmetrics.Metric:
+    if classes > 1:
+        return MulticlassAccuracy(classes, average="micro", validate_args=False)
+    return BinaryAccuracy(validate_args=False)
+
+
+#: made when the first output shows how many classes there are (0: none)
+_NAMED: dict[str, Maker] = {
+    "accuracy": _accuracy,
+    "mae": lambda _: torchmetrics.MeanAbsoluteError(),
+    "mse": lambda _: torchmetrics.MeanSquaredError(),
+}
+
+
+class FunctionMetric(torchmetrics.MeanMetric):
+    """A plain function of (output, target), averaged over examples."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(nan_strategy="disable")
+        self.function = function
+
+    def update(self, output: Any, target: Any) -> None:  # type: ignore[override]
+        value = torch.as_tensor(self.function(output, target)).detach().float()
+        super().update(value, 1.0 if value.dim() else float(len(target)))
+
+
+class MetricSet:
+    """The metrics of one model, by name."""
+
+    def __init__(self, metrics: Any) -> None:
+        self._makers: dict[str, Maker] = {}
+        self._metrics: dict[str, torchmetrics.Metric] = {}
+        for name, metric in _listed(metrics):
+            if name in self._makers or name in self._metrics:
+                raise UsageError(f'two metrics are called "{name}"; give them names: a dict.')
+            if isinstance(metric, str):
+                self._makers[name] = _NAMED[metric]
+            else:
+                self._metrics[name] = metric
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._metrics, *self._makers]
+
+    def __bool__(self) -> bool:
+        return bool(self._makers or self._metrics)
+
+    def update(self, output: Any, target: Any) -> None:
+        """Take one share in."""
+        if self._makers:
+            self._make(_classes(output, target), output.device)
+        with torch.no_grad():
+            for metric in self._metrics.values():
+                metric.update(_detached(output), target)
+
+    def _make(self, classes: int, device: torch.device) -> None:
+        for name, maker in self._makers.items():
+            self._metrics[name] = maker(classes).to(device)
+        self._makers = {}
+
+    def compute(self, replica: Replica) -> dict[str, float]:
+        """Values over all examples of all replicas. Collective."""
+        if replica.count > 1:
+            self._agree(replica)
+        values: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            values.update(_flat(name, _joined(metric, replica)))
+        return values
+
+    def _agree(self, replica: Replica) -> None:
+        """A replica without a single example learns from the others what it would have made."""
+        known = next((m for m in self._metrics.values() if hasattr(m, "num_classes")), None)
+        classes = 0 if known is None else int(known.num_classes)  # type: ignore[call-overload]
+        mine = -1 if self._makers else classes
+        told = max(gather_tree(replica.collective, mine)) if self._has_lazy(replica) else -1
+        if self._makers and told >= 0:
+            self._make(told, replica.device)
+
+    def _has_lazy(self, replica: Replica) -> bool:
+        return any(gather_tree(replica.collective, bool(self._makers)))
+
+    def reset(self) -> None:
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def to(self, device: torch.device) -> None:
+        for metric in self._metrics.values():
+            metric.to(device)
+
+
+def _joined(metric: torchmetrics.Metric, replica: Replica) -> Any:
+    before = metric.dist_sync_fn, metric.distributed_available_fn
+    if replica.count > 1:
+        metric.dist_sync_fn = lambda t, group=None: replica.all_gather(t)
+        metric.distributed_available_fn = lambda: True
+    try:
+        with warnings.catch_warnings():
+            # A replica whose every share was empty computes before any update: that is no error.
+            warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
+            return metric.compute()
+    finally:
+        metric.dist_sync_fn, metric.distributed_available_fn = before
+
+
+def _flat(name: str, value: Any) -> dict[str, float]:
+    if isinstance(value, Mapping):
+        return {f"{name}_{key}": float(part) for key, part in value.items()}
+    if isinstance(value, Tensor) and value.numel() > 1:
+        return {f"{name}_{i}": float(part) for i, part in enumerate(value.reshape(-1))}
+    return {name: float(value)}
+
+
+def _detached(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    if isinstance(tree, list | tuple):
+        return type(tree)(_detached(item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _detached(item) for key, item in tree.items()}
+    return tree
+
+
+def _classes(output: Any, target: Any) -> int:
+    if isinstance(output, Tensor) and isinstance(target, Tensor) and output.dim() > target.dim():
+        return int(output.shape[1])
+    return 0
+
+
+def _listed(metrics: Any) -> list[tuple[str, Any]]:
+    if metrics is None:
+        return []
+    if isinstance(metrics, Mapping):
+        return [(name, _checked(metric)) for name, metric in metrics.items()]
+    if not isinstance(metrics, Sequence) or isinstance(metrics, str):
+        metrics = [metrics]
+    return [(_name(metric), _checked(metric)) for metric in metrics]
+
+
+def _checked(metric: Any) -> Any:
+    if isinstance(metric, str):
+        if metric not in _NAMED:
+            raise UsageError(
+                f'there is no metric "{metric}" here; the names are {", ".join(_NAMED)}, and any '
+                "torchmetrics metric can be given itself."
+            )
+        return metric
+    if isinstance(metric, torchmetrics.Metric):
+        return metric
+    if callable(metric):
+        return FunctionMetric(metric)
+    raise UsageError(f"{metric!r} is no metric; give a name, a torchmetrics metric or a function.")
+
+
+def _name(metric: Any) -> str:
+    if isinstance(metric, str):
+        return metric
+    name = getattr(metric, "__name__", type(metric).__name__)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -1,0 +1,203 @@
+"""`sg.Model`: Keras' verbs over any nn.Module, at the speed of a hand-written loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stratagem.errors import UsageError
+from stratagem.frontends import loop, losses
+from stratagem.frontends.callbacks import Callback, CallbackList, History
+from stratagem.frontends.feeds import Feed, feed, unpack
+from stratagem.frontends.memory import explain_out_of_memory
+from stratagem.frontends.metrics import MetricSet
+from stratagem.frontends.optimizers import make_optimizer
+from stratagem.frontends.progress import ProgressBar
+from stratagem.frontends.steps import Recipe
+from stratagem.state import checkpoint
+from stratagem.strategies.mirrored import single_device
+from stratagem.strategies.strategy import Strategy, get_strategy
+
+_PRECISION = {
+    None: None, "float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+
+
+class Model:
+    """A module with a strategy: the one whose scope is open, else one device.
+
+    >>> with strategy.scope():
+    ...     model = sg.Model(Net())
+    ...     model.compile(optimizer="adam", loss="cross_entropy", metrics=["accuracy"])
+    >>> model.fit(x, y, epochs=10, batch_size=100)
+    """
+
+    def __init__(self, module: nn.Module, strategy: Strategy | None = None) -> None:
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"sg.Model takes an nn.Module, not a {type(module).__name__}.")
+        self.module = module
+        self.strategy = strategy or get_strategy() or single_device()
+        self.optimizer: Optimizer | None = None
+        self.history: History | None = None
+        self.stop_training = False
+        self._recipe: Recipe | None = None
+        self._fits = 0
+
+    def compile(
+        self,
+        optimizer: str | type[Optimizer] | Optimizer | Callable[..., Optimizer] = "adam",
+        loss: Any = None,
+        metrics: Any = None,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        accumulate: int = 1,
+        precision: str | None = None,
+        jit_compile: bool = False,
+    ) -> None:
+        """Say how to train.
+
+        Args:
+            optimizer: a name ("adam", "sgd", ...), a class, a function of the parameters, or an
+                instance made from this module's parameters.
+            loss: a name of torch.nn.functional ("cross_entropy"), a torch loss, or any function
+                of (output, target) that returns the mean over the rows, or a value for each.
+            metrics: names ("accuracy"), torchmetrics metrics, functions, or a dict of them.
+            clip_norm, clip_value: clip the global gradient, after it was added up.
+            accumulate: batches whose mean gradient makes one update.
+            precision: "bfloat16" or "float16" run the forward pass under autocast; "float16" with
+                a gradient scaler.
+            jit_compile: run the module through torch.compile, on each replica.
+        """
+        if precision not in _PRECISION:
+            known = ", ".join(repr(name) for name in _PRECISION if name)
+            raise UsageError(f"precision={precision!r}; choose one of {known}.")
+        if accumulate < 1:
+            raise UsageError(f"accumulate is {accumulate}; it must be 1 or more.")
+        if loss is None:
+            raise UsageError('compile needs a loss: compile(optimizer="adam", loss="mse").')
+        self.optimizer = make_optimizer(optimizer, self.module)
+        self._recipe = Recipe(
+            losses.resolve(loss), MetricSet(metrics), clip_norm, clip_value, accumulate,
+            _PRECISION[precision], jit_compile,
+        )  # fmt: skip
+
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        validation_data: Any = None,
+        sample_weight: Any = None,
+        shuffle: bool = True,
+        callbacks: Sequence[Callback] = (),
+        verbose: int = 1,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+    ) -> History:
+        """Train; `batch_size` is the global batch, split over the replicas.
+
+        Args:
+            x, y: arrays or tensors; or x alone: a dataset, a DataLoader, or any iterable of
+                batches (x, y) or (x, y, sample_weight).
+            validation_data: (x, y), (x, y, sample_weight), a dataset, a DataLoader or an iterable.
+            verbose: 1 for a progress bar, 2 for a line an epoch, 0 for silence.
+        """
+        recipe, optimizer = self._compiled("fit")
+        source = feed(
+            x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=_draw_seed()
+        )
+        steps = _fewer(source.steps, steps_per_epoch)
+        validation = self._validation(validation_data, batch_size)
+        self.stop_training = False
+        self.history = History()
+        chief = self.strategy.is_chief
+        bar = ProgressBar(epochs, steps, verbose) if verbose and chief else None
+        all_callbacks = [self.history, *callbacks, *([bar] if bar else [])]
+        listed = CallbackList(
+            all_callbacks if chief else [self.history], self, {"epochs": epochs, "steps": steps}
+        )
+        job = loop.Fit(
+            self.module, optimizer, recipe, self.strategy.settings, source, validation,
+            range(initial_epoch, epochs), steps_per_epoch, self._fits, listed,
+            between_steps=CallbackList(callbacks, self, {}).between_steps,
+            wants_state=any(callback.reads_optimizer_state for callback in callbacks),
+        )  # fmt: skip
+        self._fits += 1
+        try:
+            self._everywhere(loop.fit, job)
+        finally:
+            if bar is not None:
+                bar.close()
+        return self.history
+
+    def evaluate(
+        self, x: Any, y: Any = None, *, batch_size: int | None = None, sample_weight: Any = None,
+        steps: int | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        """Loss and metrics over every example, once."""
+        recipe, _ = self._compiled("evaluate")
+        source = feed(x, y, sample_weight, batch_size=batch_size, shuffle=False, seed=0)
+        job = loop.Evaluation(self.module, recipe, source, steps)
+        results: dict[str, float] = self._everywhere(loop.evaluate, job)
+        return results
+
+    def predict(self, x: Any, *, batch_size: int | None = None, steps: int | None = None) -> Any:
+        """Outputs for every example, in order, on the CPU."""
+        recipe = self._recipe or Recipe(losses.resolve("mse"), MetricSet(None))
+        source = feed(x, batch_size=batch_size, shuffle=False, seed=0)
+        return self._everywhere(loop.predict, loop.Evaluation(self.module, recipe, source, steps))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write weights (safetensors) and, beside them, what is needed to go on.
+
+        Only the chief writes. The files load with no stratagem installed.
+        """
+        if not self.strategy.is_chief:
+            return checkpoint.paths(path)[0]
+        progress = {"history": dict(self.history.history) if self.history else {}}
+        return checkpoint.save(path, self.module, self.optimizer, progress)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read what `save` wrote: weights, and the optimizer's state once compiled."""
+        checkpoint.load(path, self.module, self.optimizer)
+
+    def _everywhere(self, function: Callable[[Any], Any], job: Any) -> Any:
+        team = self.strategy.team
+        sent = (job.for_followers(),) if len(team.devices) > 1 else None
+        with explain_out_of_memory(team.devices):
+            return team.call(function, (job,), sent)[0]
+
+    def _compiled(self, verb: str) -> tuple[Recipe, Optimizer]:
+        if self._recipe is None or self.optimizer is None:
+            raise UsageError(
+                f'{verb} comes after compile: model.compile(optimizer="adam", '
+                'loss="cross_entropy", metrics=["accuracy"]).'
+            )
+        return self._recipe, self.optimizer
+
+    def _validation(self, data: Any, batch_size: int | None) -> Feed | None:
+        if data is None:
+            return None
+        if isinstance(data, list | tuple) and len(data) in (2, 3):
+            return feed(*unpack(data), batch_size=batch_size, shuffle=False, seed=0)
+        return feed(data, batch_size=batch_size, shuffle=False, seed=0)
+
+
+def _draw_seed() -> int:
+    """From torch's generator, so that `torch.manual_seed` decides the shuffling too."""
+    return int(torch.empty((), dtype=torch.int64).random_().item()) >> 2
+
+
+def _fewer(known: int | None, asked: int | None) -> int | None:
+    return min(known, asked) if known is not None and asked is not None else known or asked
+
+

@@ -1,0 +1,296 @@
+"""One training step on one replica, in three forms that give the same result.
+
+    Solo         one replica: the loop that one would write by hand
+    Replicated   gradients all-reduced, every replica updates its own copy
+    Sliced       CPU replicas of one machine: parameters shared, each updates its slice
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import NotDistributable
+from stratagem.frontends.feeds import Portion
+from stratagem.frontends.losses import Loss
+from stratagem.frontends.metrics import MetricSet
+from stratagem.state.sliced import SlicedUpdate, can_slice
+from stratagem.strategies import setup, sync_batchnorm
+from stratagem.strategies.exchange import GradientExchange
+from stratagem.strategies.prepare import to_device
+from stratagem.strategies.replica import Replica
+from stratagem.strategies.settings import Settings
+from stratagem.wire.shared_memory import SharedMemoryCollective
+
+
+@dataclass
+class Recipe:
+    """How a model is trained: what `compile` was told."""
+
+    loss: Loss
+    metrics: MetricSet
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    accumulate: int = 1
+    autocast: torch.dtype | None = None
+    jit_compile: bool = False
+
+
+class Tally:
+    """The loss over all examples so far, kept on the device until somebody asks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.zeros((), device=device)
+        self.examples = 0
+
+    def add(self, loss: Tensor, total: int) -> None:
+        self._sum.add_(loss.detach().to(self._sum.device), alpha=total)
+        self.examples += total
+
+    def mean(self) -> float:
+        return float(self._sum) / self.examples if self.examples else float("nan")
+
+
+class Step(Protocol):
+    """What the loop asks of any of the three."""
+
+    tally: Tally
+
+    def take(self, portion: Portion, last: bool) -> None:
+        """Train on one share; `last` means that accumulated gradients must be applied now."""
+
+    def follow_settings(self) -> None:
+        """The optimizer's settings have changed."""
+
+    def collect_state(self) -> None:
+        """Make the optimizer's state whole on this replica. Collective."""
+
+    def close(self) -> None:
+        """Take hooks and shared memory away. Collective."""
+
+
+class Solo:
+    """One replica; also the forward half of the other two."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica
+    ) -> None:
+        self.module, self.optimizer, self.recipe = module, optimizer, recipe
+        self.replica = replica
+        self.device = replica.device
+        self._run: nn.Module = torch.compile(module) if recipe.jit_compile else module  # type: ignore[assignment]
+        self.tally = Tally(self.device)
+        half = recipe.autocast is torch.float16
+        self._scaler = torch.amp.GradScaler(self.device.type) if half else None
+        self._waiting = 0
+
+    def forward(self, portion: Portion) -> tuple[Any, Any, Any]:
+        """Outputs, targets and sample weights of a share, on the device."""
+        x, y, weight = portion.x, portion.y, portion.weight
+        if self.device.type != "cpu":
+            x, y, weight = to_device((x, y, weight), self.device)
+        return call(self._run, x), y, weight
+
+    def autocast(self) -> Any:
+        if self.recipe.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.recipe.autocast)
+
+    def take(self, portion: Portion, last: bool) -> None:
+        recipe = self.recipe
+        with self.autocast():
+            output, y, weight = self.forward(portion)
+            loss = recipe.loss.mean(output, y, weight)
+        self.backward(loss if recipe.accumulate == 1 else loss / recipe.accumulate)
+        if recipe.metrics:
+            recipe.metrics.update(output, y)
+        self.tally.add(loss, portion.total)
+        self._waiting += 1
+        if last or self._waiting == recipe.accumulate:
+            self._waiting = 0
+            self.update()
+
+    def backward(self, loss: Tensor) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """Clip, step, forget the gradients."""
+        recipe = self.recipe
+        if recipe.clip_norm is not None or recipe.clip_value is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self.optimizer)
+            if recipe.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip_norm)
+            if recipe.clip_value is not None:
+                nn.utils.clip_grad_value_(self.module.parameters(), recipe.clip_value)
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self.optimizer.zero_grad()
+
+    def follow_settings(self) -> None:
+        return None
+
+    def collect_state(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Replicated(Solo):
+    """Several replicas with a copy of the parameters each."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica,
+        settings: Settings,
+    ) -> None:  # fmt: skip
+        super().__init__(module, optimizer, recipe, replica)
+        self._sync_norm = settings.sync_batchnorm
+        self._unsync = sync_batchnorm.install(module, replica) if self._sync_norm else None
+        reducer = setup.choose_reducer(list(module.parameters()), replica, settings)
+        self.exchange = GradientExchange(
+            list(module.named_parameters()), replica, reducer, notes=2
+        )
+
+    def take(self, portion: Portion, last: bool) -> None:
+        recipe = self.recipe
+        self._waiting += 1
+        apply = last or self._waiting == recipe.accumulate
+        self.replica.share.set(portion.examples, portion.total, float(portion.examples > 0))
+        self.exchange.armed = apply
+        numerator, denominator = self._gradients(portion)
+        if recipe.accumulate > 1:
+            self._count_now(portion, numerator, denominator)
+        if apply:
+            self._waiting = 0
+            # Gradients of earlier, non-empty shares count even when this last share is empty.
+            if recipe.accumulate > 1:
+                self.replica.share.weight = 1.0
+            self._finish(portion, numerator, denominator)
+
+    def _gradients(self, portion: Portion) -> tuple[Any, Any]:
+        """Backward of this share's part of the global loss; returns what it adds to the notes."""
+        recipe = self.recipe
+        if portion.examples == 0 and not self._sync_norm:
+            return 0.0, 0.0
+        with self.autocast():
+            output, y, weight = self.forward(portion)
+            numerator, denominator = recipe.loss.terms(output, y, weight)
+        scale = 1.0 / recipe.accumulate
+        if denominator is not None:
+            scale /= self._divisor(portion, denominator)
+        if portion.examples == 0:
+            scale = 0.0
+        self.backward(numerator * scale)
+        if portion.examples == 0:
+            return 0.0, 0.0
+        if recipe.metrics:
+            recipe.metrics.update(output, y)
+        if denominator is None:
+            return numerator.detach(), float(portion.examples) / portion.total
+        return numerator.detach(), denominator
+
+    def _divisor(self, portion: Portion, denominator: Any) -> float:
+        """What the sum of numerators is divided by before backward."""
+        if self.recipe.loss.counted and self.recipe.accumulate > 1:
+            # Micro-batches are added up before anything travels, so each needs its own count.
+            flat = torch.tensor([float(denominator)])
+            self.replica.collective.all_reduce(flat).wait()
+            return float(flat) or 1.0
+        return float(portion.total)
+
+    def _count_now(self, portion: Portion, numerator: Any, denominator: Any) -> None:
+        flat = torch.tensor([float(numerator), float(denominator)])
+        self.replica.collective.all_reduce(flat).wait()
+        self.tally.add(flat[0] / flat[1], portion.total)
+
+    def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
+        notes = self.exchange.finish([numerator, denominator])
+        if self.recipe.accumulate == 1:
+            if self.recipe.loss.counted:
+                factor = portion.total / notes[1]
+                for bucket in self.exchange.buckets.buckets:
+                    flat = bucket.flat
+                    (flat[: -len(self.exchange.buckets.tail)] if self._rides(flat) else flat).mul_(factor)
+            self.tally.add(notes[0] / notes[1], portion.total)
+        self.update()
+
+    def _rides(self, flat: Tensor) -> bool:
+        buckets = self.exchange.buckets
+        return buckets.apart is None and flat is buckets.buckets[-1].flat
+
+    def close(self) -> None:
+        self.exchange.close()
+        if self._unsync is not None:
+            self._unsync()
+
+
+class Sliced(Replicated):
+    """CPU replicas of one machine: one set of parameters, each replica updates its slice."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica,
+        settings: Settings,
+    ) -> None:  # fmt: skip
+        super().__init__(module, optimizer, recipe, replica, settings)
+        assert isinstance(replica.collective, SharedMemoryCollective)
+        self.sliced = SlicedUpdate(optimizer, self.exchange.buckets, replica.collective)
+
+    def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
+        self.exchange.stage([numerator, denominator])
+        notes = self.sliced.add_up()
+        scale = 1.0
+        if self.recipe.accumulate == 1:
+            if self.recipe.loss.counted:
+                scale = portion.total / float(notes[1])
+            self.tally.add(notes[0] / notes[1], portion.total)
+        self.sliced.step(scale, self.recipe.clip_norm, self.recipe.clip_value)
+        self.optimizer.zero_grad()
+
+    def follow_settings(self) -> None:
+        self.sliced.follow_settings()
+
+    def collect_state(self) -> None:
+        self.sliced.collect_state()
+
+    def close(self) -> None:
+        self.sliced.close()
+        super().close()
+
+
+def choose(
+    module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica, settings: Settings
+) -> Step:
+    """The form of step that these replicas can use. Collective."""
+    if replica.count == 1:
+        return Solo(module, optimizer, recipe, replica)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise NotDistributable(
+            "LBFGS evaluates the loss several times a step, which replicas cannot follow; use "
+            "another optimizer, or one device."
+        )
+    plain = settings.wire in (None, "float32") and settings.op != "auto"
+    shared = isinstance(replica.collective, SharedMemoryCollective)
+    params = [p for p in module.parameters() if p.requires_grad]
+    half = recipe.autocast is torch.float16
+    if plain and shared and not half and params and can_slice(optimizer, params):
+        return Sliced(module, optimizer, recipe, replica, settings)
+    return Replicated(module, optimizer, recipe, replica, settings)
+
+
+def call(module: nn.Module, x: Any) -> Any:
+    """Several inputs come as a tuple or list, named ones as a dict."""
+    if isinstance(x, list | tuple):
+        return module(*x)
+    if isinstance(x, dict):
+        return module(**x)
+    return module(x)
+

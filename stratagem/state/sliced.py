@@ -1,0 +1,202 @@
+"""Parameters once in shared memory, each replica updating its own slice of them.
+
+CPU replicas of one machine need no copy of the model each: all of them read one set of
+parameters. After backward every replica adds up its own 1/N of the gradients and lets the
+optimizer step on that 1/N alone, so that the update costs N times less, too.
+
+    gradients   row 0 [ . | . | . ]     parameters [ . | . | . ]
+                row 1 [ . | . | . ]                  ^   ^   ^
+                row 2 [ . | . | . ]                  |   |   replica 2 adds its column and steps
+                                                     |   replica 1
+                                                     replica 0
+
+Only optimizers that treat every element by itself can be sliced; `can_slice` knows which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.wire.buckets import Buckets
+from stratagem.wire.shared_memory import SharedMemoryCollective, slices
+from stratagem.wire.tree import gather_tree
+
+_ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
+    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+)  # fmt: skip
+
+
+def can_slice(optimizer: Optimizer, params: list[nn.Parameter]) -> bool:
+    """Whether the update of one element depends on that element alone."""
+    return type(optimizer) in _ELEMENTWISE and all(p.dtype is torch.float32 for p in params)
+
+
+@dataclass
+class Piece:
+    """Elements lo..hi of parameter `index`, which this replica updates."""
+
+    index: int
+    lo: int
+    hi: int
+    data: Tensor
+    grad: Tensor
+
+
+class SlicedUpdate:
+    """One replica's slice of the parameters and of the optimizer's state. Made collectively."""
+
+    def __init__(
+        self, optimizer: Optimizer, buckets: Buckets, collective: SharedMemoryCollective
+    ) -> None:
+        (bucket,) = buckets.buckets
+        self.optimizer, self.buckets, self.collective = optimizer, buckets, collective
+        self.table = collective.table_of(bucket.flat)
+        self._norms = collective.table(16, torch.float32)
+        count = sum(p.numel() for p in buckets.params)
+        self._slice = slices(count, collective.size)[collective.rank]
+        self._share_parameters(bucket.members, count)
+        self._total = torch.empty(max(self._slice[1] - self._slice[0], 0))
+        self.pieces = self._cut(bucket.members)
+        self.twin = self._twin()
+        self._tails = [row[-buckets.notes_size :] for row in self.table.rows]
+        notes = buckets.notes_size - len(buckets.params)
+        self.notes = [tail[:notes] for tail in self._tails]
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def add_up(self) -> Tensor:
+        """Wait for every replica's gradients; returns the notes added up."""
+        self.collective.barrier()
+        total = self.notes[0].clone()
+        for notes in self.notes[1:]:
+            total += notes
+        return total
+
+    def step(self, scale: float, clip_norm: float | None, clip_value: float | None) -> None:
+        """Sum this slice, scale it, clip, update, and wait until everybody has."""
+        start, end = self._slice
+        if end > start:
+            weights = [scale] * self.collective.size
+            self._total.copy_(self.collective.sum_rows(self.table, start, end, weights))
+        if clip_norm is not None:
+            self._clip(clip_norm)
+        if clip_value is not None:
+            self._total.clamp_(-clip_value, clip_value)
+        self._leave_out_unused()
+        self.twin.step()
+        self.collective.barrier()
+
+    def _clip(self, limit: float) -> None:
+        """By the norm of the whole gradient, which every replica learns from all slices."""
+        norms = self._norms.rows
+        norms[self.collective.rank][0] = self._total.double().square().sum()
+        self.collective.barrier()
+        norm = sum(float(row[0]) for row in norms) ** 0.5
+        if norm > limit:
+            self._total.mul_(limit / (norm + 1e-6))
+
+    def _leave_out_unused(self) -> None:
+        """No gradient anywhere means no step there: a zero would still move the optimizer."""
+        used = [tail[-len(self.buckets.params) :] for tail in self._tails]
+        missing = any(float(flags.min()) == 0.0 for flags in used)
+        counts = sum(used[1:], used[0].clone()).tolist() if missing else None
+        for piece in self.pieces:
+            gone = counts is not None and counts[piece.index] == 0.0
+            piece.data.grad = None if gone else piece.grad
+
+    # --- setting up and taking down -----------------------------------------------------------
+
+    def _share_parameters(self, members: list[int], count: int) -> None:
+        self._flat = self.collective.table(count, torch.float32, rows=1).rows[0]
+        self._homes = [(p, p.data) for p in self.buckets.params]
+        at = 0
+        with torch.no_grad():
+            for i in members:
+                param = self.buckets.params[i]
+                view = self._flat[at : at + param.numel()].view(param.shape)
+                if self.collective.rank == 0:
+                    view.copy_(param)
+                param.data = view
+                at += param.numel()
+        self.collective.barrier()
+
+    def _cut(self, members: list[int]) -> list[Piece]:
+        start, end = self._slice
+        pieces, at = [], 0
+        for i in members:
+            size = self.buckets.params[i].numel()
+            lo, hi = max(start, at), min(end, at + size)
+            if lo < hi:
+                data, grad = self._flat[lo:hi], self._total[lo - start : hi - start]
+                pieces.append(Piece(i, lo - at, hi - at, data, grad))
+            at += size
+        return pieces
+
+    def _twin(self) -> Optimizer:
+        """The same optimizer over this replica's pieces, with the state it already had."""
+        by_param = {self.buckets.params[piece.index]: piece for piece in self.pieces}
+        groups = [
+            {**_settings(group), "params": [by_param[p].data for p in group["params"] if p in by_param]}
+            for group in self.optimizer.param_groups
+        ]
+        twin = type(self.optimizer)(groups)
+        for piece in self.pieces:
+            param = self.buckets.params[piece.index]
+            for key, value in self.optimizer.state.get(param, {}).items():
+                twin.state[piece.data][key] = _cut_state(key, value, param, piece)
+        return twin
+
+    def follow_settings(self) -> None:
+        """Take over a changed learning rate, or any other setting, from the user's optimizer."""
+        for group, own in zip(self.optimizer.param_groups, self.twin.param_groups, strict=True):
+            own.update(_settings(group))
+
+    def collect_state(self) -> None:
+        """Bring the optimizer's state together into the user's optimizer. Collective."""
+        mine = [
+            [piece.index, piece.lo, piece.hi, dict(self.twin.state.get(piece.data, {}))]
+            for piece in self.pieces
+        ]
+        for part in gather_tree(self.collective, mine):
+            for index, lo, hi, state in part:
+                _paste_state(self.optimizer, self.buckets.params[index], lo, hi, state)
+
+    def close(self) -> None:
+        """Give the parameters private memory again, and the optimizer its whole state."""
+        self.collect_state()
+        with torch.no_grad():
+            for param, home in self._homes:
+                home.copy_(param)
+                param.data = home
+        self.collective.barrier()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _cut_state(key: str, value: Any, param: Tensor, piece: Piece) -> Any:
+    if isinstance(value, Tensor):
+        if value.shape == param.shape and key != "step":
+            return value.reshape(-1)[piece.lo : piece.hi].clone()
+        return value.clone()
+    return value
+
+
+def _paste_state(
+    optimizer: Optimizer, param: nn.Parameter, lo: int, hi: int, state: dict[str, Any]
+) -> None:
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() == hi - lo and value.dim() == 1:
+            whole = optimizer.state[param].get(key)
+            if whole is None:
+                whole = optimizer.state[param][key] = torch.zeros_like(param)
+            whole.view(-1)[lo:hi] = value
+        else:
+            optimizer.state[param][key] = value

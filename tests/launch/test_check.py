@@ -1,0 +1,328 @@
+"""`stratagem check` finds who can be reached, and says of the others what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stratagem.cluster.spec import ClusterSpec, Task
+from stratagem.launch import check as command
+from stratagem.launch import diagnosis
+from stratagem.launch.check import Row, add_arguments, check, main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+from member_processes import MEMBER, Process, free_ports
+
+pytestmark = pytest.mark.timeout(60)
+
+CHECK = """
+import argparse, logging, sys
+from stratagem.launch import check
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+parser = argparse.ArgumentParser()
+check.add_arguments(parser)
+sys.exit(check.main(parser.parse_args()))
+"""
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    running: list[Process] = []
+
+    def begin(source: str, *args: str, **env: str) -> Process:
+        wide = {"COLUMNS": "400", "TERM": "dumb", **env}
+        running.append(Process(source, *args, **wide))
+        return running[-1]
+
+    yield begin
+    for process in running:
+        process.end()
+
+
+def spec_of(count: int, **more: list[str]) -> ClusterSpec:
+    return ClusterSpec({"worker": [f"127.0.0.1:{p}" for p in free_ports(count)], **more})
+
+
+def tf_config(spec: ClusterSpec, index: int) -> str:
+    return spec.tf_config(Task("worker", index))
+
+
+def lines(process: Process, name: str) -> str:
+    """The row of the printed table for this task."""
+    return next(line for _, line in process.out if name in line)
+
+
+def try_alone(spec: ClusterSpec, task: Task | None = None, wait: float = 1.0) -> dict[str, Row]:
+    rows = check(spec, task, secret=b"s", wait=wait, size_bytes=1000)
+    return {row.task: row for row in rows}
+
+
+def test_three_tasks_find_and_measure_each_other(start: Start) -> None:
+    spec = spec_of(2, ps=[f"127.0.0.1:{free_ports(1)[0]}"])
+    began = time.monotonic()
+    configs = [tf_config(spec, 0), tf_config(spec, 1), spec.tf_config(Task("ps", 0))]
+    group = [start(CHECK, "--wait", "20", TF_CONFIG=config) for config in configs]
+    for process in group:
+        assert process.child.wait(20) == 0, process.err
+    assert time.monotonic() - began < 15  # not the whole of --wait
+    time.sleep(0.2)
+    for me, process in zip(("worker 0", "worker 1", "ps 0"), group, strict=True):
+        assert "this task, listening" in lines(process, me)
+        for other in {"worker 0", "worker 1", "ps 0"} - {me}:
+            row = lines(process, other)
+            assert "reached" in row and " ms " in row and " MB/s " in row
+            assert "but it has not" not in row
+
+
+def test_measurements_are_plausible() -> None:
+    spec = spec_of(2)
+    found: dict[int, list[Row]] = {}
+
+    def run(index: int) -> None:
+        task = Task("worker", index)
+        found[index] = check(spec, task, secret=b"s", wait=20, size_bytes=4_000_000)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in (0, 1):
+        speed = found[index][1 - index].speed
+        assert speed is not None
+        assert 1e-6 < speed.latency < 0.5
+        assert 1e6 < speed.up < 1e12 and 1e6 < speed.down < 1e12
+
+
+def test_one_that_starts_late_is_waited_for_and_named_meanwhile(start: Start) -> None:
+    spec = spec_of(2)
+    first = start(CHECK, "--wait", "25", TF_CONFIG=tf_config(spec, 0))
+    first.logged(f"waiting for worker 1 at {spec.address(Task('worker', 1))}", 6)
+    second = start(CHECK, "--wait", "25", TF_CONFIG=tf_config(spec, 1))
+    assert first.child.wait(15) == 0
+    assert second.child.wait(15) == 0
+
+
+def test_refused_says_to_start_a_check_there(start: Start, tmp_path: Path) -> None:
+    spec = spec_of(2)
+    file = tmp_path / "cluster.json"
+    file.write_text(spec.to_json())
+    began = time.monotonic()
+    process = start(CHECK, "--cluster", str(file), "--task", "worker:0", "--wait", "1")
+    assert process.child.wait(10) == 1
+    assert time.monotonic() - began < 5
+    time.sleep(0.2)
+    row = lines(process, "worker 1")
+    assert "refused" in row and "start `stratagem check` there too" in row
+
+
+def test_another_secret_is_certain_and_ends_the_wait(start: Start) -> None:
+    spec = spec_of(2)
+    began = time.monotonic()
+    group = [
+        start(CHECK, "--wait", "30", TF_CONFIG=tf_config(spec, index), STRATAGEM_SECRET=secret)
+        for index, secret in enumerate(("one", "two"))
+    ]
+    for process in group:
+        assert process.child.wait(20) == 1
+    assert time.monotonic() - began < 15
+    time.sleep(0.2)
+    for process in group:
+        table = " ".join(line for _, line in process.out)
+        assert "handshake refused" in table and "same STRATAGEM_SECRET" in table
+        assert not {"one", "two"} & set(table.split())
+
+
+def test_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No name server is asked: traffic stays on this machine.
+    def unknown(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    row = try_alone(ClusterSpec({"worker": ["no-such-host.invalid:2222"]}))["worker 0"]
+    assert not row.ok and row.state == "unknown name"
+    assert "no-such-host.invalid" in row.remedy and "/etc/hosts" in row.remedy
+
+
+def test_a_port_in_use_here() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        spec = ClusterSpec({"worker": [f"127.0.0.1:{port}"]})
+        row = try_alone(spec, Task("worker", 0))["worker 0"]
+    assert not row.ok and row.state == "port in use"
+    assert str(port) in row.remedy and "training itself" in row.remedy
+
+
+@pytest.mark.parametrize(
+    ("banner", "state"), [(b"SSH-2.0-OpenSSH_9.2\r\n", "something else"), (b"", "no answer")]
+)
+def test_something_else_answers(banner: bytes, state: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    conn, _ = server.accept()
+                except OSError:
+                    return
+                with conn:
+                    conn.sendall(banner)
+                    conn.recv(100)
+
+        threading.Thread(target=serve, daemon=True).start()
+        spec = ClusterSpec({"worker": [f"127.0.0.1:{server.getsockname()[1]}"]})
+        row = try_alone(spec, wait=1.5)["worker 0"]
+        server.shutdown(socket.SHUT_RDWR)
+    assert not row.ok and row.state == state and row.remedy
+
+
+def test_a_peer_that_never_accepts_is_timed_out_or_silent() -> None:
+    """A listener nobody serves: the kernel takes the connection, and then there is silence."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        spec = ClusterSpec({"worker": [f"127.0.0.1:{server.getsockname()[1]}"]})
+        began = time.monotonic()
+        row = try_alone(spec, wait=0.5)["worker 0"]
+    assert time.monotonic() - began < 2
+    assert not row.ok and row.remedy
+
+
+@pytest.mark.parametrize(
+    ("problem", "state", "remedy"),
+    [
+        (TimeoutError("timed out"), "timed out", "open TCP port 2222 of 10.0.0.2"),
+        (OSError(113, "No route to host"), "no route", "10.0.0.2"),
+        (ConnectionRefusedError(111, "refused"), "refused", "stratagem check"),
+        (OSError(1, "Operation not permitted"), "failed", "Operation not permitted"),
+    ],
+)
+def test_each_failure_has_its_remedy(problem: OSError, state: str, remedy: str) -> None:
+    row = diagnosis.diagnose("worker 1", "10.0.0.2:2222", problem)
+    assert (row.state, row.ok, row.certain) == (state, False, False)
+    assert remedy in row.remedy
+
+
+def test_the_training_that_waits_there_counts_as_reached(start: Start) -> None:
+    spec = spec_of(2)
+    how = {"cluster": {"worker": list(spec.jobs["worker"])}, "task": ["worker", 0]}
+    training = start(MEMBER, json.dumps(how))
+    training.logged("waiting for worker 1", 6)
+    rows = try_alone(spec, Task("worker", 1), wait=10)
+    assert rows["worker 0"].ok and "training" in rows["worker 0"].state
+    assert not training.has_logged("refused")
+
+
+def test_a_training_that_meets_a_check_waits_for_its_chief(start: Start) -> None:
+    spec = spec_of(2)
+    how = {"cluster": {"worker": list(spec.jobs["worker"])}, "task": ["worker", 1]}
+    checking = threading.Thread(target=try_alone, args=(spec, Task("worker", 0), 3.0))
+    checking.start()
+    training = start(MEMBER, json.dumps(how))
+    training.logged("waiting for worker 0", 6)
+    checking.join()
+    chief = start(MEMBER, json.dumps({**how, "task": ["worker", 0]}))
+    for process in (chief, training):
+        process.expect('"ready"', 5)
+
+
+def test_another_task_at_the_address_is_told() -> None:
+    """Two names for one machine: whoever answers is not the task that was called."""
+    spec = spec_of(2)
+    shifted = ClusterSpec({"worker": spec.jobs["worker"][::-1]})
+    answering = threading.Thread(target=try_alone, args=(spec, Task("worker", 0), 4.0))
+    answering.start()
+    row = try_alone(shifted, None, wait=3)["worker 1"]
+    answering.join()
+    assert not row.ok and row.state == "another task" and "worker 0" in row.remedy
+
+
+def test_one_way_only_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(2)
+    answering = threading.Thread(
+        target=check,
+        args=(spec, Task("worker", 1)),
+        kwargs={"secret": b"s", "wait": 3, "size_bytes": 1000},
+    )
+
+    def deaf(self: object, name: str) -> None:
+        """worker 1 calls on nobody, as if a firewall held it back."""
+
+    from stratagem.launch.round_call import RoundCall
+
+    call_on = RoundCall._call_on
+    monkeypatch.setattr(RoundCall, "_call_on", deaf)
+    answering.start()
+    time.sleep(0.3)
+    monkeypatch.setattr(RoundCall, "_call_on", call_on)
+    row = try_alone(spec, Task("worker", 0), wait=1.5)["worker 1"]
+    answering.join()
+    assert row.ok and "has not reached this task" in row.remedy
+
+
+def parse(*args: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(args)
+
+
+def test_files_and_tasks_are_read_in_every_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TF_CONFIG", "CLUSTER_SPEC", "RANK", "SLURM_JOB_ID", "STRATAGEM_SERVICE"):
+        monkeypatch.delenv(name, raising=False)
+    spec = ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"cluster": spec.jobs}))
+    assert command._cluster(str(file)) == (spec, None)
+    file.write_text(spec.to_json())
+    assert command._cluster(str(file)) == (spec, None)
+    file.write_text(tf_config(spec, 1))
+    assert command._cluster(str(file)) == (spec, Task("worker", 1))
+    assert command._task("worker:1", spec) == Task("worker", 1)
+    for bad in ("worker:7", "worker:x", "cook:0"):
+        assert main(parse("--cluster", str(file), "--task", bad)) == 2
+        assert "worker" in capsys.readouterr().err
+    file.write_text("{")
+    assert main(parse("--cluster", str(file))) == 2
+    assert main(parse("--cluster", str(tmp_path / "none.json"))) == 2
+    assert main(parse()) == 2
+    assert "--cluster" in capsys.readouterr().err
+
+
+def test_an_open_door_is_warned_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STRATAGEM_SECRET", raising=False)
+    command._warn_of_open_door(ClusterSpec({"worker": ["localhost:1", "127.0.0.1:2", "[::1]:3"]}))
+    assert capsys.readouterr().err == ""
+    abroad = ClusterSpec({"worker": ["10.0.0.1:1"]})
+    command._warn_of_open_door(abroad)
+    assert "STRATAGEM_SECRET" in capsys.readouterr().err
+    monkeypatch.setenv("STRATAGEM_SECRET", "x")
+    command._warn_of_open_door(abroad)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_ipv6_address_survives_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    command._print([Row("worker 0", "[::1]:2222", "refused", remedy="[bold] is no markup")])
+    printed = capsys.readouterr().out
+    assert "[::1]:2222" in printed and "[bold]" in printed
+
+
+def test_ctrl_c_ends_a_check_at_once(start: Start) -> None:
+    spec = spec_of(2)
+    process = start(CHECK, "--wait", "60", TF_CONFIG=tf_config(spec, 0))
+    process.logged("waiting for", 6)
+    when = process.signal(signal.SIGINT)
+    assert process.child.wait(5) == 130
+    assert time.monotonic() - when < 2
