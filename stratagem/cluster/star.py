@@ -21,6 +21,7 @@ from stratagem.cluster.pulse import BEAT, OVERSLEPT
 log = logging.getLogger("stratagem")
 
 LINGER = 1.0  # seconds a goodbye waits for a peer that does not take it
+BUSY = 10.0  # seconds that the end waits for a callback
 
 _BEAT = encode_note({"t": "beat"})
 
@@ -49,6 +50,7 @@ class Star:
 
     def __init__(self, sockets: Mapping[int, socket.socket], listener: Listener) -> None:
         self._links = {rank: Link(rank, sock) for rank, sock in sockets.items()}
+        self._dirty: set[Link] = set()  # those with something to write
         self._listener = listener
         self._calls: deque[Callable[[], object]] = deque()
         self._flushes: list[threading.Event] = []
@@ -90,6 +92,7 @@ class Star:
         """Close a connection (from the thread only)."""
         link = self._links.pop(rank, None)
         if link is not None:
+            self._dirty.discard(link)
             link.write()
             self._selector.unregister(link.sock)
             link.sock.close()
@@ -98,7 +101,9 @@ class Star:
         """Send what is posted, close everything and end the thread."""
         self.call(self._begin_to_stop)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(LINGER + BUSY)
+            if self._thread.is_alive():
+                log.warning("the membership's thread is still busy with a callback; not waiting")
         _stars.discard(self)
 
     def _begin_to_stop(self) -> None:
@@ -109,6 +114,7 @@ class Star:
         for rank, link in self._links.items():
             if rank != but:
                 link.queue(data)
+                self._dirty.add(link)
 
     def _run(self) -> None:
         try:
@@ -123,9 +129,11 @@ class Star:
 
     def _serve(self) -> None:
         before = beat = time.monotonic()
-        while not self._finished():
+        while True:
             self._do_calls()
             self._write()
+            if self._finished():
+                return
             events = self._selector.select(max(0.0, beat - time.monotonic()))
             now = time.monotonic()
             if now - before > BEAT + OVERSLEPT:
@@ -140,7 +148,7 @@ class Star:
 
     def _finished(self) -> bool:
         """Linger after the goodbye until the peers close too: closing first could destroy it."""
-        if self._last_call is None or self._calls:
+        if self._last_call is None:
             return False
         return not self._links or time.monotonic() >= self._last_call
 
@@ -154,18 +162,23 @@ class Star:
                 not link.pending and self._last_call is None
             ):  # a peer that does not read needs no pile of beats
                 link.queue(_BEAT)
+                self._dirty.add(link)
 
     def _write(self) -> None:
         """Write what can be written, and ask to be woken for the rest."""
-        for link in self._links.values():
+        stopping = self._last_call is not None
+        for link in list(self._links.values() if stopping else self._dirty):
             link.write()
             want = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.pending else 0)
             if self._selector.get_key(link.sock).events != want:
                 self._selector.modify(link.sock, want, link)
-            if self._last_call is not None and not link.pending:
+            if link.pending:
+                continue
+            self._dirty.discard(link)
+            if stopping:
                 with contextlib.suppress(OSError):
                     link.sock.shutdown(socket.SHUT_WR)
-        if self._flushes and not any(link.pending for link in self._links.values()):
+        if not self._dirty:
             for done in self._flushes:
                 done.set()
             self._flushes.clear()

@@ -154,6 +154,7 @@ class Replicated(Solo):
     ) -> None:  # fmt: skip
         super().__init__(module, optimizer, recipe, replica)
         self._sync_norm = settings.sync_batchnorm
+        self._pair: Tensor | None = None
         self._unsync = sync_batchnorm.install(module, replica) if self._sync_norm else None
         reducer = setup.choose_reducer(list(module.parameters()), replica, settings)
         self.exchange = GradientExchange(
@@ -180,6 +181,7 @@ class Replicated(Solo):
         """Backward of this share's part of the global loss; returns what it adds to the notes."""
         recipe = self.recipe
         if portion.examples == 0 and not self._sync_norm:
+            self._divisor(portion, 0.0)
             return 0.0, 0.0
         with self.autocast():
             output, y, weight = self.forward(portion)
@@ -202,15 +204,20 @@ class Replicated(Solo):
         """What the sum of numerators is divided by before backward."""
         if self.recipe.loss.counted and self.recipe.accumulate > 1:
             # Micro-batches are added up before anything travels, so each needs its own count.
-            flat = torch.tensor([float(denominator)])
-            self.replica.collective.all_reduce(flat).wait()
-            return float(flat) or 1.0
+            return self._add_up(float(denominator), 0.0)[0] or float("nan")
         return float(portion.total)
 
+    def _add_up(self, *numbers: float) -> list[float]:
+        """Two numbers, summed over the replicas. Collective."""
+        if self._pair is None:
+            self._pair = self.replica.collective.buffer(2, torch.float32, self.device)
+        self._pair.copy_(torch.tensor(numbers))
+        self.replica.collective.all_reduce(self._pair).wait()
+        return self._pair.tolist()
+
     def _count_now(self, portion: Portion, numerator: Any, denominator: Any) -> None:
-        flat = torch.tensor([float(numerator), float(denominator)])
-        self.replica.collective.all_reduce(flat).wait()
-        self.tally.add(flat[0] / flat[1], portion.total)
+        above, below = self._add_up(float(numerator), float(denominator))
+        self.tally.add(torch.tensor(above) / below, portion.total)
 
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         notes = self.exchange.finish([numerator, denominator])

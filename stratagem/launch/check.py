@@ -23,6 +23,8 @@ from stratagem.launch.diagnosis import Row
 from stratagem.launch.probe import Speed
 from stratagem.launch.round_call import RoundCall
 
+WIDE = 130  # columns from which the remedies have room inside the table
+
 __all__ = ["Row", "add_arguments", "check", "main"]
 
 
@@ -121,18 +123,25 @@ def _warn_of_open_door(spec: ClusterSpec) -> None:
 
 def _print(rows: Sequence[Row]) -> None:
     # rich takes a while to import, which `--help` should not.
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("task", "address", "state", "latency", "there / back", "what to do")
+    console = Console()
+    wide = console.width >= WIDE
+    heads = ["task", "address", "state", "latency", "there / back"]
+    table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE)
+    if wide:
+        table.add_column("what to do")
     for row in rows:
-        colour = "green" if row.ok else "red"
-        latency, bandwidth = _speed(row.speed)
-        state = f"[{colour}]{row.state}[/]"
-        remedy = escape(row.remedy)
-        table.add_row(row.task, escape(row.address), state, latency, bandwidth, remedy)
-    Console().print(table)
+        state = f"[{'green' if row.ok else 'red'}]{row.state}[/]"
+        cells = [row.task, escape(row.address), state, *_speed(row.speed)]
+        table.add_row(*cells, *([escape(row.remedy)] if wide else []))
+    console.print(table)
+    for row in rows:
+        if row.remedy and not wide:
+            console.print(f"[bold]{row.task}[/]: {escape(row.remedy)}", soft_wrap=True)
 
 
 def _speed(speed: Speed | None) -> tuple[str, str]:

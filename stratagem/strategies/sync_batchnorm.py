@@ -31,16 +31,16 @@ class _Norm(torch.autograd.Function):
         mean, var, count = room.statistics(x, share.examples > 0)
         inv = torch.rsqrt(var + eps)
         shape = _broadcast_shape(x)
-        xhat = (x.float() - mean.view(shape)) * inv.view(shape)
+        xhat = (x.to(room.dtype) - mean.view(shape)) * inv.view(shape)
         ctx.save_for_backward(xhat, weight, inv)
         ctx.room, ctx.weight_of_share, ctx.count = room, share.weight, count
-        y = xhat * weight.float().view(shape) + bias.float().view(shape)
+        y = xhat * weight.to(room.dtype).view(shape) + bias.to(room.dtype).view(shape)
         ctx.mark_non_differentiable(mean, var)
         return y.to(x.dtype), mean, var * (count / max(count - 1.0, 1.0))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        dy = grads[0].float()
+        dy = grads[0].to(ctx.room.dtype)
         xhat, weight, inv = ctx.saved_tensors
         shape, axes = _broadcast_shape(dy), _other_axes(dy)
         d_bias, d_weight = dy.sum(axes), (dy * xhat).sum(axes)
@@ -48,7 +48,7 @@ class _Norm(torch.autograd.Function):
         sums = ctx.room.add_up(torch.cat([d_bias, d_weight]), w)
         sums = sums / (ctx.count * w) if w else torch.zeros_like(sums)
         mean_dy, mean_dyx = sums.chunk(2)
-        scale = (weight.float() * inv).view(shape)
+        scale = (weight.to(dy.dtype) * inv).view(shape)
         dx = (dy - mean_dy.view(shape) - xhat * mean_dyx.view(shape)) * scale
         return dx.to(grads[0].dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype), *[None] * 3
 
@@ -56,18 +56,20 @@ class _Norm(torch.autograd.Function):
 class _Room:
     """Storage for one layer's sums, made once: a row a replica forward, one row backward."""
 
-    def __init__(self, collective: Collective, channels: int, device: torch.device) -> None:
-        self.collective, self.channels = collective, channels
-        width = 2 * channels + 1
-        self._rows = collective.buffer(collective.size * width, torch.float32, device)
-        self._sums = collective.buffer(2 * channels, torch.float32, device)
+    def __init__(self, collective: Collective, layer: _BatchNorm, device: torch.device) -> None:
+        self.collective, self.channels = collective, layer.num_features
+        #: the type of the sums: at least fp32
+        self.dtype = torch.float64 if _type(layer) is torch.float64 else torch.float32
+        width = 2 * self.channels + 1
+        self._rows = collective.buffer(collective.size * width, self.dtype, device)
+        self._sums = collective.buffer(2 * self.channels, self.dtype, device)
 
     def statistics(self, x: Tensor, counts: bool) -> tuple[Tensor, Tensor, float]:
         size, rank = self.collective.size, self.collective.rank
         rows = self._rows.view(size, -1)
         rows.zero_()
         if counts:
-            var, mean = torch.var_mean(x.float(), _other_axes(x), correction=0)
+            var, mean = torch.var_mean(x.to(self.dtype), _other_axes(x), correction=0)
             own = x.numel() // self.channels
             rows[rank] = torch.cat([mean, var * own, rows.new_tensor([own])])
         self.collective.all_reduce(self._rows).wait()
@@ -81,6 +83,11 @@ class _Room:
         self._sums.copy_(sums)
         self.collective.all_reduce(self._sums, weight).wait()
         return self._sums.clone()
+
+
+def _type(layer: _BatchNorm) -> torch.dtype:
+    state = [t for t in (layer.weight, layer.running_mean) if t is not None]
+    return state[0].dtype if state else torch.float32
 
 
 def _other_axes(x: Tensor) -> list[int]:
@@ -98,7 +105,7 @@ def install(module: nn.Module, replica: Replica) -> Callable[[], None]:
         return lambda: None
     side = replica.beside()
     for layer in layers:
-        room = _Room(side, layer.num_features, replica.device)
+        room = _Room(side, layer, replica.device)
         layer.forward = _forward(layer, room, replica)  # type: ignore[method-assign]
 
     def remove() -> None:

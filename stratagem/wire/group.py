@@ -20,7 +20,7 @@ from torch import Tensor
 from stratagem.wire.collective import Pending
 
 _GLANCE = timedelta(milliseconds=200)
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Group:
         """Add up over the group, in place."""
         if self.size == 1:
             return Pending()
-        if flat.dtype in _HALF:
+        if flat.dtype in HALF:
             self._sum_half(flat)
             return Pending()
         options = dist.AllreduceOptions()
@@ -95,7 +95,7 @@ class Group:
         """Leave the group's sum in the root's tensor; the others' content is undefined."""
         if self.size == 1:
             return
-        if flat.dtype in _HALF:
+        if flat.dtype in HALF:
             gather = dist.GatherOptions()
             gather.rootRank = root
             parts = [torch.empty_like(flat) for _ in range(self.size)] if self.rank == root else []

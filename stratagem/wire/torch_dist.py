@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from stratagem.cluster.membership import Membership
 from stratagem.errors import ReplicaError
 from stratagem.wire.collective import Collective, Pending, apply_weight
-from stratagem.wire.group import Group, Meeting
+from stratagem.wire.group import HALF, Group, Meeting
 
 
 T = TypeVar("T")
@@ -40,6 +40,7 @@ class TorchCollective(Collective):
         self.messages = Group("messages", rank, size, "gloo", meeting)
         self.flat = Group("flat", rank, size, backend, meeting)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="stratagem-reduce")
+        self._last: Future[None] | None = None
         membership.on_trouble(lambda _: self._abort())
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -49,14 +50,18 @@ class TorchCollective(Collective):
         apply_weight(flat, weight)
         if flat.is_cuda and self.backend == "gloo":
             return self._staged(flat)
-        if type(self) is TorchCollective and flat.dtype is torch.float32:
+        if type(self) is TorchCollective and flat.dtype not in HALF and self._idle():
             pending = self.flat.sum(flat)  # runs beside the computation by itself
             return Pending(lambda: self._named(pending.wait))
         if self.backend == "nccl":
             self._named(lambda: self._sum(flat))  # queued on the GPU; nothing blocks here
             return Pending()
-        future = self._aside.submit(self._sum, flat)
+        future = self._last = self._aside.submit(self._sum, flat)
         return Pending(lambda: self._named(future.result))
+
+    def _idle(self) -> bool:
+        """Whether nothing is queued aside: a group's operations must keep their order."""
+        return self._last is None or self._last.done()
 
     def _sum(self, flat: Tensor) -> None:
         self.flat.sum(flat).wait()
@@ -64,7 +69,7 @@ class TorchCollective(Collective):
     def _staged(self, flat: Tensor) -> Pending:
         """Gloo adds on the CPU: replicas that share one GPU meet in host memory."""
         host = flat.cpu()
-        future = self._aside.submit(self._sum, host)
+        future = self._last = self._aside.submit(self._sum, host)
 
         def finish() -> None:
             self._named(future.result)

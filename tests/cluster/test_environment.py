@@ -219,7 +219,8 @@ def test_a_bad_vertex_spec(cluster: Any, words: str) -> None:
 
 # --- torchrun -------------------------------------------------------------------------------------
 
-# As seen with torch 2.11, `torchrun --nnodes 2 --nproc-per-node 2`, the paths left out.
+# The names are those that `torchrun --nproc-per-node 2` was seen to set, less its paths; the
+# values are written out for two nodes.
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -385,7 +386,7 @@ def test_a_bad_kubernetes_environment(change: Environ, words: str) -> None:
 
 # --- Slurm ----------------------------------------------------------------------------------------
 
-# As seen with Slurm 22.05: `srun -n 7` on machines of 4 CPUs, task 5.
+# As seen with Slurm 22.05, but for the job's id: `srun -n 7` on machines of 4 CPUs, task 5.
 SLURM = {
     "SLURM_GTIDS": "4,5,6",
     "SLURM_JOB_ID": "123456",
@@ -405,7 +406,7 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "4,3",
     "SLURM_TASKS_PER_NODE": "4,3",
 }
-# The script that sbatch runs once, outside any step.
+# Likewise the script that sbatch runs once, outside any step.
 BATCH = {
     "SLURM_GTIDS": "0",
     "SLURM_JOB_ID": "123456",

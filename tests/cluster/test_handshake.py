@@ -219,6 +219,18 @@ def test_a_peer_that_drips_is_cut_off_at_the_limit(server: bool) -> None:
         assert time.monotonic() - start < 2.5
 
 
+@pytest.mark.parametrize("server", [True, False])
+def test_a_silent_peer_is_given_up_at_the_limit(server: bool) -> None:
+    with pair() as (ours, _):
+        start = time.monotonic()
+        with pytest.raises(HandshakeError, match="without a word"):
+            prove(ours, SECRET, server=server, limit=0.3)
+        assert time.monotonic() - start < 1.5
+        with pytest.raises(HandshakeError):
+            recv_note(ours, limit=0.1)
+        assert time.monotonic() - start < 2
+
+
 def test_notes_go_there_and_back() -> None:
     note = {"rank": 1, "loss": 0.5, "names": ["é", "\ud83d"], "deep": {"a": None}}
     with pair() as (ours, theirs):

@@ -313,7 +313,11 @@ def test_an_open_door_is_warned_of(
     assert capsys.readouterr().err == ""
 
 
-def test_an_ipv6_address_survives_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_addresses_and_remedies_survive_the_table(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     command._print([Row("worker 0", "[::1]:2222", "refused", remedy="[bold] is no markup")])
     printed = capsys.readouterr().out
     assert "[::1]:2222" in printed and "[bold]" in printed

@@ -1,0 +1,84 @@
+"""The command `stratagem`; it answers --help without importing torch.
+
+A sub-command is a module with `add_arguments(parser)` and `main(args)`, imported only when it is
+the one asked for; its docstring is its help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from stratagem import __version__
+from stratagem.errors import StratagemError, UsageError
+
+COMMANDS = {
+    "run": ("stratagem.launch.run", "start a cluster on this machine"),
+    "check": ("stratagem.launch.check", "see whether every task can reach every other"),
+}
+
+_DESCRIPTION = "Spread neural-network training over devices and machines."
+_EXAMPLES = """examples:
+  stratagem run --replicas 2 train.py --epochs 10   two workers on this machine
+  stratagem check --wait 10                         on each machine, in place of the training
+  stratagem run --help                              every option, with examples
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; the exit code of the process."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = next((word for word in words if not word.startswith("-")), "")
+    try:
+        return _dispatch(words, name)
+    except StratagemError as problem:
+        prog = f"stratagem {name}" if name in COMMANDS else "stratagem"
+        print(f"{prog}: {' '.join(str(problem).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(words: Sequence[str], name: str) -> int:
+    module = importlib.import_module(COMMANDS[name][0]) if name in COMMANDS else None
+    parser = _parser(name, module)
+    try:
+        args = parser.parse_args(words)
+    except SystemExit as done:  # --help, --version
+        return int(done.code or 0)
+    if module is None:
+        parser.print_help()
+        return 2
+    return int(module.main(args))
+
+
+def _parser(chosen: str, module: ModuleType | None) -> argparse.ArgumentParser:
+    """All the sub-commands, and the options of the chosen one."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="stratagem", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw
+    )
+    parser.add_argument("--version", action="version", version=f"stratagem {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, (_, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=raw, allow_abbrev=False)
+        if module is not None and name == chosen:
+            command.description, _, examples = (module.__doc__ or "").partition("\nexamples:")
+            command.epilog = f"examples:{examples}" if examples else None
+            module.add_arguments(command)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The process of one task, with all that it starts, and the guard that outlives the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+from stratagem.cluster.spec import Task
+from stratagem.errors import UsageError
+
+# Isolated and without site-packages: a few milliseconds instead of many.
+_TETHER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("tether.py"))]
+
+
+class Process:
+    """One running task: the leader of a session of its own, so that a signal reaches its children.
+
+    `code` is None until the supervisor has taken note of the end; then as in `subprocess`.
+    """
+
+    def __init__(self, task: Task, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.task = task
+        self.code: int | None = None
+        self.started = time.monotonic()
+        self.ended = self.started
+        self._gone = False
+        hold = [*_TETHER, "hold", str(os.getpid()), *command]
+        try:
+            self._popen = subprocess.Popen(
+                hold, env=environ, bufsize=0, start_new_session=True, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as problem:
+            raise UsageError(f"{task} cannot be started: {problem}") from problem
+        self.pid = self._popen.pid
+        assert self._popen.stdout is not None and self._popen.stderr is not None
+        self.stdout, self.stderr = self._popen.stdout.fileno(), self._popen.stderr.fileno()
+
+    def watch(self, ended: SimpleQueue[Process]) -> None:
+        """Put this process into the queue when it ends; a thread each keeps their true order."""
+        watcher = threading.Thread(target=self._watch, args=(ended,), daemon=True)
+        watcher.start()
+
+    def _watch(self, ended: SimpleQueue[Process]) -> None:
+        if hasattr(os, "waitid"):
+            # Not reaped here: until the supervisor knows, nobody else may get the process id.
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            self._popen.wait()
+        self.ended = time.monotonic()
+        ended.put(self)
+
+    def reap(self) -> int:
+        """Take note of the end."""
+        self.code = self._popen.wait()
+        return self.code
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the task and all that it started."""
+        if not self._gone:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def gone(self) -> bool:
+        """Whether nothing is left, neither of the task nor of what it started."""
+        if self.code is not None and not self._gone:
+            _adopt(self.pid)
+            try:
+                os.killpg(self.pid, 0)
+            except (ProcessLookupError, PermissionError):
+                self._gone = True  # remembered: from now on the number may be somebody else's
+        return self._gone
+
+    def kill(self) -> None:
+        """End at once what is left; only for a launcher that can no longer supervise."""
+        if self.gone():
+            return
+        self.signal(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.code = self._popen.wait(timeout=5)
+
+
+def _adopt(group: int) -> None:
+    """Reap the orphans of a group, which come to the launcher where it is process 1."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+
+
+class Guard:
+    """A process that sees the launcher die, however it dies, and then kills the tasks' groups."""
+
+    def __init__(self) -> None:
+        self._popen = subprocess.Popen(
+            [*_TETHER, "guard"], bufsize=0, start_new_session=True, stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def add(self, process: Process) -> None:
+        self._tell(f"+{process.pid}\n")
+
+    def remove(self, process: Process) -> None:
+        self._tell(f"-{process.pid}\n")
+
+    def close(self) -> None:
+        """Let it go; groups that were not removed are killed."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        self._popen.wait()
+
+    def _tell(self, line: str) -> None:
+        assert self._popen.stdin is not None
+        # Somebody killed the guard: the tasks themselves are still tied to the launcher.
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.write(line.encode())

@@ -1,0 +1,50 @@
+"""What ties the tasks to the launcher's life; run as a script, so it imports nothing of ours.
+
+tether.py hold PID COMMAND...   become COMMAND, which dies when its parent PID does
+tether.py guard                 when stdin closes, kill the process groups it has named
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+_PR_SET_PDEATHSIG = 1  # kept across exec
+
+
+def hold(parent: int, command: list[str]) -> None:
+    """Become `command`, to be killed by the kernel when `parent` is gone (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(1)
+    # An interpreter ignores SIGPIPE, a shell's background job SIGINT; both would outlive exec.
+    for name in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(name, signal.SIG_DFL)
+    os.execv(command[0], command)
+
+
+def guard(lines: Iterable[str]) -> None:
+    """Keep the groups that the lines add (+pid) and take off (-pid); kill those left over.
+
+    The kernel kills only the launcher's children: what they started dies here.
+    """
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in lines:
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "hold":
+        hold(int(sys.argv[2]), sys.argv[3:])
+    else:
+        guard(sys.stdin)

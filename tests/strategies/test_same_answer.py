@@ -1,0 +1,461 @@
+"""Law 1: any number of replicas gives the weights, losses and metrics of one device.
+
+The reference is always a loop written by hand on one device, never stratagem itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from tests.support import by_hand, closest, data, distance, mlp, moved, strategy
+
+OPS = ["shared_memory", "ring", "hierarchical", "one_device"]
+SIZES = [2, 3]
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    # not elementwise, so every replica steps on the whole: the other way through the update
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+}
+
+
+@pytest.fixture(scope="module", params=list(itertools.product(SIZES, OPS)), ids=str)
+def several(request: pytest.FixtureRequest) -> Iterator[sg.MirroredStrategy]:
+    count, op = request.param
+    made = strategy(count, cross_device_ops=op)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[sg.MirroredStrategy]:
+    made = strategy(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def three_ring() -> Iterator[sg.MirroredStrategy]:
+    made = strategy(3, cross_device_ops="ring")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=["sliced", "replicated"])
+def either(
+    request: pytest.FixtureRequest, two: sg.MirroredStrategy, three_ring: sg.MirroredStrategy
+) -> sg.MirroredStrategy:
+    """Both ways to update: slices in shared memory, and a copy on every replica."""
+    return two if request.param == "sliced" else three_ring
+
+
+def fitted(
+    on: sg.Strategy, module: nn.Module, optimizer: Any, loss: Any, x: Any, y: Any = None, *,
+    batch: int = 64, epochs: int = 2, metrics: Any = None, fit: dict[str, Any] | None = None,
+    **compile_options: Any,
+) -> sg.Model:  # fmt: skip
+    with on.scope():
+        model = sg.Model(copy.deepcopy(module))
+        model.compile(optimizer=optimizer, loss=loss, metrics=metrics, **compile_options)
+    model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0, **(fit or {}))
+    return model
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("batch", [64, 65, 330])
+def test_every_operation_equals_one_device(
+    several: sg.MirroredStrategy, name: str, batch: int
+) -> None:
+    """331 rows: batches that divide, that do not, and a last batch of a single row."""
+    x, y = data()
+    start = mlp()
+    alone = by_hand(start, OPTIMIZERS[name], F.cross_entropy, x, y, batch=batch)
+    model = fitted(several, start, OPTIMIZERS[name], "cross_entropy", x, y, batch=batch)
+    assert moved(start, alone)
+    assert distance(alone, model.module) < 2e-6
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_every_optimizer(either: sg.MirroredStrategy, name: str) -> None:
+    x, y = data(100)
+    start = mlp()
+    alone = by_hand(start, OPTIMIZERS[name], F.cross_entropy, x, y, batch=32)
+    model = fitted(either, start, OPTIMIZERS[name], "cross_entropy", x, y, batch=32)
+    assert distance(alone, model.module) < 5e-6
+
+
+def test_losses_metrics_and_validation(either: sg.MirroredStrategy) -> None:
+    x, y = data()
+    start = mlp()
+    model = fitted(
+        either, start, OPTIMIZERS["sgd"], "cross_entropy", x, y, epochs=3, metrics=["accuracy"],
+        fit={"validation_data": (x[:50], y[:50])},
+    )  # fmt: skip
+    expected = reference_history(start, x, y, x[:50], y[:50], epochs=3)
+    history = model.history.history
+    for name, values in expected.items():
+        assert closest(history[name], values) < 1e-5, name
+
+
+def reference_history(
+    start: nn.Module, x: Tensor, y: Tensor, vx: Tensor, vy: Tensor, epochs: int
+) -> dict[str, list[float]]:
+    module = copy.deepcopy(start)
+    optimizer = OPTIMIZERS["sgd"](module.parameters())
+    logs: dict[str, list[float]] = {n: [] for n in ("loss", "accuracy", "val_loss", "val_accuracy")}
+    for _ in range(epochs):
+        loss_sum = right = 0.0
+        for i in range(0, len(x), 64):
+            output = module(x[i : i + 64])
+            loss = F.cross_entropy(output, y[i : i + 64])
+            loss_sum += float(loss.detach()) * len(output)
+            right += float((output.argmax(1) == y[i : i + 64]).sum())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            output = module(vx)
+        logs["loss"].append(loss_sum / len(x))
+        logs["accuracy"].append(right / len(x))
+        logs["val_loss"].append(float(F.cross_entropy(output, vy)))
+        logs["val_accuracy"].append(float((output.argmax(1) == vy).float().mean()))
+    return logs
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_fewer_examples_than_replicas(three_ring: sg.MirroredStrategy, rows: int) -> None:
+    x, y = data(rows)
+    start = mlp()
+    alone = by_hand(start, OPTIMIZERS["adam"], F.cross_entropy, x, y, batch=4, epochs=4)
+    model = fitted(
+        three_ring, start, OPTIMIZERS["adam"], "cross_entropy", x, y, batch=4, epochs=4,
+        metrics=["accuracy"],
+    )  # fmt: skip
+    assert distance(alone, model.module) < 1e-6
+    assert model.evaluate(x, y)["loss"] == pytest.approx(
+        float(F.cross_entropy(alone(x), y).detach()), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("limit", [{"clip_norm": 0.3}, {"clip_value": 0.01}])
+def test_clipping_comes_after_the_reduction(
+    either: sg.MirroredStrategy, limit: dict[str, float]
+) -> None:
+    x, y = data(100)
+    start = mlp()
+
+    def clip(module: nn.Module) -> None:
+        if "clip_norm" in limit:
+            nn.utils.clip_grad_norm_(module.parameters(), limit["clip_norm"])
+        else:
+            nn.utils.clip_grad_value_(module.parameters(), limit["clip_value"])
+
+    alone = by_hand(start, OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=32, before_step=clip)
+    free = by_hand(start, OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=32)
+    model = fitted(either, start, OPTIMIZERS["sgd"], "cross_entropy", x, y, batch=32, **limit)
+    assert moved(alone, free), "the limit never bites"
+    assert distance(alone, model.module) < 2e-6
+
+
+def test_clipping_with_opposite_gradients(two: sg.MirroredStrategy) -> None:
+    """Gradients +1 and -99 on two replicas, norm limit 1, rate 1: one device gives w = 2."""
+    start = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(start.weight)
+    x = torch.tensor([[1.0], [-99.0]])
+    model = fitted(
+        two, start, lambda p: torch.optim.SGD(p, lr=1.0), lambda o, t: o.squeeze(1), x,
+        torch.zeros(2), batch=2, epochs=1, clip_norm=1.0,
+    )  # fmt: skip
+    assert float(model.module.weight) == pytest.approx(2.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulation(either: sg.MirroredStrategy, accumulate: int) -> None:
+    x, y = data(101)
+    y = y.clone()
+    y[1::5] = -100
+    start = mlp()
+    alone = by_hand(
+        start, OPTIMIZERS["adam"], F.cross_entropy, x, y, batch=20, accumulate=accumulate
+    )
+    model = fitted(
+        either, start, OPTIMIZERS["adam"], "cross_entropy", x, y, batch=20, accumulate=accumulate
+    )
+    assert distance(alone, model.module) < 2e-6
+
+
+LOSSES: dict[str, Any] = {
+    "ignored targets": F.cross_entropy,
+    "class weights": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2, 2.0])),
+    "label smoothing": nn.CrossEntropyLoss(
+        weight=torch.tensor([1.0, 5.0, 0.2, 2.0]), label_smoothing=0.2, ignore_index=-100
+    ),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "a value a row": nn.CrossEntropyLoss(reduction="none", ignore_index=2),
+}
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_losses_that_normalise_by_something_else(either: sg.MirroredStrategy, name: str) -> None:
+    x, y = data(103)
+    y = y.clone()
+    if name != "a value a row":
+        y[3:20] = -100
+    start = mlp()
+    loss = LOSSES[name]
+    make: Make = lambda p: torch.optim.SGD(p, lr=0.02)  # noqa: E731
+    alone = by_hand(start, make, lambda o, t: loss(o, t).mean(), x, y, batch=32)
+    model = fitted(either, start, make, loss, x, y, batch=32)
+    assert moved(start, alone)
+    assert distance(alone, model.module) < 5e-6
+
+
+def test_sample_weights(either: sg.MirroredStrategy) -> None:
+    x, y = data(103)
+    weight = torch.rand(103, generator=torch.Generator().manual_seed(5))
+    start = mlp()
+    both = torch.stack([y.float(), weight], dim=1)
+
+    def weighted(output: Tensor, target: Tensor) -> Tensor:
+        each = F.cross_entropy(output, target[:, 0].long(), reduction="none")
+        return (each * target[:, 1]).mean()
+
+    alone = by_hand(start, OPTIMIZERS["sgd"], weighted, x, both, batch=32)
+    model = fitted(
+        either, start, OPTIMIZERS["sgd"], "cross_entropy", x, y, batch=32,
+        fit={"sample_weight": weight},
+    )  # fmt: skip
+    assert distance(alone, model.module) < 2e-6
+
+
+class Branches(nn.Module):
+    """Uses one branch or the other by the data; a third never; a tied and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.left = nn.Linear(6, 4)
+        self.right = nn.Linear(6, 4)
+        self.never = nn.Linear(6, 4)
+        self.frozen = nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.tied = self.left
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x)
+        if x[0, 0] > 0.3:
+            return self.left(x) + self.tied(x * 0.5)
+        return self.right(x)
+
+
+def test_unused_frozen_and_shared_parameters(either: sg.MirroredStrategy) -> None:
+    """A branch may be taken on one replica only, on some steps only, or nowhere.
+
+    Replicas see different first rows than one device, so the reference splits by hand as well and
+    adds up the pieces' gradients: what one device computes for the same pieces.
+    """
+    x, y = data(64, seed=9)
+    start = Branches()
+    alone = copy.deepcopy(start)
+    make: Make = lambda p: torch.optim.Adam(p, lr=0.05)  # noqa: E731
+    optimizer = make([p for p in alone.parameters() if p.requires_grad])
+    count = either.num_replicas_in_sync
+    for _ in range(3):
+        for i in range(0, 64, 8):
+            pieces = torch.arange(i, i + 8).tensor_split(count)
+            for rows in pieces:
+                loss = F.cross_entropy(alone(x[rows]), y[rows], reduction="sum") / 8
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model = fitted(either, start, make, "cross_entropy", x, y, batch=8, epochs=3)
+    assert moved(start, alone)
+    assert distance(alone, model.module) < 5e-6
+    assert torch.equal(model.module.never.weight, start.never.weight)
+
+
+def cnn() -> nn.Module:
+    torch.manual_seed(6)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(),
+        nn.Flatten(), nn.Linear(24, 5), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"cross_device_ops": "ring"}], ids=["shared", "ring"])
+def test_synchronised_batch_norm(options: dict[str, Any]) -> None:
+    """Unequal shares, and a last batch of 2 on 3 replicas, so that one of them is empty.
+
+    In double precision: normalising two rows amplifies the rounding of single.
+    """
+    x, y = data(98, features=16)
+    x, start = x.double(), cnn().double()
+    make: Make = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+    alone = by_hand(start, make, F.cross_entropy, x, y, batch=32)
+    made = strategy(3, sync_batchnorm=True, **options)
+    try:
+        model = fitted(made, start, make, "cross_entropy", x, y, batch=32)
+        assert distance(alone, model.module) < 1e-9
+    finally:
+        made.close()
+
+
+def test_batch_norm_statistics_of_two_replicas(two: sg.MirroredStrategy) -> None:
+    """Unsynchronised: the mean over replicas. x=[0,2 / 10,14], momentum .5: means .5 and 6."""
+    start = nn.Sequential(nn.BatchNorm1d(1, momentum=0.5), nn.Linear(1, 1))
+    x = torch.tensor([[0.0], [2.0], [10.0], [14.0]])
+    model = fitted(
+        two, start, lambda p: torch.optim.SGD(p, lr=0.0), "mse", x, torch.zeros(4, 1), batch=4,
+        epochs=1,
+    )  # fmt: skip
+    assert float(model.module[0].running_mean) == pytest.approx((0.5 + 6.0) / 2)
+
+
+def test_synchronised_statistics_match_the_facts() -> None:
+    """The same data over the whole batch: mean 3.25, variance (biased, as Keras) 16.875."""
+    made = strategy(2, sync_batchnorm=True)
+    start = nn.Sequential(nn.BatchNorm1d(1, momentum=0.5), nn.Linear(1, 1))
+    x = torch.tensor([[0.0], [2.0], [10.0], [14.0]])
+    model = fitted(
+        made, start, lambda p: torch.optim.SGD(p, lr=0.0), "mse", x, torch.zeros(4, 1), batch=4,
+        epochs=1,
+    )  # fmt: skip
+    made.close()
+    norm = model.module[0]
+    assert float(norm.running_mean) == pytest.approx(3.25)
+    # torch keeps the unbiased variance: 0.5 * 1 + 0.5 * (32.75 * 4 / 3); biased it is 16.875
+    assert float(norm.running_var) == pytest.approx(0.5 + 0.5 * 32.75 * 4 / 3)
+
+
+def test_dropout_differs_by_replica_and_repeats_from_one_seed(two: sg.MirroredStrategy) -> None:
+    def draw() -> list[Tensor]:
+        def run() -> Tensor:
+            torch.manual_seed(7)
+            net = nn.Linear(1, 1)
+            two.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            return F.dropout(torch.ones(64), 0.5)
+
+        return two.run(run)
+
+    first, second = draw(), draw()
+    assert not torch.equal(first[0], first[1])
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+@pytest.mark.parametrize("op", ["shared_memory", "ring", "hierarchical", "one_device"])
+def test_sixteen_bit_wire(op: str, wire: str) -> None:
+    x, y = data(100)
+    start = mlp()
+    alone = by_hand(start, OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=32)
+    made = strategy(3, cross_device_ops=op, wire=wire)
+    model = fitted(made, start, OPTIMIZERS["sgd"], "cross_entropy", x, y, batch=32)
+    made.close()
+    error = distance(alone, model.module)
+    assert 1e-7 < error < 5e-3  # rounded, and only rounded
+
+
+def test_autocast_matches_one_device(either: sg.MirroredStrategy) -> None:
+    x, y = data(100)
+    start = mlp()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.float(), target)
+
+    module = copy.deepcopy(start)
+    optimizer = OPTIMIZERS["sgd"](module.parameters())
+    for _ in range(2):
+        for i in range(0, 100, 32):
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss(module(x[i : i + 32]), y[i : i + 32])
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model = fitted(either, start, OPTIMIZERS["sgd"], loss, x, y, batch=32, precision="bfloat16")
+    assert distance(module, model.module) < 5e-3
+
+
+# --- one's own loop ------------------------------------------------------------------------------
+
+
+def own_loop(
+    on: sg.Strategy | None, start: nn.Module, x: Tensor, y: Tensor, *, shuffle: bool,
+    batch: int = 64, clip: float | None = None, accumulate: int = 1, scaler: bool = False,
+    sum_loss: bool = False,
+) -> nn.Module:  # fmt: skip
+    torch.manual_seed(11)
+    model: nn.Module = copy.deepcopy(start)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=shuffle)
+    scale = torch.amp.GradScaler("cpu", enabled=scaler, init_scale=1024.0)
+    if on is not None:
+        model, optimizer, loader = on.prepare(
+            model, optimizer, loader, loss_reduction="sum" if sum_loss else "mean"
+        )
+    for _ in range(2):
+        for number, (a, b) in enumerate(loader):
+            reduction = "sum" if sum_loss else "mean"
+            loss = F.cross_entropy(model(a), b, reduction=reduction) / accumulate
+            scale.scale(loss).backward()
+            if (number + 1) % accumulate == 0:
+                scale.unscale_(optimizer)
+                if clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                scale.step(optimizer)
+                scale.update()
+                optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"shuffle": True}, {"batch": 50, "clip": 0.1}, {"accumulate": 3, "batch": 20},
+        {"scaler": True}, {"sum_loss": True, "batch": 110}, {"batch": 110, "shuffle": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_own_loop_equals_one_device(several: sg.MirroredStrategy, options: dict[str, Any]) -> None:
+    """331 rows in batches of 110: the last batch has one row, and other replicas none."""
+    options = {"shuffle": False, **options}
+    x, y = data()
+    start = mlp()
+    alone = own_loop(None, start, x, y, **options)
+    replicas = several.run(lambda: own_loop(several, start, x, y, **options))
+    assert moved(start, alone)
+    for replica in replicas:
+        assert distance(alone, replica) < 5e-6
+
+
+def test_own_loop_with_unused_parameters(several: sg.MirroredStrategy) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(8)
+            self.used = nn.Linear(6, 4)
+            self.never = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    x, y = data(50)
+    start = Half()
+    alone = own_loop(None, start, x, y, shuffle=False, batch=20)
+    for replica in several.run(lambda: own_loop(several, start, x, y, shuffle=False, batch=20)):
+        assert distance(alone, replica) < 5e-6
+        assert torch.equal(replica.never.weight, start.never.weight)
