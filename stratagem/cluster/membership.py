@@ -114,6 +114,11 @@ class Membership:
         if self._trouble is not None:
             raise self._trouble.error()
 
+    def raise_if_gone(self) -> None:
+        """Raise the first trouble, or the absence of a member that finished and left."""
+        self.raise_if_trouble()
+        self._rounds.raise_if_departed()
+
     def report_failure(self, detail: str) -> None:
         """Tell everybody that this member raised; `detail` is its traceback."""
         self.announce(Trouble(self.rank, self.members[self.rank], "failed", shorten(detail)))

@@ -49,6 +49,13 @@ class Rounds:
             self._departed.add(rank)
             self._changed.notify_all()
 
+    def raise_if_departed(self) -> None:
+        """Raise if anybody has left: for those who wait for everybody."""
+        if self._departed:
+            with self._changed:
+                gone = [self._members[rank] for rank in sorted(self._departed)]
+            raise _absent(gone)
+
     def gather(self, turn: int, limit: float, trouble: Callable[[], Trouble | None]) -> list[Note]:
         """Wait for the notes of all; raise as soon as they cannot all come."""
         patience = Patience(limit, first=[_SPEAK])
@@ -82,11 +89,7 @@ class Rounds:
 def _speak(late: Sequence[Member], gone: Sequence[Member], patience: Patience) -> None:
     """Say who is missing, when it is time; raise when there is no point in waiting."""
     if gone:
-        raise ReplicaLost(
-            f"{listing([str(member) for member in gone])} finished and left while others still "
-            "wait: every task must run the same script for the same number of steps.",
-            gone[0].name,
-        )
+        raise _absent(gone)
     names = listing([str(member) for member in late])
     if patience.over:
         raise ReplicaStalled(
@@ -97,6 +100,14 @@ def _speak(late: Sequence[Member], gone: Sequence[Member], patience: Patience) -
         )
     if patience.due():
         log.warning("waiting for %s to come to the same point, %.0f s", names, patience.waited)
+
+
+def _absent(gone: Sequence[Member]) -> ReplicaLost:
+    return ReplicaLost(
+        f"{listing([str(member) for member in gone])} finished and left while others still "
+        "wait: every task must run the same script for the same number of steps.",
+        gone[0].name,
+    )
 
 
 def as_sent(note: Mapping[str, object]) -> Note:

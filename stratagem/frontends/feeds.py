@@ -21,6 +21,7 @@ from stratagem.data.loader import ShareLoader, stream
 from stratagem.data.shard import count_rows, rows, share
 from stratagem.errors import UsageError
 from stratagem.strategies.replica import Replica
+from stratagem.wire.tree import broadcast_tree
 
 #: arrays up to this size are kept on the GPU for the whole fit
 _RESIDENT_BYTES = 1 << 30
@@ -48,6 +49,9 @@ class Feed(Protocol):
 
     def without_source(self) -> Feed:
         """What a follower needs of it."""
+
+    def agree(self, replica: Replica) -> None:
+        """Settle with the other processes what each drew by itself. Collective."""
 
 
 @dataclass
@@ -80,6 +84,9 @@ class ArrayFeed:
             chosen: Any = window if order is None else order[window]
             x, y, weight = (_map(lambda t: t[chosen], part) for part in data)  # noqa: B023
             yield Portion(x, y, weight, end - start, total)
+
+    def agree(self, replica: Replica) -> None:
+        self.seed = broadcast_tree(replica.collective, self.seed)
 
     def _order(self, epoch: int) -> Tensor | None:
         """The same permutation whatever the number of replicas."""
@@ -115,6 +122,9 @@ class LoaderFeed:
             return StreamFeed(None, self.steps)
         return self
 
+    def agree(self, replica: Replica) -> None:
+        """Only the chief draws: there is nothing to settle."""
+
 
 @dataclass
 class StreamFeed:
@@ -132,6 +142,9 @@ class StreamFeed:
 
     def without_source(self) -> Feed:
         return replace(self, source=None)
+
+    def agree(self, replica: Replica) -> None:
+        """Only the chief reads: there is nothing to settle."""
 
 
 def _tensors(source: Iterable[Any] | None) -> Iterator[Any]:

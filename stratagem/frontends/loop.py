@@ -56,6 +56,7 @@ def fit(job: Fit) -> None:
     job.recipe.metrics.to(replica.device)
     setup.align(job.module, replica)
     setup.roll_own_dice(replica, job.generation)
+    job.feed.agree(replica)
     step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
     job.callbacks.train_begin()
     for epoch in job.epochs:
@@ -169,7 +170,7 @@ def _evaluate(
 ) -> dict[str, float]:  # fmt: skip
     module.eval()
     recipe.metrics.reset()
-    runner = Solo(module, _NO_OPTIMIZER, recipe, replica)
+    runner = Solo(module, None, recipe, replica)
     sums: list[list[float]] = []
     for number, portion in enumerate(feed.portions(replica, 0)):
         if steps is not None and number >= steps:
@@ -214,7 +215,7 @@ def predict(job: Evaluation) -> Any:
     job.module.to(replica.device)
     setup.align(job.module, replica)
     job.module.eval()
-    runner = Solo(job.module, _NO_OPTIMIZER, job.recipe, replica)
+    runner = Solo(job.module, None, job.recipe, replica)
     mine: list[Any] = []
     for number, portion in enumerate(job.feed.portions(replica, 0)):
         if job.steps is not None and number >= job.steps:
@@ -259,13 +260,3 @@ def _move(module: nn.Module, optimizer: Optimizer, device: torch.device) -> None
         for key, value in state.items():
             if isinstance(value, Tensor) and key != "step" and value.device != device:
                 state[key] = value.to(device)
-
-
-class _NoOptimizer(Optimizer):
-    """Evaluation steps nothing."""
-
-    def __init__(self) -> None:
-        super().__init__([nn.Parameter(torch.empty(0))], {})
-
-
-_NO_OPTIMIZER = _NoOptimizer()

@@ -78,9 +78,11 @@ class Solo:
     """One replica; also the forward half of the other two."""
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica
+        self, module: nn.Module, optimizer: Optimizer | None, recipe: Recipe, replica: Replica
     ) -> None:
-        self.module, self.optimizer, self.recipe = module, optimizer, recipe
+        self.module, self.recipe = module, recipe
+        if optimizer is not None:  # evaluation has none
+            self.optimizer = optimizer
         self.replica = replica
         self.device = replica.device
         self._run: nn.Module = torch.compile(module) if recipe.jit_compile else module  # type: ignore[assignment]

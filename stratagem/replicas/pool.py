@@ -26,6 +26,20 @@ main()
 """
 
 
+#: imported while the user builds a model; making any optimizer imports torch._dynamo (1.6 s)
+_ALWAYS = ["torch", "torch._dynamo", "torchmetrics", "stratagem.replicas.follower"]
+#: slow imports that followers will need, too, once their owner has them
+_SLOW = ("stratagem", "torchmetrics")
+
+
+def _worth_sharing() -> list[str]:
+    """Modules that the zygote should import once, rather than every follower for itself."""
+    return sorted(
+        name for name in sys.modules
+        if name.partition(".")[0] in _SLOW and (name.startswith("stratagem.") or "." not in name)
+    )  # fmt: skip
+
+
 class ZygoteProcess:
     """This process's zygote; all its strategies share one."""
 
@@ -34,11 +48,9 @@ class ZygoteProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        preload = ["torch", "stratagem.replicas.follower"]
-        preload += sorted(name for name in sys.modules if name.startswith("stratagem."))
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START.format(path=sys.path), str(theirs.fileno()),
-             ",".join(preload)],
+             ",".join(_ALWAYS)],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         theirs.close()
@@ -63,7 +75,8 @@ class ZygoteProcess:
         setting = {
             "cwd": os.getcwd(), "environ": dict(os.environ), "path": sys.path, "argv": sys.argv,
         }  # fmt: skip
-        return int(self._ask({"fork": setting}, fds)["pid"])
+        request = {"fork": setting, "modules": _worth_sharing()}
+        return int(self._ask(request, fds)["pid"])
 
     def end(self, pids: list[int]) -> dict[int, int | None]:
         """Kill those that still run; every exit status (negative: a signal's number)."""

@@ -54,6 +54,8 @@ class Zygote:
                 continue
             request = json.loads(data)
             if "fork" in request:
+                for name in request["modules"]:
+                    importlib.import_module(name)
                 self._reply({"pid": self._fork(request["fork"], fds)})
             else:
                 self._end(request["end"])

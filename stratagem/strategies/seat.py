@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,6 +27,8 @@ from stratagem.wire.group import Meeting
 from stratagem.wire.segment import Segment
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.torch_dist import HierarchicalCollective, OneDeviceCollective, TorchCollective
+
+log = logging.getLogger("stratagem")
 
 #: how long one collective may take; a dead or stopped peer is noticed by the membership long before
 PATIENCE = timedelta(minutes=30)
@@ -82,6 +85,29 @@ class Store:
         )  # fmt: skip
 
 
+class Watchman:
+    """Looks up while a replica waits for another: trouble is raised, lateness is said aloud."""
+
+    _FIRST, _AGAIN = 5.0, 10.0
+
+    def __init__(self, membership: Membership, names: tuple[str, ...]) -> None:
+        self._membership = membership
+        self._names = names
+        self._next = self._FIRST
+
+    def __call__(self, rank: int, waited: float) -> None:
+        self._membership.raise_if_gone()
+        if waited < 1.0:
+            self._next = self._FIRST
+        elif waited >= self._next:
+            self._next = waited + self._AGAIN
+            log.warning(
+                "waiting for %s, %.0f s: it lives, but has not come to this step; slow data, a "
+                "breakpoint, or a loop of another length there? `py-spy dump` shows where it is.",
+                self._names[rank], waited,
+            )  # fmt: skip
+
+
 def sit(seat: Seat, membership: Membership, store: Store | None = None) -> Replica:
     """Take the seat: connect to the others. Collective."""
     device = place(seat.devices[seat.rank])
@@ -115,7 +141,8 @@ def _connect(
         if seat.segment is None or name != "main":
             raise ClusterError("there is one shared-memory collective a team, made at its start.")
         control = Segment.attach(seat.segment)
-        return SharedMemoryCollective(seat.rank, seat.size, control, membership.raise_if_trouble)
+        watch = Watchman(membership, seat.names)
+        return SharedMemoryCollective(seat.rank, seat.size, control, watch)
     kinds = {device.partition(":")[0] for device in seat.devices}
     backend = "nccl" if kinds == {"cuda"} and _apart(seat) else "gloo"
     if isinstance(op, NcclAllReduce):

@@ -220,7 +220,7 @@ class Team:
         self, replica: Replica, function: Callable[..., Any], args: tuple[Any, ...],
         sent: tuple[Any, ...],
     ) -> list[Any]:  # fmt: skip
-        watch = replica.membership.raise_if_trouble
+        watch = replica.membership.raise_if_gone
         if self._pool is not None:
             self._pool.submit(_run, [(function, sent)] * len(self._pool.followers))
         if self._threads:

@@ -28,6 +28,7 @@ from stratagem.wire.segment import Segment, aligned
 
 _INLINE = 1 << 16  # bytes of a message that fit into a mailbox; larger ones get their own segment
 _WORDS = 8  # one cache line of flags per replica
+Watch = Callable[[int, float], None]
 _HALF = (torch.float16, torch.bfloat16)
 _TOTAL_STORE_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
@@ -54,12 +55,12 @@ def slices(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 class SharedMemoryCollective(Collective):
-    """Replicas of one machine; `watch` raises when one of them is in trouble."""
+    """Replicas of one machine; `watch(rank, seconds)` is called while waiting for one of them."""
 
     overlaps = False  # the cores that would add are the cores that compute
 
     def __init__(
-        self, rank: int, size: int, control: Segment, watch: Callable[[], None] | None = None
+        self, rank: int, size: int, control: Segment, watch: Watch | None = None
     ) -> None:
         self.rank, self.size = rank, size
         self._control = control
@@ -69,7 +70,7 @@ class SharedMemoryCollective(Collective):
                       for r in range(size)]  # fmt: skip
         weights = mail + size * _INLINE
         self._weights = control.tensor(torch.float64, (size,), weights)
-        self._watch = watch or (lambda: None)
+        self._watch = watch or (lambda rank, seconds: None)
         self._turn = 0
         self._tables: dict[int, Table] = {}
         self._fence = threading.Lock()
@@ -86,26 +87,27 @@ class SharedMemoryCollective(Collective):
         flags[self.rank * _WORDS] = turn
         for other in range(self.size):
             if flags[other * _WORDS] < turn:
-                self._await(other * _WORDS, turn)
+                self._await(other, turn)
         self._order_writes()
 
-    def _await(self, slot: int, turn: int) -> None:
+    def _await(self, rank: int, turn: int) -> None:
         """Spin, then yield, then doze, so that neither a late nor a lost peer burns a core."""
-        flags, watch = self._flags, self._watch
-        doze_after = time.perf_counter() + (0.02 if self._yield_first else 0.0)
+        flags, slot = self._flags, rank * _WORDS
+        for _ in range(64):
+            if flags[slot] >= turn:
+                return
+        started = time.perf_counter()
+        doze_after = 0.02 if self._yield_first else 0.0
         tries = 0
         while flags[slot] < turn:
             tries += 1
-            if tries < 64:
-                continue
-            if tries % 256 == 0:
-                watch()
-            if time.perf_counter() < doze_after:
+            waited = time.perf_counter() - started
+            if waited < doze_after:
                 os.sched_yield()
             else:
                 time.sleep(50e-6)
-                if tries % 16 == 0:
-                    watch()
+            if tries % 64 == 0:
+                self._watch(rank, waited)
 
     def _order_writes(self) -> None:
         """Tensors written before a flag must be seen before it; x86 promises that by itself."""

@@ -118,9 +118,10 @@ class TorchCollective(Collective):
             raise
         except RuntimeError as error:
             trouble = self.membership.await_trouble(2.0)
-            if trouble is None:
-                raise
-            raise trouble.error() from error
+            if trouble is not None:
+                raise trouble.error() from error
+            self.membership.raise_if_gone()
+            raise
 
     def _groups(self) -> list[Group]:
         return [self.messages, self.flat]

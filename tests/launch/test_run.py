@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -179,12 +180,22 @@ def test_the_last_lines_are_quoted(launcher: Launcher) -> None:
 
 
 def test_the_verdict_waits_for_a_slow_reader(launcher: Launcher) -> None:
-    child = launcher("for i in range(1200): print(i, 'x' * 100, file=sys.stderr)\nsys.exit(9)")
-    time.sleep(1.5)  # more is written than the pipe to us holds
-    _, err = child.communicate(timeout=20)
+    script = """
+for i in range(900):  # more than the pipe to us holds, less than that and the launcher's own
+    print(i, "x" * 100, file=sys.stderr)
+print("and on stdout")
+note("task0", os.getpid())
+sys.exit(9)
+"""
+    child = launcher(script)
+    task = launcher.pid("task0")
+    wait_for(lambda: not alive(task))
+    time.sleep(0.5)
+    out, err = child.communicate(timeout=20)
     told = err.splitlines()
-    assert child.returncode == 9 and len(told) == 1200 + 1 + 10
-    assert told[1200].startswith("worker 0 failed first: exit code 9")
+    assert out == "[worker 0] and on stdout\n"
+    assert child.returncode == 9 and len(told) == 900 + 1 + 10
+    assert told[900].startswith("worker 0 failed first: exit code 9")
 
 
 def test_silence_is_said_to_be_silence(launcher: Launcher) -> None:
@@ -271,15 +282,30 @@ def test_a_signal_to_the_launcher_leaves_nobody(
     assert time.monotonic() - began < (8 if deaf else 3)
 
 
+def guard_of(child: subprocess.Popen[str]) -> int:
+    family = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    guards = [p for p in family if b"\0guard\0" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    assert len(guards) == 1
+    return int(guards[0])
+
+
 def test_tasks_die_even_if_their_guard_was_killed(launcher: Launcher) -> None:
     child = launcher(FAMILY.format(""))
     task = launcher.pid("task0")
-    mine = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
-    guards = [p for p in mine if b"\0guard\0" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    assert len(guards) == 1
-    os.kill(int(guards[0]), signal.SIGKILL)
+    os.kill(guard_of(child), signal.SIGKILL)
     child.kill()
     wait_for(lambda: not alive(task), limit=5)
+
+
+def test_the_guard_stays_to_the_end(launcher: Launcher) -> None:
+    child = launcher(FAMILY.format(""))
+    family = [launcher.pid("task0"), launcher.pid("child0")]
+    guard = guard_of(child)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(guard, number)
+    time.sleep(0.2)
+    child.kill()
+    wait_for(lambda: not any(map(alive, [*family, guard])), limit=5)
 
 
 def test_nobody_watches_once_it_is_over(launcher: Launcher) -> None:
@@ -326,7 +352,7 @@ def test_the_steps_of_an_escalation() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         assert steps_after(number, 1.0) == ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL))
     plan = Escalation(steps, 100.0)
-    assert plan.due(104.9) == [] and not plan.begun
-    assert plan.due(105.0) == [signal.SIGTERM] and plan.begun and plan.over > 1e9
+    assert (plan.due(104.9), plan.begun) == ([], False)
+    assert (plan.due(105.0), plan.begun, plan.over) == ([signal.SIGTERM], True, float("inf"))
     plan.hurry(106.0)
-    assert plan.due(106.0) == [signal.SIGKILL] and plan.over == 106.0
+    assert (plan.due(106.0), plan.over) == ([signal.SIGKILL], 106.0)

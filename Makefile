@@ -1,0 +1,37 @@
+# Everything lives in .venv; a fresh machine needs only Python 3.11+ and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo    train on one device and on a local cluster, and compare"
+	@echo "make test    all checks: style, types, tests"
+	@echo "make lint    style and types only"
+	@echo "make bench   the benchmarks that fit this machine"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[dev,tensorboard,plots]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/python benchmarks/one_replica/bench.py
+	$(BIN)/python benchmarks/cpu_replicas/bench.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
