@@ -28,17 +28,87 @@ _HOMES = {
     "stratagem.strategies.team": ["Patience"],
 }  # fmt: skip
 _WHERE = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = {"callbacks": "stratagem.frontends.callbacks"}
 
 if TYPE_CHECKING:
-    from stratagem.cluster.spec import ClusterSpec, Place, Task
+    from stratagem.cluster.spec import ClusterSpec as ClusterSpec
+    from stratagem.cluster.spec import Place as Place
+    from stratagem.cluster.spec import Task as Task
+    from stratagem.errors import (
+        ClusterError as ClusterError,
+    )
+    from stratagem.errors import (
+        DeviceError as DeviceError,
+    )
+    from stratagem.errors import (
+        HandshakeError as HandshakeError,
+    )
+    from stratagem.errors import (
+        NotDistributable as NotDistributable,
+    )
+    from stratagem.errors import (
+        ReplicaError as ReplicaError,
+    )
+    from stratagem.errors import (
+        ReplicaFailed as ReplicaFailed,
+    )
+    from stratagem.errors import (
+        ReplicaLost as ReplicaLost,
+    )
+    from stratagem.errors import (
+        ReplicaMissing as ReplicaMissing,
+    )
+    from stratagem.errors import (
+        ReplicaStalled as ReplicaStalled,
+    )
+    from stratagem.errors import (
+        StratagemError as StratagemError,
+    )
+    from stratagem.errors import (
+        UsageError as UsageError,
+    )
+    from stratagem.frontends import callbacks as callbacks
+    from stratagem.frontends.model import Model as Model
+    from stratagem.strategies.cross_device import (
+        CrossDeviceOps as CrossDeviceOps,
+    )
+    from stratagem.strategies.cross_device import (
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+    )
+    from stratagem.strategies.cross_device import (
+        NcclAllReduce as NcclAllReduce,
+    )
+    from stratagem.strategies.cross_device import (
+        ReductionToOneDevice as ReductionToOneDevice,
+    )
+    from stratagem.strategies.cross_device import (
+        RingAllReduce as RingAllReduce,
+    )
+    from stratagem.strategies.cross_device import (
+        SharedMemoryAllReduce as SharedMemoryAllReduce,
+    )
+    from stratagem.strategies.mirrored import (
+        MirroredStrategy as MirroredStrategy,
+    )
+    from stratagem.strategies.mirrored import (
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    )
+    from stratagem.strategies.replica import Replica as Replica
+    from stratagem.strategies.replica import current_replica as current_replica
+    from stratagem.strategies.strategy import Strategy as Strategy
+    from stratagem.strategies.strategy import get_strategy as get_strategy
+    from stratagem.strategies.team import Patience as Patience
 
-__all__ = ["__version__", *sorted(_WHERE)]
+__all__ = ["__version__", *sorted([*_WHERE, *_MODULES])]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name in _MODULES:
+        value: Any = importlib.import_module(_MODULES[name])
+    elif name in _WHERE:
+        value = getattr(importlib.import_module(_WHERE[name]), name)
+    else:
         raise AttributeError(f"module 'stratagem' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value
 

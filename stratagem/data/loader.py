@@ -111,4 +111,4 @@ def _like(loader: DataLoader[Any], sampler: ShareSampler) -> DataLoader[Any]:
         loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn,
         num_workers=loader.num_workers, pin_memory=loader.pin_memory, timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn, generator=loader.generator, **extra,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip

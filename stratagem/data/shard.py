@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ def _integers(batch: Sequence[int]) -> list[int]:
         ) from error
 
 
-def rows(tree: object, start: int, end: int) -> object:
+def rows(tree: Any, start: int, end: int) -> Any:
     """Rows start..end of every tensor in a batch."""
     if isinstance(tree, torch.Tensor):
         return tree[start:end]

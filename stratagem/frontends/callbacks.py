@@ -222,12 +222,12 @@ class EarlyStopping(Callback):
         self, monitor: str = "val_loss", *, patience: int = 0, min_delta: float = 0.0,
         mode: str = "auto", restore_best_weights: bool = False,
     ) -> None:  # fmt: skip
-        self._new_best = lambda: _Best(monitor, mode, min_delta)
+        self._monitor, self._mode, self._min_delta = monitor, mode, min_delta
         self.patience = patience
         self.restore = restore_best_weights
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self.best = self._new_best()
+        self.best = _Best(self._monitor, self._mode, self._min_delta)
         self.wait = 0
         self.stopped_epoch: int | None = None
         self._weights: dict[str, Tensor] | None = None
@@ -327,17 +327,11 @@ class TensorBoard(Callback):
     """Write every epoch's logs for TensorBoard."""
 
     def __init__(self, log_dir: str | Path = "runs") -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UsageError(
-                "TensorBoard is not installed; pip install 'stratagem[tensorboard]'."
-            ) from error
-        self._open = lambda: SummaryWriter(str(log_dir))  # type: ignore[no-untyped-call]
-        self._writer: Any = None
+        self.log_dir = str(log_dir)
+        self._writer: Any = _summary_writer()  # at once, so that its absence shows before training
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._writer = self._open()
+        self._writer = _summary_writer()(self.log_dir)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         for name, value in (logs or {}).items():
@@ -347,3 +341,13 @@ class TensorBoard(Callback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         self._writer.close()
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError(
+            "TensorBoard is not installed; pip install 'stratagem[tensorboard]'."
+        ) from error
+    return SummaryWriter

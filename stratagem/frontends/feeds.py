@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -41,8 +41,9 @@ class Portion:
 class Feed(Protocol):
     """A source of global batches."""
 
-    #: batches an epoch, None if unknown
-    steps: int | None
+    @property
+    def steps(self) -> int | None:
+        """Batches an epoch, None if unknown."""
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         """This replica's shares, in order. Collective where the source needs it."""
@@ -192,7 +193,7 @@ def feed(
         return _arrays(x, y, weight, batch_size or 32, shuffle, seed)
     if isinstance(x, Iterable):
         _alone(y, weight, "an iterable")
-        return StreamFeed(x, len(x) if hasattr(x, "__len__") else None)
+        return StreamFeed(x, len(x) if isinstance(x, Sized) else None)
     raise UsageError(
         f"{type(x).__name__} is not data that can be fed; give arrays, tensors, a dataset, a "
         "DataLoader, or an iterable of batches."

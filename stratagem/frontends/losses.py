@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,7 +43,9 @@ class RowLoss:
 
     counted = False
 
-    def __init__(self, function: Callable[..., Tensor], per_row: Callable[..., Tensor] | None = None):
+    def __init__(
+        self, function: Callable[..., Tensor], per_row: Callable[..., Tensor] | None = None
+    ) -> None:
         self.function = function
         self.per_row = per_row
 
@@ -105,16 +106,18 @@ class CountedLoss:
         weight = self.class_weight
         if weight is not None and weight.device != output.device:
             weight = self.class_weight = weight.to(output.device)
-        return self.function(
+        value: Tensor = self.function(
             output, target, weight=weight, reduction=reduction,
             **_only_integers(target, ignore_index=self.ignore_index), **self.options,
         )  # fmt: skip
+        return value
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is None:
             return self._value(output, target, "mean")
         numerator, denominator = self.terms(output, target, weight)
-        return numerator / denominator
+        ratio: Tensor = numerator / denominator
+        return ratio
 
     def terms(self, output: Any, target: Any, weight: Tensor | None) -> tuple[Tensor, Any]:
         if weight is not None:
@@ -163,11 +166,12 @@ def _unreduced(loss: Any) -> Callable[..., Tensor] | None:
     if isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "mean":
 
         def each(output: Any, target: Any) -> Tensor:
-            loss.reduction = "none"
+            rowwise: Any = loss
+            rowwise.reduction = "none"
             try:
-                value: Tensor = loss(output, target)
+                value: Tensor = rowwise(output, target)
             finally:
-                loss.reduction = "mean"
+                rowwise.reduction = "mean"
             return value
 
         return each
@@ -184,7 +188,3 @@ def _by_name(name: str) -> Callable[..., Tensor]:
         )
     return function  # type: ignore[no-any-return]
 
-
-def as_tensor(value: Any) -> Tensor:
-    """A number or tensor as a detached 0-d tensor."""
-    return value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))

@@ -1,4 +1,4 @@
-"""Metrics are torchmetrics; this file names the common ones and joins replicas when they are read."""
+"""Metrics are torchmetrics: the common ones by name, joined over replicas when they are read."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class MetricSet:
     def _agree(self, replica: Replica) -> None:
         """A replica without a single example learns from the others what it would have made."""
         known = next((m for m in self._metrics.values() if hasattr(m, "num_classes")), None)
-        classes = 0 if known is None else int(known.num_classes)  # type: ignore[call-overload]
+        classes = 0 if known is None else int(getattr(known, "num_classes"))  # noqa: B009
         mine = -1 if self._makers else classes
         told = max(gather_tree(replica.collective, mine)) if self._has_lazy(replica) else -1
         if self._makers and told >= 0:

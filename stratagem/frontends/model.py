@@ -15,12 +15,12 @@ from stratagem.errors import UsageError
 from stratagem.frontends import loop, losses
 from stratagem.frontends.callbacks import Callback, CallbackList, History
 from stratagem.frontends.feeds import Feed, feed, unpack
-from stratagem.frontends.memory import explain_out_of_memory
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.optimizers import make_optimizer
 from stratagem.frontends.progress import ProgressBar
 from stratagem.frontends.steps import Recipe
 from stratagem.state import checkpoint
+from stratagem.strategies.gpu_memory import explain_out_of_memory
 from stratagem.strategies.mirrored import single_device
 from stratagem.strategies.strategy import Strategy, get_strategy
 

@@ -32,10 +32,9 @@ def make_optimizer(
         raise UsageError("the module has no parameter that requires a gradient.")
     if isinstance(choice, str):
         made: Any = _by_name(choice, params)
-    elif callable(choice):
-        made = choice(params)
     else:
-        made = None
+        make: Any = choice
+        made = make(params) if callable(make) else None
     if not isinstance(made, Optimizer):
         raise UsageError(
             f"optimizer={choice!r} gives no torch optimizer; use a name such as \"adam\", a class "
@@ -46,11 +45,12 @@ def make_optimizer(
 
 
 def _by_name(name: str, params: list[nn.Parameter]) -> Optimizer:
-    cls = _NAMES.get(name.lower())
+    cls: Any = _NAMES.get(name.lower())
     if cls is None:
         raise UsageError(f'there is no optimizer "{name}"; the names are {", ".join(_NAMES)}.')
     fused = cls in _FUSED_ON_CPU and all(p.is_floating_point() for p in params)
-    return cls(params, **({"fused": True} if fused else {}))  # type: ignore[call-arg]
+    made: Optimizer = cls(params, **({"fused": True} if fused else {}))
+    return made
 
 
 def _check_parameters(optimizer: Optimizer, module: nn.Module) -> None:

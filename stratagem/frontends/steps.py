@@ -225,16 +225,9 @@ class Replicated(Solo):
         notes = self.exchange.finish([numerator, denominator])
         if self.recipe.accumulate == 1:
             if self.recipe.loss.counted:
-                factor = portion.total / notes[1]
-                for bucket in self.exchange.buckets.buckets:
-                    flat = bucket.flat
-                    (flat[: -len(self.exchange.buckets.tail)] if self._rides(flat) else flat).mul_(factor)
+                self.exchange.buckets.scale(portion.total / notes[1])
             self.tally.add(notes[0] / notes[1], portion.total)
         self.update()
-
-    def _rides(self, flat: Tensor) -> bool:
-        buckets = self.exchange.buckets
-        return buckets.apart is None and flat is buckets.buckets[-1].flat
 
     def close(self) -> None:
         self.exchange.close()

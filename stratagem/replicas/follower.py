@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import cloudpickle
 
+from stratagem.errors import UsageError
 from stratagem.replicas import frames, graph_pickle
 
 
@@ -67,7 +69,7 @@ def _answer(data: bytes) -> bytes:
     try:
         function, args, kwargs = graph_pickle.loads(data)
         del data
-        answer: bytes = cloudpickle.dumps(Answer(function(*args, **kwargs)))
+        answer = _packed(function(*args, **kwargs))
     except BaseException as error:
         text = traceback.format_exc()
         if desk.on_failure is not None:
@@ -77,6 +79,17 @@ def _answer(data: bytes) -> bytes:
         sys.stdout.flush()
         sys.stderr.flush()
     return answer
+
+
+def _packed(value: Any) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(Answer(value))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"the result, a {type(value).__name__}, cannot be sent back: {error}. Return tensors, "
+            "numbers, text, or lists and dicts of them."
+        ) from error
+    return data
 
 
 def _portable(error: BaseException) -> BaseException | None:

@@ -2,12 +2,15 @@
 
 Only a process that we forked ourselves ever reads these bytes. Classes and functions of
 `__main__` travel by value, so unguarded scripts and notebooks work; a large array is copied once
-into a segment that every child maps, so N children do not cost N copies.
+into a segment that every child maps, so N children do not cost N copies. The mapping is private:
+parameters are among these arrays, and what one child writes must not reach another.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import mmap
 import pickle
 from typing import Any
 
@@ -53,13 +56,19 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _tensor(handle: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return Segment.attach(handle).tensor(dtype, shape)
+    return torch.frombuffer(_private(handle), dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def _array(handle: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     kind = np.dtype(dtype)
-    memory = Segment.attach(handle).memory
-    return np.frombuffer(memory, kind, int(np.prod(shape))).reshape(shape)
+    return np.frombuffer(_private(handle), kind, math.prod(shape)).reshape(shape)
+
+
+def _private(handle: str) -> mmap.mmap:
+    """The segment's content, copied page by page where this child writes."""
+    path, _, size = handle.rpartition(":")
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), int(size), access=mmap.ACCESS_COPY)
 
 
 def dumps(obj: Any) -> tuple[bytes, list[Segment]]:

@@ -45,12 +45,18 @@ class Relay:
                 return
             *lines, self._partial[fd] = (self._partial[fd] + data).split(b"\n")
             for line in lines:
-                sys.stdout.write(f"[{self._names[fd]}] {line.decode(errors='replace')}\n")
+                self._show(fd, line)
+
+    def _show(self, fd: int, line: bytes) -> None:
+        sys.stdout.write(f"[{self._names[fd]}] {line.decode(errors='replace')}\n")
 
     def close(self) -> None:
         self.drain()
         self._open = False
         self._thread.join()
+        for fd, line in self._partial.items():
+            if line:
+                self._show(fd, line)  # the last words of one that died in mid-sentence
         self._selector.close()
         for fd in self._names:
             os.close(fd)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pickle
 import select
 import signal
 import socket
@@ -12,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+from stratagem.errors import UsageError
 from stratagem.replicas import frames, graph_pickle
 from stratagem.replicas.follower import Answer
 from stratagem.replicas.output import Relay
@@ -40,6 +43,11 @@ def _worth_sharing() -> list[str]:
     )  # fmt: skip
 
 
+def _path() -> list[str]:
+    """Where modules are found, as text: people add Path objects, too."""
+    return [str(each) for each in sys.path]
+
+
 class ZygoteProcess:
     """This process's zygote; all its strategies share one."""
 
@@ -49,7 +57,7 @@ class ZygoteProcess:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START.format(path=sys.path), str(theirs.fileno()),
+            [sys.executable, "-c", _START.format(path=_path()), str(theirs.fileno()),
              ",".join(_ALWAYS)],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
@@ -73,14 +81,17 @@ class ZygoteProcess:
 
     def fork(self, fds: list[int]) -> int:
         setting = {
-            "cwd": os.getcwd(), "environ": dict(os.environ), "path": sys.path, "argv": sys.argv,
+            "cwd": os.getcwd(), "environ": dict(os.environ), "path": _path(), "argv": sys.argv,
         }  # fmt: skip
         request = {"fork": setting, "modules": _worth_sharing()}
         return int(self._ask(request, fds)["pid"])
 
     def end(self, pids: list[int]) -> dict[int, int | None]:
         """Kill those that still run; every exit status (negative: a signal's number)."""
-        answer = self._ask({"end": pids}, [])
+        try:
+            answer = self._ask({"end": pids}, [])
+        except (ChildProcessError, ConnectionError):
+            return {}  # it is gone, and its followers with it
         return {int(pid): status for pid, status in answer["status"].items()}
 
     def _ask(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -101,6 +112,7 @@ class Follower:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._failure: Answer | None = None
         self.control, control = socket.socketpair()
         self.member, member = socket.socketpair()
         self.output, output = os.pipe()
@@ -111,21 +123,44 @@ class Follower:
             member.close()
             os.close(output)
 
+    def send(self, data: bytes) -> None:
+        """A call; ConnectionError if it is gone."""
+        self._failure = None
+        frames.send(self.control, data)
+
     def answer(self, seconds: float) -> Answer | None:
-        """Its answer to the last call, if it comes in time."""
-        ready, _, _ = select.select([self.control], [], [], seconds)
-        data = frames.receive(self.control) if ready else None
-        return None if data is None else graph_pickle.loads(data)
+        """Its answer to the last call, if it comes in time; a failure may be read again."""
+        if self._failure is not None or not select.select([self.control], [], [], seconds)[0]:
+            return self._failure
+        data = None
+        with contextlib.suppress(ConnectionError):
+            data = frames.receive(self.control)
+        answer: Answer | None = None if data is None else graph_pickle.loads(data)
+        if answer is not None and answer.failed:
+            self._failure = answer
+        return answer
 
     def close(self) -> None:
         self.control.close()
         self.member.close()
 
 
+def _packed(call: tuple[Any, ...]) -> tuple[bytes, list[Any]]:
+    try:
+        return graph_pickle.dumps(call)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"what is to run on the replicas cannot be sent to them: {error}. Keep open files, "
+            "locks and connections out of the function, its arguments, the model and the data; "
+            "make them inside the function."
+        ) from error
+
+
 class Pool:
     """Followers that run what they are told, one call at a time."""
 
     def __init__(self, names: list[str]) -> None:
+        self._zygote = ZygoteProcess.get()
         self.followers = [Follower(name) for name in names]
         self._relay = Relay({f.output: f.name for f in self.followers})
         self._segments: list[Any] = []
@@ -134,15 +169,21 @@ class Pool:
     def pids(self) -> list[int]:
         return [follower.pid for follower in self.followers]
 
-    def submit(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> None:
+    def submit(
+        self, function: Callable[..., Any], arguments: list[tuple[Any, ...]],
+        watch: Callable[[], None],
+    ) -> None:  # fmt: skip
         """Have follower i run `function(*arguments[i])`; `collect` brings the answers."""
         last: tuple[Any, bytes] | None = None
         for follower, args in zip(self.followers, arguments, strict=True):
             if last is None or last[0] is not args:
-                data, segments = graph_pickle.dumps((function, args, {}))
+                data, segments = _packed((function, args, {}))
                 self._segments += segments
                 last = (args, data)
-            frames.send(follower.control, last[1])
+            try:
+                follower.send(last[1])
+            except ConnectionError:
+                _mourn(follower, watch)
 
     def collect(self, watch: Callable[[], None]) -> list[Answer]:
         """Every follower's answer; `watch` is called while waiting and may raise."""
@@ -156,8 +197,7 @@ class Pool:
                 one = self.followers[waiting[sock]]
                 answer = one.answer(0.0)
                 if answer is None:
-                    _await_notice(watch)
-                    raise ChildProcessError(f"{one.name} has ended.")
+                    _mourn(one, watch)
                 answers[waiting[sock]] = answer
             if not ready:
                 watch()
@@ -168,7 +208,7 @@ class Pool:
     def end(self) -> dict[int, int | None]:
         """Kill all followers; returns how each ended. A second Ctrl-C cannot cut this short."""
         with _unbroken():
-            status = ZygoteProcess.get().end(self.pids) if self.followers else {}
+            status = self._zygote.end(self.pids) if self.followers else {}
             self._relay.close()
             for follower in self.followers:
                 follower.close()
@@ -176,12 +216,13 @@ class Pool:
         return status
 
 
-def _await_notice(watch: Callable[[], None]) -> None:
+def _mourn(one: Follower, watch: Callable[[], None]) -> NoReturn:
     """A closed socket says that somebody died; the membership says who: give it a moment."""
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
         watch()
         time.sleep(0.01)
+    raise ChildProcessError(f"{one.name} has ended.")
 
 
 class _unbroken:

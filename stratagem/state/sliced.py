@@ -142,10 +142,10 @@ class SlicedUpdate:
         """The same optimizer over this replica's pieces, with the state it already had."""
         by_param = {self.buckets.params[piece.index]: piece for piece in self.pieces}
         groups = [
-            {**_settings(group), "params": [by_param[p].data for p in group["params"] if p in by_param]}
-            for group in self.optimizer.param_groups
+            {**_settings(g), "params": [by_param[p].data for p in g["params"] if p in by_param]}
+            for g in self.optimizer.param_groups
         ]
-        twin = type(self.optimizer)(groups)
+        twin: Optimizer = type(self.optimizer)(groups)  # type: ignore[call-arg]
         for piece in self.pieces:
             param = self.buckets.params[piece.index]
             for key, value in self.optimizer.state.get(param, {}).items():

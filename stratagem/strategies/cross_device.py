@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from stratagem.errors import UsageError
 from stratagem.strategies.devices import canonical
@@ -46,7 +47,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         size = len(hosts)
         count = min(size, self.num_packs or 2)
         bounds = [size * i // count for i in range(count + 1)]
-        return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [list(range(a, b)) for a, b in pairwise(bounds)]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class GradientExchange:
         self._under_way: list[Pending] = []
         self._open = False
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(self._ready) for p in params
+            _on_gradient(p, self._ready) for p in params
         ]
         for name, p in named:
             if not p.requires_grad:
@@ -106,7 +106,8 @@ class GradientExchange:
         if all(self._fired):
             buckets.used.fill_(1.0)
         else:
-            has = [f or p.grad is not None for f, p in zip(self._fired, buckets.params, strict=True)]
+            both = zip(self._fired, buckets.params, strict=True)
+            has = [fired or p.grad is not None for fired, p in both]
             buckets.used.copy_(torch.tensor(has, dtype=torch.float32))
 
     def finish(self, notes: Sequence[float | Tensor]) -> Tensor:
@@ -138,11 +139,15 @@ class GradientExchange:
             param.grad = None
 
 
+def _on_gradient(param: Any, hook: Callable[[Tensor], None]) -> Any:
+    return param.register_post_accumulate_grad_hook(hook)
+
+
 def _refuse_odd(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     if not named:
         raise NotDistributable("the model has no parameter that requires a gradient.")
     for name, param in named:
-        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(param):
             raise NotDistributable(
                 f"parameter {name!r} has no shape yet (a lazy module); run one batch through the "
                 "model before it is distributed."
@@ -164,6 +169,6 @@ def _guard_frozen(name: str, param: nn.Parameter) -> Any:
         )
 
     param.requires_grad_(True)
-    handle = param.register_post_accumulate_grad_hook(refuse)
+    handle = _on_gradient(param, refuse)
     param.requires_grad_(False)
     return handle

@@ -6,9 +6,11 @@ import logging
 import socket
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from stratagem.cluster.membership import Membership
 from stratagem.errors import ClusterError
@@ -21,6 +23,7 @@ from stratagem.strategies.cross_device import (
     possible,
 )
 from stratagem.strategies.devices import place
+from stratagem.strategies.gpu_memory import limit_memory
 from stratagem.strategies.replica import Replica
 from stratagem.wire.collective import Alone, Collective
 from stratagem.wire.group import Meeting
@@ -29,6 +32,7 @@ from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.torch_dist import HierarchicalCollective, OneDeviceCollective, TorchCollective
 
 log = logging.getLogger("stratagem")
+_TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 #: how long one collective may take; a dead or stopped peer is noticed by the membership long before
 PATIENCE = timedelta(minutes=30)
@@ -79,7 +83,7 @@ class Store:
         self._listener.listen(512)
         host, port = self._listener.getsockname()[:2]
         self.address = f"{host}:{port}"
-        self.store = dist.TCPStore(
+        self.store: c10d.Store = _TCP_STORE(
             host, port, is_master=True, wait_for_workers=False, timeout=PATIENCE,
             master_listen_fd=self._listener.detach(),
         )  # fmt: skip
@@ -113,6 +117,7 @@ def sit(seat: Seat, membership: Membership, store: Store | None = None) -> Repli
     device = place(seat.devices[seat.rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        limit_memory(device)
     rendezvous = store.store if store is not None else _visit(seat.store)
 
     def connect(name: str, op: CrossDeviceOps) -> Collective:
@@ -125,15 +130,18 @@ def sit(seat: Seat, membership: Membership, store: Store | None = None) -> Repli
     )  # fmt: skip
 
 
-def _visit(address: str | None) -> object | None:
+def _visit(address: str | None) -> c10d.Store | None:
     if address is None:
         return None
     host, _, port = address.rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=PATIENCE)
+    store: c10d.Store = _TCP_STORE(
+        host, int(port), is_master=False, wait_for_workers=False, timeout=PATIENCE
+    )
+    return store
 
 
 def _connect(
-    seat: Seat, name: str, op: CrossDeviceOps, membership: Membership, rendezvous: object | None
+    seat: Seat, name: str, op: CrossDeviceOps, membership: Membership, rendezvous: c10d.Store | None
 ) -> Collective:
     if seat.size == 1:
         return Alone()
@@ -147,7 +155,9 @@ def _connect(
     backend = "nccl" if kinds == {"cuda"} and _apart(seat) else "gloo"
     if isinstance(op, NcclAllReduce):
         backend = "nccl"
-    meeting = Meeting(dist.PrefixStore(name, rendezvous), seat.interface, PATIENCE, membership.raise_if_trouble)
+    assert rendezvous is not None
+    store = c10d.PrefixStore(name, rendezvous)
+    meeting = Meeting(store, seat.interface, PATIENCE, membership.raise_if_trouble)
     arguments = (seat.rank, seat.size, backend, meeting, membership)
     if isinstance(op, HierarchicalCopyAllReduce):
         layered = HierarchicalCollective(*arguments)

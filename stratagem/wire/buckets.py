@@ -72,6 +72,12 @@ class Buckets:
             at += param.numel()
         return Bucket(flat, members)
 
+    def scale(self, factor: Tensor) -> None:
+        """Multiply every gradient, and not the notes."""
+        for bucket in self.buckets:
+            count = sum(self.params[i].numel() for i in bucket.members)
+            bucket.flat[:count].mul_(factor)
+
     def begin(self) -> None:
         """A new backward pass: every bucket waits for all its members."""
         for bucket in self.buckets:

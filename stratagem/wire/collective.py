@@ -56,8 +56,8 @@ class Collective(ABC):
     def barrier(self) -> None:
         """Return when every replica has called it."""
 
-    def close(self) -> None:
-        """Let go of connections and memory."""
+    def close(self) -> None:  # noqa: B027
+        """Let go of connections and memory, where there are any."""
 
 
 def apply_weight(flat: Tensor, weight: float) -> None:

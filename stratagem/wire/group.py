@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from stratagem.wire.collective import Pending
 
@@ -40,13 +41,13 @@ class Group:
     def __init__(self, name: str, rank: int, size: int, backend: str, meeting: Meeting) -> None:
         self.rank, self.size = rank, size
         self._backend, self._watch = backend, meeting.watch
-        store = dist.PrefixStore(name, meeting.store)
+        store = c10d.PrefixStore(name, meeting.store)
         if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
+            options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = meeting.limit
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = meeting.limit
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.hostname)]
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
@@ -73,7 +74,7 @@ class Group:
         if flat.dtype in HALF:
             self._sum_half(flat)
             return Pending()
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         work = self._group.allreduce([flat], options)
         return Pending(lambda: self.wait(work))
@@ -103,7 +104,7 @@ class Group:
             if parts:
                 flat.copy_(torch.stack(parts).float().sum(0))
             return
-        options = dist.ReduceOptions()
+        options: Any = dist.ReduceOptions()
         options.rootRank = root
         options.reduceOp = dist.ReduceOp.SUM
         self.wait(self._group.reduce([flat], options))

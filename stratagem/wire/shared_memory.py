@@ -230,8 +230,7 @@ class SharedMemoryCollective(Collective):
         if segment is not None:
             self._post_text(segment.handle)
         self.barrier()
-        handle = self._read_text(0)
-        return handle
+        return self._read_text(0)
 
     def _post_text(self, text: str) -> None:
         raw = text.encode()

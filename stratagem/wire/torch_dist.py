@@ -24,7 +24,6 @@ from stratagem.errors import ReplicaError
 from stratagem.wire.collective import Collective, Pending, apply_weight
 from stratagem.wire.group import HALF, Group, Meeting
 
-
 T = TypeVar("T")
 
 

@@ -1,0 +1,65 @@
+"""GPU memory: a limit per task, and advice when it runs out.
+
+Several tasks may share one GPU (`stratagem run --replicas 2 --gpu-memory 45%`); each then keeps to
+its part, and one that needs more fails by itself instead of starving the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from stratagem.errors import UsageError
+
+VARIABLE = "STRATAGEM_GPU_MEMORY"
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)?", re.IGNORECASE)
+
+
+def fraction(limit: str, total: int) -> float:
+    """The part of `total` bytes that "8GiB", "50%" or "0.5" allows."""
+    match = _AMOUNT.fullmatch(limit.strip())
+    if match is None:
+        raise UsageError(f"{VARIABLE}={limit!r} is not an amount of memory; write 8GiB, 50% or 0.5.")
+    number, unit = float(match[1]), (match[2] or "").upper()
+    if unit == "%":
+        part = number / 100
+    elif unit:
+        base = 1024 if "I" in unit else 1000
+        part = number * base ** ("KMGT".index(unit[0]) + 1) / total
+    else:
+        part = number
+    if not 0 < part <= 1:
+        raise UsageError(
+            f"{VARIABLE}={limit!r} is {part:.0%} of this GPU's {total / 2**30:.1f} GiB; it must be "
+            "more than nothing and at most all of it."
+        )
+    return part
+
+
+def limit_memory(device: torch.device) -> None:
+    """Keep this process to its part of the GPU, if a part was set."""
+    limit = os.environ.get(VARIABLE)
+    if limit and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(fraction(limit, total), device)
+
+
+@contextmanager
+def explain_out_of_memory(devices: Sequence[str]) -> Iterator[None]:
+    """Add what to try to torch's own message."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        limit = os.environ.get(VARIABLE)
+        error.add_note(
+            f"Out of memory on {', '.join(devices)}. What helps, cheapest first: a smaller "
+            "batch_size with compile(accumulate=...), so that the update stays the same; "
+            'compile(precision="bfloat16"); more replicas, each with a smaller share; '
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation."
+            + (f" This task may use {limit} of the GPU (--gpu-memory)." if limit else "")
+        )
+        raise

@@ -1,0 +1,110 @@
+"""The house: imports go down the floors only, never in circles; the public names are these."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stratagem
+
+ROOT = Path(stratagem.__file__).parent
+FLOORS = {
+    "errors": 0, "cluster": 1, "wire": 2, "codecs": 3, "rules": 3, "state": 4, "data": 4,
+    "replicas": 4, "strategies": 5, "frontends": 6, "plan": 6, "launch": 7,
+}  # fmt: skip
+#: doors of the house: they may look into every room
+DOORS = {"__init__", "__main__"}
+
+
+def modules() -> dict[str, Path]:
+    return {
+        ".".join(("stratagem", *path.relative_to(ROOT).with_suffix("").parts)): path
+        for path in ROOT.rglob("*.py")
+    }
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports, lazy imports included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            pytest.fail(f"{path}: relative imports hide the floor they go to")
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    known = modules()
+    return {name for name in found if name in known}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+GRAPH = {name: imports(path) for name, path in modules().items()}
+
+
+@pytest.mark.parametrize("module", sorted(GRAPH))
+def test_imports_go_down(module: str) -> None:
+    if room(module) in DOORS:
+        return
+    assert room(module) in FLOORS, f"{module} stands in a room that is not on the plan"
+    for other in GRAPH[module]:
+        if room(other) != room(module):
+            assert FLOORS[room(other)] < FLOORS[room(module)], f"{module} imports {other}"
+
+
+def test_no_circles() -> None:
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for other in GRAPH[todo.pop()] - seen:
+                seen.add(other)
+                todo.append(other)
+        return seen
+
+    assert [name for name in GRAPH if name in reach(name)] == []
+
+
+def test_rules_are_pure() -> None:
+    for name, path in modules().items():
+        if room(name) == "rules":
+            tree = ast.parse(path.read_text())
+            used = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+            assert not used & {"time", "socket", "threading", "torch.distributed"}, name
+
+
+PUBLIC = [
+    "ClusterError", "ClusterSpec", "CrossDeviceOps", "DeviceError", "HandshakeError",
+    "HierarchicalCopyAllReduce", "MirroredStrategy", "Model", "MultiWorkerMirroredStrategy",
+    "NcclAllReduce", "NotDistributable", "Patience", "Place", "ReductionToOneDevice", "Replica",
+    "ReplicaError", "ReplicaFailed", "ReplicaLost", "ReplicaMissing", "ReplicaStalled",
+    "RingAllReduce", "SharedMemoryAllReduce", "Strategy", "StratagemError", "Task", "UsageError",
+    "__version__", "callbacks", "current_replica", "get_strategy",
+]  # fmt: skip
+
+
+def test_public_names() -> None:
+    assert sorted(stratagem.__all__) == sorted(PUBLIC)
+    for name in PUBLIC:
+        assert getattr(stratagem, name) is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        stratagem.nonsense  # noqa: B018
+
+
+@pytest.mark.timeout(60)
+def test_importing_does_nothing_but_import() -> None:
+    """No torch, no logging configured, no thread, until a name is used."""
+    code = (
+        "import sys, logging, threading, stratagem, stratagem.launch.cli\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert not logging.getLogger().handlers\n"
+        "assert threading.active_count() == 1\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
