@@ -20,7 +20,9 @@ def strategy(count: int, **options: Any) -> sg.MirroredStrategy:
     return sg.MirroredStrategy(cpus(count), **options)
 
 
-def data(rows: int = 331, features: int = 6, classes: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
+def data(
+    rows: int = 331, features: int = 6, classes: int = 4, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     dice = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, features, generator=dice)
     return x, torch.randint(0, classes, (rows,), generator=dice)
@@ -32,8 +34,8 @@ def mlp(features: int = 6, classes: int = 4) -> nn.Module:
 
 
 def by_hand(
-    module: nn.Module, make_optimizer: Callable[[Any], Any], loss: Callable[[Tensor, Tensor], Tensor],
-    x: Tensor, y: Tensor, *, batch: int, epochs: int = 2,
+    module: nn.Module, make_optimizer: Callable[[Any], Any],
+    loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, *, batch: int, epochs: int = 2,
     before_step: Callable[[nn.Module], object] = lambda module: None, accumulate: int = 1,
 ) -> nn.Module:  # fmt: skip
     """The loop that everybody writes: one device, no library."""

@@ -98,7 +98,8 @@ def measure(arm: str, replicas: int, name: str, threads: int) -> float:
     ranks = range(1 if arm == "ours" else replicas)
     children = [
         subprocess.Popen(
-            [sys.executable, __file__, "--child", arm, str(rank), str(replicas), name, str(threads)],
+            [sys.executable, __file__, "--child", arm, str(rank), str(replicas), name,
+             str(threads)],
             stdout=subprocess.PIPE, env=environ,
         )
         for rank in ranks

@@ -87,7 +87,9 @@ class Texts:
             yield self.tokens[:, :-1], self.tokens[:, 1:]
 
 
-def arm(size: Size, net: nn.Module, device: str, strategy: sg.Strategy | None) -> Callable[[int], None]:
+def arm(
+    size: Size, net: nn.Module, device: str, strategy: sg.Strategy | None
+) -> Callable[[int], None]:
     kind = device.partition(":")[0]
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     if strategy is not None:

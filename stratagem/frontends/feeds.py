@@ -27,7 +27,7 @@ from stratagem.wire.tree import broadcast_tree
 _RESIDENT_BYTES = 1 << 30
 
 
-@dataclass
+@dataclass(slots=True)
 class Portion:
     """A replica's share of one global batch; `borrowed` rows stand in for an empty share."""
 
@@ -83,7 +83,7 @@ class ArrayFeed:
             start, end = share(total, replica.count, replica.index)
             window = slice(begin + start, begin + end) if end > start else slice(begin, begin + 1)
             chosen: Any = window if order is None else order[window]
-            x, y, weight = (_map(lambda t: t[chosen], part) for part in data)  # noqa: B023
+            x, y, weight = (_rows_at(part, chosen) for part in data)
             yield Portion(x, y, weight, end - start, total)
 
     def agree(self, replica: Replica) -> None:
@@ -189,7 +189,7 @@ def feed(
     if isinstance(x, Dataset) or (hasattr(x, "__getitem__") and _is_dataset(x)):
         _alone(y, weight, "a dataset")
         return _dataset(x, batch_size or 32, shuffle, seed)
-    if _is_arrays(x):
+    if _is_arrays(x) and not _is_batches(x, y):
         return _arrays(x, y, weight, batch_size or 32, shuffle, seed)
     if isinstance(x, Iterable):
         _alone(y, weight, "an iterable")
@@ -227,6 +227,11 @@ def _is_arrays(x: Any) -> bool:
     return isinstance(x, list | tuple) and bool(x) and all(map(_is_arrays, x))
 
 
+def _is_batches(x: Any, y: Any) -> bool:
+    """A list of tuples and no y: batches one after the other, not several inputs."""
+    return y is None and isinstance(x, list) and all(isinstance(item, list | tuple) for item in x)
+
+
 def _is_dataset(x: Any) -> bool:
     return hasattr(x, "__len__") and not isinstance(
         x, Tensor | np.ndarray | list | tuple | dict | str
@@ -262,6 +267,14 @@ def _map(function: Any, tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(_map(function, value) for value in tree)
     return function(tree)
+
+
+def _rows_at(tree: Any, chosen: slice | Tensor) -> Any:
+    if tree is None:
+        return None
+    if type(tree) is Tensor:  # the common case, on the hot path
+        return tree[chosen] if type(chosen) is slice else tree.index_select(0, chosen)
+    return _map(lambda leaf: _rows_at(leaf, chosen), tree)
 
 
 def _leaves(tree: Any) -> list[Tensor]:

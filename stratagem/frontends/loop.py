@@ -70,7 +70,7 @@ def _epoch(job: Fit, step: Step, replica: Replica, epoch: int) -> bool:
     """One pass over the data; returns whether to stop."""
     job.module.train()
     job.recipe.metrics.reset()
-    step.tally = tally = Tally(replica.device)
+    step.tally = tally = Tally()
     job.callbacks.epoch_begin(epoch)
     _listen(job, step, replica)
     started = time.perf_counter()

@@ -101,6 +101,13 @@ class CountedLoss:
         self.class_weight = class_weight
         self.ignore_index = ignore_index
         self.options = options
+        #: nothing set that differs from torch's defaults: the quick way
+        self._ordinary = class_weight is None and ignore_index == -100 and not any(options.values())
+
+    def _plainly(self, output: Any, target: Any) -> Tensor:
+        if self._ordinary:
+            return self.function(output, target)
+        return self._value(output, target, "mean")
 
     def _value(self, output: Any, target: Any, reduction: str) -> Tensor:
         weight = self.class_weight
@@ -114,7 +121,7 @@ class CountedLoss:
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is None:
-            return self._value(output, target, "mean")
+            return self._plainly(output, target)
         numerator, denominator = self.terms(output, target, weight)
         ratio: Tensor = numerator / denominator
         return ratio

@@ -27,6 +27,8 @@ from stratagem.strategies.replica import Replica
 from stratagem.strategies.settings import Settings
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
+_NO_CAST = nullcontext()
+
 
 @dataclass
 class Recipe:
@@ -42,18 +44,33 @@ class Recipe:
 
 
 class Tally:
-    """The loss over all examples so far, kept on the device until somebody asks."""
+    """The loss over all examples so far; losses stay on the device until somebody asks."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._sum = torch.zeros((), device=device)
+    _KEEP = 256
+
+    def __init__(self) -> None:
         self.examples = 0
+        self._sum = 0.0
+        self._losses: list[Tensor] = []
+        self._totals: list[int] = []
 
     def add(self, loss: Tensor, total: int) -> None:
-        self._sum.add_(loss.detach().to(self._sum.device), alpha=total)
+        self._losses.append(loss.detach())
+        self._totals.append(total)
         self.examples += total
+        if len(self._losses) == self._KEEP:
+            self._fold()
+
+    def _fold(self) -> None:
+        if self._losses:
+            losses = torch.stack(self._losses).double().cpu()
+            self._sum += float(losses @ torch.tensor(self._totals, dtype=torch.float64))
+            self._losses.clear()
+            self._totals.clear()
 
     def mean(self) -> float:
-        return float(self._sum) / self.examples if self.examples else float("nan")
+        self._fold()
+        return self._sum / self.examples if self.examples else float("nan")
 
 
 class Step(Protocol):
@@ -83,10 +100,12 @@ class Solo:
         self.module, self.recipe = module, recipe
         if optimizer is not None:  # evaluation has none
             self.optimizer = optimizer
+            self._params = [p for group in optimizer.param_groups for p in group["params"]]
         self.replica = replica
         self.device = replica.device
         self._run: nn.Module = torch.compile(module) if recipe.jit_compile else module  # type: ignore[assignment]
-        self.tally = Tally(self.device)
+        self.tally = Tally()
+        self._elsewhere = self.device.type != "cpu"
         half = recipe.autocast is torch.float16
         self._scaler = torch.amp.GradScaler(self.device.type) if half else None
         self._waiting = 0
@@ -94,13 +113,13 @@ class Solo:
     def forward(self, portion: Portion) -> tuple[Any, Any, Any]:
         """Outputs, targets and sample weights of a share, on the device."""
         x, y, weight = portion.x, portion.y, portion.weight
-        if self.device.type != "cpu":
+        if self._elsewhere:
             x, y, weight = to_device((x, y, weight), self.device)
         return call(self._run, x), y, weight
 
     def autocast(self) -> Any:
         if self.recipe.autocast is None:
-            return nullcontext()
+            return _NO_CAST
         return torch.autocast(self.device.type, self.recipe.autocast)
 
     def take(self, portion: Portion, last: bool) -> None:
@@ -135,7 +154,12 @@ class Solo:
         else:
             self._scaler.step(self.optimizer)
             self._scaler.update()
-        self.optimizer.zero_grad()
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """What `optimizer.zero_grad()` does, without its profiling hooks."""
+        for param in self._params:
+            param.grad = None
 
     def follow_settings(self) -> None:
         return None
@@ -255,7 +279,7 @@ class Sliced(Replicated):
                 scale = portion.total / float(notes[1])
             self.tally.add(notes[0] / notes[1], portion.total)
         self.sliced.step(scale, self.recipe.clip_norm, self.recipe.clip_value)
-        self.optimizer.zero_grad()
+        self.forget_gradients()
 
     def follow_settings(self) -> None:
         self.sliced.follow_settings()

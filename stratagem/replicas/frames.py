@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
 import struct
+from collections.abc import Callable
 
 _LENGTH = struct.Struct(">Q")
 
 
-def send(sock: socket.socket, data: bytes) -> None:
+def send(
+    sock: socket.socket, data: bytes, watch: Callable[[], None] = lambda: None
+) -> None:
+    """A whole message; `watch` is called while the other side does not read, and may raise."""
     sock.sendall(_LENGTH.pack(len(data)))
-    sock.sendall(data)
+    rest = memoryview(data)
+    while rest:
+        if select.select([], [sock], [], 0.2)[1]:
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[sock.send(rest, socket.MSG_DONTWAIT) :]
+        else:
+            watch()
 
 
 def receive(sock: socket.socket) -> bytes | None:

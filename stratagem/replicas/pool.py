@@ -123,10 +123,10 @@ class Follower:
             member.close()
             os.close(output)
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, watch: Callable[[], None]) -> None:
         """A call; ConnectionError if it is gone."""
         self._failure = None
-        frames.send(self.control, data)
+        frames.send(self.control, data, watch)
 
     def answer(self, seconds: float) -> Answer | None:
         """Its answer to the last call, if it comes in time; a failure may be read again."""
@@ -181,7 +181,7 @@ class Pool:
                 self._segments += segments
                 last = (args, data)
             try:
-                follower.send(last[1])
+                follower.send(last[1], watch)
             except ConnectionError:
                 _mourn(follower, watch)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
@@ -38,8 +38,13 @@ def save(
     weights.parent.mkdir(parents=True, exist_ok=True)
     extra = {"optimizer": optimizer.state_dict() if optimizer is not None else None, **progress}
     _whole(state, lambda target: torch.save(extra, target))
-    _whole(weights, lambda target: save_model(module, str(target)))
+    _whole(weights, lambda target: save_file(_state(module), str(target)))
     return weights
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """Every entry in memory of its own: tied weights and views of one block are saved whole."""
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
 def _whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -58,7 +63,7 @@ def load(
     weights, state = paths(path)
     if not weights.is_file():
         raise UsageError(f"there is no saved model at {weights}.")
-    load_model(module, str(weights))
+    module.load_state_dict(load_file(str(weights)))
     if not state.is_file():
         return {}
     extra: dict[str, Any] = torch.load(state, map_location="cpu", weights_only=True)

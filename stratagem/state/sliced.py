@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.wire.buckets import Buckets
-from stratagem.wire.shared_memory import SharedMemoryCollective, slices
+from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_rows
 from stratagem.wire.tree import gather_tree
 
 _ELEMENTWISE = (
@@ -64,26 +64,22 @@ class SlicedUpdate:
         self._total = torch.empty(max(self._slice[1] - self._slice[0], 0))
         self.pieces = self._cut(bucket.members)
         self.twin = self._twin()
-        self._tails = [row[-buckets.notes_size :] for row in self.table.rows]
+        tails = self.table.grid[:, -buckets.notes_size :]
         notes = buckets.notes_size - len(buckets.params)
-        self.notes = [tail[:notes] for tail in self._tails]
+        self._notes, self._used = tails[:, :notes], tails[:, notes:]
 
     # --- one step ---------------------------------------------------------------------------
 
     def add_up(self) -> Tensor:
         """Wait for every replica's gradients; returns the notes added up."""
         self.collective.barrier()
-        total = self.notes[0].clone()
-        for notes in self.notes[1:]:
-            total += notes
-        return total
+        return self._notes.sum(0)
 
     def step(self, scale: float, clip_norm: float | None, clip_value: float | None) -> None:
         """Sum this slice, scale it, clip, update, and wait until everybody has."""
         start, end = self._slice
         if end > start:
-            weights = [scale] * self.collective.size
-            self._total.copy_(self.collective.sum_rows(self.table, start, end, weights))
+            sum_rows(self.table, start, [scale] * self.collective.size, self._total)
         if clip_norm is not None:
             self._clip(clip_norm)
         if clip_value is not None:
@@ -103,12 +99,9 @@ class SlicedUpdate:
 
     def _leave_out_unused(self) -> None:
         """No gradient anywhere means no step there: a zero would still move the optimizer."""
-        used = [tail[-len(self.buckets.params) :] for tail in self._tails]
-        missing = any(float(flags.min()) == 0.0 for flags in used)
-        counts = sum(used[1:], used[0].clone()).tolist() if missing else None
+        counts = self._used.sum(0).tolist()
         for piece in self.pieces:
-            gone = counts is not None and counts[piece.index] == 0.0
-            piece.data.grad = None if gone else piece.grad
+            piece.data.grad = piece.grad if counts[piece.index] else None
 
     # --- setting up and taking down -----------------------------------------------------------
 

@@ -92,24 +92,39 @@ def named(choice: CrossDeviceOps | str | None) -> CrossDeviceOps | str | None:
     raise UsageError(f"cross_device_ops={choice!r} is not known; choose one of {known}.")
 
 
-def possible(kinds: set[str], one_host: bool) -> list[CrossDeviceOps]:
+@dataclass(frozen=True)
+class Ground:
+    """What the replicas stand on, as far as it decides which operations they can run."""
+
+    kinds: frozenset[str]
+    one_host: bool
+    #: whether every replica has a device of its own: NCCL refuses to share a GPU
+    apart: bool
+
+    @property
+    def nccl(self) -> bool:
+        return self.kinds == {"cuda"} and self.apart
+
+
+def possible(ground: Ground) -> list[CrossDeviceOps]:
     """What these replicas can run, the usual choice first."""
     general = [RingAllReduce(), HierarchicalCopyAllReduce(), ReductionToOneDevice()]
-    if kinds == {"cuda"}:
+    if ground.nccl:
         return [NcclAllReduce(), *general[1:]]
-    if kinds == {"cpu"} and one_host:
+    if ground.kinds == {"cpu"} and ground.one_host:
         return [SharedMemoryAllReduce(), *general]
     return list(general)
 
 
-def check(op: CrossDeviceOps, kinds: set[str], one_host: bool) -> None:
+def check(op: CrossDeviceOps, ground: Ground) -> None:
     """Refuse, with the reason, what these replicas cannot run."""
-    if isinstance(op, NcclAllReduce) and kinds != {"cuda"}:
+    if isinstance(op, NcclAllReduce) and not ground.nccl:
+        where = ", ".join(sorted(ground.kinds)) + ("" if ground.apart else ", several on one GPU")
         raise UsageError(
-            "NcclAllReduce works between NVIDIA GPUs only, and these replicas run on "
-            f"{', '.join(sorted(kinds))}; use RingAllReduce(), or leave cross_device_ops out."
+            "NcclAllReduce works between NVIDIA GPUs only, each with one replica, and these "
+            f"replicas run on {where}; use RingAllReduce(), or leave cross_device_ops out."
         )
-    if isinstance(op, SharedMemoryAllReduce) and (kinds != {"cpu"} or not one_host):
+    if isinstance(op, SharedMemoryAllReduce) and (ground.kinds != {"cpu"} or not ground.one_host):
         raise UsageError(
             "SharedMemoryAllReduce works between CPU replicas of one machine only; use "
             "RingAllReduce() or NcclAllReduce(), or leave cross_device_ops out."

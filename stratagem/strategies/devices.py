@@ -63,6 +63,13 @@ def place(device: str) -> torch.device:
     return torch.device("cpu") if device.startswith("cpu") else torch.device(device)
 
 
+def identity(device: str) -> str:
+    """What is behind a name on this host: two tasks may both call different GPUs `cuda:0`."""
+    if device.startswith("cuda"):
+        return str(torch.cuda.get_device_properties(place(device)).uuid)
+    return device
+
+
 def _is_present(device: str) -> bool:
     kind, _, index = device.partition(":")
     if kind == "cpu":

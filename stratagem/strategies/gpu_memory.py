@@ -23,7 +23,9 @@ def fraction(limit: str, total: int) -> float:
     """The part of `total` bytes that "8GiB", "50%" or "0.5" allows."""
     match = _AMOUNT.fullmatch(limit.strip())
     if match is None:
-        raise UsageError(f"{VARIABLE}={limit!r} is not an amount of memory; write 8GiB, 50% or 0.5.")
+        raise UsageError(
+            f"{VARIABLE}={limit!r} is not an amount of memory; write 8GiB, 50% or 0.5."
+        )
     number, unit = float(match[1]), (match[2] or "").upper()
     if unit == "%":
         part = number / 100

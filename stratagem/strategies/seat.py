@@ -16,8 +16,8 @@ from stratagem.cluster.membership import Membership
 from stratagem.errors import ClusterError
 from stratagem.strategies.cross_device import (
     CrossDeviceOps,
+    Ground,
     HierarchicalCopyAllReduce,
-    NcclAllReduce,
     ReductionToOneDevice,
     SharedMemoryAllReduce,
     possible,
@@ -48,6 +48,7 @@ class Seat:
     names: tuple[str, ...]
     devices: tuple[str, ...]
     hosts: tuple[str, ...]
+    ground: Ground
     op: CrossDeviceOps
     #: the address of this host on which its replicas listen
     interface: str = "127.0.0.1"
@@ -63,10 +64,7 @@ class Seat:
 
     def candidates(self) -> tuple[CrossDeviceOps, ...]:
         """Operations that these replicas can run, the chosen one first."""
-        kinds = {device.partition(":")[0] for device in self.devices}
-        return tuple(
-            dict.fromkeys([self.op, *possible(kinds, one_host=len(set(self.hosts)) == 1)])
-        )
+        return tuple(dict.fromkeys([self.op, *possible(self.ground)]))
 
     def of(self, rank: int) -> Seat:
         """The same table, another chair."""
@@ -151,10 +149,7 @@ def _connect(
         control = Segment.attach(seat.segment)
         watch = Watchman(membership, seat.names)
         return SharedMemoryCollective(seat.rank, seat.size, control, watch)
-    kinds = {device.partition(":")[0] for device in seat.devices}
-    backend = "nccl" if kinds == {"cuda"} and _apart(seat) else "gloo"
-    if isinstance(op, NcclAllReduce):
-        backend = "nccl"
+    backend = "nccl" if seat.ground.nccl else "gloo"
     assert rendezvous is not None
     store = c10d.PrefixStore(name, rendezvous)
     meeting = Meeting(store, seat.interface, PATIENCE, membership.raise_if_trouble)
@@ -169,8 +164,3 @@ def _connect(
         return single
     return TorchCollective(*arguments)
 
-
-def _apart(seat: Seat) -> bool:
-    """Whether every replica has a GPU of its own: NCCL refuses to share one."""
-    places = list(zip(seat.hosts, seat.devices, strict=True))
-    return len(set(places)) == len(places)

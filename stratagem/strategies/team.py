@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,14 +25,15 @@ from typing import Any
 import torch
 
 from stratagem.cluster.handshake import job_secret
-from stratagem.cluster.membership import Member, Membership
+from stratagem.cluster.membership import Member, Membership, Trouble
 from stratagem.cluster.rendezvous import form
 from stratagem.cluster.spec import Place
 from stratagem.errors import ClusterError, ReplicaError, ReplicaFailed, ReplicaLost, UsageError
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.strategies import cross_device
-from stratagem.strategies.cross_device import CrossDeviceOps, SharedMemoryAllReduce
+from stratagem.strategies.cross_device import CrossDeviceOps, Ground, SharedMemoryAllReduce
+from stratagem.strategies.devices import identity
 from stratagem.strategies.replica import Replica, current_replica, set_current
 from stratagem.strategies.seat import Seat, Store, sit
 from stratagem.wire.segment import Segment, host_identity
@@ -46,6 +48,22 @@ class Patience:
 
     arrive: float = 300.0
     answer: float = 60.0
+
+
+class _Local(Membership):
+    """The members on this process's own devices; also hears who has left the cluster."""
+
+    cluster: Membership
+
+    def raise_if_gone(self) -> None:
+        super().raise_if_gone()
+        self.cluster.raise_if_gone()
+
+    def await_trouble(self, seconds: float) -> Trouble | None:
+        until = time.monotonic() + seconds
+        while super().await_trouble(0.05) is None and time.monotonic() < until:
+            self.cluster.raise_if_gone()
+        return self.trouble
 
 
 class Team:
@@ -133,7 +151,8 @@ class Team:
         for i, one in enumerate(self._pool.followers, 1):
             members.append(Member(one.name, f"{self.devices[i]}, pid {one.pid}"))
             sockets[i] = one.member
-        local = Membership.hub(members, sockets, give_up=self.patience.answer)
+        local = _Local(members, 0, sockets, self.patience.answer)
+        local.cluster = self._cluster
         if len(self._cluster.members) > 1:
             self._cluster.on_trouble(local.announce)
             local.on_trouble(self._cluster.announce)
@@ -142,13 +161,19 @@ class Team:
     def _agree(self, cluster: Membership) -> tuple[Seat, Store | None]:
         """Tell each other what each process brings; the chief offers the meeting places."""
         facts = cluster.exchange(
-            {"devices": list(self.devices), "host": host_identity()}, self.patience.arrive
-        )
+            {"devices": list(self.devices), "host": host_identity(),
+             "places": [identity(device) for device in self.devices]}, self.patience.arrive,
+        )  # fmt: skip
         devices = [str(d) for fact in facts for d in _strings(fact["devices"])]
         hosts = [str(fact["host"]) for fact in facts for _ in _strings(fact["devices"])]
         first = sum(len(_strings(fact["devices"])) for fact in facts[: cluster.rank])
-        kinds = {device.partition(":")[0] for device in devices}
-        op = self._choose(kinds, len(set(hosts)) == 1)
+        places = [p for fact in facts for p in _strings(fact["places"])]
+        ground = Ground(
+            kinds=frozenset(device.partition(":")[0] for device in devices),
+            one_host=len(set(hosts)) == 1,
+            apart=len(set(zip(hosts, places, strict=True))) == len(places),
+        )
+        op = self._choose(ground)
         store, control = self._offer(cluster, op, len(devices))
         choice = "auto" if self.op == "auto" else repr(op)
         offers = cluster.exchange(
@@ -161,17 +186,17 @@ class Team:
         here = hosts.count(hosts[first])
         seat = Seat(
             rank=first, leader=first, names=names, devices=tuple(devices), hosts=tuple(hosts),
-            op=op, interface=self._interface(), segment=_text(told["control"]),
+            ground=ground, op=op, interface=self._interface(), segment=_text(told["control"]),
             store=_text(told["store"]),
-            threads=max(1, (os.cpu_count() or 1) // here) if kinds == {"cpu"} and here > 1 else 0,
+            threads=_threads(ground, here),
         )  # fmt: skip
         return seat, store
 
-    def _choose(self, kinds: set[str], one_host: bool) -> CrossDeviceOps:
+    def _choose(self, ground: Ground) -> CrossDeviceOps:
         if isinstance(self.op, CrossDeviceOps):
-            cross_device.check(self.op, kinds, one_host)
+            cross_device.check(self.op, ground)
             return self.op
-        return cross_device.possible(kinds, one_host)[0]
+        return cross_device.possible(ground)[0]
 
     def _offer(
         self, cluster: Membership, op: CrossDeviceOps, size: int
@@ -266,7 +291,8 @@ class Team:
         if one is not None and answer is not None:
             error = _failure(one.name, answer)
             error.__cause__ = answer.error
-        elif one is not None and trouble is not None and isinstance(error, ReplicaLost):
+        elif one is not None and isinstance(error, ReplicaLost) and error.who == one.name:
+            assert trouble is not None
             error = ReplicaLost(_epitaph(trouble.member, status.get(one.pid)), one.name)
         return error
 
@@ -310,6 +336,13 @@ def _same_operation(ops: list[str], members: Sequence[Member]) -> None:
             f"the tasks do not add gradients up in the same way: {each}. Give every task the same "
             "cross_device_ops (communication)."
         )
+
+
+def _threads(ground: Ground, replicas_here: int) -> int:
+    """Threads a replica, so that CPU replicas of one machine do not fight; 0 leaves torch alone."""
+    if ground.kinds != {"cpu"} or replicas_here == 1:
+        return 0
+    return max(1, (os.cpu_count() or 1) // replicas_here)
 
 
 def _strings(value: object) -> list[str]:

@@ -41,6 +41,9 @@ class Table:
         self.segment = segment
         self.count = count
         self.rows = [segment.tensor(dtype, (count,), offset=r * stride) for r in range(rows)]
+        #: the same rows as one two-dimensional tensor
+        width = stride // dtype.itemsize
+        self.grid = segment.tensor(dtype, (rows, width))[:, :count]
 
     @staticmethod
     def size(rows: int, count: int, dtype: torch.dtype) -> int:
@@ -156,32 +159,12 @@ class SharedMemoryCollective(Collective):
         self.barrier()
         start, end = slices(table.count, self.size)[self.rank]
         if end > start:
-            total = self.sum_rows(table, start, end, self._weights.tolist())
+            wide = torch.float32 if table.rows[0].dtype in _HALF else table.rows[0].dtype
+            total = torch.empty(end - start, dtype=wide)
+            sum_rows(table, start, self._weights.tolist(), total)
             for row in table.rows:
                 row[start:end].copy_(total)
         self.barrier()
-
-    def sum_rows(self, table: Table, start: int, end: int, weights: list[float]) -> Tensor:
-        """The weighted sum of one column slice, added up in at least fp32."""
-        parts = [
-            (row[start:end], weight)
-            for row, weight in zip(table.rows, weights, strict=True)
-            if weight != 0.0
-        ]
-        dtype = table.rows[0].dtype
-        wide = torch.float32 if dtype in _HALF else dtype
-        if not parts:
-            return torch.zeros(end - start, dtype=wide)
-        (first, scale), *rest = parts
-        if len({weight for _, weight in parts}) == 1 and rest:
-            total = torch.add(first.to(wide), rest[0][0])
-            for part, _ in rest[1:]:
-                total.add_(part)
-            return total if scale == 1.0 else total.mul_(scale)
-        total = torch.mul(first.to(wide), scale)
-        for part, weight in rest:
-            total.add_(part, alpha=weight)
-        return total
 
     # --- messages ---------------------------------------------------------------------------
 
@@ -242,3 +225,25 @@ class SharedMemoryCollective(Collective):
 
     def close(self) -> None:
         self._tables.clear()
+
+
+def sum_rows(table: Table, start: int, weights: list[float], total: Tensor) -> None:
+    """Write the weighted sum of the column slice from `start` into `total`.
+
+    A weight of zero leaves its row out. `total` is at least fp32, and nothing else is allocated:
+    fresh memory on every step would cost more in page faults than the sum itself.
+    """
+    end = start + len(total)
+    used = [(row[start:end], w) for row, w in zip(table.rows, weights, strict=True) if w != 0.0]
+    same = {w for _, w in used}
+    if len(used) > 1 and len(same) == 1 and total.dtype is table.rows[0].dtype:
+        torch.add(used[0][0], used[1][0], out=total)
+        for row, _ in used[2:]:
+            total.add_(row)
+        scale = same.pop()
+        if scale != 1.0:
+            total.mul_(scale)
+        return
+    total.zero_()
+    for row, weight in used:
+        total.add_(row, alpha=weight)

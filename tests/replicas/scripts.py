@@ -7,7 +7,9 @@ interpreter ends: tracebacks, exit hooks and signals are Python's own.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -167,7 +169,7 @@ class Script:
         assert lines, f"no {name!r} from {self}"
         return json.loads(lines[-1].partition(" = ")[2])
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self._stem.name} (status {self.status})\n--- out\n{self.out}\n--- err\n{self.err}"
 
 
@@ -215,3 +217,11 @@ class Nursery:
         self._file.close()
         self._socket.close()
         self._process.wait(10)
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """The one nursery of this test run."""
+    made = Nursery()
+    atexit.register(made.close)
+    return made

@@ -46,12 +46,16 @@ def on_gpu(start: nn.Module, precision: torch.dtype | None = None) -> nn.Module:
     return module.cpu()
 
 
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
 def fitted(devices: list[str], start: nn.Module, **options: Any) -> sg.Model:
     strategy = sg.MirroredStrategy(devices)
     x, y = data()
     with strategy.scope():
         model = sg.Model(copy.deepcopy(start))
-        model.compile(lambda p: torch.optim.Adam(p, lr=0.01), "cross_entropy", ["accuracy"], **options)
+        model.compile(adam, "cross_entropy", ["accuracy"], **options)
     model.fit(x, y, batch_size=64, epochs=2, shuffle=False, verbose=0)
     results = model.evaluate(x, y)
     outputs = model.predict(x)

@@ -1,0 +1,52 @@
+"""The loop of digits_plain.py on several devices: the same batches, the same weights.
+
+python examples/digits_mirrored.py --devices cpu:0 cpu:1     this process starts the replicas
+stratagem run --replicas 2 examples/digits_mirrored.py       a launcher starts them
+torchrun --nproc-per-node 2 examples/digits_mirrored.py      another launcher does
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+
+digits = load_digits()
+x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16 - 0.3
+y = torch.tensor(digits.target)
+
+
+def train(strategy, epochs):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(),
+        nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(TensorDataset(x[:1437], y[:1437]), batch_size=100, shuffle=True)
+    model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            loss = cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.cpu()
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=15)
+parser.add_argument("--devices", nargs="*")
+args = parser.parse_args()
+
+strategy = sg.MirroredStrategy(args.devices)
+model = strategy.run(train, strategy, args.epochs)[0]
+
+with torch.no_grad():
+    accuracy = (model(x[1437:]).argmax(1) == y[1437:]).float().mean()
+if strategy.is_chief:
+    print(f"test accuracy {accuracy:.4f}, last weight {model[-1].bias[-1]:.6f}")
