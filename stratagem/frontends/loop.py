@@ -80,6 +80,8 @@ def _epoch(job: Fit, step: Step, replica: Replica, epoch: int) -> bool:
             break
         step.take(portion, last)
         job.callbacks.batch_end(number, tally)
+    if job.between_steps:
+        _listen(job, step, replica)  # what the last batch's callbacks changed
     logs = {"loss": tally.mean(), **job.recipe.metrics.compute(replica)}
     seconds = max(time.perf_counter() - started, 1e-9)
     logs["examples_per_second"] = tally.examples / seconds

@@ -129,6 +129,7 @@ class Team:
             )  # fmt: skip
         replica = sit(seat, membership, store)
         self._keep.append(store)
+        replica.barrier()  # nobody may let go of what the others are about to map
         if self._pool is not None:
             self._check(self._pool.collect(membership.raise_if_trouble))
         self.size = seat.size
@@ -396,6 +397,7 @@ def _sit_down(seat: Seat, members: tuple[Member, ...], give_up: float) -> None:
     if seat.threads:
         torch.set_num_threads(seat.threads)
     desk.things["replica"] = replica = sit(seat, membership)
+    replica.barrier()
     set_current(replica)
 
 

@@ -28,6 +28,7 @@ from stratagem.wire.segment import Segment, aligned
 
 _INLINE = 1 << 16  # bytes of a message that fit into a mailbox; larger ones get their own segment
 _WORDS = 8  # one cache line of flags per replica
+_SPIN, _DOZE = 200e-6, 20e-6  # seconds
 Watch = Callable[[int, float], None]
 _HALF = (torch.float16, torch.bfloat16)
 _TOTAL_STORE_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
@@ -94,13 +95,14 @@ class SharedMemoryCollective(Collective):
         self._order_writes()
 
     def _await(self, rank: int, turn: int) -> None:
-        """Spin, then yield, then doze, so that neither a late nor a lost peer burns a core."""
+        """Spin briefly, then doze: spinning would slow down whoever shares the core, and that
+        may be the very replica that everybody waits for."""
         flags, slot = self._flags, rank * _WORDS
         for _ in range(64):
             if flags[slot] >= turn:
                 return
         started = time.perf_counter()
-        doze_after = 0.02 if self._yield_first else 0.0
+        doze_after = _SPIN if self._yield_first else 0.0
         tries = 0
         while flags[slot] < turn:
             tries += 1
@@ -108,7 +110,7 @@ class SharedMemoryCollective(Collective):
             if waited < doze_after:
                 os.sched_yield()
             else:
-                time.sleep(50e-6)
+                time.sleep(_DOZE)
             if tries % 64 == 0:
                 self._watch(rank, waited)
 

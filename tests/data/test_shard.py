@@ -1,0 +1,61 @@
+"""Shares of a batch: contiguous, nearly equal, nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.data.loader import ShareLoader
+from stratagem.data.shard import agreed_batches, count_rows, rows, share
+from stratagem.errors import NotDistributable
+from stratagem.wire.collective import Alone
+
+
+@given(st.integers(0, 300), st.integers(1, 20))
+def test_shares_partition_the_batch(total: int, parts: int) -> None:
+    cuts = [share(total, parts, i) for i in range(parts)]
+    assert [i for a, b in cuts for i in range(a, b)] == list(range(total))
+    lengths = [b - a for a, b in cuts]
+    assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("rows_", "batch", "expected"),
+    [
+        (9, 5, [[[0, 1, 2], [3, 4]], [[5, 6], [7, 8]]]),
+        (7, 4, [[[0, 1], [2, 3]], [[4, 5], [6]]]),
+    ],
+)
+def test_the_splits_of_the_textbook(
+    rows_: int, batch: int, expected: list[list[list[int]]]
+) -> None:
+    found = []
+    for start in range(0, rows_, batch):
+        part = list(range(start, min(start + batch, rows_)))
+        found.append([part[slice(*share(len(part), 2, i))] for i in range(2)])
+    assert found == expected
+
+
+@given(st.lists(st.lists(st.integers(0, 10**6), max_size=5), max_size=2100))
+def test_batches_of_any_number_arrive_as_they_were(batches: list[list[int]]) -> None:
+    assert list(agreed_batches(batches, Alone())) == batches
+
+
+def test_indices_that_are_not_numbers_are_refused() -> None:
+    with pytest.raises(NotDistributable, match="whole numbers"):
+        list(agreed_batches([["a"]], Alone()))  # type: ignore[list-item]
+
+
+def test_rows_of_a_nested_batch() -> None:
+    batch = {"x": torch.arange(10), "more": (torch.arange(20).view(10, 2), "label")}
+    part = rows(batch, 2, 5)
+    assert part["x"].tolist() == [2, 3, 4] and part["more"][0].shape == (3, 2)
+    assert count_rows(batch) == 10 and count_rows({"a": "text"}) == -1
+
+
+def test_a_loader_without_batches_is_refused() -> None:
+    loader = torch.utils.data.DataLoader(torch.arange(10), batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(NotDistributable, match="batch_size"):
+        ShareLoader(loader, Alone(), lambda n, m: None)

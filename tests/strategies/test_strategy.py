@@ -1,0 +1,280 @@
+"""The strategy's own verbs on real replicas: run, reduce, gather, scope, prepare, close."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stratagem as sg
+from tests.support import by_hand, data, distance, mlp, strategy
+
+pytestmark = pytest.mark.timeout(60)
+
+OPS = ["shared_memory", "ring", "hierarchical", "one_device"]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[sg.MirroredStrategy]:
+    with contextlib.closing(strategy(2)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[sg.MirroredStrategy]:
+    with contextlib.closing(strategy(3, cross_device_ops="ring")) as made:
+        yield made
+
+
+# --- run -----------------------------------------------------------------------------------------
+
+
+def test_results_come_in_order(three: sg.MirroredStrategy) -> None:
+    def work(base: int) -> tuple[int, int, str, bool]:
+        replica = sg.current_replica()
+        return base + replica.index, replica.count, replica.name, replica.is_chief
+
+    assert three.run(work, 10) == [
+        (10, 3, "replica 0", True), (11, 3, "replica 1", False), (12, 3, "replica 2", False),
+    ]  # fmt: skip
+    pids = three.run(os.getpid)
+    assert pids[0] == os.getpid() and len(set(pids)) == 3
+    assert three.run(os.getpid) == pids, "replicas stay between calls"
+
+
+def test_one_device_runs_here() -> None:
+    made = strategy(1)
+    assert made.run(os.getpid) == [os.getpid()]
+    assert made.num_replicas_in_sync == 1
+    assert made.run(lambda: made.run(lambda: 5)) == [[5]], "nothing to be confused by"
+
+
+def test_run_inside_run_is_refused(two: sg.MirroredStrategy) -> None:
+    with pytest.raises(sg.UsageError, match=r"already runs on every replica.*current_replica"):
+        two.run(lambda: two.run(os.getpid))
+    assert two.run(lambda: 1) == [1, 1]
+
+
+def test_fit_inside_run_is_refused(two: sg.MirroredStrategy) -> None:
+    def work() -> None:
+        model = sg.Model(mlp(), two)
+        model.compile("sgd", "cross_entropy")
+        model.fit(*data(8), batch_size=4, verbose=0)
+
+    with pytest.raises(sg.UsageError, match="cannot be nested"):
+        two.run(work)
+
+
+def test_outside_a_replica_is_alone() -> None:
+    replica = sg.current_replica()
+    assert (replica.index, replica.count, replica.is_chief) == (0, 1, True)
+    assert replica.all_reduce(torch.tensor([3.0])).tolist() == [3.0]
+    replica.barrier()
+
+
+def test_inside_replicas_talk(three: sg.MirroredStrategy) -> None:
+    def work() -> tuple[list[float], float, float, list[int]]:
+        replica = sg.current_replica()
+        mine = torch.tensor([replica.index + 1.0])
+        told = replica.broadcast(torch.tensor([10.0 * replica.index]), source=2)
+        sizes = [len(part) for part in replica.all_gather(torch.ones(replica.index))]
+        return (
+            replica.all_reduce(mine).tolist(), replica.all_reduce(mine, "max").item(),
+            told.item(), sizes,
+        )  # fmt: skip
+
+    assert three.run(work) == [([6.0], 3.0, 20.0, [0, 1, 2])] * 3
+
+
+# --- reduce and gather: the numbers of facts/tf-distribute.md ------------------------------------
+
+EVEN = [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]]
+UNEVEN = [[1.0, 2.0, 3.0], [10.0]]
+REDUCED = [
+    (EVEN, "sum", None, [11.0, 22.0, 33.0]),
+    (EVEN, "mean", None, [5.5, 11.0, 16.5]),
+    (EVEN, "sum", 0, 66.0),
+    (EVEN, "mean", 0, 11.0),
+    (EVEN, "max", None, [10.0, 20.0, 30.0]),
+    (EVEN, "min", 0, 1.0),
+    (UNEVEN, "mean", 0, 4.0),
+    (UNEVEN, "sum", 0, 16.0),
+]
+
+
+@pytest.mark.parametrize(("values", "op", "axis", "expected"), REDUCED, ids=str)
+def test_reduce(
+    two: sg.MirroredStrategy, values: list[list[float]], op: str, axis: int | None, expected: Any
+) -> None:
+    """Of what `run` returned, and inside the replicas themselves."""
+
+    def mine() -> Tensor:
+        return torch.tensor(values[sg.current_replica().index])
+
+    assert two.reduce(op, two.run(mine), axis).tolist() == expected
+    inside = two.run(lambda: two.reduce(op, mine(), axis))
+    assert [each.tolist() for each in inside] == [expected] * 2
+
+
+def test_gather(two: sg.MirroredStrategy) -> None:
+    parts = two.run(lambda: torch.tensor(UNEVEN[sg.current_replica().index]))
+    assert two.gather(parts).tolist() == [1, 2, 3, 10]
+    inside = two.run(
+        lambda: two.gather(torch.tensor(UNEVEN[sg.current_replica().index])).tolist()
+    )
+    assert inside == [[1, 2, 3, 10]] * 2
+    sides = two.run(lambda: torch.full((2, 1), float(sg.current_replica().index)))
+    assert two.gather(sides, axis=1).tolist() == [[0, 1], [0, 1]]
+
+
+def test_mean_of_whole_numbers(two: sg.MirroredStrategy) -> None:
+    assert two.reduce("mean", [1, 2]).item() == 1.5
+    assert two.reduce("mean", [torch.tensor([1]), torch.tensor([2, 4])], axis=0).item() == (
+        pytest.approx(7 / 3)
+    )
+
+
+def test_reduce_refuses(two: sg.MirroredStrategy) -> None:
+    with pytest.raises(sg.UsageError, match="'median' is not known"):
+        two.reduce("median", [1, 2])
+    with pytest.raises(sg.UsageError, match=r"3 values for 2 replicas.*strategy\.run returned"):
+        two.reduce("sum", [1, 2, 3])
+
+
+# --- scopes --------------------------------------------------------------------------------------
+
+
+def test_scopes(two: sg.MirroredStrategy, three: sg.MirroredStrategy) -> None:
+    assert sg.get_strategy() is None
+    with two.scope() as inside:
+        assert inside is two is sg.get_strategy() is sg.Model(mlp()).strategy
+        with two.scope():
+            assert sg.get_strategy() is two
+        with pytest.raises(sg.UsageError, match=r"open already.*leave its `with` block"):
+            three.scope().__enter__()
+        assert sg.get_strategy() is two, "the refused scope changed nothing"
+    assert sg.get_strategy() is None
+    with contextlib.suppress(KeyError), three.scope():
+        raise KeyError
+    assert sg.get_strategy() is None, "a scope closes however it is left"
+    assert sg.Model(mlp()).strategy.num_replicas_in_sync == 1
+
+
+def test_prepare_outside_of_run_is_refused(two: sg.MirroredStrategy) -> None:
+    net = mlp()
+    with pytest.raises(sg.UsageError) as caught:
+        two.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert "strategy.run(train)" in str(caught.value)
+    assert "stratagem run --replicas 2" in str(caught.value)
+
+
+# --- several strategies, and one after its end ---------------------------------------------------
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def fitted(on: sg.Strategy, start: nn.Module, x: Any, y: Any, batch: int = 32) -> nn.Module:
+    with on.scope():
+        model = sg.Model(start)
+        model.compile(optimizer=sgd, loss="cross_entropy")
+    model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+    return model.module
+
+
+def test_two_strategies_by_turns(two: sg.MirroredStrategy, three: sg.MirroredStrategy) -> None:
+    x, y = data(100)
+    alone = by_hand(mlp(), sgd, F.cross_entropy, x, y, batch=32)
+    for _ in range(2):
+        for made in (two, three):
+            assert distance(alone, fitted(made, mlp(), x, y)) < 1e-6
+            indices = made.run(lambda: sg.current_replica().index)
+            assert indices == list(range(made.num_replicas_in_sync))
+
+
+def test_close_and_use_again() -> None:
+    made = strategy(2)
+    before = made.run(os.getpid)
+    made.close()
+    made.close()
+    after = made.run(os.getpid)
+    assert before[0] == after[0] and before[1] != after[1]
+    x, y = data(100)
+    alone = by_hand(mlp(), sgd, F.cross_entropy, x, y, batch=32)
+    assert distance(alone, fitted(made, mlp(), x, y)) < 1e-6
+    made.close()
+
+
+def test_threads_of_the_caller_are_given_back(two: sg.MirroredStrategy) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        two.run(os.getpid)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- large arguments travel through shared memory ------------------------------------------------
+
+LARGE = 40_000  # floats: 160 kB, over the 64 KiB from which they do
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "transposed", "bfloat16", "bool"])
+def test_large_arrays_arrive_intact(three: sg.MirroredStrategy, kind: str) -> None:
+    dice = torch.Generator().manual_seed(1)
+    tensor = torch.randn(200, LARGE // 200, generator=dice)
+    value: Any = {
+        "tensor": tensor, "array": tensor.numpy(), "transposed": tensor.T,
+        "bfloat16": tensor.bfloat16(), "bool": torch.randn(300, 300) > 0,
+    }[kind]  # fmt: skip
+
+    def back(given: Any) -> Any:
+        return given
+
+    for result in three.run(back, value):
+        assert type(result) is type(value) and result.dtype == value.dtype
+        assert np.array_equal(_plain(result), _plain(value))
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, np.ndarray) else value.float().numpy()
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_a_replica_may_write_into_its_arguments(three: sg.MirroredStrategy, kind: str) -> None:
+    """Each replica has its own: followers a private copy, the caller the very object it gave."""
+    value: Any = torch.ones(LARGE) if kind == "tensor" else np.ones(LARGE, dtype=np.float32)
+
+    def double(given: Any) -> tuple[float, float]:
+        given *= 2
+        sg.current_replica().barrier()
+        return float(given.min()), float(given.max())
+
+    assert three.run(double, value) == [(2.0, 2.0)] * 3
+    assert float(value.max()) == 2.0
+    assert three.run(double, value) == [(4.0, 4.0)] * 3
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_large_parameters_are_not_shared_by_followers(op: str) -> None:
+    """Layers of over 64 KiB on three replicas, with state of the optimizer carried on."""
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 4))
+    assert start[0].weight.nbytes > 1 << 16
+    x, y = data(100, features=64)
+    alone = by_hand(start, sgd, F.cross_entropy, x, y, batch=32, epochs=4)
+    with contextlib.closing(strategy(3, cross_device_ops=op)) as made, made.scope():
+        model = sg.Model(start)
+        model.compile(optimizer=sgd, loss="cross_entropy")
+        for _ in range(2):
+            model.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0)
+    assert distance(alone, model.module) < 2e-6

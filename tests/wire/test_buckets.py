@@ -1,0 +1,68 @@
+"""Buckets: every parameter in exactly one, leaving in the same order everywhere."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from stratagem.wire.buckets import Buckets
+
+sizes = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=12)
+
+
+def made(spec: list[tuple[int, bool]], capacity: int, notes: int = 2) -> Buckets:
+    params = [
+        nn.Parameter(torch.randn(size).to(torch.float64 if double else torch.float32))
+        for size, double in spec
+    ]
+    return Buckets(
+        params, lambda n, dtype, device: torch.zeros(n, dtype=dtype), capacity=capacity, notes=notes
+    )
+
+
+@given(sizes, st.integers(1, 400))
+def test_each_parameter_has_one_home(spec: list[tuple[int, bool]], capacity: int) -> None:
+    buckets = made(spec, capacity)
+    members = [i for bucket in buckets.buckets for i in bucket.members]
+    assert sorted(members) == list(range(len(spec)))
+    for i, view in enumerate(buckets.views):
+        assert view.shape == buckets.params[i].shape and view.dtype == buckets.params[i].dtype
+        view.fill_(i + 1)
+    for i, view in enumerate(buckets.views):
+        assert (view == i + 1).all(), "two parameters share an element"
+    assert (buckets.tail == 0).all(), "a gradient reaches into the notes"
+    assert len(buckets.used) == len(spec) and len(buckets.notes) == 2
+
+
+@given(sizes, st.integers(1, 400), st.randoms(use_true_random=False))
+def test_buckets_leave_in_one_order_whatever_the_gradients_do(
+    spec: list[tuple[int, bool]], capacity: int, dice: object
+) -> None:
+    buckets = made(spec, capacity)
+    order = list(range(len(spec)))
+    dice.shuffle(order)  # type: ignore[attr-defined]
+    buckets.begin()
+    left = []
+    for i in order:
+        param = buckets.params[i]
+        param.grad = torch.ones_like(param)
+        buckets.take(i, param)
+        assert param.grad.data_ptr() == buckets.views[i].data_ptr()
+        for bucket in buckets.full():
+            assert bucket.missing == 0
+            left.append(bucket.members)
+    left += [bucket.members for bucket in buckets.rest()]
+    assert left == [bucket.members for bucket in buckets.buckets]
+
+
+@given(sizes, st.integers(1, 400))
+def test_scaling_spares_the_notes(spec: list[tuple[int, bool]], capacity: int) -> None:
+    buckets = made(spec, capacity)
+    for view in buckets.views:
+        view.fill_(2.0)
+    buckets.tail.fill_(5.0)
+    buckets.scale(torch.tensor(3.0))
+    assert all((view == 6.0).all() for view in buckets.views)
+    assert (buckets.tail == 5.0).all()

@@ -1,0 +1,216 @@
+"""Every collective, between real processes, against plain sums.
+
+TensorFlow's hierarchical copy loses a replica when their number is odd; here every operation must
+give the sum for every number, and the same bits on every replica.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stratagem as sg
+from stratagem.wire.collective import Collective
+from tests.support import strategy
+
+pytestmark = pytest.mark.timeout(60)
+
+OPS = {
+    "shared_memory": sg.SharedMemoryAllReduce(),
+    "ring": sg.RingAllReduce(),
+    "hierarchical": sg.HierarchicalCopyAllReduce(),
+    "three packs": sg.HierarchicalCopyAllReduce(num_packs=3),
+    "one device": sg.ReductionToOneDevice(),
+    "last device": None,  # filled in when the number is known
+}
+SIZES = [1, 2, 3, 5]
+LENGTHS = [1, 17, 10_007]
+#: what one rounding to the type may cost; packs round once more
+TYPES = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(scope="module", params=list(itertools.product(SIZES, OPS)), ids=str)
+def several(request: pytest.FixtureRequest) -> Iterator[sg.MirroredStrategy]:
+    count, name = request.param
+    if count == 1 and name != "ring":
+        pytest.skip("one replica needs no operation")
+    op = OPS[name] or sg.ReductionToOneDevice(f"cpu:{count - 1}")
+    made = strategy(count, cross_device_ops=op)
+    yield made
+    made.close()
+
+
+def part(rank: int, length: int, dtype: torch.dtype) -> Tensor:
+    """The numbers of one replica: positive, so that sums do not cancel."""
+    dice = torch.Generator().manual_seed(1000 * rank + length)
+    return (torch.rand(length, generator=dice, dtype=torch.float64) + 0.1).to(dtype)
+
+
+def everywhere(on: sg.MirroredStrategy, work: Callable[[Collective], Any]) -> list[Any]:
+    """What `work` returns on every replica."""
+    return on.run(lambda: work(sg.current_replica().collective))
+
+
+def agree(parts: list[Tensor], expected: Tensor, dtype: torch.dtype) -> None:
+    """All hold the same bits, and the sum to within a rounding."""
+    for each in parts:
+        assert each.dtype == dtype
+        assert torch.equal(each, parts[0]), "replicas differ"
+    assert torch.allclose(parts[0].double(), expected, rtol=TYPES[dtype], atol=0)
+
+
+@pytest.mark.parametrize("dtype", list(TYPES), ids=str)
+def test_all_reduce_is_the_plain_sum(several: sg.MirroredStrategy, dtype: torch.dtype) -> None:
+    """In a buffer of the collective's own, and in any other tensor."""
+    count = several.num_replicas_in_sync
+
+    def work(collective: Collective) -> list[Tensor]:
+        sums = []
+        for length in LENGTHS:
+            mine = part(collective.rank, length, dtype)
+            buffer = collective.buffer(length, dtype, torch.device("cpu"))
+            buffer.copy_(mine)
+            for flat in (buffer, mine):
+                collective.all_reduce(flat).wait()
+            sums += [buffer.clone(), mine]
+        return sums
+
+    results = everywhere(several, work)
+    for i, length in enumerate(LENGTHS):
+        expected = sum(part(rank, length, dtype).double() for rank in range(count))
+        for kind in (0, 1):
+            agree([each[2 * i + kind] for each in results], expected, dtype)
+
+
+def test_weights(several: sg.MirroredStrategy) -> None:
+    """Unequal ones, as shares of a batch are; a weight of zero hides whatever is there."""
+    count = several.num_replicas_in_sync
+
+    def weight(rank: int) -> float:
+        return 0.0 if rank == 1 else (rank + 1) / 10
+
+    def work(collective: Collective) -> list[Tensor]:
+        sums = []
+        for dtype, weights in itertools.product(TYPES, ("unequal", "equal", "none")):
+            flat = collective.buffer(17, dtype, torch.device("cpu"))
+            flat.copy_(part(collective.rank, 17, dtype))
+            if weights == "none" or (weights == "unequal" and weight(collective.rank) == 0.0):
+                flat.fill_(float("nan"))
+            mine = {"unequal": weight(collective.rank), "equal": 0.25, "none": 0.0}[weights]
+            collective.all_reduce(flat, mine).wait()
+            sums.append(flat.clone())
+        return sums
+
+    results = everywhere(several, work)
+    for i, (dtype, weights) in enumerate(itertools.product(TYPES, ("unequal", "equal", "none"))):
+        scale = {"unequal": weight, "equal": lambda _: 0.25, "none": lambda _: 0.0}[weights]
+        expected = torch.zeros(17, dtype=torch.float64)
+        for rank in range(count):
+            expected += scale(rank) * part(rank, 17, dtype).double()
+        agree([each[i] for each in results], expected, dtype)
+
+
+def test_order_of_reductions_nobody_waits_for(several: sg.MirroredStrategy) -> None:
+    """Types and sizes by turns, so that they take different ways; replicas that drift apart."""
+    count = several.num_replicas_in_sync
+    kinds = [torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float16]
+    jobs = [(kinds[i % len(kinds)], 1 + 997 * (i % 7)) for i in range(30)]
+
+    def work(collective: Collective) -> list[float]:
+        flats, pending = [], []
+        for i, (dtype, length) in enumerate(jobs):
+            flats.append(torch.full((length,), float(i + 1), dtype=dtype))
+            pending.append(collective.all_reduce(flats[-1]))
+            if (i + collective.rank) % 4 == 0:
+                torch.rand(50_000).sort()  # not everybody is equally fast
+        for each in reversed(pending):
+            each.wait()
+        assert all((flat == flat[0]).all() for flat in flats)
+        return [flat[0].item() for flat in flats]
+
+    assert everywhere(several, work) == [[count * (i + 1.0) for i in range(30)]] * count
+
+
+def message(rank: int, size: int) -> Tensor:
+    return (torch.arange(size) * 7 + rank).to(torch.uint8)
+
+
+def test_messages_of_any_size(several: sg.MirroredStrategy) -> None:
+    """Empty, around the 64 KiB that fit into a mailbox, larger; all sizes at once, in any order."""
+    count = several.num_replicas_in_sync
+    sizes = [0, 1, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 200_000]
+
+    def work(collective: Collective) -> list[list[Tensor]]:
+        return [
+            collective.gather_bytes(message(collective.rank, sizes[(turn + collective.rank) % 6]))
+            for turn in range(6)
+        ]
+
+    for result in everywhere(several, work):
+        for turn, parts in enumerate(result):
+            assert len(parts) == count
+            for rank, got in enumerate(parts):
+                assert torch.equal(got, message(rank, sizes[(turn + rank) % 6]))
+
+
+def test_broadcast_from_everyone(several: sg.MirroredStrategy) -> None:
+    """Bytes and tensors of several types and shapes, an empty and a large one among them."""
+    count = several.num_replicas_in_sync
+    shapes = [(3, 5), (), (0,), (100, 250)]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+    def work(collective: Collective) -> bool:
+        for source in range(count):
+            size = 70_000 * source + 3
+            sent = message(source, size) if collective.rank == source else None
+            assert torch.equal(collective.broadcast_bytes(sent, source), message(source, size))
+            for shape, dtype in itertools.product(shapes, dtypes):
+                tensor = torch.full(shape, collective.rank + 1, dtype=dtype)
+                collective.broadcast(tensor, source)
+                assert torch.equal(tensor, torch.full(shape, source + 1, dtype=dtype))
+        view = torch.zeros(4, 6)[:, ::2]  # not contiguous
+        view += collective.rank
+        collective.broadcast(view, count - 1)
+        assert (view == count - 1).all()
+        return True
+
+    assert everywhere(several, work) == [True] * count
+
+
+def test_barriers_hold_everybody_back(several: sg.MirroredStrategy) -> None:
+    """Many in a row: what was written before one is there behind it."""
+    count = several.num_replicas_in_sync
+
+    def work(collective: Collective) -> bool:
+        for turn in range(20):
+            collective.barrier()
+            seen = collective.gather_bytes(torch.tensor([turn], dtype=torch.uint8))
+            assert [int(each) for each in seen] == [turn] * collective.size
+        return True
+
+    assert everywhere(several, work) == [True] * count
+
+
+def test_many_reductions_give_the_same_bits(several: sg.MirroredStrategy) -> None:
+    """A stale read or a lost write in shared memory would show here sooner or later."""
+    count = several.num_replicas_in_sync
+
+    def work(collective: Collective) -> Tensor:
+        flat = collective.buffer(4097, torch.float32, torch.device("cpu"))
+        flat.copy_(part(collective.rank, 4097, torch.float32))
+        for _ in range(100):
+            collective.all_reduce(flat, 1 / collective.size).wait()
+            flat.add_(collective.rank * 1e-3)
+        collective.all_reduce(flat, 1 / collective.size).wait()
+        return flat.clone()
+
+    results = everywhere(several, work)
+    assert all(torch.equal(each, results[0]) for each in results)
+    start = sum(part(rank, 4097, torch.float32).double() for rank in range(count)) / count
+    drift = 100 * 1e-3 * sum(range(count)) / count
+    assert torch.allclose(results[0].double(), start + drift, rtol=1e-4)

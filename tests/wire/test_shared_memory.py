@@ -1,0 +1,74 @@
+"""Segments, slices and sums, without processes; test_collectives.py has the processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.errors import UsageError
+from stratagem.wire.segment import Segment, host_identity
+from stratagem.wire.shared_memory import Table, slices, sum_rows
+
+
+@given(st.integers(0, 5000), st.integers(1, 40))
+def test_slices_cover_everything_once(count: int, parts: int) -> None:
+    cut = slices(count, parts)
+    assert len(cut) == parts
+    assert [i for a, b in cut for i in range(a, b)] == list(range(count))
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 50), st.sampled_from([torch.float32, torch.bfloat16]),
+    st.data(),
+)  # fmt: skip
+def test_weighted_sums(rows: int, count: int, dtype: torch.dtype, draw: st.DataObject) -> None:
+    choice = st.sampled_from([0.0, 0.25, 1.0, 2.5])
+    weights = draw.draw(st.lists(choice, min_size=rows, max_size=rows))
+    table = Table(Segment(Table.size(rows, count, dtype)), rows, count, dtype)
+    for row, weight in zip(table.rows, weights, strict=True):
+        row.copy_(torch.randn(count))
+        if weight == 0.0:
+            row.fill_(float("nan"))
+    start = draw.draw(st.integers(0, count - 1))
+    total = torch.empty(count - start)
+    sum_rows(table, start, weights, total)
+    wide = [row[start:].double() * w for row, w in zip(table.rows, weights, strict=True) if w]
+    expected = sum(wide, torch.zeros(count - start).double())
+    assert torch.allclose(total.double(), expected, atol=1e-5)
+    assert torch.equal(table.grid[0], table.rows[0]) or weights[0] == 0.0
+
+
+def test_another_process_maps_the_same_memory() -> None:
+    segment = Segment(1024)
+    segment.tensor(torch.float32, (4,)).fill_(1.0)
+    code = (
+        "import sys, torch\nfrom stratagem.wire.segment import Segment\n"
+        "t = Segment.attach(sys.argv[1]).tensor(torch.float32, (4,))\n"
+        "assert t.sum() == 4\nt.fill_(7.0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, segment.handle], check=True, timeout=60)
+    assert segment.tensor(torch.float32, (4,)).sum() == 28
+
+
+def test_nothing_is_left_when_the_owner_lets_go() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    segment = Segment(4096)
+    tensor = segment.tensor(torch.uint8, (10,))
+    handle = segment.handle
+    del segment
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    tensor.fill_(3)  # the mapping lives as long as a tensor does
+    with pytest.raises(UsageError, match="RingAllReduce"):
+        Segment.attach(handle)
+
+
+def test_identity_of_a_host_is_stable() -> None:
+    assert host_identity() == host_identity()
