@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def _epoch(job: Fit, step: Step, replica: Replica, epoch: int) -> bool:
     logs["examples_per_second"] = tally.examples / seconds
     setup.average_buffers(job.module, replica)
     if job.validation is not None:
-        results = _evaluate(job.module, job.recipe, job.validation, replica)
+        results = _evaluate(Evaluation(job.module, job.recipe, job.validation), replica)
         logs |= {f"val_{name}": value for name, value in results.items()}
     if job.wants_state:
         step.collect_state()
@@ -150,10 +151,12 @@ class Evaluation:
     recipe: Recipe
     feed: Feed
     steps: int | None = None
-    tick: Any = None
 
     def for_followers(self) -> Evaluation:
-        return replace(self, feed=self.feed.without_source(), tick=None)
+        return replace(self, feed=self.feed.without_source())
+
+    def portions(self, replica: Replica) -> Iterator[Portion]:
+        return islice(self.feed.portions(replica, 0), self.steps)
 
 
 def evaluate(job: Evaluation) -> dict[str, float]:
@@ -162,26 +165,20 @@ def evaluate(job: Evaluation) -> dict[str, float]:
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
     setup.align(job.module, replica)
-    return _evaluate(job.module, job.recipe, job.feed, replica, job.steps, job.tick)
+    return _evaluate(job, replica)
 
 
 @torch.no_grad()
-def _evaluate(
-    module: nn.Module, recipe: Recipe, feed: Feed, replica: Replica, steps: int | None = None,
-    tick: Any = None,
-) -> dict[str, float]:  # fmt: skip
-    module.eval()
-    recipe.metrics.reset()
-    runner = Solo(module, None, recipe, replica)
-    sums: list[list[float]] = []
-    for number, portion in enumerate(feed.portions(replica, 0)):
-        if steps is not None and number >= steps:
-            break
-        sums.append([*_losses(runner, portion), float(portion.total)])
-        if tick is not None:
-            tick(number)
-    results = {"loss": _mean_loss(sums, replica), **recipe.metrics.compute(replica)}
-    recipe.metrics.reset()
+def _evaluate(job: Evaluation, replica: Replica) -> dict[str, float]:
+    metrics = job.recipe.metrics
+    job.module.eval()
+    metrics.reset()
+    runner = Solo(job.module, None, job.recipe, replica)
+    sums = [
+        [*_losses(runner, portion), float(portion.total)] for portion in job.portions(replica)
+    ]
+    results = {"loss": _mean_loss(sums, replica), **metrics.compute(replica)}
+    metrics.reset()
     return results
 
 
@@ -219,16 +216,12 @@ def predict(job: Evaluation) -> Any:
     job.module.eval()
     runner = Solo(job.module, None, job.recipe, replica)
     mine: list[Any] = []
-    for number, portion in enumerate(job.feed.portions(replica, 0)):
-        if job.steps is not None and number >= job.steps:
-            break
+    for portion in job.portions(replica):
         if portion.examples == 0:
             mine.append(None)
             continue
         with runner.autocast():
             mine.append(_on_cpu(runner.forward(portion)[0]))
-        if job.tick is not None:
-            job.tick(number)
     everybody = gather_tree(replica.collective, mine)
     ordered = [part for batch in zip(*everybody, strict=True) for part in batch if part is not None]
     return _joined(ordered)

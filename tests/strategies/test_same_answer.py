@@ -342,19 +342,20 @@ def test_synchronised_statistics_match_the_facts() -> None:
     assert float(norm.running_var) == pytest.approx(0.5 + 0.5 * 32.75 * 4 / 3)
 
 
-def test_dropout_differs_by_replica_and_repeats_from_one_seed(two: sg.MirroredStrategy) -> None:
-    def draw() -> list[Tensor]:
-        def run() -> Tensor:
-            torch.manual_seed(7)
-            net = nn.Linear(1, 1)
-            two.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            return F.dropout(torch.ones(64), 0.5)
+def test_dropout_differs_by_replica_and_repeats_from_one_seed(
+    three_ring: sg.MirroredStrategy,
+) -> None:
+    def masks() -> Tensor:
+        torch.manual_seed(7)
+        net = nn.Linear(1, 1)
+        three_ring.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        return F.dropout(torch.ones(64), 0.5)
 
-        return two.run(run)
-
-    first, second = draw(), draw()
-    assert not torch.equal(first[0], first[1])
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    first, second = three_ring.run(masks), three_ring.run(masks)
+    for one, other in itertools.combinations(first, 2):
+        assert not torch.equal(one, other)
+    for once, again in zip(first, second, strict=True):
+        assert torch.equal(once, again)
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
