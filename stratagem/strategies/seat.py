@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,11 +26,11 @@ from stratagem.strategies.gpu_memory import limit_memory
 from stratagem.strategies.replica import Replica
 from stratagem.wire.collective import Alone, Collective
 from stratagem.wire.group import Meeting
+from stratagem.wire.lateness import AGAIN, FIRST, say_late
 from stratagem.wire.segment import Segment
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.torch_dist import HierarchicalCollective, OneDeviceCollective, TorchCollective
 
-log = logging.getLogger("stratagem")
 _TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 #: how long one collective may take; a dead or stopped peer is noticed by the membership long before
@@ -90,24 +89,18 @@ class Store:
 class Watchman:
     """Looks up while a replica waits for another: trouble is raised, lateness is said aloud."""
 
-    _FIRST, _AGAIN = 5.0, 10.0
-
     def __init__(self, membership: Membership, names: tuple[str, ...]) -> None:
         self._membership = membership
         self._names = names
-        self._next = self._FIRST
+        self._next = FIRST
 
     def __call__(self, rank: int, waited: float) -> None:
         self._membership.raise_if_gone()
         if waited < 1.0:
-            self._next = self._FIRST
+            self._next = FIRST
         elif waited >= self._next:
-            self._next = waited + self._AGAIN
-            log.warning(
-                "waiting for %s, %.0f s: it lives, but has not come to this step; slow data, a "
-                "breakpoint, or a loop of another length there? `py-spy dump` shows where it is.",
-                self._names[rank], waited,
-            )  # fmt: skip
+            self._next = waited + AGAIN
+            say_late(self._names[rank], waited)
 
 
 def sit(seat: Seat, membership: Membership, store: Store | None = None) -> Replica:
@@ -152,7 +145,9 @@ def _connect(
     backend = "nccl" if seat.ground.nccl else "gloo"
     assert rendezvous is not None
     store = c10d.PrefixStore(name, rendezvous)
-    meeting = Meeting(store, seat.interface, PATIENCE, membership.raise_if_trouble)
+    meeting = Meeting(
+        store, seat.interface, PATIENCE, membership.raise_if_trouble, seat.names
+    )
     arguments = (seat.rank, seat.size, backend, meeting, membership)
     if isinstance(op, HierarchicalCopyAllReduce):
         layered = HierarchicalCollective(*arguments)

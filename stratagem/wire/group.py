@@ -8,7 +8,8 @@ wrap models in DDP. Sixteen-bit tensors travel as they are and are added up in f
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from stratagem.wire.collective import Pending
+from stratagem.wire.lateness import Lateness
 
 _GLANCE = timedelta(milliseconds=200)
 HALF = (torch.float16, torch.bfloat16)
@@ -33,15 +35,23 @@ class Meeting:
     limit: timedelta
     #: called while waiting; raises when a member is in trouble
     watch: Callable[[], None]
+    #: every replica's name, by rank
+    names: tuple[str, ...] = ()
 
 
 class Group:
     """Some replicas, by their place in this group: 0 .. size-1."""
 
-    def __init__(self, name: str, rank: int, size: int, backend: str, meeting: Meeting) -> None:
+    def __init__(
+        self, name: str, rank: int, size: int, backend: str, meeting: Meeting,
+        members: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.size = rank, size
         self._backend, self._watch = backend, meeting.watch
+        self._turn = 0
         store = c10d.PrefixStore(name, meeting.store)
+        names = [meeting.names[r] for r in members or range(len(meeting.names))]
+        self._lateness = Lateness(store, rank, names)
         if backend == "nccl":
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = meeting.limit
@@ -58,6 +68,8 @@ class Group:
         Gloo itself would wait for a stopped peer until its time limit, and its `abort` wakes
         nobody. (For NCCL this only makes the GPU's stream wait.)
         """
+        self._turn += 1
+        started = time.monotonic()
         while self._backend == "gloo" and not work.is_completed():
             try:
                 work.wait(_GLANCE)
@@ -65,6 +77,7 @@ class Group:
                 if work.is_completed():
                     raise
                 self._watch()
+                self._lateness.waiting(self._turn, time.monotonic() - started)
         work.wait()
 
     def sum(self, flat: Tensor) -> Pending:

@@ -155,11 +155,11 @@ class HierarchicalCollective(TorchCollective):
         index = next(i for i, pack in enumerate(packs) if self.rank in pack)
         pack = packs[index]
         self.pack = Group(
-            f"pack{index}", pack.index(self.rank), len(pack), self.backend, self.meeting
+            f"pack{index}", pack.index(self.rank), len(pack), self.backend, self.meeting, pack
         )
         leaders = [pack[0] for pack in packs]
         self.leaders = (
-            Group("leaders", index, len(leaders), self.backend, self.meeting)
+            Group("leaders", index, len(leaders), self.backend, self.meeting, leaders)
             if self.rank in leaders
             else None
         )

@@ -457,8 +457,8 @@ fit(4000, "three")
     assert len(everybody) == 2, "a zygote and one follower"
     assert not set(before[1:]) & set(everybody), "the interrupted follower lives on"
     ends_by(last, script, everybody)
-    if last == signal.SIGINT:
-        assert script.err.rstrip().endswith("KeyboardInterrupt")
+    assert script.err.count("Traceback") == (last == signal.SIGINT), "one, and the script's own"
+    assert script.err.rstrip().endswith("KeyboardInterrupt") == (last == signal.SIGINT)
 
 
 def ends_by(number: signal.Signals, script: Script, everybody: list[int]) -> None:

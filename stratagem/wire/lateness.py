@@ -1,0 +1,52 @@
+"""Who is late: those who wait write down how far they are; whoever has not is waited for.
+
+Gloo does not say whom a collective waits for. Only after some seconds of waiting, and only then,
+the replicas that wait leave a line in the store that they met at.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+log = logging.getLogger("stratagem")
+
+FIRST, AGAIN, SETTLE = 5.0, 10.0, 1.0  # seconds: first line, next lines, time for others to sign
+
+
+def say_late(who: str, waited: float) -> None:
+    """One line about a replica that lives but has not come."""
+    log.warning(
+        "waiting for %s, %.0f s: it lives, but has not come to this step; slow data, a "
+        "breakpoint, or a loop of another length there? `py-spy dump` shows where it is.",
+        who, waited,
+    )  # fmt: skip
+
+
+class Lateness:
+    """One replica's view of one group; `names` are the group's members by rank."""
+
+    def __init__(self, store: Any, rank: int, names: Sequence[str]) -> None:
+        self._store, self._rank, self._names = store, rank, names
+        self._signed = -1
+        self._next = FIRST
+
+    def waiting(self, turn: int, waited: float) -> None:
+        """Called now and then by a replica that waits in operation number `turn`."""
+        if waited < FIRST:
+            self._next = FIRST + SETTLE
+            return
+        if self._signed != turn:
+            self._signed = turn
+            self._store.set(f"waits-{self._rank}", str(turn))
+        if waited >= self._next:
+            self._next = waited + AGAIN
+            late = [name for rank, name in enumerate(self._names) if self._is_late(rank, turn)]
+            say_late(", ".join(late) or "the network", waited)
+
+    def _is_late(self, rank: int, turn: int) -> bool:
+        if rank == self._rank:
+            return False
+        key = f"waits-{rank}"
+        return not self._store.check([key]) or int(self._store.get(key)) < turn
