@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tests wait for processes more than they compute: three at a time suit two cores.
+JOBS ?= 3
 
 .PHONY: help demo test lint bench clean
 
@@ -27,7 +29,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 bench: $(READY)
 	$(BIN)/python benchmarks/one_replica/bench.py

@@ -64,8 +64,10 @@ def network() -> nn.Module:
 
 def settle() -> int:
     """On every replica: full 32-bit floats on a GPU, too. Returns the threads it may use."""
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.deterministic = True
+    from torch.backends import cudnn  # inside: a function of a script cannot take it along
+
+    cudnn.allow_tf32 = False
+    cudnn.deterministic = True
     return torch.get_num_threads()
 
 

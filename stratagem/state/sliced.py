@@ -72,7 +72,7 @@ class SlicedUpdate:
 
     def add_up(self) -> Tensor:
         """Wait for every replica's gradients; returns the notes added up."""
-        self.collective.barrier()
+        self.collective.meet("gradient")
         return self._notes.sum(0)
 
     def step(self, scale: float, clip_norm: float | None, clip_value: float | None) -> None:
@@ -86,13 +86,13 @@ class SlicedUpdate:
             self._total.clamp_(-clip_value, clip_value)
         self._leave_out_unused()
         self.twin.step()
-        self.collective.barrier()
+        self.collective.meet("update")
 
     def _clip(self, limit: float) -> None:
         """By the norm of the whole gradient, which every replica learns from all slices."""
         norms = self._norms.rows
         norms[self.collective.rank][0] = self._total.double().square().sum()
-        self.collective.barrier()
+        self.collective.meet("gradient")
         norm = sum(float(row[0]) for row in norms) ** 0.5
         if norm > limit:
             self._total.mul_(limit / (norm + 1e-6))

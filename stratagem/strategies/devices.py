@@ -32,7 +32,7 @@ def canonical(name: str | torch.device) -> str:
             f"{str(name)!r} is not a device; present here: {_listing()}. "
             'Write "/gpu:0", "cuda:0" or "cpu:0".'
         )
-    return f"{kind}:{match['index'] or 0}"
+    return f"{kind}:{int(match['index'] or 0)}"
 
 
 def resolve(names: Iterable[str | torch.device] | str | None) -> tuple[str, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from stratagem.wire.segment import Segment
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.torch_dist import HierarchicalCollective, OneDeviceCollective, TorchCollective
 
+T = TypeVar("T")
 _TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 #: how long one collective may take; a dead or stopped peer is noticed by the membership long before
@@ -103,16 +106,58 @@ class Watchman:
             say_late(self._names[rank], waited)
 
 
+class _Eye:
+    """Looks up while a process group waits.
+
+    A member that has left may still have bytes on their way, so its absence counts only after a
+    while.
+    """
+
+    _ON_THEIR_WAY = 2.0
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def __call__(self, waited: float) -> None:
+        self._membership.raise_if_trouble()
+        if waited > self._ON_THEIR_WAY:
+            self._membership.raise_if_gone()
+
+
+def attentively(make: Callable[[], T], watch: Callable[[], None]) -> T:
+    """Run what waits inside torch, deaf to Ctrl-C and to dead peers, in a thread of its own."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(make())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="stratagem-meeting", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)
+        watch()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
 def sit(seat: Seat, membership: Membership, store: Store | None = None) -> Replica:
     """Take the seat: connect to the others. Collective."""
     device = place(seat.devices[seat.rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
         limit_memory(device)
-    rendezvous = store.store if store is not None else _visit(seat.store)
+    watch = membership.raise_if_trouble
+    rendezvous = (
+        store.store if store is not None else attentively(lambda: _visit(seat.store), watch)
+    )
 
     def connect(name: str, op: CrossDeviceOps) -> Collective:
-        return _connect(seat, name, op, membership, rendezvous)
+        return attentively(lambda: _connect(seat, name, op, membership, rendezvous), watch)
 
     collective = connect("main", seat.op)
     return Replica(
@@ -145,9 +190,7 @@ def _connect(
     backend = "nccl" if seat.ground.nccl else "gloo"
     assert rendezvous is not None
     store = c10d.PrefixStore(name, rendezvous)
-    meeting = Meeting(
-        store, seat.interface, PATIENCE, membership.raise_if_trouble, seat.names
-    )
+    meeting = Meeting(store, seat.interface, PATIENCE, _Eye(membership), seat.names)
     arguments = (seat.rank, seat.size, backend, meeting, membership)
     if isinstance(op, HierarchicalCopyAllReduce):
         layered = HierarchicalCollective(*arguments)

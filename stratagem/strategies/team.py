@@ -321,12 +321,10 @@ class Team:
         if os.getpid() != self._owner:
             return  # a forked child (a DataLoader's worker) must not touch its parent's replicas
         with self._lock:
-            if self._local is not None:
-                self._local.leave()  # first, or the cluster takes our followers' end for a death
-            self._end()
             if self._cluster is not None:
-                self._cluster.leave()
+                self._cluster.leave()  # first, or the others take our followers' end for a death
                 self._cluster = None
+            self._end()
 
 
 def _same_operation(ops: list[str], members: Sequence[Member]) -> None:

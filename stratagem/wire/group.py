@@ -33,8 +33,8 @@ class Meeting:
     store: Any
     hostname: str
     limit: timedelta
-    #: called while waiting; raises when a member is in trouble
-    watch: Callable[[], None]
+    #: called with the seconds waited so far; raises when a member is in trouble
+    watch: Callable[[float], None]
     #: every replica's name, by rank
     names: tuple[str, ...] = ()
 
@@ -76,8 +76,9 @@ class Group:
             except RuntimeError:
                 if work.is_completed():
                     raise
-                self._watch()
-                self._lateness.waiting(self._turn, time.monotonic() - started)
+                waited = time.monotonic() - started
+                self._watch(waited)
+                self._lateness.waiting(self._turn, waited)
         work.wait()
 
     def sum(self, flat: Tensor) -> Pending:

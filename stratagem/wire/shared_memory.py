@@ -23,11 +23,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from stratagem.errors import UsageError
 from stratagem.wire.collective import Collective, Pending
 from stratagem.wire.segment import Segment, aligned
 
 _INLINE = 1 << 16  # bytes of a message that fit into a mailbox; larger ones get their own segment
 _WORDS = 8  # one cache line of flags per replica
+#: what replicas may meet for; the place in this list rides on every arrival
+_MEETINGS = ("barrier", "reduction", "gather", "broadcast", "table", "gradient", "update")
+_KINDS = 8
 _SPIN, _DOZE = 200e-6, 20e-6  # seconds
 Watch = Callable[[int, float], None]
 _HALF = (torch.float16, torch.bfloat16)
@@ -85,13 +89,25 @@ class SharedMemoryCollective(Collective):
         return size * (_WORDS * 8 + _INLINE) + aligned(size * 8)
 
     def barrier(self) -> None:
-        self._turn += 1
+        self.meet("barrier")
+
+    def meet(self, what: str) -> None:
+        """Wait for everybody, and make sure that all came for the same thing."""
+        self._turn += _KINDS
         turn, flags = self._turn, self._flags
+        mark = turn + _MEETINGS.index(what)
         self._order_writes()
-        flags[self.rank * _WORDS] = turn
+        flags[self.rank * _WORDS] = mark
         for other in range(self.size):
             if flags[other * _WORDS] < turn:
                 self._await(other, turn)
+            found = flags[other * _WORDS]
+            if found != mark and found < turn + _KINDS:  # one further on has checked for itself
+                raise UsageError(
+                    f"replica {self.rank} is at a {what} where replica {other} is at a "
+                    f"{_MEETINGS[found - turn]}: they run different code, or loops with another "
+                    "number of steps or number of epochs. Every replica must do the same."
+                )
         self._order_writes()
 
     def _await(self, rank: int, turn: int) -> None:
@@ -132,7 +148,7 @@ class SharedMemoryCollective(Collective):
         handle = self._share_handle(segment)
         if segment is None:
             segment = Segment.attach(handle)
-        self.barrier()
+        self.meet("table")
         return Table(segment, rows, count, dtype)
 
     def table_of(self, row: Tensor) -> Table:
@@ -158,7 +174,7 @@ class SharedMemoryCollective(Collective):
 
     def _reduce(self, table: Table, weight: float) -> None:
         self._weights[self.rank] = weight
-        self.barrier()
+        self.meet("reduction")
         start, end = slices(table.count, self.size)[self.rank]
         if end > start:
             wide = torch.float32 if table.rows[0].dtype in _HALF else table.rows[0].dtype
@@ -166,23 +182,23 @@ class SharedMemoryCollective(Collective):
             sum_rows(table, start, self._weights.tolist(), total)
             for row in table.rows:
                 row[start:end].copy_(total)
-        self.barrier()
+        self.meet("reduction")
 
     # --- messages ---------------------------------------------------------------------------
 
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
         keep = self._post(data)
-        self.barrier()
+        self.meet("gather")
         received = [self._fetch(rank) for rank in range(self.size)]
-        self.barrier()
+        self.meet("gather")
         del keep
         return received
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
         keep = self._post(data) if data is not None and self.rank == source else None
-        self.barrier()
+        self.meet("broadcast")
         received = self._fetch(source)
-        self.barrier()
+        self.meet("broadcast")
         del keep
         return received
 
@@ -214,7 +230,7 @@ class SharedMemoryCollective(Collective):
     def _share_handle(self, segment: Segment | None) -> str:
         if segment is not None:
             self._post_text(segment.handle)
-        self.barrier()
+        self.meet("table")
         return self._read_text(0)
 
     def _post_text(self, text: str) -> None:

@@ -114,8 +114,10 @@ class TorchCollective(Collective):
         try:
             return action()
         except ReplicaError:
+            self._abort()  # what is under way will never end
             raise
         except RuntimeError as error:
+            self._abort()
             trouble = self.membership.await_trouble(2.0)
             if trouble is not None:
                 raise trouble.error() from error

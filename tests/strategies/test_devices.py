@@ -76,7 +76,6 @@ def test_one_device_twice(names: list[str]) -> None:
         resolve(names)
 
 
-@pytest.mark.xfail(strict=True, reason="canonical() keeps an index as it was written")
 @pytest.mark.parametrize(
     ("name", "expected"), [("cpu:00", "cpu:0"), ("cuda:01", "cuda:1"), ("cpu:٣", "cpu:3")]
 )

@@ -138,7 +138,7 @@ def test_own_loop_on_the_gpu() -> None:
 def test_nccl_group_of_one() -> None:
     """NCCL refuses two ranks on one GPU; a group of one still shows that our calls fit its API."""
     store = Store("127.0.0.1")
-    meeting = Meeting(store.store, "127.0.0.1", timedelta(seconds=60), lambda: None)
+    meeting = Meeting(store.store, "127.0.0.1", timedelta(seconds=60), lambda waited: None)
     group = Group("alone", 0, 1, "nccl", meeting)
     group.size = 2  # else every operation returns at once
     flat = torch.arange(10.0, device="cuda")
