@@ -25,7 +25,7 @@ _HOMES = {
     "stratagem.strategies.mirrored": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
     "stratagem.strategies.replica": ["Replica", "current_replica"],
     "stratagem.strategies.strategy": ["Strategy", "get_strategy"],
-    "stratagem.strategies.team": ["Patience"],
+    "stratagem.strategies.agreement": ["Patience"],
 }  # fmt: skip
 _WHERE = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = {"callbacks": "stratagem.frontends.callbacks"}
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     )
     from stratagem.frontends import callbacks as callbacks
     from stratagem.frontends.model import Model as Model
+    from stratagem.strategies.agreement import Patience as Patience
     from stratagem.strategies.cross_device import (
         CrossDeviceOps as CrossDeviceOps,
     )
@@ -97,7 +98,6 @@ if TYPE_CHECKING:
     from stratagem.strategies.replica import current_replica as current_replica
     from stratagem.strategies.strategy import Strategy as Strategy
     from stratagem.strategies.strategy import get_strategy as get_strategy
-    from stratagem.strategies.team import Patience as Patience
 
 __all__ = ["__version__", *sorted([*_WHERE, *_MODULES])]
 

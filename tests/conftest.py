@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 torch.set_num_threads(1)  # replicas on few cores fight each other otherwise
-
-
-def _ours() -> set[int]:
-    """Zygotes and followers on this machine."""
-    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
-    return {
-        int(line.split(None, 1)[0])
-        for line in listing.stdout.splitlines()
-        if "stratagem.replicas.zygote" in line
-    }
 
 
 def _shared_files() -> set[str]:
@@ -34,9 +23,3 @@ def nothing_in_shared_memory() -> Iterator[None]:
     yield
     left = _shared_files() - before
     assert not left, f"left in shared memory: {left}"
-
-
-@pytest.fixture
-def processes() -> Iterator[set[int]]:
-    """Zygotes that ran before the test; use `_ours` through this to look for new ones."""
-    yield _ours()

@@ -12,10 +12,11 @@ from stratagem.cluster.spec import Place
 from stratagem.codecs.reducer import wire_type
 from stratagem.errors import UsageError
 from stratagem.strategies import cross_device, devices
+from stratagem.strategies.agreement import Patience
 from stratagem.strategies.cross_device import CrossDeviceOps
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.strategy import Strategy
-from stratagem.strategies.team import Patience, Team
+from stratagem.strategies.team import Team
 
 
 class MirroredStrategy(Strategy):

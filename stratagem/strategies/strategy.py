@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
+from stratagem.strategies.agreement import Patience
 from stratagem.strategies.prepare import Prepared, prepare
 from stratagem.strategies.replica import Replica, combine, current_replica
 from stratagem.strategies.settings import Settings
-from stratagem.strategies.team import Patience, Team
+from stratagem.strategies.team import Team
 
 _scopes: list[Strategy] = []
 _open: weakref.WeakSet[Strategy] = weakref.WeakSet()

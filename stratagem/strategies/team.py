@@ -19,35 +19,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from stratagem.cluster.handshake import job_secret
 from stratagem.cluster.membership import Member, Membership, Trouble
-from stratagem.cluster.rendezvous import form
 from stratagem.cluster.spec import Place
-from stratagem.errors import ClusterError, ReplicaError, ReplicaFailed, ReplicaLost, UsageError
+from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, UsageError
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool, ZygoteProcess
-from stratagem.strategies import cross_device
-from stratagem.strategies.cross_device import CrossDeviceOps, Ground, SharedMemoryAllReduce
-from stratagem.strategies.devices import identity
+from stratagem.strategies.agreement import Offer, Party, Patience, agree
+from stratagem.strategies.cross_device import CrossDeviceOps
 from stratagem.strategies.replica import Replica, current_replica, set_current
-from stratagem.strategies.seat import Seat, Store, sit
-from stratagem.wire.segment import Segment, host_identity
-from stratagem.wire.shared_memory import SharedMemoryCollective
-
-log = logging.getLogger("stratagem")
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long to wait: for tasks to arrive, and for one that stopped answering."""
-
-    arrive: float = 300.0
-    answer: float = 60.0
+from stratagem.strategies.seat import Seat, sit
 
 
 class _Local(Membership):
@@ -79,14 +63,14 @@ class Team:
         inside: bool = False,
     ) -> None:
         self.devices = tuple(devices)
-        self.op = op
         self.place = place
         self.patience = patience
+        self._party = Party(self.devices, op, place, patience)
         self.replica: Replica | None = None
         self._pool: Pool | None = None
         self._cluster: Membership | None = None
         self._local: Membership | None = None
-        self._keep: list[Any] = []
+        self._offer = Offer()
         self._threads = 0
         self._lock = threading.RLock()
         self._owner = os.getpid()
@@ -113,9 +97,9 @@ class Team:
 
     def _start(self) -> Replica:
         if self._cluster is None:
-            self._cluster = self._join_cluster()
+            self._cluster = self._party.join()
         self._cluster.raise_if_trouble()
-        seat, store = self._agree(self._cluster)
+        seat, self._offer = agree(self._party, self._cluster)
         self._threads = seat.threads
         others = range(seat.rank + 1, seat.rank + len(self.devices))
         membership = self._cluster
@@ -127,23 +111,12 @@ class Team:
                 _sit_down, [(seat.of(rank), membership.members, give_up) for rank in others],
                 membership.raise_if_trouble,
             )  # fmt: skip
-        replica = sit(seat, membership, store)
-        self._keep.append(store)
+        replica = sit(seat, membership, self._offer.store)
         replica.barrier()  # nobody may let go of what the others are about to map
         if self._pool is not None:
             self._check(self._pool.collect(membership.raise_if_trouble))
         self.size = seat.size
         return replica
-
-    def _join_cluster(self) -> Membership:
-        if self.place is None:
-            return Membership.alone()
-        spec = self.place.spec
-        secret = job_secret(os.environ, spec.to_json())
-        return form(
-            spec, self.place.task, secret=secret,
-            limit=self.patience.arrive, give_up=self.patience.answer,
-        )  # fmt: skip
 
     def _open_local(self, seat: Seat) -> Membership:
         assert self._pool is not None and self._cluster is not None
@@ -158,72 +131,6 @@ class Team:
             self._cluster.on_trouble(local.announce)
             local.on_trouble(self._cluster.announce)
         return local
-
-    def _agree(self, cluster: Membership) -> tuple[Seat, Store | None]:
-        """Tell each other what each process brings; the chief offers the meeting places."""
-        facts = cluster.exchange(
-            {"devices": list(self.devices), "host": host_identity(),
-             "places": [identity(device) for device in self.devices]}, self.patience.arrive,
-        )  # fmt: skip
-        devices = [str(d) for fact in facts for d in _strings(fact["devices"])]
-        hosts = [str(fact["host"]) for fact in facts for _ in _strings(fact["devices"])]
-        first = sum(len(_strings(fact["devices"])) for fact in facts[: cluster.rank])
-        places = [p for fact in facts for p in _strings(fact["places"])]
-        ground = Ground(
-            kinds=frozenset(device.partition(":")[0] for device in devices),
-            one_host=len(set(hosts)) == 1,
-            apart=len(set(zip(hosts, places, strict=True))) == len(places),
-        )
-        op = self._choose(ground)
-        store, control = self._offer(cluster, op, len(devices))
-        choice = "auto" if self.op == "auto" else repr(op)
-        offers = cluster.exchange(
-            {"store": store and store.address, "control": control, "op": choice},
-            self.patience.arrive,
-        )
-        _same_operation([str(offer["op"]) for offer in offers], cluster.members)
-        told = offers[0]
-        names = _names(self.place, [len(_strings(fact["devices"])) for fact in facts])
-        here = hosts.count(hosts[first])
-        seat = Seat(
-            rank=first, leader=first, names=names, devices=tuple(devices), hosts=tuple(hosts),
-            ground=ground, op=op, interface=self._interface(), segment=_text(told["control"]),
-            store=_text(told["store"]),
-            threads=_threads(ground, here),
-        )  # fmt: skip
-        return seat, store
-
-    def _choose(self, ground: Ground) -> CrossDeviceOps:
-        if isinstance(self.op, CrossDeviceOps):
-            cross_device.check(self.op, ground)
-            return self.op
-        return cross_device.possible(ground)[0]
-
-    def _offer(
-        self, cluster: Membership, op: CrossDeviceOps, size: int
-    ) -> tuple[Store | None, str | None]:
-        """What the chief provides: a store to meet at, a control block in shared memory."""
-        if cluster.rank != 0 or size == 1:
-            return None, None
-        shared = isinstance(op, SharedMemoryAllReduce)
-        store = Store(self._interface()) if self.op == "auto" or not shared else None
-        if not shared:
-            return store, None
-        control = Segment(SharedMemoryCollective.control_size(size))
-        self._keep.append(control)
-        return store, control.handle
-
-    def _interface(self) -> str:
-        """The address of this host through which the others of the cluster reach it."""
-        if self.place is None or len(self.place.spec.training_tasks()) == 1:
-            return "127.0.0.1"
-        host, _, port = self.place.chief_address.rpartition(":")
-        family, _, _, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing; asks the routing table
-            return str(probe.getsockname()[0])
 
     # --- running ----------------------------------------------------------------------------
 
@@ -313,7 +220,7 @@ class Team:
         if self._local is not None:
             self._local.leave()
             self._local = None
-        self._keep.clear()
+        self._offer = Offer()
         return status
 
     def close(self) -> None:
@@ -325,41 +232,6 @@ class Team:
                 self._cluster.leave()  # first, or the others take our followers' end for a death
                 self._cluster = None
             self._end()
-
-
-def _same_operation(ops: list[str], members: Sequence[Member]) -> None:
-    """Refuse what would have every task wait at another door."""
-    if len(set(ops)) > 1:
-        each = ", ".join(f"{member.name} {op}" for member, op in zip(members, ops, strict=True))
-        raise ClusterError(
-            f"the tasks do not add gradients up in the same way: {each}. Give every task the same "
-            "cross_device_ops (communication)."
-        )
-
-
-def _threads(ground: Ground, replicas_here: int) -> int:
-    """Threads a replica, so that CPU replicas of one machine do not fight; 0 leaves torch alone."""
-    if ground.kinds != {"cpu"} or replicas_here == 1:
-        return 0
-    return max(1, (os.cpu_count() or 1) // replicas_here)
-
-
-def _strings(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else []
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _names(place: Place | None, counts: list[int]) -> tuple[str, ...]:
-    if place is None:
-        return tuple(f"replica {i}" for i in range(sum(counts)))
-    names = []
-    for task, count in zip(place.spec.training_tasks(), counts, strict=True):
-        names.append(str(task))
-        names += [f"{task} replica {i}" for i in range(1, count)]
-    return tuple(names)
 
 
 def _epitaph(member: Member, status: int | None) -> str:
