@@ -23,16 +23,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.replicas.scripts import (
-    ROOT,
-    Nursery,
-    Script,
-    family,
-    free_ports,
-    nursery,
-    runs,
-    wait_for,
-)
+from tests.replicas.scripts import ROOT, Nursery, Script, free_ports, nursery, wait_for
 from tests.support import by_hand, data, distance, mlp
 
 pytestmark = pytest.mark.timeout(90)
@@ -412,11 +403,8 @@ def test_a_script_fails_between_two_fits(two: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("how", "then"),
-    [
-        (None, "exit"), ("ring", "exit"),
-        (None, "live on"), ("ring", "live on"),
-    ],
-)  # fmt: skip
+    [(None, "exit"), ("ring", "exit"), (None, "live on"), ("ring", "live on")],
+)
 def test_a_worker_leaves_early(two: Cluster, how: str | None, then: str) -> None:
     """By the end of its script, or by closing its strategy and doing something else."""
     everybody = two.all(
@@ -473,26 +461,6 @@ def test_a_worker_is_stopped_and_woken(scripts: Nursery, tmp_path: Path) -> None
     for how in BOTH:
         for i in range(2):
             assert distance(alone(), weights(tmp_path / f"{how}-{i}.pt")) < 1e-6
-
-
-def test_a_killed_worker_leaves_no_process(two: Cluster) -> None:
-    """With replicas of its own; the chief, with none, is free at once."""
-    chief, worker = two.all(
-        """
-        strategy = sg.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"][: me + 1])
-        print("up")
-        try:
-            train(strategy, loss=Act(1, lambda: time.sleep(60)))
-        except sg.ReplicaLost as error:
-            explain(error)
-        """
-    )
-    worker.says("now", 40)
-    everybody = family(worker.pid)
-    assert len(everybody) == 2, "a zygote and one follower"
-    worker.signal(signal.SIGKILL)
-    assert chief.says("raised ReplicaLost about worker 1 ::") < SOON
-    wait_for(lambda: not any(runs(pid) for pid in everybody), SOON)
 
 
 # --- torchrun ------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def test_a_huge_claim_is_refused_before_memory_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [object(), {1: 2}, torch.zeros(2, 2).to_sparse(), {"a": {3}}], ids=repr
+    "odd", [object(), {1: 2}, torch.zeros(2, 2).to_sparse(), {"a": {3}}],
+    ids=["object", "number as key", "sparse", "set"],
 )
 def test_what_cannot_travel_is_refused_with_a_sentence(odd: Any) -> None:
     with pytest.raises(NotDistributable, match="travel"):
