@@ -29,12 +29,14 @@ class GradientExchange:
 
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], replica: Replica, reducer: Reducer,
-        *, notes: int = 0, every_backward: bool = False,
+        *, notes: int = 0, every_backward: bool = False, sums: bool = False,
     ) -> None:  # fmt: skip
         self.replica = replica
         self.reducer = reducer
         #: reduce at the end of every backward pass, for loops that are not ours
         self.every_backward = every_backward
+        #: shares weigh 1 instead of adding up to 1, so that a reduced gradient cannot be added to
+        self._sums = sums
         #: set to False for the backward passes that only accumulate
         self.armed = True
         params = [p for _, p in named if p.requires_grad]
@@ -68,10 +70,20 @@ class GradientExchange:
                 "a parameter has sparse gradients (nn.Embedding(sparse=True)?), which this "
                 "strategy cannot add up; use sparse=False."
             )
+        if self._sums and self._is_reduced(index, param):
+            raise NotDistributable(
+                'gradients are accumulated over several backward passes with loss_reduction="sum", '
+                "which cannot be added up exactly; use a mean loss, or step after each backward."
+            )
         self._fired[index] = True
         self.buckets.take(index, param)  # type: ignore[arg-type]
         if self._overlaps:
             self._send(self.buckets.full())
+
+    def _is_reduced(self, index: int, param: Tensor) -> bool:
+        """Whether an earlier pass has already been added up into this gradient."""
+        grad = param.grad
+        return grad is not None and grad.data_ptr() == self.buckets.views[index].data_ptr()
 
     def _begin(self) -> None:
         self._open = True

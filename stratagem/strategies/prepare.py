@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -14,6 +17,9 @@ from stratagem.strategies import setup, sync_batchnorm
 from stratagem.strategies.exchange import GradientExchange
 from stratagem.strategies.replica import Replica
 from stratagem.strategies.settings import Settings
+
+#: what takes the hooks off a model again, so that it can be prepared anew
+_undo: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
 
 
 class Prepared(NamedTuple):
@@ -38,11 +44,14 @@ def prepare(
     setup.align(model, replica)
     setup.roll_own_dice(replica)
     reducer = setup.choose_reducer(list(model.parameters()), replica, settings)
-    if settings.sync_batchnorm:
-        sync_batchnorm.install(model, replica)
-    GradientExchange(list(model.named_parameters()), replica, reducer, every_backward=True)
-    share = replica.share
     sums = loss_reduction == "sum"
+    _undo.pop(model, lambda: None)()
+    unsync = sync_batchnorm.install(model, replica) if settings.sync_batchnorm else None
+    exchange = GradientExchange(
+        list(model.named_parameters()), replica, reducer, every_backward=True, sums=sums
+    )
+    _undo[model] = partial(_take_away, exchange, unsync)
+    share = replica.share
     share.set(1, replica.count, 1.0 if sums else None)
     if loader is None:
         return Prepared(model, optimizer, None)
@@ -60,6 +69,12 @@ def prepare(
         )
     shares = ShareLoader(loader, replica.collective, announce, at_end)
     return Prepared(model, optimizer, _on_device(shares, replica))
+
+
+def _take_away(exchange: GradientExchange, unsync: Callable[[], None] | None) -> None:
+    exchange.close()
+    if unsync is not None:
+        unsync()
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

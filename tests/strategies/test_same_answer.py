@@ -460,3 +460,34 @@ def test_own_loop_with_unused_parameters(several: sg.MirroredStrategy) -> None:
     for replica in several.run(lambda: own_loop(several, start, x, y, shuffle=False, batch=20)):
         assert distance(alone, replica) < 5e-6
         assert torch.equal(replica.never.weight, start.never.weight)
+
+
+def test_a_module_prepared_again(two: sg.MirroredStrategy) -> None:
+    """In a second run the chief's module is the same object: its old hooks must be gone."""
+    x, y = data(64)
+    start = mlp()
+
+    def train() -> nn.Module:
+        optimizer = torch.optim.SGD(start.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(x, y), batch_size=16)
+        model, optimizer, loader = two.prepare(start, optimizer, loader)
+        for a, b in loader:
+            F.cross_entropy(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    alone = by_hand(
+        start, lambda p: torch.optim.SGD(p, lr=0.1), F.cross_entropy, x, y, batch=16, epochs=2
+    )
+    two.run(train)
+    for replica in two.run(train):
+        assert distance(alone, replica) < 2e-6
+
+
+def test_accumulating_summed_losses_is_refused(two: sg.MirroredStrategy) -> None:
+    x, y = data(40)
+    with pytest.raises(sg.NotDistributable, match="loss_reduction"):
+        two.run(
+            lambda: own_loop(two, mlp(), x, y, shuffle=False, batch=10, accumulate=2, sum_loss=True)
+        )
