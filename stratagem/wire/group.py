@@ -75,7 +75,7 @@ class Group:
                 work.wait(_GLANCE)
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    break  # meanwhile; the last wait below tells how it went
                 waited = time.monotonic() - started
                 self._watch(waited)
                 self._lateness.waiting(self._turn, waited)

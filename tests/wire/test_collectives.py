@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 import stratagem as sg
+from stratagem.strategies.seat import Store
 from stratagem.wire.collective import Collective
+from stratagem.wire.group import Group, Meeting
 from tests.support import strategy
 
 pytestmark = pytest.mark.timeout(60)
@@ -214,3 +217,32 @@ def test_many_reductions_give_the_same_bits(several: sg.MirroredStrategy) -> Non
     start = sum(part(rank, 4097, torch.float32).double() for rank in range(count)) / count
     drift = 100 * 1e-3 * sum(range(count)) / count
     assert torch.allclose(results[0].double(), start + drift, rtol=1e-4)
+
+
+class Work:
+    """A process group's work that ends just after a glance at it has timed out."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error, self.ended = error, False
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if not self.ended:
+            self.ended = True
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize("error", [None, "Connection closed by peer"])
+def test_work_that_ends_between_two_looks(error: str | None) -> None:
+    """Rare on an idle machine, and fatal: a reduction that succeeded must not end the training."""
+    meeting = Meeting(Store("127.0.0.1").store, "127.0.0.1", timedelta(seconds=9), lambda _: None)
+    group = Group("alone", 0, 1, "gloo", meeting)
+    if error is None:
+        group.wait(Work(None))
+    else:
+        with pytest.raises(RuntimeError, match=error):
+            group.wait(Work(error))
