@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stratagem.errors import UsageError
+from stratagem.errors import ReplicaError, UsageError
 from stratagem.wire.collective import Collective, Pending
 from stratagem.wire.segment import Segment, aligned
 
@@ -128,7 +128,15 @@ class SharedMemoryCollective(Collective):
             else:
                 time.sleep(_DOZE)
             if tries % 64 == 0:
-                self._watch(rank, waited)
+                self._look_up(rank, turn, waited)
+
+    def _look_up(self, rank: int, turn: int, waited: float) -> None:
+        """Ask after the peer; one that arrived meanwhile and then left is no trouble of ours."""
+        try:
+            self._watch(rank, waited)
+        except ReplicaError:
+            if self._flags[rank * _WORDS] < turn:
+                raise
 
     def _order_writes(self) -> None:
         """Tensors written before a flag must be seen before it; x86 promises that by itself."""

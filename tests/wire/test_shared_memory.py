@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.errors import UsageError
+from stratagem.errors import ReplicaLost, UsageError
 from stratagem.wire.segment import Segment, host_identity
-from stratagem.wire.shared_memory import Table, slices, sum_rows
+from stratagem.wire.shared_memory import SharedMemoryCollective, Table, slices, sum_rows
 
 
 @given(st.integers(0, 5000), st.integers(1, 40))
@@ -72,3 +72,22 @@ def test_nothing_is_left_when_the_owner_lets_go() -> None:
 
 def test_identity_of_a_host_is_stable() -> None:
     assert host_identity() == host_identity()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("arrives", [True, False])
+def test_one_that_arrived_and_left_is_not_missed(arrives: bool) -> None:
+    control = Segment(SharedMemoryCollective.control_size(2))
+
+    def watch(rank: int, waited: float) -> None:
+        if arrives:
+            flags[rank * 8] = 8  # its arrival at the first meeting, a barrier
+        raise ReplicaLost("it left", "replica 1")
+
+    mine = SharedMemoryCollective(0, 2, control, watch)
+    flags = control.words(16)
+    if arrives:
+        mine.barrier()
+    else:
+        with pytest.raises(ReplicaLost):
+            mine.barrier()
