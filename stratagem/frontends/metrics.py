@@ -42,7 +42,8 @@ class FunctionMetric(torchmetrics.MeanMetric):
 
     def update(self, output: Any, target: Any) -> None:  # type: ignore[override]
         value = torch.as_tensor(self.function(output, target)).detach().float()
-        super().update(value, 1.0 if value.dim() else float(len(target)))
+        # As many values as examples: MeanMetric with nan_strategy="disable" ignores weights.
+        super().update(value if value.dim() else value.expand(len(target)))
 
 
 class MetricSet:

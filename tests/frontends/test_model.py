@@ -173,6 +173,7 @@ def test_metrics_of_every_kind(some: sg.Strategy) -> None:
             "f1": torchmetrics.F1Score("multiclass", num_classes=4),
             "auroc": torchmetrics.AUROC("multiclass", num_classes=4),
             "own": lambda output, target: (output.argmax(1) == target).float(),
+            "one number": lambda output, target: (output.argmax(1) == target).float().mean(),
         },
     )
     results = model.evaluate(x, y, batch_size=8)
@@ -180,6 +181,7 @@ def test_metrics_of_every_kind(some: sg.Strategy) -> None:
         output = model.module(x)
     assert results["accuracy"] == pytest.approx(float((output.argmax(1) == y).float().mean()))
     assert results["own"] == pytest.approx(results["accuracy"])
+    assert results["one number"] == pytest.approx(results["accuracy"])
     f1 = torchmetrics.functional.f1_score(output, y, "multiclass", num_classes=4)
     assert results["f1"] == pytest.approx(float(f1), abs=1e-6)
     auroc = torchmetrics.functional.auroc(output, y, "multiclass", num_classes=4)
