@@ -64,7 +64,7 @@ def test_garbage_raises_and_allocates_nothing(raw: bytes) -> None:
 def test_a_huge_claim_is_refused_before_memory_is_taken() -> None:
     data = encode(torch.zeros(4))
     text = bytes(data.tolist())
-    huge = text.replace(b"[4]", b"[9]").replace(b"[9]", b"[9]")
+    huge = text.replace(b"[4]", b"[9]")
     assert huge != text
     with pytest.raises(ValueError, match="claims"):
         decode(torch.frombuffer(bytearray(huge), dtype=torch.uint8))
