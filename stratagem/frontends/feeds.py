@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,9 +41,6 @@ class Portion:
 class Feed(Protocol):
     """A source of global batches."""
 
-    #: whether no other process is needed to read it
-    in_memory: ClassVar[bool]
-
     @property
     def steps(self) -> int | None:
         """Batches an epoch, None if unknown."""
@@ -68,7 +65,6 @@ class ArrayFeed:
     batch_size: int
     shuffle: bool = False
     seed: int = 0
-    in_memory: ClassVar[bool] = True
 
     @property
     def length(self) -> int:
@@ -110,7 +106,6 @@ class LoaderFeed:
 
     loader: DataLoader[Any] | None
     steps: int | None
-    in_memory: ClassVar[bool] = False
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         assert self.loader is not None
@@ -138,7 +133,6 @@ class StreamFeed:
 
     source: Iterable[Any] | None
     steps: int | None
-    in_memory: ClassVar[bool] = False
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         for batch in stream(_tensors(self.source), replica.collective):

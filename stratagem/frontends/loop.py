@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from stratagem.frontends.callbacks import CallbackList
 from stratagem.frontends.feeds import Feed, Portion
 from stratagem.frontends.steps import Recipe, Solo, Step, Tally, choose
-from stratagem.strategies import cores, setup
+from stratagem.strategies import setup
 from stratagem.strategies.replica import Replica, current_replica
 from stratagem.strategies.settings import Settings
 from stratagem.wire.tree import broadcast_tree, gather_tree
@@ -42,12 +41,6 @@ class Fit:
     #: whether callbacks read the optimizer's state at the end of an epoch
     wants_state: bool = False
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether no loader's worker processes will be started, which would inherit our core."""
-        feeds = (self.feed, self.validation)
-        return all(feed.in_memory for feed in feeds if feed is not None)
-
     def for_followers(self) -> Fit:
         """The same without what only the chief has."""
         validation = self.validation
@@ -67,10 +60,9 @@ def fit(job: Fit) -> None:
     job.feed.agree(replica)
     step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
     job.callbacks.train_begin()
-    with cores.held(replica) if job.in_memory else nullcontext():
-        for epoch in job.epochs:
-            if _epoch(job, step, replica, epoch):
-                break
+    for epoch in job.epochs:
+        if _epoch(job, step, replica, epoch):
+            break
     step.close()
     job.callbacks.train_end()
 

@@ -14,7 +14,7 @@ from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.rendezvous import form
 from stratagem.cluster.spec import Place
 from stratagem.errors import ClusterError
-from stratagem.strategies import cores, cross_device
+from stratagem.strategies import cross_device
 from stratagem.strategies.cross_device import CrossDeviceOps, Ground, SharedMemoryAllReduce
 from stratagem.strategies.devices import identity
 from stratagem.strategies.seat import Seat, Store
@@ -151,7 +151,8 @@ def _threads(ground: Ground, replicas_here: int) -> int:
     """Threads a replica, so that CPU replicas of one machine do not fight; 0 leaves torch alone."""
     if ground.kinds != {"cpu"} or replicas_here == 1:
         return 0
-    return max(1, len(cores.available()) // replicas_here)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (usable or 1) // replicas_here)
 
 
 def _names(place: Place | None, counts: list[int]) -> tuple[str, ...]:
