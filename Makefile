@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[dev,tensorboard,plots]"
+		-e ".[dev,keras,tensorboard,plots]"
 	@touch $@
 
 demo: $(READY)

@@ -107,6 +107,8 @@ def __getattr__(name: str) -> Any:
         value: Any = importlib.import_module(_MODULES[name])
     elif name in _WHERE:
         value = getattr(importlib.import_module(_WHERE[name]), name)
+        if _WHERE[name].startswith("stratagem.strategies."):
+            importlib.import_module("stratagem.frontends.keras.scope")  # it watches for scopes
     else:
         raise AttributeError(f"module 'stratagem' has no attribute {name!r}")
     globals()[name] = value

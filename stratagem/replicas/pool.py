@@ -32,7 +32,7 @@ main()
 #: imported while the user builds a model; making any optimizer imports torch._dynamo (1.6 s)
 _ALWAYS = ["torch", "torch._dynamo", "torchmetrics", "stratagem.replicas.follower"]
 #: slow imports that followers will need, too, once their owner has them
-_SLOW = ("stratagem", "torchmetrics")
+_SLOW = ("stratagem", "torchmetrics", "keras")
 
 
 def _worth_sharing() -> list[str]:
@@ -40,7 +40,15 @@ def _worth_sharing() -> list[str]:
     return sorted(
         name for name in sys.modules
         if name.partition(".")[0] in _SLOW and (name.startswith("stratagem.") or "." not in name)
+        and not (name.partition(".")[0] == "keras" and _has_cuda())
+        and not name.startswith("stratagem.frontends.keras")
     )  # fmt: skip
+
+
+def _has_cuda() -> bool:
+    """Importing Keras looks for GPUs, after which a forked child could not use them."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_available())
 
 
 def _path() -> list[str]:
@@ -58,7 +66,7 @@ class ZygoteProcess:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START.format(path=_path()), str(theirs.fileno()),
-             ",".join(_ALWAYS)],
+             ",".join([*_ALWAYS, *(name for name in _worth_sharing() if name == "keras")])],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         theirs.close()

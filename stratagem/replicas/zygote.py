@@ -54,6 +54,7 @@ class Zygote:
                 continue
             request = json.loads(data)
             if "fork" in request:
+                os.environ.update(_keras_settings(request["fork"]["environ"]))
                 for name in request["modules"]:
                     importlib.import_module(name)
                 self._reply({"pid": self._fork(request["fork"], fds)})
@@ -93,6 +94,11 @@ class Zygote:
                 os.kill(pid, signal.SIGKILL)
                 _, code = os.waitpid(pid, 0)
                 self.children[pid] = os.waitstatus_to_exitcode(code)
+
+
+def _keras_settings(environ: dict[str, str]) -> dict[str, str]:
+    """Keras reads its backend from the environment when it is imported."""
+    return {name: value for name, value in environ.items() if name.startswith("KERAS_")}
 
 
 def die_with_parent(parent: int) -> None:

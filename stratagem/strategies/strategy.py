@@ -7,7 +7,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,13 @@ from stratagem.strategies.settings import Settings
 from stratagem.strategies.team import Team
 
 _scopes: list[Strategy] = []
+#: front ends that must know when a scope opens; each returns what to hold open meanwhile
+_front_ends: list[Callable[[Strategy], AbstractContextManager[Any]]] = []
+
+
+def on_scope(enter: Callable[[Strategy], AbstractContextManager[Any]]) -> None:
+    """Have `enter` called, and its context held, whenever a scope is open."""
+    _front_ends.append(enter)
 _open: weakref.WeakSet[Strategy] = weakref.WeakSet()
 
 
@@ -56,11 +63,12 @@ class Strategy:
                 "a strategy's scope is open already, and another strategy's cannot be opened "
                 "inside it; close the first one (leave its `with` block) before."
             )
-        _scopes.append(self)
-        try:
+        with ExitStack() as held:
+            for enter in _front_ends:
+                held.enter_context(enter(self))
+            _scopes.append(self)
+            held.callback(_scopes.pop)
             yield self
-        finally:
-            _scopes.pop()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `fn(*args)` once on each replica of this process; returns their results in order.

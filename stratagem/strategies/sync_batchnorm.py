@@ -23,10 +23,12 @@ from stratagem.strategies.replica import Replica, Share
 from stratagem.wire.collective import Collective
 
 
-class _Norm(torch.autograd.Function):
+class GlobalNorm(torch.autograd.Function):
+    """Axis 1 is the channels'; returns the output, the global mean and the (biased) variance."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, room: _Room, share: Share
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, room: Room, share: Share
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, var, count = room.statistics(x, share.examples > 0)
         inv = torch.rsqrt(var + eps)
@@ -35,8 +37,9 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(xhat, weight, inv)
         ctx.room, ctx.weight_of_share, ctx.count = room, share.weight, count
         y = xhat * weight.to(room.dtype).view(shape) + bias.to(room.dtype).view(shape)
+        room.count = count
         ctx.mark_non_differentiable(mean, var)
-        return y.to(x.dtype), mean, var * (count / max(count - 1.0, 1.0))
+        return y.to(x.dtype), mean, var
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -54,13 +57,17 @@ class _Norm(torch.autograd.Function):
         return dx.to(grads[0].dtype), *d_parameters, None, None, None
 
 
-class _Room:
+class Room:
     """Storage for one layer's sums, made once: a row a replica forward, one row backward."""
 
-    def __init__(self, collective: Collective, layer: _BatchNorm, device: torch.device) -> None:
-        self.collective, self.channels = collective, layer.num_features
+    def __init__(
+        self, collective: Collective, channels: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.collective, self.channels = collective, channels
         #: the type of the sums: at least fp32
-        self.dtype = torch.float64 if _type(layer) is torch.float64 else torch.float32
+        self.dtype = torch.float64 if dtype is torch.float64 else torch.float32
+        #: values a channel in the last global batch
+        self.count = 0.0
         width = 2 * self.channels + 1
         self._rows = collective.buffer(collective.size * width, self.dtype, device)
         self._sums = collective.buffer(2 * self.channels, self.dtype, device)
@@ -107,7 +114,7 @@ def install(module: nn.Module, replica: Replica) -> Callable[[], None]:
         return lambda: None
     side = replica.beside()
     for layer in layers:
-        room = _Room(side, layer, replica.device)
+        room = Room(side, layer.num_features, _type(layer), replica.device)
         layer.__dict__["forward"] = _forward(layer, room, replica)
 
     def remove() -> None:
@@ -117,7 +124,7 @@ def install(module: nn.Module, replica: Replica) -> Callable[[], None]:
     return remove
 
 
-def _forward(layer: _BatchNorm, room: _Room, replica: Replica) -> Callable[[Tensor], Tensor]:
+def _forward(layer: _BatchNorm, room: Room, replica: Replica) -> Callable[[Tensor], Tensor]:
     plain = layer.forward
 
     def forward(x: Tensor) -> Tensor:
@@ -125,9 +132,9 @@ def _forward(layer: _BatchNorm, room: _Room, replica: Replica) -> Callable[[Tens
             return plain(x)
         weight = layer.weight if layer.affine else x.new_ones(layer.num_features)
         bias = layer.bias if layer.affine else x.new_zeros(layer.num_features)
-        norm: Any = _Norm.apply
+        norm: Any = GlobalNorm.apply
         y, mean, var = norm(x, weight, bias, layer.eps, room, replica.share)
-        _track(layer, mean, var)
+        _track(layer, mean, var * (room.count / max(room.count - 1.0, 1.0)))
         return y  # type: ignore[no-any-return]
 
     return forward

@@ -1,0 +1,377 @@
+"""The chief's side: Keras' own loop runs here, and every step of it is played by all replicas.
+
+    fit, evaluate, predict ...   the model's own methods, called while the other replicas listen
+    train_step, test_step ...    cut the batch, command the others, play the own share
+    metrics                      added up over the replicas when somebody outside a step reads them
+
+Data, shuffling, callbacks and the progress bar are Keras' business and happen once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import torch
+
+from stratagem.data.shard import count_rows, rows
+from stratagem.errors import NotDistributable
+from stratagem.frontends.keras import parcel
+from stratagem.frontends.keras.player import _PARTS, Player, serve
+from stratagem.replicas import follower, graph_pickle
+from stratagem.strategies.replica import Replica, current_replica
+from stratagem.strategies.settings import Settings
+from stratagem.strategies.strategy import Strategy
+from stratagem.wire.tree import broadcast_tree
+
+graph_pickle.register(parcel.reduce_keras)
+_numbers = itertools.count()
+
+
+@dataclass
+class Part:
+    """What a follower needs to play; `model` is None when it has it from an earlier call."""
+
+    number: int
+    model: Any
+    settings: Settings
+    floatx: str
+
+
+class Conductor:
+    """Distributes one model; made when it is compiled in a strategy's scope."""
+
+    overlaid = (
+        "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch",
+        "train_step", "test_step", "predict_step", "reset_metrics", "get_metrics_result", "save",
+        "save_weights", "get_weights", "get_compile_config",
+    )  # fmt: skip
+
+    def __init__(self, model: Any, strategy: Strategy) -> None:
+        self.model, self.strategy = model, strategy
+        self.player: Player | None = None
+        self._number = next(_numbers)
+        self._leading = self._in_step = self._ready = False
+        #: whether the model had all its variables when it was sent to the followers
+        self._whole = False
+        self._exact_steps = False
+        self._versions: list[int] = []
+        self._mark: Any = None
+
+    def lay_over(self) -> None:
+        """Take the place of the model's methods, on this instance only."""
+        for name in self.overlaid:
+            self.model.__dict__[name] = getattr(self, name)
+        self.model.__dict__["_stratagem"] = self
+
+    def recompiled(self) -> None:
+        """The model was compiled again: followers must get it anew."""
+        self._mark = None
+
+    def _own(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(type(self.model), name).__get__(self.model)
+        return method
+
+    # --- calls ------------------------------------------------------------------------------
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        callbacks = kwargs.get("callbacks")
+        return self._lead("fit", args, kwargs, exact=_reads_batch_logs(callbacks))
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._lead("evaluate", args, kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._lead("predict", args, kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._lead("train_on_batch", args, kwargs, exact=True, again=True)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._lead("test_on_batch", args, kwargs, exact=True, again=True)
+
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._lead("predict_on_batch", args, kwargs, again=True)
+
+    def _lead(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, exact: bool = False,
+        again: bool = False,
+    ) -> Any:  # fmt: skip
+        """Call the model's own method while the other replicas listen."""
+        own = self._own(name)
+        team = self.strategy.team
+        if self._leading:
+            return own(*args, **kwargs)
+        if team.size == 1:
+            with keras.device(_keras_device(team.start())):
+                return own(*args, **kwargs)
+        self._refuse()
+        replica = team.start()
+        part = self._part(replica, again)
+        mine = (lambda: own(*args, **kwargs), self, exact)
+        results = team.call(_perform, (mine, part), sent=(None, part))
+        return results[0]
+
+    def _refuse(self) -> None:
+        if self.model.compiled and self.model.jit_compile is True:
+            raise NotDistributable(
+                "jit_compile=True compiles a step that replicas cannot take part in; compile the "
+                "model with jit_compile=False."
+            )
+
+    def _part(self, replica: Replica, again: bool) -> Part:
+        """The model for the followers, unless they have it and it is the same."""
+        mark = (id(replica), *((id(v), v.trainable) for v in self.model.weights))
+        alone = self.strategy.team.place is None
+        known = again and alone and self.player is not None and mark == self._mark
+        if not known:
+            if self.player is not None:
+                self.player.close()
+            self.player = Player(self.model, replica, self.strategy.settings)
+            self._mark = mark
+            self._ready = False
+            self._whole = bool(self.model.built) and alone
+        model = None if known else self.model
+        return Part(self._number, model, self.strategy.settings, keras.config.floatx())
+
+    def lead(self, call: Callable[[], Any], exact: bool) -> Any:
+        """In the chief, with all replicas listening."""
+        assert self.player is not None
+        self._leading, self._exact_steps = True, exact
+        try:
+            with keras.device(_keras_device(self.player.replica)):
+                result = call()
+                if self._ready:
+                    self._tell("settle")
+        finally:
+            self._leading = False
+        self._versions = self._now()
+        told = None if self.strategy.team.place is None else _portable(result)
+        broadcast_tree(self.player.replica.collective, ["end", told])
+        return result
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def train_step(self, data: Any) -> Any:
+        return self._step("train", data)
+
+    def test_step(self, data: Any) -> Any:
+        return self._step("test", data)
+
+    def predict_step(self, data: Any) -> Any:
+        if not self._leading or self._in_step:
+            return self._own("predict_step")(data)
+        parts = self._play("predict", data)
+        return keras.tree.map_structure(lambda *each: torch.cat(each), *parts)
+
+    def _step(self, name: str, data: Any) -> Any:
+        if not self._leading or self._in_step:
+            return self._own(f"{name}_step")(data)
+        logs = self._play(name, data)
+        mean = self._own("get_metrics_result")
+        if not isinstance(logs, dict):
+            return logs
+        if set(logs) != set(mean()):  # the user's own step: numbers that no metric holds
+            return self._tell_of("logs", logs)
+        if not self._exact_steps:
+            return logs
+        self._tell("drain")
+        return mean()
+
+    def _play(self, name: str, data: Any) -> Any:
+        data = keras.tree.map_structure(_tensor, data)
+        total = count_rows(data)
+        self._get_ready(data)
+        self._in_step = True
+        try:
+            result = self._tell(name, data, total)
+        finally:
+            self._in_step = False
+        self._versions = self._now()
+        return result
+
+    def _get_ready(self, data: Any) -> None:
+        """Before the first step everybody is built alike; later ones follow what was changed."""
+        if not self._ready:
+            optimizer = self.model.optimizer
+            if optimizer is not None and not optimizer.built and self.model.built:
+                optimizer.build(self.model.trainable_variables)
+            if not self.model.built:
+                self.model(keras.utils.unpack_x_y_sample_weight(rows(data, 0, 1))[0])
+            self._tell("ready", None if self._whole else rows(data, 0, 1), not self._whole)
+            self._ready = True
+        elif (now := self._now()) != self._versions:
+            assert self.player is not None
+            tensors = self.player.tensors()
+            changed = [
+                (i, tensors[i].detach())
+                for i, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b
+            ]  # fmt: skip
+            self._tell("weights", changed)
+
+    def _now(self) -> list[int]:
+        """How often each tensor has been written to."""
+        if self.player is None or not self._ready:
+            return []
+        return [t._version for t in self.player.tensors()]
+
+    # --- reading ----------------------------------------------------------------------------
+
+    def reset_metrics(self) -> None:
+        if self._listening():
+            self._tell("reset")
+        else:
+            self._own("reset_metrics")()
+
+    def get_metrics_result(self) -> Any:
+        if self._listening():
+            self._tell("drain")
+            self._tell("settle")
+            self._versions = self._now()
+        return self._own("get_metrics_result")()
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        self._gather_statistics()
+        return self._own("save")(*args, **kwargs)
+
+    def save_weights(self, *args: Any, **kwargs: Any) -> Any:
+        self._gather_statistics()
+        return self._own("save_weights")(*args, **kwargs)
+
+    def get_weights(self) -> Any:
+        self._gather_statistics()
+        return self._own("get_weights")()
+
+    def _gather_statistics(self) -> None:
+        if self._listening():
+            self._tell("settle")
+            self._versions = self._now()
+
+    def get_compile_config(self) -> Any:
+        """Name the optimizer as every backend knows it, so that any of them opens the file."""
+        config = self._own("get_compile_config")()
+        return _public_optimizer(config)
+
+    def _listening(self) -> bool:
+        return self._leading and not self._in_step and self._ready
+
+    # --- commanding -------------------------------------------------------------------------
+
+    def _tell(self, name: str, *arguments: Any) -> Any:
+        assert self.player is not None
+        broadcast_tree(self.player.replica.collective, [name, list(arguments)])
+        return _PARTS[name](self.player, *arguments)
+
+    def _tell_of(self, name: str, logs: dict[str, Any]) -> dict[str, Any]:
+        assert self.player is not None
+        broadcast_tree(self.player.replica.collective, [name, []])
+        return self.player.logs(logs)
+
+
+def _perform(mine: tuple[Callable[[], Any], Conductor, bool] | None, part: Part) -> Any:
+    """On every replica: lead, or listen to the one that leads."""
+    replica = current_replica()
+    if mine is not None and replica.is_chief:
+        call, conductor, exact = mine
+        return conductor.lead(call, exact)
+    if mine is not None:  # another worker's first replica has its model already
+        player = mine[1].player
+        assert player is not None
+    else:
+        player = _seated(part, replica)
+    with keras.device(_keras_device(replica)):
+        told = serve(player)
+    return _from_chief(told, player.model)
+
+
+def _seated(part: Part, replica: Replica) -> Player:
+    """The player that this follower keeps between calls."""
+    assert follower.desk is not None
+    players = follower.desk.things.setdefault("keras", {})
+    if part.model is not None:
+        if part.number in players:
+            players[part.number].close()
+        keras.config.set_floatx(part.floatx)
+        parcel.settle(part.model)
+        players[part.number] = Player(part.model, replica, part.settings)
+    player: Player = players[part.number]
+    return player
+
+
+def _keras_device(replica: Replica) -> str:
+    device = replica.device
+    return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+
+
+def _tensor(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.as_tensor(keras.ops.convert_to_tensor(leaf))
+
+
+def _reads_batch_logs(callbacks: Any) -> bool:
+    """Whether somebody looks at the numbers of single steps, apart from Keras' own callbacks."""
+    if callbacks is None:
+        return False
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    each = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    base = keras.callbacks.Callback
+    for callback in each:
+        own = type(callback).__module__.startswith("keras.")
+        for name in ("on_train_batch_end", "on_batch_end"):
+            if name in callback.__dict__:
+                return True
+            if not own and getattr(type(callback), name, None) is not getattr(base, name):
+                return True
+    return False
+
+
+def _portable(result: Any) -> Any:
+    """A call's result for the other workers of a cluster."""
+    if isinstance(result, keras.callbacks.History):
+        floats = {k: [float(v) for v in values] for k, values in result.history.items()}
+        return {"history": floats, "epoch": [int(e) for e in result.epoch]}
+    return {"result": keras.tree.map_structure(_plain, result)}
+
+
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, bool | int | float | str) or leaf is None:
+        return leaf
+    value = torch.as_tensor(leaf)
+    return value if value.dim() else value.item()
+
+
+def _from_chief(told: Any, model: Any) -> Any:
+    if told is None:
+        return None
+    if "history" in told:
+        history = keras.callbacks.History()
+        history.set_model(model)
+        history.history, history.epoch = told["history"], told["epoch"]
+        model.history = history
+        return history
+    return keras.tree.map_structure(
+        lambda leaf: leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf, told["result"]
+    )
+
+
+def _public_optimizer(config: Any) -> Any:
+    optimizer = config.get("optimizer") if isinstance(config, dict) else None
+    if isinstance(optimizer, dict):
+        name = optimizer.get("class_name")
+        if str(optimizer.get("module", "")).startswith("keras.src.") and name in dir(
+            keras.optimizers
+        ):
+            optimizer["module"] = "keras.optimizers"
+            optimizer["registered_name"] = None
+        _public_inner(optimizer.get("config"))
+    return config
+
+
+def _public_inner(config: Any) -> None:
+    if isinstance(config, dict) and isinstance(config.get("inner_optimizer"), dict):
+        _public_optimizer({"optimizer": config["inner_optimizer"]})

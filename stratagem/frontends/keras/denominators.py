@@ -1,0 +1,119 @@
+"""Losses that divide by something else than the number of examples, made exact over replicas.
+
+Keras averages a loss over its own batch: by the number of values, by the number of values that a
+mask leaves, or by the sum of the sample weights. A replica sees a share only. Its gradient counts
+with the weight examples / total, so that
+
+    plain mean      needs nothing: the weighted mean of the shares' means is the mean
+    sum             has to be multiplied by total / examples
+    masked, by      has to be multiplied by d_r / (sum of all d_r) * total / examples, where d_r
+    weights         is what this share was divided by; the replicas add the d_r up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from stratagem.strategies.replica import Replica
+
+_playing: Replica | None = None
+
+
+@contextmanager
+def made_exact(replica: Replica) -> Iterator[None]:
+    """Within the block every Keras loss is this replica's part of the global one."""
+    global _playing
+    _install()
+    before, _playing = _playing, replica
+    try:
+        yield
+    finally:
+        _playing = before
+
+
+def _install() -> None:
+    """Once a process; without a replica the method does what it always did."""
+    plain = keras.losses.Loss.__call__
+    if getattr(plain, "stratagem", False):
+        return
+
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if _playing is None:
+            return plain(self, y_true, y_pred, sample_weight)
+        values: list[Any] = []
+        own = self.call
+
+        def listening(y_true: Any, y_pred: Any) -> Any:
+            values.append(own(y_true, y_pred))
+            return values[-1]
+
+        self.__dict__["call"] = listening
+        try:
+            loss = plain(self, y_true, y_pred, sample_weight)
+        finally:
+            del self.__dict__["call"]
+        return loss * _factor(self.reduction, values[-1], _mask(y_pred), sample_weight, _playing)
+
+    call.stratagem = True  # type: ignore[attr-defined]
+    keras.losses.Loss.__call__ = call
+
+
+def _mask(value: Any) -> Any:
+    return getattr(value, "_keras_mask", None)
+
+
+def _factor(
+    reduction: str | None, values: Any, mask: Any, sample_weight: Any, replica: Replica
+) -> float:
+    """What this share's loss is multiplied by. Collective where a sum is needed."""
+    share = replica.share
+    if not values.shape or reduction in (None, "none"):
+        return 1.0
+    if reduction == "sum":
+        return share.total / share.examples if share.examples else 1.0
+    own = _divisor(reduction, values, mask, sample_weight)
+    if own is None:
+        return 1.0
+    sums = replica.all_gather(torch.tensor(own if share.examples else 0.0, dtype=torch.float64))
+    total = float(torch.stack(sums).sum())
+    if not total or not share.examples:
+        return 1.0
+    return own / total * share.total / share.examples
+
+
+def _divisor(reduction: str, values: Any, mask: Any, sample_weight: Any) -> float | None:
+    """What Keras divides by; None if that is the number of values, which follows the examples."""
+    made = _mask(values)
+    if mask is not None and made is not None:
+        mask = mask & made
+    elif mask is None:
+        mask = made
+    if reduction != "mean_with_sample_weight":
+        return None if mask is None else float(torch.as_tensor(mask).sum())
+    if sample_weight is None and mask is None:
+        return None
+    if sample_weight is None:
+        return float(torch.as_tensor(mask).sum())
+    weight = torch.as_tensor(sample_weight).to(values.device, torch.float64)
+    if mask is not None:
+        kept, weight = _same_rank(torch.as_tensor(mask).to(values.device, torch.float64), weight)
+        weight = weight * kept
+    return float(_same_rank(values, weight)[1].sum())
+
+
+def _same_rank(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """A last axis of length one is added or taken away, as Keras does it."""
+    if a.dim() == b.dim() + 1:
+        return (a, b.unsqueeze(-1)) if a.shape[-1] == 1 and b.dim() == 1 else (
+            (a.squeeze(-1), b) if a.shape[-1] == 1 else (a, b)
+        )
+    if b.dim() == a.dim() + 1:
+        b_, a_ = _same_rank(b, a)
+        return a_, b_
+    return a, b

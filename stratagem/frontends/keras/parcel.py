@@ -1,0 +1,120 @@
+"""A Keras model for our own children, as the graph of objects that it is.
+
+Keras pickles a model by saving and loading it, which fails for classes of `__main__` and for
+subclassed models without a config. Here every object travels with its attributes, and what Keras
+keys by identity (variables of an optimizer, tracked objects) is keyed anew on arrival.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import torch
+from keras.src.utils import tracking
+
+#: attributes of a model that are the conductor's, or are made again on demand
+_LEFT_BEHIND = frozenset({
+    "train_function", "test_function", "predict_function", "_eval_epoch_iterator", "_torch_params",
+})  # fmt: skip
+_SAVEABLE: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "KerasSaveable")
+_COLLECTIONS = (
+    tracking.TrackedList, tracking.TrackedDict, tracking.TrackedOrderedDict, tracking.TrackedSet,
+)  # fmt: skip
+
+
+def reduce_keras(obj: Any) -> Any:
+    """How a Keras object is pickled; NotImplemented for anything else."""
+    kind = type(obj)
+    if isinstance(obj, _SAVEABLE):
+        return _blank, (kind,), _attributes(obj), None, None, _fill
+    if kind in _COLLECTIONS:
+        return _blank, (kind,), (_contents(obj), dict(obj.__dict__)), None, None, _fill_collection
+    if kind is tracking.Tracker:
+        return _blank, (kind,), dict(obj.__dict__), None, None, _fill_tracker
+    if isinstance(obj, keras.Variable):
+        return _blank, (kind,), dict(obj.__dict__), None, None, _fill
+    return NotImplemented
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    """Its own attributes without what a conductor laid over its methods."""
+    kept = {key: value for key, value in obj.__dict__.items() if key not in _LEFT_BEHIND}
+    overlaid = kept.pop("_stratagem", None)
+    for name in getattr(overlaid, "overlaid", ()):
+        kept.pop(name, None)
+    modules = kept.get("_modules")
+    if modules and "_torch_params" in modules:
+        kept["_modules"] = {k: v for k, v in modules.items() if k != "_torch_params"}
+    return kept
+
+
+def _blank(kind: Any) -> Any:
+    if issubclass(kind, list | dict | set):
+        return kind.__base__.__new__(kind)
+    return object.__new__(kind)
+
+
+def _fill(obj: Any, attributes: dict[str, Any]) -> None:
+    obj.__dict__.update(attributes)
+    for name in _LEFT_BEHIND & {"train_function", "test_function", "predict_function"}:
+        if isinstance(obj, keras.Model):
+            obj.__dict__[name] = None
+
+
+def _contents(obj: Any) -> list[Any]:
+    return list(obj.items()) if isinstance(obj, dict) else list(obj)
+
+
+def _fill_collection(obj: Any, state: tuple[list[Any], dict[str, Any]]) -> None:
+    contents, attributes = state
+    obj.__dict__.update(attributes)
+    if isinstance(obj, list):
+        list.extend(obj, contents)
+    elif isinstance(obj, dict):
+        dict.update(obj, contents)
+    else:
+        set.update(obj, contents)
+
+
+def _fill_tracker(obj: Any, attributes: dict[str, Any]) -> None:
+    obj.__dict__.update(attributes)
+
+
+def settle(model: Any) -> None:
+    """Key anew by identity what was keyed by the identities of another process."""
+    seen: set[int] = set()
+    for obj in _reachable(model, seen):
+        if isinstance(obj, tracking.Tracker):
+            obj.stored_ids = {
+                name: {id(value) for value in store} for name, (_, store) in obj.config.items()
+            }
+    optimizer = model.optimizer
+    if optimizer is not None:
+        for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+            if each is not None and each.built:
+                _reindex(each)
+
+
+def _reindex(optimizer: Any) -> None:
+    variables = optimizer._trainable_variables
+    optimizer._trainable_variables_indices = {id(v): i for i, v in enumerate(variables)}
+
+
+def _reachable(root: Any, seen: set[int]) -> list[Any]:
+    """Trackers of every Keras object that hangs on the model."""
+    found, waiting = [], [root]
+    while waiting:
+        obj = waiting.pop()
+        if id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        if isinstance(obj, tracking.Tracker):
+            found.append(obj)
+        elif isinstance(obj, list | tuple | set):
+            waiting.extend(obj)
+        elif isinstance(obj, dict):
+            waiting.extend(obj.values())
+        elif isinstance(obj, _SAVEABLE | torch.nn.Module):
+            waiting.extend(obj.__dict__.values())
+    return found

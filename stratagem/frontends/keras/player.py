@@ -1,0 +1,238 @@
+"""One replica's copy of a Keras model, and what it plays when the conductor says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from stratagem.data.shard import rows, share
+from stratagem.errors import NotDistributable
+from stratagem.frontends.keras import normalization
+from stratagem.frontends.keras.denominators import made_exact
+from stratagem.strategies import setup
+from stratagem.strategies.exchange import GradientExchange
+from stratagem.strategies.prepare import to_device
+from stratagem.strategies.replica import Replica
+from stratagem.strategies.settings import Settings
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+Data = Any
+
+
+class Player:
+    """Every method that takes part in a step is collective: all replicas call it alike."""
+
+    def __init__(self, model: Any, replica: Replica, settings: Settings) -> None:
+        self.model, self.replica, self.settings = model, replica, settings
+        self.exchange: GradientExchange | None = None
+        self._unsync: Callable[[], None] | None = None
+        #: whether a training step is under way, when BatchNorm layers meet
+        self.active = False
+        self._trained = False
+
+    # --- coming together --------------------------------------------------------------------
+
+    def ready(self, example: Data, everything: bool) -> None:
+        """Build whatever has no variables yet, then take the chief's values."""
+        if not self.replica.is_chief:
+            if not self.model.built:
+                with torch.no_grad():
+                    self.model(keras.utils.unpack_x_y_sample_weight(self._here(example))[0])
+            optimizer = self.model.optimizer
+            if optimizer is not None and not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+        self._move()
+        if everything:
+            told = broadcast_tree(self.replica.collective, [t.detach() for t in self.tensors()])
+            self._take(enumerate(told))
+        if not self.replica.is_chief:
+            self.reset()  # the copy came with what the chief had counted
+            self._own_dice()
+
+    def weights(self, changed: list[tuple[int, Tensor]]) -> None:
+        """Take over what a callback or the user changed on the chief."""
+        self._take(changed)
+
+    def _take(self, values: Any) -> None:
+        if self.replica.is_chief:
+            return
+        mine = self.tensors()
+        with torch.no_grad():
+            for index, value in values:
+                mine[index].copy_(value)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that replicas must have alike."""
+        variables = [*self.model.weights]
+        if self.model.optimizer is not None:
+            variables += self.model.optimizer.variables
+        return [v.value for v in variables]
+
+    def _move(self) -> None:
+        device = self.replica.device
+        everything = [*self.model.variables, *self.model.metrics_variables]
+        if self.model.optimizer is not None:
+            everything += self.model.optimizer.variables
+        for variable in everything:
+            if variable.value.device != device:
+                variable.value.data = variable.value.data.to(device)
+
+    def _own_dice(self) -> None:
+        """Other random numbers than on the other replicas, following from the chief's."""
+        keras.utils.set_random_seed((torch.initial_seed() + 7919 * self.replica.index) % 2**31)
+        known = {id(v) for v in (*self.model.weights, *self.model.metrics_variables)}
+        for variable in self.model.non_trainable_variables:
+            if id(variable) not in known and "seed" in variable.path:
+                with torch.no_grad():
+                    variable.value[0] = (variable.value[0] + 104729 * self.replica.index) % 2**31
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def train(self, data: Data, total: int) -> Any:
+        if self.exchange is None:
+            self._open()
+        assert self.exchange is not None
+        self._mode(True)
+        self.exchange.armed = self.active = self._trained = True
+        try:
+            return self._play("train_step", data, total)
+        finally:
+            self.exchange.armed = self.active = False
+
+    @torch.no_grad()
+    def test(self, data: Data, total: int) -> Any:
+        self._mode(False)
+        return self._play("test_step", data, total)
+
+    @torch.no_grad()
+    def predict(self, data: Data, total: int) -> list[Any]:
+        """Every replica's outputs, in order; an empty share has none."""
+        self._mode(False)
+        start, end = share(total, self.replica.count, self.replica.index)
+        mine = None
+        if end > start:
+            mine = self._own("predict_step")(self._here(rows(data, start, end)))
+        return [part for part in gather_tree(self.replica.collective, mine) if part is not None]
+
+    def _play(self, step: str, data: Data, total: int) -> Any:
+        start, end = share(total, self.replica.count, self.replica.index)
+        self.replica.share.set(end - start, total)
+        with made_exact(self.replica):
+            if end > start:
+                return self._own(step)(self._here(rows(data, start, end)))
+            with self._unheard():
+                return self._own(step)(self._here(rows(data, 0, 1)))
+
+    @contextmanager
+    def _unheard(self) -> Iterator[None]:
+        """A borrowed row keeps this replica in step; it must leave no trace."""
+        before = {id(v): v.value.detach().clone() for v in self._unsteady()}
+        yield
+        with torch.no_grad():
+            for variable in self._unsteady():
+                if id(variable) in before:
+                    variable.value.copy_(before[id(variable)])
+                else:
+                    variable.value.zero_()
+
+    def _unsteady(self) -> list[Any]:
+        return [*self.model.metrics_variables, *self.model.non_trainable_weights]
+
+    def _own(self, name: str) -> Callable[..., Any]:
+        """The model's own method, beneath what the conductor laid over it."""
+        method: Callable[..., Any] = getattr(type(self.model), name).__get__(self.model)
+        return method
+
+    def _here(self, data: Data) -> Data:
+        return data if self.replica.device.type == "cpu" else to_device(data, self.replica.device)
+
+    def _mode(self, training: bool) -> None:
+        if self.model.training != training:
+            self.model.train(training)
+
+    def _open(self) -> None:
+        """Hooks on the gradients, and on BatchNorm layers where they are to be synchronised."""
+        named = [(v.path, v.value) for v in self.model.trainable_variables]
+        if not named:
+            raise NotDistributable(
+                "the model has no trainable weights, so there is nothing to train on several "
+                "replicas; set layer.trainable = True somewhere."
+            )
+        reducer = setup.choose_reducer([p for _, p in named], self.replica, self.settings)
+        self.exchange = GradientExchange(named, self.replica, reducer, every_backward=True)
+        self.exchange.armed = False
+        if self.settings.sync_batchnorm:
+            self._unsync = normalization.install(self)
+
+    # --- between steps ----------------------------------------------------------------------
+
+    def reset(self) -> None:
+        self._own("reset_metrics")()
+
+    def drain(self) -> None:
+        """Hand what the metrics have counted over to the chief, and start counting anew."""
+        variables = self.model.metrics_variables
+        mine = [v.value.detach().clone() for v in variables]
+        if not self.replica.is_chief:
+            self._own("reset_metrics")()
+            mine = [before - v.value for before, v in zip(mine, variables, strict=True)]
+        everybody = gather_tree(self.replica.collective, mine)
+        if self.replica.is_chief:
+            with torch.no_grad():
+                for counted in everybody[1:]:
+                    for variable, part in zip(variables, counted, strict=True):
+                        variable.value.add_(part.to(variable.value.device))
+
+    def settle(self) -> None:
+        """One defined answer for moving statistics: the mean over replicas."""
+        floats = [
+            v.value for v in self.model.non_trainable_weights if v.value.is_floating_point()
+        ]
+        if not floats or not self._trained:
+            return
+        everybody = gather_tree(self.replica.collective, [t.detach() for t in floats])
+        with torch.no_grad():
+            for i, tensor in enumerate(floats):
+                total = sum(part[i].double() for part in everybody)
+                tensor.copy_(total / self.replica.count)
+
+    def logs(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """What a step of the user's own returned, weighted by the examples behind it."""
+        share = self.replica.share
+        numbers = {key: float(value) * share.weight for key, value in mine.items()}
+        everybody = gather_tree(self.replica.collective, numbers)
+        return {key: sum(part[key] for part in everybody) for key in numbers}
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        if self.exchange is not None:
+            self.exchange.close()
+            self.exchange = None
+        if self._unsync is not None:
+            self._unsync()
+            self._unsync = None
+
+
+def serve(player: Player) -> Any:
+    """Play what the conductor commands until it says that all is done; returns what it tells."""
+    last: Any = None
+    while True:
+        name, arguments = broadcast_tree(player.replica.collective)
+        if name == "end":
+            return arguments
+        if name == "logs":
+            player.logs(last)
+        else:
+            last = _PARTS[name](player, *arguments)
+
+
+_PARTS: dict[str, Callable[..., Any]] = {
+    "ready": Player.ready, "weights": Player.weights, "train": Player.train, "test": Player.test,
+    "predict": Player.predict, "reset": Player.reset, "drain": Player.drain,
+    "settle": Player.settle,
+}  # fmt: skip
