@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+os.environ["KERAS_BACKEND"] = "torch"  # Keras reads it when it is imported
 torch.set_num_threads(1)  # replicas on few cores fight each other otherwise
 
 

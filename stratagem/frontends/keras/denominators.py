@@ -53,19 +53,45 @@ def _install() -> None:
             values.append(own(y_true, y_pred))
             return values[-1]
 
+        weight = sample_weight.clone() if isinstance(sample_weight, Tensor) else sample_weight
+        written = getattr(weight, "_version", 0)
         self.__dict__["call"] = listening
         try:
-            loss = plain(self, y_true, y_pred, sample_weight)
+            loss = plain(self, y_true, y_pred, weight)
         finally:
             del self.__dict__["call"]
-        return loss * _factor(self.reduction, values[-1], _mask(y_pred), sample_weight, _playing)
+        mask = _joint_mask(y_pred, values[-1])
+        if isinstance(weight, Tensor) and weight._version != written:
+            _retouch(sample_weight, weight, mask, self.reduction, _playing)
+        return loss * _factor(self.reduction, values[-1], mask, sample_weight, _playing)
 
     call.stratagem = True  # type: ignore[attr-defined]
     keras.losses.Loss.__call__ = call
 
 
-def _mask(value: Any) -> Any:
-    return getattr(value, "_keras_mask", None)
+def _joint_mask(*values: Any) -> Tensor | None:
+    found = (getattr(value, "_keras_mask", None) for value in values)
+    masks = [torch.as_tensor(mask) for mask in found if mask is not None]
+    if len(masks) == 2:
+        return masks[0] & masks[1]
+    return masks[0] if masks else None
+
+
+def _retouch(
+    weight: Tensor, written: Tensor, mask: Tensor | None, reduction: str, replica: Replica
+) -> None:
+    """Some versions of Keras multiply a mask into the sample weights in place, together with the
+    factor places / unmasked places, and metrics read them afterwards: as on one device, but with
+    the factor of the global batch."""
+    factor = 1.0
+    if mask is not None and reduction in ("mean", "sum_over_batch_size"):
+        own = torch.tensor([mask.numel(), float(mask.sum())], dtype=torch.float64)
+        if not replica.share.examples:
+            own.zero_()
+        places, unmasked = torch.stack(replica.all_gather(own)).sum(0)
+        if own[1] and unmasked:
+            factor = float(places / unmasked * own[1] / own[0])
+    weight.copy_(written.detach() * factor)
 
 
 def _factor(
@@ -87,22 +113,15 @@ def _factor(
     return own / total * share.total / share.examples
 
 
-def _divisor(reduction: str, values: Any, mask: Any, sample_weight: Any) -> float | None:
+def _divisor(
+    reduction: str, values: Any, mask: Tensor | None, sample_weight: Any
+) -> float | None:
     """What Keras divides by; None if that is the number of values, which follows the examples."""
-    made = _mask(values)
-    if mask is not None and made is not None:
-        mask = mask & made
-    elif mask is None:
-        mask = made
-    if reduction != "mean_with_sample_weight":
-        return None if mask is None else float(torch.as_tensor(mask).sum())
-    if sample_weight is None and mask is None:
-        return None
-    if sample_weight is None:
-        return float(torch.as_tensor(mask).sum())
+    if reduction != "mean_with_sample_weight" or sample_weight is None:
+        return None if mask is None else float(mask.sum())
     weight = torch.as_tensor(sample_weight).to(values.device, torch.float64)
     if mask is not None:
-        kept, weight = _same_rank(torch.as_tensor(mask).to(values.device, torch.float64), weight)
+        kept, weight = _same_rank(mask.to(values.device, torch.float64), weight)
         weight = weight * kept
     return float(_same_rank(values, weight)[1].sum())
 
