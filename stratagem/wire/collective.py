@@ -42,11 +42,15 @@ class Collective(ABC):
 
     @abstractmethod
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
-        """Every replica's one-dimensional uint8 CPU tensor, in rank order; sizes may differ."""
+        """Every replica's one-dimensional uint8 CPU tensor, in rank order; sizes may differ.
+
+        Read or copy them before the next message: their memory may be used again.
+        """
 
     @abstractmethod
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
-        """The source's one-dimensional uint8 CPU tensor, on every replica."""
+        """The source's one-dimensional uint8 CPU tensor, on every replica; read or copy it before
+        the next message."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:

@@ -74,9 +74,14 @@ class SharedMemoryCollective(Collective):
         self._control = control
         self._flags = control.words(size * _WORDS)
         mail = size * _WORDS * 8
-        self._mail = [control.tensor(torch.uint8, (_INLINE,), mail + r * _INLINE)
-                      for r in range(size)]  # fmt: skip
-        weights = mail + size * _INLINE
+        self._mail = [
+            [control.tensor(torch.uint8, (_INLINE,), mail + (2 * r + box) * _INLINE)
+             for box in (0, 1)] for r in range(size)
+        ]  # fmt: skip
+        self._large: list[Segment | None] = [None, None]
+        self._mapped: dict[tuple[int, int], Segment] = {}
+        self._box = 0
+        weights = mail + 2 * size * _INLINE
         self._weights = control.tensor(torch.float64, (size,), weights)
         self._watch = watch or (lambda rank, seconds: None)
         self._turn = 0
@@ -86,7 +91,7 @@ class SharedMemoryCollective(Collective):
 
     @staticmethod
     def control_size(size: int) -> int:
-        return size * (_WORDS * 8 + _INLINE) + aligned(size * 8)
+        return size * (_WORDS * 8 + 2 * _INLINE) + aligned(size * 8)
 
     def barrier(self) -> None:
         self.meet("barrier")
@@ -193,61 +198,75 @@ class SharedMemoryCollective(Collective):
         self.meet("reduction")
 
     # --- messages ---------------------------------------------------------------------------
+    #
+    # A message lies in one of its sender's two boxes, by turns. One meeting is enough: whoever
+    # comes to the next one has read this box, and only the one after it writes there again.
 
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
-        keep = self._post(data)
+        box = self._next_box()
+        self._post(data, box)
         self.meet("gather")
-        received = [self._fetch(rank) for rank in range(self.size)]
-        self.meet("gather")
-        del keep
-        return received
+        return [self._fetch(rank, box) for rank in range(self.size)]
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
-        keep = self._post(data) if data is not None and self.rank == source else None
+        box = self._next_box()
+        if data is not None and self.rank == source:
+            self._post(data, box)
         self.meet("broadcast")
-        received = self._fetch(source)
-        self.meet("broadcast")
-        del keep
-        return received
+        return self._fetch(source, box)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         received = self.broadcast_bytes(flat if self.rank == source else None, source)
         if self.rank != source:
             with torch.no_grad():
-                tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+                tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
 
-    def _post(self, data: Tensor) -> Segment | None:
-        """Put a message where the others find it: inline, or in a segment kept until read."""
+    def _next_box(self) -> int:
+        self._box ^= 1
+        return self._box
+
+    def _post(self, data: Tensor, box: int) -> None:
+        """Put a message where the others find it: inline, or in a segment that grows as needed."""
         size = data.numel()
-        self._flags[self.rank * _WORDS + 1] = size
+        self._flags[self.rank * _WORDS + 1 + box] = size
         if size <= _INLINE:
-            self._mail[self.rank][:size].copy_(data)
-            return None
-        segment = Segment(size)
+            self._mail[self.rank][box][:size].copy_(data)
+            return
+        segment = self._large[box]
+        if segment is None or segment.size < size:
+            segment = self._large[box] = Segment(size + size // 4)
         segment.tensor(torch.uint8, (size,)).copy_(data)
-        self._post_text(segment.handle)
-        return segment
+        self._write_handle(segment.handle, box)
 
-    def _fetch(self, rank: int) -> Tensor:
-        size = self._flags[rank * _WORDS + 1]
+    def _fetch(self, rank: int, box: int) -> Tensor:
+        """A view of the message, which its sender overwrites when it has met everybody twice."""
+        size = self._flags[rank * _WORDS + 1 + box]
         if size <= _INLINE:
-            return self._mail[rank][:size].clone()
-        return Segment.attach(self._read_text(rank)).tensor(torch.uint8, (size,)).clone()
+            return self._mail[rank][box][:size]
+        handle = self._read_handle(rank, box)
+        known = self._mapped.get((rank, box))
+        if known is None or known.handle != handle:
+            known = self._mapped[rank, box] = Segment.attach(handle)
+        return known.tensor(torch.uint8, (size,))
 
     def _share_handle(self, segment: Segment | None) -> str:
+        box = self._next_box()
         if segment is not None:
-            self._post_text(segment.handle)
+            self._write_handle(segment.handle, box)
         self.meet("table")
-        return self._read_text(0)
+        return self._read_handle(0, box)
 
-    def _post_text(self, text: str) -> None:
+    def _write_handle(self, text: str, box: int) -> None:
         raw = text.encode()
-        self._flags[self.rank * _WORDS + 2] = len(raw)
-        self._mail[self.rank][: len(raw)].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        self._flags[self.rank * _WORDS + 3 + box] = len(raw)
+        self._mail[self.rank][box][: len(raw)].copy_(
+            torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        )
 
-    def _read_text(self, rank: int) -> str:
-        return self._mail[rank][: self._flags[rank * _WORDS + 2]].numpy().tobytes().decode()
+    def _read_handle(self, rank: int, box: int) -> str:
+        length = self._flags[rank * _WORDS + 3 + box]
+        return self._mail[rank][box][:length].numpy().tobytes().decode()
 
     def close(self) -> None:
         self._tables.clear()

@@ -150,7 +150,9 @@ def test_messages_of_any_size(several: sg.MirroredStrategy) -> None:
 
     def work(collective: Collective) -> list[list[Tensor]]:
         return [
-            collective.gather_bytes(message(collective.rank, sizes[(turn + collective.rank) % 6]))
+            [part.clone() for part in collective.gather_bytes(
+                message(collective.rank, sizes[(turn + collective.rank) % 6])
+            )]
             for turn in range(6)
         ]
 
