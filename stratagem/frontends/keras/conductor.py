@@ -9,17 +9,20 @@ Data, shuffling, callbacks and the progress bar are Keras' business and happen o
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import torch
 
 from stratagem.data.shard import count_rows, rows
-from stratagem.errors import NotDistributable
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras import parcel
+from stratagem.frontends.keras.attributes import Attributes
 from stratagem.frontends.keras.player import _PARTS, Player, serve
 from stratagem.replicas import follower, graph_pickle
 from stratagem.strategies.replica import Replica, current_replica
@@ -29,6 +32,10 @@ from stratagem.wire.tree import broadcast_tree
 
 graph_pickle.register(parcel.reduce_keras)
 _numbers = itertools.count()
+#: numbers of models that are gone here, for followers to forget
+_gone: list[int] = []
+#: the conductor whose call is under way in this process
+_leader: Conductor | None = None
 
 
 @dataclass
@@ -39,6 +46,7 @@ class Part:
     model: Any
     settings: Settings
     floatx: str
+    gone: list[int] = field(default_factory=lambda: list(_gone))
 
 
 class Conductor:
@@ -54,11 +62,15 @@ class Conductor:
         self.model, self.strategy = model, strategy
         self.player: Player | None = None
         self._number = next(_numbers)
+        weakref.finalize(model, _gone.append, self._number)
         self._leading = self._in_step = self._ready = False
         #: whether the model had all its variables when it was sent to the followers
         self._whole = False
-        self._exact_steps = False
-        self._versions: list[int] = []
+        #: what the running call needs to know of single steps
+        self._needs = _Needs()
+        #: how often each tensor had been written to when all replicas were last alike
+        self._versions: dict[int, int] = {}
+        self._attributes: Attributes | None = None
         self._mark: Any = None
 
     def lay_over(self) -> None:
@@ -78,40 +90,48 @@ class Conductor:
     # --- calls ------------------------------------------------------------------------------
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        callbacks = kwargs.get("callbacks")
-        return self._lead("fit", args, kwargs, exact=_reads_batch_logs(callbacks))
+        return self._lead("fit", args, kwargs, self._needs_of("fit", args, kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("evaluate", args, kwargs)
+        return self._lead("evaluate", args, kwargs, self._needs_of("evaluate", args, kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("predict", args, kwargs)
+        return self._lead("predict", args, kwargs, self._needs_of("predict", args, kwargs))
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("train_on_batch", args, kwargs, exact=True, again=True)
+        return self._lead("train_on_batch", args, kwargs, _ONE_STEP, again=True)
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("test_on_batch", args, kwargs, exact=True, again=True)
+        return self._lead("test_on_batch", args, kwargs, _ONE_STEP, again=True)
 
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("predict_on_batch", args, kwargs, again=True)
+        return self._lead("predict_on_batch", args, kwargs, _ONE_STEP, again=True)
+
+    def _needs_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Needs:
+        given = inspect.signature(self._own(name)).bind_partial(*args, **kwargs).arguments
+        return _Needs.of(given.get("callbacks"))
 
     def _lead(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, exact: bool = False,
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], needs: _Needs, *,
         again: bool = False,
     ) -> Any:  # fmt: skip
         """Call the model's own method while the other replicas listen."""
         own = self._own(name)
         team = self.strategy.team
-        if self._leading:
+        if self._leading:  # a validation, or a callback's call: the others listen already
+            before, self._needs = self._needs, self._needs.joined(needs)
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self._needs = before
+        if _leader is not None:  # in a callback of another model: here alone, on whole batches
             return own(*args, **kwargs)
         if team.size == 1:
             with keras.device(_keras_device(team.start())):
                 return own(*args, **kwargs)
         self._refuse()
-        replica = team.start()
-        part = self._part(replica, again)
-        mine = (lambda: own(*args, **kwargs), self, exact)
+        part = self._part(team.start(), again)
+        mine = (lambda: own(*args, **kwargs), self, needs)
         results = team.call(_perform, (mine, part), sent=(None, part))
         return results[0]
 
@@ -124,7 +144,10 @@ class Conductor:
 
     def _part(self, replica: Replica, again: bool) -> Part:
         """The model for the followers, unless they have it and it is the same."""
-        mark = (id(replica), *((id(v), v.trainable) for v in self.model.weights))
+        mark = (
+            id(replica), id(self.model.optimizer), id(self.model.loss),
+            *((id(v), v.trainable) for v in self.model.weights),
+        )  # fmt: skip
         alone = self.strategy.team.place is None
         known = again and alone and self.player is not None and mark == self._mark
         if not known:
@@ -134,21 +157,22 @@ class Conductor:
             self._mark = mark
             self._ready = False
             self._whole = bool(self.model.built) and alone
+            self._versions = self._now()
+            self._attributes = Attributes(self.model)
         model = None if known else self.model
         return Part(self._number, model, self.strategy.settings, keras.config.floatx())
 
-    def lead(self, call: Callable[[], Any], exact: bool) -> Any:
+    def lead(self, call: Callable[[], Any], needs: _Needs) -> Any:
         """In the chief, with all replicas listening."""
+        global _leader
         assert self.player is not None
-        self._leading, self._exact_steps = True, exact
+        self._leading, self._needs, _leader = True, needs, self
         try:
             with keras.device(_keras_device(self.player.replica)):
                 result = call()
-                if self._ready:
-                    self._tell("settle")
+                self._gather_statistics()
         finally:
-            self._leading = False
-        self._versions = self._now()
+            self._leading, _leader = False, None
         told = None if self.strategy.team.place is None else _portable(result)
         broadcast_tree(self.player.replica.collective, ["end", told])
         return result
@@ -176,7 +200,7 @@ class Conductor:
             return logs
         if set(logs) != set(mean()):  # the user's own step: numbers that no metric holds
             return self._tell_of("logs", logs)
-        if not self._exact_steps:
+        if not (self._needs.train_logs if name == "train" else self._needs.test_logs):
             return logs
         self._tell("drain")
         return mean()
@@ -191,32 +215,53 @@ class Conductor:
         finally:
             self._in_step = False
         self._versions = self._now()
+        if self._needs.attributes:
+            self._watched().changed()  # every replica's step changed them alike
         return result
 
     def _get_ready(self, data: Any) -> None:
-        """Before the first step everybody is built alike; later ones follow what was changed."""
+        """Before the first step everybody is built alike; what was changed here is followed."""
+        model = self.model
         if not self._ready:
-            optimizer = self.model.optimizer
-            if optimizer is not None and not optimizer.built and self.model.built:
-                optimizer.build(self.model.trainable_variables)
-            if not self.model.built:
-                self.model(keras.utils.unpack_x_y_sample_weight(rows(data, 0, 1))[0])
+            if not model.built:
+                model(keras.utils.unpack_x_y_sample_weight(rows(data, 0, 1))[0])
+            if model.optimizer is not None and not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
             self._tell("ready", None if self._whole else rows(data, 0, 1), not self._whole)
             self._ready = True
-        elif (now := self._now()) != self._versions:
-            assert self.player is not None
-            tensors = self.player.tensors()
-            changed = [
-                (i, tensors[i].detach())
-                for i, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b
-            ]  # fmt: skip
-            self._tell("weights", changed)
+            if not self._whole:
+                self._versions = self._now()
+                self._attributes = Attributes(model)
+        self._follow_changes()
 
-    def _now(self) -> list[int]:
-        """How often each tensor has been written to."""
-        if self.player is None or not self._ready:
-            return []
-        return [t._version for t in self.player.tensors()]
+    def _follow_changes(self) -> None:
+        """Tell the others what a callback, or the user between two calls, has changed."""
+        assert self.player is not None
+        if self._needs.attributes and (changes := self._watched().changed()):
+            if id(self.model.optimizer) != self._mark[1]:
+                raise UsageError(
+                    "the model's optimizer was replaced while it trains, which the other replicas "
+                    "cannot follow; compile the model again between two calls of fit."
+                )
+            self._tell("attributes", changes, [v.trainable for v in self.model.weights])
+        now = self._now()
+        if now != self._versions:
+            changed = [
+                (i, t.detach()) for i, t in enumerate(self.player.tensors())
+                if t._version != self._versions.get(id(t), 0)
+            ]  # fmt: skip
+            if changed:
+                self._tell("weights", changed)
+            self._versions = now
+
+    def _now(self) -> dict[int, int]:
+        """How often each tensor has been written to; a new one starts at zero."""
+        assert self.player is not None
+        return {id(t): t._version for t in self.player.tensors()}
+
+    def _watched(self) -> Attributes:
+        assert self._attributes is not None
+        return self._attributes
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -229,8 +274,7 @@ class Conductor:
     def get_metrics_result(self) -> Any:
         if self._listening():
             self._tell("drain")
-            self._tell("settle")
-            self._versions = self._now()
+            self._gather_statistics()
         return self._own("get_metrics_result")()
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,6 +291,7 @@ class Conductor:
 
     def _gather_statistics(self) -> None:
         if self._listening():
+            self._follow_changes()
             self._tell("settle")
             self._versions = self._now()
 
@@ -271,12 +316,65 @@ class Conductor:
         return self.player.logs(logs)
 
 
-def _perform(mine: tuple[Callable[[], Any], Conductor, bool] | None, part: Part) -> Any:
+@dataclass(frozen=True)
+class _Needs:
+    """What somebody may look at, or change, between two steps."""
+
+    train_logs: bool = False
+    test_logs: bool = False
+    attributes: bool = False
+
+    def joined(self, other: _Needs) -> _Needs:
+        return _Needs(
+            self.train_logs or other.train_logs, self.test_logs or other.test_logs,
+            self.attributes or other.attributes,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, callbacks: Any) -> _Needs:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        each = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+        needs = cls()
+        for callback in each:
+            if callback is not None:
+                needs = needs.joined(_needs(callback))
+        return needs
+
+
+_ONE_STEP = _Needs(True, True, True)
+
+
+def _needs(callback: Any) -> _Needs:
+    """Keras' own callbacks look at epochs, but for a few; anybody else's may do anything."""
+    kinds = keras.callbacks
+    lambdas = isinstance(callback, kinds.LambdaCallback)
+    if type(callback).__module__.startswith("keras.") and not lambdas:
+        steps = (
+            isinstance(callback, kinds.TerminateOnNaN)
+            or (isinstance(callback, kinds.ModelCheckpoint) and callback.save_freq != "epoch")
+            or (isinstance(callback, kinds.TensorBoard) and callback.update_freq != "epoch")
+        )
+        return _Needs(train_logs=steps, test_logs=steps)
+
+    def overridden(*names: str) -> bool:
+        return any(
+            name in callback.__dict__
+            or getattr(type(callback), name, None) is not getattr(kinds.Callback, name)
+            for name in names
+        )
+
+    return _Needs(
+        overridden("on_train_batch_end", "on_batch_end"), overridden("on_test_batch_end"), True
+    )
+
+
+def _perform(mine: tuple[Callable[[], Any], Conductor, _Needs] | None, part: Part) -> Any:
     """On every replica: lead, or listen to the one that leads."""
     replica = current_replica()
     if mine is not None and replica.is_chief:
-        call, conductor, exact = mine
-        return conductor.lead(call, exact)
+        call, conductor, needs = mine
+        return conductor.lead(call, needs)
     if mine is not None:  # another worker's first replica has its model already
         player = mine[1].player
         assert player is not None
@@ -291,6 +389,9 @@ def _seated(part: Part, replica: Replica) -> Player:
     """The player that this follower keeps between calls."""
     assert follower.desk is not None
     players = follower.desk.things.setdefault("keras", {})
+    for number in part.gone:
+        if number in players:
+            players.pop(number).close()
     if part.model is not None:
         if part.number in players:
             players[part.number].close()
@@ -310,24 +411,6 @@ def _tensor(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, torch.Tensor):
         return leaf
     return torch.as_tensor(keras.ops.convert_to_tensor(leaf))
-
-
-def _reads_batch_logs(callbacks: Any) -> bool:
-    """Whether somebody looks at the numbers of single steps, apart from Keras' own callbacks."""
-    if callbacks is None:
-        return False
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    each = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    base = keras.callbacks.Callback
-    for callback in each:
-        own = type(callback).__module__.startswith("keras.")
-        for name in ("on_train_batch_end", "on_batch_end"):
-            if name in callback.__dict__:
-                return True
-            if not own and getattr(type(callback), name, None) is not getattr(base, name):
-                return True
-    return False
 
 
 def _portable(result: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stratagem.data.shard import rows, share
 from stratagem.errors import NotDistributable
-from stratagem.frontends.keras import normalization
+from stratagem.frontends.keras import attributes, normalization
 from stratagem.frontends.keras.denominators import made_exact
 from stratagem.strategies import setup
 from stratagem.strategies.exchange import GradientExchange
@@ -34,6 +34,8 @@ class Player:
         #: whether a training step is under way, when BatchNorm layers meet
         self.active = False
         self._trained = False
+        self._trainable: list[bool] = []
+        self._tensors: list[Tensor] = []
 
     # --- coming together --------------------------------------------------------------------
 
@@ -47,6 +49,7 @@ class Player:
             if optimizer is not None and not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
         self._move()
+        self._tensors = self.tensors()
         if everything:
             told = broadcast_tree(self.replica.collective, [t.detach() for t in self.tensors()])
             self._take(enumerate(told))
@@ -58,6 +61,17 @@ class Player:
         """Take over what a callback or the user changed on the chief."""
         self._take(changed)
 
+    def attributes(self, changes: list[attributes.Change], trainable: list[bool]) -> None:
+        """Take over what was changed on the chief, and what is trained from now on."""
+        if not self.replica.is_chief:
+            attributes.follow(self.model, changes)
+            for variable, wanted in zip(self.model.weights, trainable, strict=True):
+                if variable.trainable != wanted:
+                    variable.trainable = wanted
+        if trainable != self._trainable and self.exchange is not None:
+            self.close()
+        self._trainable = trainable
+
     def _take(self, values: Any) -> None:
         if self.replica.is_chief:
             return
@@ -67,7 +81,9 @@ class Player:
                 mine[index].copy_(value)
 
     def tensors(self) -> list[Tensor]:
-        """Everything that replicas must have alike."""
+        """Everything that replicas must have alike. Asked for twice a step, so kept once ready."""
+        if self._tensors:
+            return self._tensors
         variables = [*self.model.weights]
         if self.model.optimizer is not None:
             variables += self.model.optimizer.variables
@@ -163,6 +179,7 @@ class Player:
                 "the model has no trainable weights, so there is nothing to train on several "
                 "replicas; set layer.trainable = True somewhere."
             )
+        self._trainable = [v.trainable for v in self.model.weights]
         reducer = setup.choose_reducer([p for _, p in named], self.replica, self.settings)
         self.exchange = GradientExchange(named, self.replica, reducer, every_backward=True)
         self.exchange.armed = False
@@ -234,5 +251,5 @@ def serve(player: Player) -> Any:
 _PARTS: dict[str, Callable[..., Any]] = {
     "ready": Player.ready, "weights": Player.weights, "train": Player.train, "test": Player.test,
     "predict": Player.predict, "reset": Player.reset, "drain": Player.drain,
-    "settle": Player.settle,
+    "settle": Player.settle, "attributes": Player.attributes,
 }  # fmt: skip
