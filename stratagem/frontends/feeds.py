@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,10 @@ class Feed(Protocol):
     def steps(self) -> int | None:
         """Batches an epoch, None if unknown."""
 
+    @property
+    def once(self) -> bool:
+        """Whether it goes on where it stopped instead of starting anew (a generator)."""
+
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         """This replica's shares, in order. Collective where the source needs it."""
 
@@ -65,6 +69,7 @@ class ArrayFeed:
     batch_size: int
     shuffle: bool = False
     seed: int = 0
+    once: ClassVar[bool] = False
 
     @property
     def length(self) -> int:
@@ -106,6 +111,7 @@ class LoaderFeed:
 
     loader: DataLoader[Any] | None
     steps: int | None
+    once: ClassVar[bool] = False
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         assert self.loader is not None
@@ -133,6 +139,7 @@ class StreamFeed:
 
     source: Iterable[Any] | None
     steps: int | None
+    once: bool = False
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         for batch in stream(_tensors(self.source), replica.collective):
@@ -146,6 +153,19 @@ class StreamFeed:
 
     def agree(self, replica: Replica) -> None:
         """Only the chief reads: there is nothing to settle."""
+
+
+def check_enough(source: Feed, drawn: int, asked: int | None, epoch: int) -> None:
+    """An epoch without data, or a generator without enough of it, is no epoch."""
+    if drawn and not (source.once and asked is not None and drawn < asked):
+        return
+    got = drawn or "none"
+    wanted = "" if asked is None else f" of its {asked}"
+    raise UsageError(
+        f"the data ran dry: epoch {epoch + 1} got {got}{wanted} batches; give something that can "
+        "be iterated again (arrays, a DataLoader, a list of batches), or a generator of "
+        "epochs * steps_per_epoch batches together with steps_per_epoch."
+    )
 
 
 def _tensors(source: Iterable[Any] | None) -> Iterator[Any]:
@@ -193,7 +213,7 @@ def feed(
         return _arrays(x, y, weight, batch_size or 32, shuffle, seed)
     if isinstance(x, Iterable):
         _alone(y, weight, "an iterable")
-        return StreamFeed(x, len(x) if isinstance(x, Sized) else None)
+        return StreamFeed(x, len(x) if isinstance(x, Sized) else None, isinstance(x, Iterator))
     raise UsageError(
         f"{type(x).__name__} is not data that can be fed; give arrays, tensors, a dataset, a "
         "DataLoader, or an iterable of batches."

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.errors import UsageError
 from stratagem.frontends.callbacks import CallbackList
-from stratagem.frontends.feeds import Feed, Portion
+from stratagem.frontends.feeds import Feed, Portion, check_enough
 from stratagem.frontends.steps import Recipe, Solo, Step, Tally, choose
 from stratagem.strategies import setup
 from stratagem.strategies.replica import Replica, current_replica
@@ -100,16 +101,18 @@ def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Por
     """Portions with their number, and whether each is the epoch's last."""
     limit = job.steps_per_epoch
     waiting: Portion | None = None
-    number = 0
+    number = drawn = 0
     for portion in job.feed.portions(replica, epoch):
         if waiting is not None:
             yield number, waiting, False
             number += 1
         waiting = portion
-        if limit is not None and number + 1 >= limit:
+        drawn += 1
+        if drawn == limit:
             break
     if waiting is not None:
         yield number, waiting, True
+    check_enough(job.feed, drawn, limit, epoch)
 
 
 def _listen(job: Fit, step: Step, replica: Replica) -> bool:
@@ -177,6 +180,12 @@ def _evaluate(job: Evaluation, replica: Replica) -> dict[str, float]:
     sums = [
         [*_losses(runner, portion), float(portion.total)] for portion in job.portions(replica)
     ]
+    if not sums:
+        raise UsageError(
+            "the data to evaluate (or validation_data) has no batch: it is empty, or a generator "
+            "that an earlier pass has used up; give something that can be iterated again: arrays, "
+            "a DataLoader, a list of batches."
+        )
     results = {"loss": _mean_loss(sums, replica), **metrics.compute(replica)}
     metrics.reset()
     return results
@@ -201,8 +210,6 @@ def _mean_loss(sums: list[list[float]], replica: Replica) -> float:
     """Each global batch's loss, weighted by its examples, as one device averages it."""
     everybody = gather_tree(replica.collective, torch.tensor(sums, dtype=torch.float64))
     added = torch.stack(everybody).sum(0)
-    if not len(added):
-        return float("nan")
     totals = torch.tensor([row[2] for row in sums], dtype=torch.float64)
     return float((added[:, 0] / added[:, 1] * totals).sum() / totals.sum())
 

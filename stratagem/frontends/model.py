@@ -109,9 +109,13 @@ class Model:
             x, y: arrays or tensors; or x alone: a dataset, a DataLoader, or any iterable of
                 batches (x, y) or (x, y, sample_weight).
             validation_data: (x, y), (x, y, sample_weight), a dataset, a DataLoader or an iterable.
+            steps_per_epoch: end an epoch after so many batches; a generator goes on from there in
+                the next epoch, everything else starts anew.
             verbose: 1 for a progress bar, 2 for a line an epoch, 0 for silence.
         """
         recipe, optimizer = self._compiled("fit")
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise UsageError(f"steps_per_epoch is {steps_per_epoch}; it must be 1 or more.")
         source = feed(
             x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=_draw_seed()
         )
