@@ -1,6 +1,7 @@
 """Data of any kind as global batches, of which a replica draws its share.
 
-    arrays, tensors      every replica indexes its own rows; shuffled from one seed
+    arrays, tensors,
+    lists of numbers     every replica indexes its own rows; shuffled from one seed
     map-style datasets   through a DataLoader whose sampler deals out shares
     DataLoaders          the same, keeping their sampler, collate function and workers
     streams, generators  the chief reads, everybody keeps its share
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from stratagem.data.loader import ShareLoader, stream
 from stratagem.data.shard import count_rows, rows, share
 from stratagem.errors import UsageError
+from stratagem.frontends.lists import from_lists, is_numbers
 from stratagem.strategies.replica import Replica
 from stratagem.wire.tree import broadcast_tree
 
@@ -170,7 +172,8 @@ def check_enough(source: Feed, drawn: int, asked: int | None, epoch: int) -> Non
 
 def _tensors(source: Iterable[Any] | None) -> Iterator[Any]:
     for batch in source or ():
-        yield _map(_tensor, batch)
+        apart = type(batch) in (list, tuple)
+        yield _map(_tensor, list(map(from_lists, batch)) if apart else from_lists(batch))
 
 
 def _portion(batch: Any, size: tuple[int, int] | None) -> Portion:
@@ -210,6 +213,7 @@ def feed(
         _alone(y, weight, "a dataset")
         return _dataset(x, batch_size or 32, shuffle, seed)
     if _is_arrays(x) and not _is_batches(x, y):
+        x, y, weight = (from_lists(part) for part in (x, y, weight))
         return _arrays(x, y, weight, batch_size or 32, shuffle, seed)
     if isinstance(x, Iterable):
         _alone(y, weight, "an iterable")
@@ -240,7 +244,7 @@ def _arrays(x: Any, y: Any, weight: Any, batch_size: int, shuffle: bool, seed: i
 
 
 def _is_arrays(x: Any) -> bool:
-    if isinstance(x, Tensor | np.ndarray):
+    if isinstance(x, Tensor | np.ndarray) or is_numbers(x):
         return True
     if isinstance(x, dict):
         return bool(x) and all(map(_is_arrays, x.values()))
@@ -249,7 +253,11 @@ def _is_arrays(x: Any) -> bool:
 
 def _is_batches(x: Any, y: Any) -> bool:
     """A list of tuples and no y: batches one after the other, not several inputs."""
-    return y is None and isinstance(x, list) and all(isinstance(item, list | tuple) for item in x)
+    if y is not None or not isinstance(x, list):
+        return False
+    if is_numbers(x) and not (isinstance(x[0], tuple) and isinstance(x[0][0], list | tuple)):
+        return False  # rows of one array
+    return all(isinstance(item, list | tuple) for item in x)
 
 
 def _is_dataset(x: Any) -> bool:

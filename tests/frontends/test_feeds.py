@@ -99,3 +99,37 @@ def test_a_loader_that_is_empty_the_second_time_is_an_error(some: sg.Strategy) -
     loader = DataLoader(Once(*data(30)), batch_size=10)
     with pytest.raises(sg.UsageError, match=r"epoch 2 got none.*iterated again"):
         model_on(some).fit(loader, epochs=2, verbose=0)
+
+
+# --- lists ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+def test_lists_of_numbers_are_arrays(some: sg.Strategy) -> None:
+    x, y = data(33)
+    model = model_on(some)
+    model.fit(
+        x.tolist(), y.tolist(), batch_size=10, epochs=2, shuffle=False, verbose=0,
+        sample_weight=[1.0] * 33, validation_data=(x.tolist(), y.tolist()),
+    )  # fmt: skip
+    alone = by_hand(mlp(), sgd, F.cross_entropy, x, y, batch=10)
+    assert distance(alone, model.module) < 2e-6
+    outputs = model.predict([tuple(row) for row in x.tolist()])
+    assert float((outputs - alone(x)).abs().max()) < 1e-5
+
+
+@pytest.mark.timeout(60)
+def test_batches_of_lists_of_numbers(some: sg.Strategy) -> None:
+    x, y = data(33)
+    model = model_on(some)
+    given = [(rows.tolist(), targets.tolist()) for rows, targets in batches(x, y)]
+    model.fit(given, verbose=0)
+    model.fit(iter(given), verbose=0)
+    alone = by_hand(mlp(), sgd, F.cross_entropy, x, y, batch=10)
+    assert distance(alone, model.module) < 2e-6
+
+
+@pytest.mark.parametrize("odd", [[[1.0, 2.0], [3.0]], [[1.0, None], [2.0, 3.0]]])
+def test_lists_that_are_no_array(odd: Any) -> None:
+    with pytest.raises(sg.UsageError, match="same number of values"):
+        model_on(strategy(1)).fit(odd, [0, 1], verbose=0)
