@@ -204,12 +204,13 @@ def feed(
         raise UsageError(f"batch_size is {batch_size}; it must be 1 or more.")
     if isinstance(x, DataLoader):
         _alone(y, weight, "a DataLoader")
+        _as_they_are(batch_size, "a DataLoader's batches are")
         streaming = isinstance(x.dataset, IterableDataset)
         return LoaderFeed(x, None if streaming else len(x))
     if isinstance(x, IterableDataset):
         _alone(y, weight, "a dataset")
         return LoaderFeed(DataLoader(x, batch_size=batch_size or 32), None)
-    if isinstance(x, Dataset) or (hasattr(x, "__getitem__") and _is_dataset(x)):
+    if _is_dataset(x):
         _alone(y, weight, "a dataset")
         return _dataset(x, batch_size or 32, shuffle, seed)
     if _is_arrays(x) and not _is_batches(x, y):
@@ -217,6 +218,7 @@ def feed(
         return _arrays(x, y, weight, batch_size or 32, shuffle, seed)
     if isinstance(x, Iterable):
         _alone(y, weight, "an iterable")
+        _as_they_are(batch_size, "the batches of an iterable are")
         return StreamFeed(x, len(x) if isinstance(x, Sized) else None, isinstance(x, Iterator))
     raise UsageError(
         f"{type(x).__name__} is not data that can be fed; give arrays, tensors, a dataset, a "
@@ -261,9 +263,18 @@ def _is_batches(x: Any, y: Any) -> bool:
 
 
 def _is_dataset(x: Any) -> bool:
-    return hasattr(x, "__len__") and not isinstance(
-        x, Tensor | np.ndarray | list | tuple | dict | str
-    )
+    if isinstance(x, Dataset):
+        return True
+    ours = isinstance(x, Tensor | np.ndarray | list | tuple | dict | str)
+    return hasattr(x, "__getitem__") and hasattr(x, "__len__") and not ours
+
+
+def in_batches(x: Any) -> bool:
+    """Whether it comes in batches already: a DataLoader, or an iterable of batches."""
+    if isinstance(x, DataLoader):
+        return True
+    arrays = _is_arrays(x) and not _is_batches(x, None)
+    return isinstance(x, Iterable) and not _is_dataset(x) and not arrays
 
 
 def _alone(y: Any, weight: Any, what: str) -> None:
@@ -271,6 +282,13 @@ def _alone(y: Any, weight: Any, what: str) -> None:
         raise UsageError(
             f"y and sample_weight come from {what} itself when x is one; its batches are (x, y) "
             "or (x, y, sample_weight)."
+        )
+
+
+def _as_they_are(batch_size: int | None, what: str) -> None:
+    if batch_size is not None:
+        raise UsageError(
+            f"batch_size={batch_size} cannot be followed: {what} taken as they come; leave it out."
         )
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from stratagem.errors import UsageError
 from stratagem.frontends import loop, losses
 from stratagem.frontends.callbacks import Callback, CallbackList, History
-from stratagem.frontends.feeds import Feed, feed, unpack
+from stratagem.frontends.feeds import Feed, feed, in_batches, unpack
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.optimizers import make_optimizer
 from stratagem.frontends.progress import ProgressBar
@@ -191,9 +191,11 @@ class Model:
     def _validation(self, data: Any, batch_size: int | None) -> Feed | None:
         if data is None:
             return None
-        if isinstance(data, list | tuple) and len(data) in (2, 3):
+        batches = in_batches(data)
+        if isinstance(data, tuple) or (isinstance(data, list) and not batches):
             return feed(*unpack(data), batch_size=batch_size, shuffle=False, seed=0)
-        return feed(data, batch_size=batch_size, shuffle=False, seed=0)
+        size = None if batches else batch_size
+        return feed(data, batch_size=size, shuffle=False, seed=0)
 
 
 def _draw_seed() -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
 from tests.support import by_hand, data, distance, mlp, moved, strategy
@@ -133,3 +133,47 @@ def test_batches_of_lists_of_numbers(some: sg.Strategy) -> None:
 def test_lists_that_are_no_array(odd: Any) -> None:
     with pytest.raises(sg.UsageError, match="same number of values"):
         model_on(strategy(1)).fit(odd, [0, 1], verbose=0)
+
+
+# --- batch sizes ---------------------------------------------------------------------------------
+
+
+SOURCES: dict[str, Any] = {
+    "a DataLoader": lambda x, y: DataLoader(TensorDataset(x, y), batch_size=10),
+    "an iterable": batches,
+    "list": lambda x, y: list(batches(x, y)),
+}
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("kind", list(SOURCES))
+def test_a_batch_size_for_what_has_batches_is_refused(kind: str, verb: str) -> None:
+    model = model_on(strategy(1))
+    with pytest.raises(sg.UsageError, match=r"batch_size=.*leave it out"):
+        getattr(model, verb)(SOURCES[kind](*data(30)), batch_size=5)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", list(SOURCES))
+def test_the_batch_size_of_arrays_leaves_validation_batches_alone(
+    some: sg.Strategy, kind: str
+) -> None:
+    x, y = data(30)
+    model = model_on(some)
+    history = model.fit(
+        x, y, batch_size=7, validation_data=SOURCES[kind](x, y), verbose=0
+    ).history  # fmt: skip
+    with torch.no_grad():
+        expected = float(F.cross_entropy(model.module(x), y))
+    assert history["val_loss"] == [pytest.approx(expected, abs=1e-5)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("count", [2, 3])
+def test_two_or_three_validation_batches_are_no_x_and_y(some: sg.Strategy, count: int) -> None:
+    x, y = data(10 * count)
+    model = model_on(some)
+    history = model.fit(x, y, validation_data=list(batches(x, y)), verbose=0).history
+    with torch.no_grad():
+        expected = float(F.cross_entropy(model.module(x), y))
+    assert history["val_loss"] == [pytest.approx(expected, abs=1e-5)]
