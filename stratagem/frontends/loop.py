@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.callbacks import CallbackList
 from stratagem.frontends.feeds import Feed, Portion, check_enough
 from stratagem.frontends.steps import Recipe, Solo, Step, Tally, choose
@@ -56,7 +57,7 @@ def fit(job: Fit) -> None:
     replica = current_replica()
     _move(job.module, job.optimizer, replica.device)
     job.recipe.metrics.to(replica.device)
-    setup.align(job.module, replica)
+    _align(job.module, replica)
     setup.roll_own_dice(replica, job.generation)
     job.feed.agree(replica)
     step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
@@ -167,7 +168,7 @@ def evaluate(job: Evaluation) -> dict[str, float]:
     replica = current_replica()
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
-    setup.align(job.module, replica)
+    _align(job.module, replica)
     return _evaluate(job, replica)
 
 
@@ -219,7 +220,7 @@ def predict(job: Evaluation) -> Any:
     """Outputs for every example, in order, on the CPU."""
     replica = current_replica()
     job.module.to(replica.device)
-    setup.align(job.module, replica)
+    _align(job.module, replica)
     job.module.eval()
     runner = Solo(job.module, None, job.recipe, replica)
     mine: list[Any] = []
@@ -253,6 +254,17 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _joined([part[key] for part in parts]) for key in first}
     return tuple(_joined([part[i] for part in parts]) for i in range(len(first)))
+
+
+def _align(module: nn.Module, replica: Replica) -> None:
+    """The chief's weights on every replica. Collective."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if replica.count > 1 and is_lazy(tensor):
+            raise NotDistributable(
+                f"{name!r} has no shape yet (a lazy module); run one batch through the model "
+                "before it is distributed."
+            )
+    setup.align(module, replica)
 
 
 def _move(module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:

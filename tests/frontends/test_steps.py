@@ -1,0 +1,77 @@
+"""Odd modules, optimizers and losses, on one device and on two replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import stratagem as sg
+from tests.support import by_hand, data, distance, mlp, strategy
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[sg.Strategy]:
+    made = strategy(2)
+    yield made
+    made.close()
+
+
+def model_on(on: sg.Strategy, module: nn.Module | None = None, **options: Any) -> sg.Model:
+    model = sg.Model(copy.deepcopy(module or mlp()), on)
+    model.compile(**{"optimizer": sgd, "loss": "cross_entropy", **options})
+    return model
+
+
+# --- lazy modules --------------------------------------------------------------------------------
+
+
+def lazy() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.Linear(16, 4))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_a_lazy_module_must_have_seen_a_batch(two: sg.Strategy, verb: str) -> None:
+    x, y = data(20)
+    model = model_on(two, lazy())
+    with pytest.raises(sg.NotDistributable, match=r"'0.weight' has no shape yet.*one batch"):
+        getattr(model, verb)(*((x,) if verb == "predict" else (x, y)))
+    module = lazy()
+    module(x[:1])
+    model = model_on(two, module)
+    model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    alone = by_hand(module, sgd, F.cross_entropy, x, y, batch=10)
+    assert distance(alone, model.module) < 2e-6
+
+
+def test_a_lazy_module_on_one_device_is_torchs_own_affair() -> None:
+    """The first batch gives it its shape, as in a loop by hand."""
+    x, y = data(20)
+    model = model_on(strategy(1), lazy())
+    torch.manual_seed(5)
+    model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    module = lazy()
+    optimizer = sgd(module.parameters())
+    torch.manual_seed(5)
+    torch.empty((), dtype=torch.int64).random_()  # the seed that fit draws for shuffling
+    for i in (0, 10, 0, 10):
+        F.cross_entropy(module(x[i : i + 10]), y[i : i + 10]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert distance(module, model.module) < 2e-6
+
+
+def test_an_unshaped_module_is_not_saved(tmp_path: Any) -> None:
+    with pytest.raises(sg.UsageError, match=r"'0.weight' has no shape yet.*one batch"):
+        model_on(strategy(1), lazy()).save(tmp_path / "m")
