@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stratagem as sg
-from tests.support import by_hand, data, distance, mlp, strategy
+from tests.support import by_hand, data, distance, mlp, moved, strategy
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -75,3 +75,42 @@ def test_a_lazy_module_on_one_device_is_torchs_own_affair() -> None:
 def test_an_unshaped_module_is_not_saved(tmp_path: Any) -> None:
     with pytest.raises(sg.UsageError, match=r"'0.weight' has no shape yet.*one batch"):
         model_on(strategy(1), lazy()).save(tmp_path / "m")
+
+
+
+# --- LBFGS ---------------------------------------------------------------------------------------
+
+
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=0.5, max_iter=4)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_lbfgs_on_one_device_is_torchs(clip: float | None) -> None:
+    x, y = data(40)
+    module = mlp()
+    optimizer = lbfgs(module.parameters())
+    losses = []
+    for i in (0, 20, 0, 20):
+
+        def closure(i: int = i) -> Any:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(module(x[i : i + 20]), y[i : i + 20])
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            return loss
+
+        losses.append(float(optimizer.step(closure)))
+    assert moved(mlp(), module)
+    model = model_on(strategy(1), optimizer=lbfgs, metrics=["accuracy"], clip_norm=clip)
+    history = model.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0).history
+    assert distance(module, model.module) < 2e-6
+    assert history["loss"] == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2], abs=1e-6)
+    assert all(0 <= accuracy <= 1 for accuracy in history["accuracy"])
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"precision": "float16"}])
+def test_lbfgs_refuses_what_it_cannot_follow(options: Any) -> None:
+    with pytest.raises(sg.UsageError, match=r"LBFGS.*another optimizer"):
+        model_on(strategy(1), optimizer=lbfgs, **options).fit(*data(20), verbose=0)
