@@ -152,10 +152,21 @@ def _listed(metrics: Any) -> list[tuple[str, Any]]:
     if metrics is None:
         return []
     if isinstance(metrics, Mapping):
-        return [(name, _checked(metric)) for name, metric in metrics.items()]
-    if not isinstance(metrics, Sequence) or isinstance(metrics, str):
-        metrics = [metrics]
-    return [(_name(metric), _checked(metric)) for metric in metrics]
+        given = [(str(name), metric) for name, metric in metrics.items()]
+    elif isinstance(metrics, Sequence) and not isinstance(metrics, str):
+        given = [("", metric) for metric in metrics]
+    else:
+        given = [("", metrics)]
+    return [pair for name, metric in given for pair in _members(name, metric)]
+
+
+def _members(name: str, metric: Any) -> list[tuple[str, Any]]:
+    """A metric with its name; a collection as its members, with the names that it gives them."""
+    if not isinstance(metric, torchmetrics.MetricCollection):
+        return [(name or _name(metric), _checked(metric))]
+    # With a state for each: those of a used collection share one, which would count twice.
+    members = metric.items(keep_base=False, copy_state=True)
+    return [(f"{name}_{own}" if name else own, member) for own, member in members]
 
 
 def _checked(metric: Any) -> Any:
