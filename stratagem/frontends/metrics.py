@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 from stratagem.errors import UsageError
+from stratagem.frontends.losses import examples
 from stratagem.strategies.replica import Replica
 from stratagem.wire.tree import gather_tree
 
@@ -43,7 +44,7 @@ class FunctionMetric(torchmetrics.MeanMetric):
     def update(self, output: Any, target: Any) -> None:  # type: ignore[override]
         value = torch.as_tensor(self.function(output, target)).detach().float()
         # As many values as examples: MeanMetric with nan_strategy="disable" ignores weights.
-        super().update(value if value.dim() else value.expand(len(target)))
+        super().update(value if value.dim() else value.expand(examples(output, target)))
 
 
 class MetricSet:

@@ -77,7 +77,6 @@ def test_an_unshaped_module_is_not_saved(tmp_path: Any) -> None:
         model_on(strategy(1), lazy()).save(tmp_path / "m")
 
 
-
 # --- LBFGS ---------------------------------------------------------------------------------------
 
 
@@ -114,3 +113,25 @@ def test_lbfgs_on_one_device_is_torchs(clip: float | None) -> None:
 def test_lbfgs_refuses_what_it_cannot_follow(options: Any) -> None:
     with pytest.raises(sg.UsageError, match=r"LBFGS.*another optimizer"):
         model_on(strategy(1), optimizer=lbfgs, **options).fit(*data(20), verbose=0)
+
+
+# --- no targets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+def test_without_targets(two: sg.Strategy) -> None:
+    """fit(x): the loss of an output and nothing."""
+    x, _ = data(37)
+    model = model_on(
+        two, loss=lambda output, nothing: (output**2).mean(),
+        metrics={"size": lambda output, nothing: (output**2).mean()},
+    )  # fmt: skip
+    history = model.fit(x, batch_size=12, epochs=2, shuffle=False, verbose=0).history
+    alone = by_hand(mlp(), sgd, lambda output, _: (output**2).mean(), x, x, batch=12)
+    assert distance(alone, model.module) < 2e-6
+    assert history["loss"][1] < history["loss"][0]
+    with torch.no_grad():
+        expected = float((alone(x) ** 2).mean())
+    results = model.evaluate(x, batch_size=12)
+    assert results["loss"] == pytest.approx(expected, abs=1e-5)
+    assert results["size"] == pytest.approx(expected, abs=1e-5)
