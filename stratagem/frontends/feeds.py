@@ -161,10 +161,9 @@ def check_enough(source: Feed, drawn: int, asked: int | None, epoch: int) -> Non
     """An epoch without data, or a generator without enough of it, is no epoch."""
     if drawn and not (source.once and asked is not None and drawn < asked):
         return
-    got = drawn or "none"
-    wanted = "" if asked is None else f" of its {asked}"
+    got = f"{drawn or 'none'} of its {asked} batches" if asked is not None else "no batch"
     raise UsageError(
-        f"the data ran dry: epoch {epoch + 1} got {got}{wanted} batches; give something that can "
+        f"the data ran dry: epoch {epoch + 1} got {got}; give something that can "
         "be iterated again (arrays, a DataLoader, a list of batches), or a generator of "
         "epochs * steps_per_epoch batches together with steps_per_epoch."
     )

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends import proof
 from stratagem.frontends.callbacks import CallbackList
 from stratagem.frontends.feeds import Feed, Portion, check_enough
 from stratagem.frontends.steps import Recipe, Solo, Step, Tally, choose
@@ -90,7 +91,9 @@ def _epoch(job: Fit, step: Step, replica: Replica, epoch: int) -> bool:
     logs["examples_per_second"] = tally.examples / seconds
     setup.average_buffers(job.module, replica)
     if job.validation is not None:
-        results = _evaluate(Evaluation(job.module, job.recipe, job.validation), replica)
+        results = _evaluate(
+            Evaluation(job.module, job.recipe, job.validation, tried=True), replica
+        )
         logs |= {f"val_{name}": value for name, value in results.items()}
     if job.wants_state:
         step.collect_state()
@@ -155,6 +158,8 @@ class Evaluation:
     recipe: Recipe
     feed: Feed
     steps: int | None = None
+    #: whether the loss has been tried: `fit` has done so when it validates
+    tried: bool = False
 
     def for_followers(self) -> Evaluation:
         return replace(self, feed=self.feed.without_source())
@@ -178,9 +183,11 @@ def _evaluate(job: Evaluation, replica: Replica) -> dict[str, float]:
     job.module.eval()
     metrics.reset()
     runner = Solo(job.module, None, job.recipe, replica)
-    sums = [
-        [*_losses(runner, portion), float(portion.total)] for portion in job.portions(replica)
-    ]
+    sums: list[list[float]] = []
+    untried = not job.tried and proof.is_needed(job.recipe.loss, replica)
+    for portion in job.portions(replica):
+        sums.append([*_losses(runner, portion, untried), float(portion.total)])
+        untried = False
     if not sums:
         raise UsageError(
             "the data to evaluate (or validation_data) has no batch: it is empty, or a generator "
@@ -192,13 +199,17 @@ def _evaluate(job: Evaluation, replica: Replica) -> dict[str, float]:
     return results
 
 
-def _losses(runner: Solo, portion: Portion) -> tuple[float, float]:
+def _losses(runner: Solo, portion: Portion, untried: bool) -> tuple[float, float]:
     """Numerator and denominator of this share's loss; metrics take it in."""
-    if portion.examples == 0:
-        return 0.0, 0.0
     recipe = runner.recipe
+    if portion.examples == 0:
+        if untried:
+            proof.settle(recipe.loss, runner.replica)
+        return 0.0, 0.0
     with runner.autocast():
         output, y, weight = runner.forward(portion)
+        if untried:
+            proof.settle(recipe.loss, runner.replica, output, y)
         numerator, denominator = recipe.loss.terms(output, y, weight)
     if recipe.metrics:
         recipe.metrics.update(output, y)

@@ -54,6 +54,8 @@ class RowLoss:
     ) -> None:
         self.function = function
         self.per_row = per_row
+        #: not torch's: that its single number is a mean over rows has to be seen
+        self.own = not str(getattr(function, "__module__", "")).startswith("torch.nn.")
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is not None:

@@ -55,7 +55,7 @@ def test_a_generator_goes_on_over_epochs(some: sg.Strategy) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"epochs": 2}, "epoch 2 got none.*steps_per_epoch"),
+        ({"epochs": 2}, "epoch 2 got no batch.*steps_per_epoch"),
         ({"epochs": 2, "steps_per_epoch": 4}, r"epoch 2 got 2 of its 4.*epochs \* steps_per_epoch"),
         ({"epochs": 3, "steps_per_epoch": 3}, "epoch 3 got none of its 3"),
         ({"epochs": 1, "steps_per_epoch": 7}, "epoch 1 got 6 of its 7"),
@@ -97,7 +97,7 @@ class Once(IterableDataset[Any]):
 @pytest.mark.timeout(60)
 def test_a_loader_that_is_empty_the_second_time_is_an_error(some: sg.Strategy) -> None:
     loader = DataLoader(Once(*data(30)), batch_size=10)
-    with pytest.raises(sg.UsageError, match=r"epoch 2 got none.*iterated again"):
+    with pytest.raises(sg.UsageError, match=r"epoch 2 got no batch.*iterated again"):
         model_on(some).fit(loader, epochs=2, verbose=0)
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import stratagem as sg
+from stratagem.frontends import proof
+from stratagem.frontends.losses import resolve
 from tests.support import by_hand, data, distance, mlp, moved, strategy
 
 
@@ -135,3 +137,108 @@ def test_without_targets(two: sg.Strategy) -> None:
     results = model.evaluate(x, batch_size=12)
     assert results["loss"] == pytest.approx(expected, abs=1e-5)
     assert results["size"] == pytest.approx(expected, abs=1e-5)
+
+
+# --- losses of one's own -------------------------------------------------------------------------
+
+
+def halves(x: Tensor, y: Tensor) -> Tensor:
+    """Contrastive: every row is compared with every other of its batch."""
+    return F.cross_entropy(x @ x.T, torch.arange(len(x)))
+
+
+def masked(output: Tensor, target: Tensor) -> Tensor:
+    each = F.cross_entropy(output, target, reduction="none")
+    return (each * (target > 1)).sum() / (target > 1).sum()
+
+
+ODD: dict[str, Any] = {
+    "sum": lambda o, t: F.cross_entropy(o, t, reduction="sum"),
+    "contrastive": halves,
+    "masked": masked,
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("verb", ["fit", "evaluate"])
+@pytest.mark.parametrize("name", list(ODD))
+def test_a_number_that_is_no_mean_over_rows_is_refused(
+    two: sg.Strategy, name: str, verb: str
+) -> None:
+    x, y = data(37)
+    model = model_on(two, loss=ODD[name])
+    options = {"verbose": 0} if verb == "fit" else {}
+    with pytest.raises(sg.NotDistributable, match=r'mean over.*reduction="none"'):
+        getattr(model, verb)(x, y, batch_size=12, **options)
+    alone = model_on(strategy(1), loss=ODD[name])
+    getattr(alone, verb)(x, y, batch_size=12, **options)
+
+
+@pytest.mark.timeout(60)
+def test_what_only_one_replica_sees_is_refused_by_name(two: sg.Strategy) -> None:
+    """The mask hides nothing in the chief's share: the other replica must be heard."""
+    x, _ = data(16)
+    y = torch.tensor([2, 3] * 4 + [0, 0, 0, 2, 3, 2, 3, 3])
+    with pytest.raises(sg.NotDistributable, match=r"mean over"):
+        model_on(two, loss=masked).fit(x, y, batch_size=16, shuffle=False, verbose=0)
+
+
+FINE: dict[str, Any] = {
+    "mean": lambda o, t: F.cross_entropy(o, t),
+    "rows": lambda o, t: F.cross_entropy(o, t, reduction="none"),
+    "near nothing": lambda o, t: 1e-12 * F.cross_entropy(o, t),
+    "around nothing": lambda o, t: (o - o.detach().mean(1, keepdim=True)).mean(),
+    "a dict": lambda o, t: F.cross_entropy(o["logits"], t),
+    "a number beside": lambda o, t: F.cross_entropy(o["logits"], t) + 0 * o["number"],
+}
+
+
+class Named(nn.Module):
+    """Outputs of which one has no rows."""
+
+    def __init__(self, number: bool) -> None:
+        super().__init__()
+        self.inner, self.number = mlp(), number
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.inner(x)
+        return {"logits": logits, **({"number": logits.mean()} if self.number else {})}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("rows", [3, 37])
+@pytest.mark.parametrize("name", list(FINE))
+def test_a_mean_over_rows_is_not_refused(two: sg.Strategy, name: str, rows: int) -> None:
+    """Down to shares of two rows, of one and of none."""
+    x, y = data(rows)
+    module = mlp() if name not in ("a dict", "a number beside") else Named(name != "a dict")
+    model = model_on(two, module, loss=FINE[name])
+    model.fit(x, y, batch_size=2 if rows == 3 else 12, epochs=2, shuffle=False, verbose=0)
+
+    def plain(output: Any, target: Tensor) -> Tensor:
+        return FINE[name](output, target).mean()
+
+    alone = by_hand(module, sgd, plain, x, y, batch=2 if rows == 3 else 12)
+    assert distance(alone, model.module) < 2e-6
+
+
+@pytest.mark.timeout(60)
+def test_a_random_loss_is_left_alone(two: sg.Strategy) -> None:
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output + torch.randn_like(output), target)
+
+    model_on(two, loss=noisy).fit(*data(37), batch_size=12, verbose=0)
+
+
+def test_the_check_leaves_the_dice_alone() -> None:
+    drawn = []
+
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        drawn.append(torch.randn(()))
+        return F.cross_entropy(output + drawn[-1], target)
+
+    output, target = torch.randn(6, 4, requires_grad=True), torch.zeros(6, dtype=torch.int64)
+    before = torch.get_rng_state()
+    proof.settle(resolve(noisy), sg.current_replica(), output, target)
+    assert drawn and torch.equal(before, torch.get_rng_state())
+    assert output.grad is None
