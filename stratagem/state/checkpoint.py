@@ -9,6 +9,7 @@ Both are written beside their final name and then moved there: a reader never se
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,11 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 def _whole(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        part.touch()
+        rights = part.stat().st_mode  # those of any new file here; safetensors makes its own 0600
         write(part)
+        if part.stat().st_mode != rights:
+            part.chmod(stat.S_IMODE(rights))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -223,6 +223,13 @@ def test_a_mean_over_rows_is_not_refused(two: sg.Strategy, name: str, rows: int)
 
 
 @pytest.mark.timeout(60)
+def test_what_cannot_be_tried_is_said(two: sg.Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_on(two, Named(True), loss=FINE["a number beside"])
+    model.fit(*data(37), batch_size=12, verbose=0)
+    assert "unchecked" in caplog.text and caplog.text.count("cannot be tried") == 1
+
+
+@pytest.mark.timeout(60)
 def test_a_random_loss_is_left_alone(two: sg.Strategy) -> None:
     def noisy(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output + torch.randn_like(output), target)
