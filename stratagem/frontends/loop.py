@@ -17,6 +17,7 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends import proof
 from stratagem.frontends.callbacks import CallbackList
 from stratagem.frontends.feeds import Feed, Portion, check_enough
+from stratagem.frontends.meter import Meter
 from stratagem.frontends.steps import Recipe, Solo, Step, Tally, choose
 from stratagem.strategies import setup
 from stratagem.strategies.replica import Replica, current_replica
@@ -160,12 +161,19 @@ class Evaluation:
     steps: int | None = None
     #: whether the loss has been tried: `fit` has done so when it validates
     tried: bool = False
+    #: on the chief only
+    meter: Meter | None = None
 
     def for_followers(self) -> Evaluation:
-        return replace(self, feed=self.feed.without_source())
+        return replace(self, feed=self.feed.without_source(), meter=None)
 
     def portions(self, replica: Replica) -> Iterator[Portion]:
-        return islice(self.feed.portions(replica, 0), self.steps)
+        examples = 0
+        for number, portion in enumerate(islice(self.feed.portions(replica, 0), self.steps), 1):
+            yield portion
+            examples += portion.total
+            if self.meter is not None:
+                self.meter.advance(number, examples)
 
 
 def evaluate(job: Evaluation) -> dict[str, float]:
