@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends import proof
 from stratagem.frontends.callbacks import CallbackList
 from stratagem.frontends.feeds import Feed, Portion, check_enough
 from stratagem.frontends.meter import Meter
+from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Recipe, Solo, Step, Tally, choose
 from stratagem.strategies import setup
 from stratagem.strategies.replica import Replica, current_replica
@@ -191,11 +191,11 @@ def _evaluate(job: Evaluation, replica: Replica) -> dict[str, float]:
     job.module.eval()
     metrics.reset()
     runner = Solo(job.module, None, job.recipe, replica)
-    sums: list[list[float]] = []
-    untried = not job.tried and proof.is_needed(job.recipe.loss, replica)
-    for portion in job.portions(replica):
-        sums.append([*_losses(runner, portion, untried), float(portion.total)])
-        untried = False
+    proof = None if job.tried else Proof(job.recipe.loss, replica)
+    sums = [
+        [*_losses(runner, portion, proof), float(portion.total)]
+        for portion in job.portions(replica)
+    ]
     if not sums:
         raise UsageError(
             "the data to evaluate (or validation_data) has no batch: it is empty, or a generator "
@@ -207,18 +207,16 @@ def _evaluate(job: Evaluation, replica: Replica) -> dict[str, float]:
     return results
 
 
-def _losses(runner: Solo, portion: Portion, untried: bool) -> tuple[float, float]:
+def _losses(runner: Solo, portion: Portion, proof: Proof | None) -> tuple[float, float]:
     """Numerator and denominator of this share's loss; metrics take it in."""
-    recipe = runner.recipe
     if portion.examples == 0:
-        if untried:
-            proof.settle(recipe.loss, runner.replica)
         return 0.0, 0.0
+    recipe = runner.recipe
     with runner.autocast():
         output, y, weight = runner.forward(portion)
-        if untried:
-            proof.settle(recipe.loss, runner.replica, output, y)
         numerator, denominator = recipe.loss.terms(output, y, weight)
+        if proof is not None and proof.open:
+            proof.settle(portion, output, y, numerator)
     if recipe.metrics:
         recipe.metrics.update(output, y)
     if denominator is None:

@@ -1,4 +1,4 @@
-"""Whether a loss of one's own is a mean over rows: tried on the first batch.
+"""Whether a loss of one's own is a mean over rows: tried by the chief on its first share.
 
 A function that returns one number can only be taken for the mean over the rows of its share. A
 sum, a masked mean or a loss that compares rows with each other is something else, and replicas
@@ -8,71 +8,79 @@ of its two halves. Only the loss is computed again, from the outputs that are th
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, StratagemError
-from stratagem.frontends.losses import Loss, RowLoss, examples
+from stratagem.frontends.feeds import Portion
+from stratagem.frontends.losses import Loss, RowLoss
 from stratagem.strategies.replica import Replica
-from stratagem.wire.tree import gather_tree
 
 log = logging.getLogger("stratagem")
 
 _FLOOR = 1e-6  # below this, rounding is all that is left
 
 
-def is_needed(loss: Loss, replica: Replica) -> bool:
-    """Whether somebody must look at the first batch; the same on every replica."""
-    return replica.count > 1 and isinstance(loss, RowLoss) and loss.own
+class Proof:
+    """Asked at every batch; acts at the first that says something."""
 
+    def __init__(self, loss: Loss, replica: Replica) -> None:
+        self.replica = replica
+        self._loss = loss if isinstance(loss, RowLoss) and loss.own else None
+        #: whether the loss is still to be tried
+        self.open = replica.count > 1 and replica.is_chief and self._loss is not None
 
-def settle(loss: Loss, replica: Replica, output: Any = None, target: Any = None) -> None:
-    """Try this share (nothing: an empty one); all raise if anybody objects. Collective."""
-    assert isinstance(loss, RowLoss)
-    mine = ""
-    if output is not None:
+    def settle(self, portion: Portion, output: Any, target: Any, numerator: Tensor) -> None:
+        """Raise if this share shows that its loss is no mean over rows."""
+        if portion.examples < 2 or portion.weight is not None:
+            return  # nothing to compare; and weights need a value a row anyway
+        assert self._loss is not None
+        self.open = False
+        mean = float(numerator.detach()) / portion.examples
         try:
-            mine = _objection(loss, output, target, replica)
+            self._try(self._loss, [output, target], portion.examples, mean)
         except StratagemError:
             raise
         except Exception as error:
-            if replica.is_chief:
-                log.warning(
-                    "the loss cannot be tried on a part of a batch (%s: %s), so its number is "
-                    "taken for the mean over the rows, unchecked.", type(error).__name__, error,
-                )  # fmt: skip
-    for words in gather_tree(replica.collective, mine):
-        if words:
-            raise NotDistributable(words)
+            log.warning(
+                "the loss cannot be tried on a part of a batch (%s: %s), so its number is taken "
+                "for the mean over the rows, unchecked.", type(error).__name__, error,
+            )  # fmt: skip
+
+    @torch.no_grad()
+    def _try(self, loss: RowLoss, pair: list[Any], count: int, mean: float) -> None:
+        device, half = self.replica.device, count // 2
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            function = _double(loss.function)
+            whole = function(*pair)
+            if whole.dim() > 0 or not _alike(whole, mean, []):
+                return  # a value a row; or it draws random numbers, and nothing can be compared
+            _check_rows(pair, count)
+            parts = [float(function(*rows(pair, *cut))) for cut in ((0, half), (half, count))]
+        together = (parts[0] * half + parts[1] * (count - half)) / count
+        if not _alike(whole, together, parts):
+            raise NotDistributable(
+                "the loss returns one number that is not the mean over the rows "
+                f"({float(whole):.6g} for {count} rows, {together:.6g} as the mean of their "
+                "halves), so the shares of replicas do not add up to the loss of one device; "
+                'return a value for each row (reduction="none"), or use one device.'
+            )
 
 
-@torch.no_grad()
-def _objection(loss: RowLoss, output: Any, target: Any, replica: Replica) -> str:
-    count, device = examples(output, target), replica.device
-    if count < 2:
-        return ""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        whole = loss.function(output, target)
-        if whole.dim() > 0 or not torch.equal(whole, loss.function(output, target)):
-            return ""  # a value a row; or it draws random numbers, and nothing can be compared
-        _check_rows([output, target], count)
-        half = count // 2
-        cuts = [(0, half), (half, count)]
-        parts = [float(loss.function(*rows([output, target], *cut))) for cut in cuts]
-    together = (parts[0] * half + parts[1] * (count - half)) / count
-    if _alike(whole, together, parts):
-        return ""
-    return (
-        f"the loss returns one number that is not the mean over the rows: {float(whole):.6g} for "
-        f"the {count} rows of {replica.name}, {together:.6g} as the mean of their halves, so "
-        "the shares of replicas do not add up to the loss of one device; return a value for each "
-        'row (reduction="none"), or use one device.'
-    )
+def _double(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same loss; one that counts its calls, or keeps statistics, does not notice."""
+    double: Any = copy.copy(function)
+    if not isinstance(double, nn.Module):
+        return double  # type: ignore[no-any-return]
+    buffers = {name: buffer.clone() for name, buffer in double.named_buffers()}
+    return lambda *pair: torch.func.functional_call(double, buffers, pair)
 
 
 def _alike(whole: Tensor, together: float, parts: list[float]) -> bool:

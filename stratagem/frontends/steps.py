@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends import proof
 from stratagem.frontends.feeds import Portion
 from stratagem.frontends.losses import Loss
 from stratagem.frontends.metrics import MetricSet
+from stratagem.frontends.proof import Proof
 from stratagem.state.sliced import SlicedUpdate, can_slice
 from stratagem.strategies import setup, sync_batchnorm
 from stratagem.strategies.exchange import GradientExchange
@@ -211,7 +211,7 @@ class Replicated(Solo):
         super().__init__(module, optimizer, recipe, replica)
         self._sync_norm = settings.sync_batchnorm
         self._pair: Tensor | None = None
-        self._untried = proof.is_needed(recipe.loss, replica)
+        self._proof = Proof(recipe.loss, replica)
         self._unsync = sync_batchnorm.install(module, replica) if self._sync_norm else None
         reducer = setup.choose_reducer(list(module.parameters()), replica, settings)
         self.exchange = GradientExchange(
@@ -238,13 +238,13 @@ class Replicated(Solo):
         """Backward of this share's part of the global loss; returns what it adds to the notes."""
         recipe = self.recipe
         if portion.examples == 0 and not self._sync_norm:
-            self._try_loss(portion, None, None)
             self._divisor(portion, 0.0)
             return 0.0, 0.0
         with self.autocast():
             output, y, weight = self.forward(portion)
-            self._try_loss(portion, output, y)
             numerator, denominator = recipe.loss.terms(output, y, weight)
+            if self._proof.open:
+                self._proof.settle(portion, output, y, numerator)
         scale = 1.0 / recipe.accumulate
         if denominator is not None:
             scale /= self._divisor(portion, denominator)
@@ -258,12 +258,6 @@ class Replicated(Solo):
         if denominator is None:
             return numerator.detach(), float(portion.examples) / portion.total
         return numerator.detach(), denominator
-
-    def _try_loss(self, portion: Portion, output: Any, y: Any) -> None:
-        """Before the first backward, while nothing is under way. Collective."""
-        if self._untried:
-            self._untried = False
-            proof.settle(self.recipe.loss, self.replica, output if portion.examples else None, y)
 
     def _divisor(self, portion: Portion, denominator: Any) -> float:
         """What the sum of numerators is divided by before backward."""

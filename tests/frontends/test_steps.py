@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem.frontends import proof
+from stratagem.frontends.feeds import Portion
 from stratagem.frontends.losses import resolve
+from stratagem.frontends.proof import Proof
 from tests.support import by_hand, data, distance, mlp, moved, strategy
 
 
@@ -167,20 +168,11 @@ def test_a_number_that_is_no_mean_over_rows_is_refused(
 ) -> None:
     x, y = data(37)
     model = model_on(two, loss=ODD[name])
-    options = {"verbose": 0} if verb == "fit" else {}
+    options = {"verbose": 0, "shuffle": False} if verb == "fit" else {}
     with pytest.raises(sg.NotDistributable, match=r'mean over.*reduction="none"'):
         getattr(model, verb)(x, y, batch_size=12, **options)
     alone = model_on(strategy(1), loss=ODD[name])
     getattr(alone, verb)(x, y, batch_size=12, **options)
-
-
-@pytest.mark.timeout(60)
-def test_what_only_one_replica_sees_is_refused_by_name(two: sg.Strategy) -> None:
-    """The mask hides nothing in the chief's share: the other replica must be heard."""
-    x, _ = data(16)
-    y = torch.tensor([2, 3] * 4 + [0, 0, 0, 2, 3, 2, 3, 3])
-    with pytest.raises(sg.NotDistributable, match=r"mean over"):
-        model_on(two, loss=masked).fit(x, y, batch_size=16, shuffle=False, verbose=0)
 
 
 FINE: dict[str, Any] = {
@@ -246,6 +238,40 @@ def test_the_check_leaves_the_dice_alone() -> None:
 
     output, target = torch.randn(6, 4, requires_grad=True), torch.zeros(6, dtype=torch.int64)
     before = torch.get_rng_state()
-    proof.settle(resolve(noisy), sg.current_replica(), output, target)
+    proof = Proof(resolve(noisy), sg.current_replica())
+    proof.settle(Portion(None, target, None, 6, 12), output, target, torch.tensor(1.0))
     assert drawn and torch.equal(before, torch.get_rng_state())
     assert output.grad is None
+
+
+class Fading:
+    """A loss that counts its calls: each weighs less."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, target) / self.calls
+
+
+class Centred(nn.Module):
+    """A loss that keeps a statistic in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, target) / self.calls
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [Fading, Centred])
+def test_a_loss_with_a_memory_does_not_notice(two: sg.Strategy, make: Any) -> None:
+    x, y = data(36)
+    model = model_on(two, loss=make())
+    model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+    alone = by_hand(mlp(), sgd, make(), x, y, batch=12)
+    assert distance(alone, model.module) < 2e-6
