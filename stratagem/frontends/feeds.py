@@ -1,6 +1,7 @@
 """Data of any kind as global batches, of which a replica draws its share.
 
-    arrays, tensors      every replica indexes its own rows; shuffled from one seed
+    arrays, tensors,
+    lists of numbers     every replica indexes its own rows; shuffled from one seed
     map-style datasets   through a DataLoader whose sampler deals out shares
     DataLoaders          the same, keeping their sampler, collate function and workers
     streams, generators  the chief reads, everybody keeps its share
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from stratagem.data.loader import ShareLoader, stream
 from stratagem.data.shard import count_rows, rows, share
 from stratagem.errors import UsageError
+from stratagem.frontends.lists import from_lists, is_numbers
 from stratagem.strategies.replica import Replica
 from stratagem.wire.tree import broadcast_tree
 
@@ -45,6 +47,10 @@ class Feed(Protocol):
     def steps(self) -> int | None:
         """Batches an epoch, None if unknown."""
 
+    @property
+    def once(self) -> bool:
+        """Whether it goes on where it stopped instead of starting anew (a generator)."""
+
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         """This replica's shares, in order. Collective where the source needs it."""
 
@@ -65,6 +71,7 @@ class ArrayFeed:
     batch_size: int
     shuffle: bool = False
     seed: int = 0
+    once: ClassVar[bool] = False
 
     @property
     def length(self) -> int:
@@ -106,6 +113,7 @@ class LoaderFeed:
 
     loader: DataLoader[Any] | None
     steps: int | None
+    once: ClassVar[bool] = False
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         assert self.loader is not None
@@ -133,6 +141,7 @@ class StreamFeed:
 
     source: Iterable[Any] | None
     steps: int | None
+    once: bool = False
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         for batch in stream(_tensors(self.source), replica.collective):
@@ -148,9 +157,22 @@ class StreamFeed:
         """Only the chief reads: there is nothing to settle."""
 
 
+def check_enough(source: Feed, drawn: int, asked: int | None, epoch: int) -> None:
+    """An epoch without data, or a generator without enough of it, is no epoch."""
+    if drawn and not (source.once and asked is not None and drawn < asked):
+        return
+    got = f"{drawn or 'none'} of its {asked} batches" if asked is not None else "no batch"
+    raise UsageError(
+        f"the data ran dry: epoch {epoch + 1} got {got}; give something that can "
+        "be iterated again (arrays, a DataLoader, a list of batches), or a generator of "
+        "epochs * steps_per_epoch batches together with steps_per_epoch."
+    )
+
+
 def _tensors(source: Iterable[Any] | None) -> Iterator[Any]:
     for batch in source or ():
-        yield _map(_tensor, batch)
+        apart = type(batch) in (list, tuple)
+        yield _map(_tensor, list(map(from_lists, batch)) if apart else from_lists(batch))
 
 
 def _portion(batch: Any, size: tuple[int, int] | None) -> Portion:
@@ -181,19 +203,22 @@ def feed(
         raise UsageError(f"batch_size is {batch_size}; it must be 1 or more.")
     if isinstance(x, DataLoader):
         _alone(y, weight, "a DataLoader")
+        _as_they_are(batch_size, "a DataLoader's batches are")
         streaming = isinstance(x.dataset, IterableDataset)
         return LoaderFeed(x, None if streaming else len(x))
     if isinstance(x, IterableDataset):
         _alone(y, weight, "a dataset")
         return LoaderFeed(DataLoader(x, batch_size=batch_size or 32), None)
-    if isinstance(x, Dataset) or (hasattr(x, "__getitem__") and _is_dataset(x)):
+    if _is_dataset(x):
         _alone(y, weight, "a dataset")
         return _dataset(x, batch_size or 32, shuffle, seed)
     if _is_arrays(x) and not _is_batches(x, y):
+        x, y, weight = (from_lists(part) for part in (x, y, weight))
         return _arrays(x, y, weight, batch_size or 32, shuffle, seed)
     if isinstance(x, Iterable):
         _alone(y, weight, "an iterable")
-        return StreamFeed(x, len(x) if isinstance(x, Sized) else None)
+        _as_they_are(batch_size, "the batches of an iterable are")
+        return StreamFeed(x, len(x) if isinstance(x, Sized) else None, isinstance(x, Iterator))
     raise UsageError(
         f"{type(x).__name__} is not data that can be fed; give arrays, tensors, a dataset, a "
         "DataLoader, or an iterable of batches."
@@ -220,7 +245,7 @@ def _arrays(x: Any, y: Any, weight: Any, batch_size: int, shuffle: bool, seed: i
 
 
 def _is_arrays(x: Any) -> bool:
-    if isinstance(x, Tensor | np.ndarray):
+    if isinstance(x, Tensor | np.ndarray) or is_numbers(x):
         return True
     if isinstance(x, dict):
         return bool(x) and all(map(_is_arrays, x.values()))
@@ -229,13 +254,26 @@ def _is_arrays(x: Any) -> bool:
 
 def _is_batches(x: Any, y: Any) -> bool:
     """A list of tuples and no y: batches one after the other, not several inputs."""
-    return y is None and isinstance(x, list) and all(isinstance(item, list | tuple) for item in x)
+    if y is not None or not isinstance(x, list):
+        return False
+    if is_numbers(x) and not (isinstance(x[0], tuple) and isinstance(x[0][0], list | tuple)):
+        return False  # rows of one array
+    return all(isinstance(item, list | tuple) for item in x)
 
 
 def _is_dataset(x: Any) -> bool:
-    return hasattr(x, "__len__") and not isinstance(
-        x, Tensor | np.ndarray | list | tuple | dict | str
-    )
+    if isinstance(x, Dataset):
+        return True
+    ours = isinstance(x, Tensor | np.ndarray | list | tuple | dict | str)
+    return hasattr(x, "__getitem__") and hasattr(x, "__len__") and not ours
+
+
+def in_batches(x: Any) -> bool:
+    """Whether it comes in batches already: a DataLoader, or an iterable of batches."""
+    if isinstance(x, DataLoader):
+        return True
+    arrays = _is_arrays(x) and not _is_batches(x, None)
+    return isinstance(x, Iterable) and not _is_dataset(x) and not arrays
 
 
 def _alone(y: Any, weight: Any, what: str) -> None:
@@ -243,6 +281,13 @@ def _alone(y: Any, weight: Any, what: str) -> None:
         raise UsageError(
             f"y and sample_weight come from {what} itself when x is one; its batches are (x, y) "
             "or (x, y, sample_weight)."
+        )
+
+
+def _as_they_are(batch_size: int | None, what: str) -> None:
+    if batch_size is not None:
+        raise UsageError(
+            f"batch_size={batch_size} cannot be followed: {what} taken as they come; leave it out."
         )
 
 

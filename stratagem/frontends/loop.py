@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.callbacks import CallbackList
-from stratagem.frontends.feeds import Feed, Portion
+from stratagem.frontends.feeds import Feed, Portion, check_enough
+from stratagem.frontends.meter import Meter
+from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Recipe, Solo, Step, Tally, choose
 from stratagem.strategies import setup
 from stratagem.strategies.replica import Replica, current_replica
@@ -55,7 +59,7 @@ def fit(job: Fit) -> None:
     replica = current_replica()
     _move(job.module, job.optimizer, replica.device)
     job.recipe.metrics.to(replica.device)
-    setup.align(job.module, replica)
+    _align(job.module, replica)
     setup.roll_own_dice(replica, job.generation)
     job.feed.agree(replica)
     step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
@@ -88,7 +92,9 @@ def _epoch(job: Fit, step: Step, replica: Replica, epoch: int) -> bool:
     logs["examples_per_second"] = tally.examples / seconds
     setup.average_buffers(job.module, replica)
     if job.validation is not None:
-        results = _evaluate(Evaluation(job.module, job.recipe, job.validation), replica)
+        results = _evaluate(
+            Evaluation(job.module, job.recipe, job.validation, tried=True), replica
+        )
         logs |= {f"val_{name}": value for name, value in results.items()}
     if job.wants_state:
         step.collect_state()
@@ -100,16 +106,18 @@ def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Por
     """Portions with their number, and whether each is the epoch's last."""
     limit = job.steps_per_epoch
     waiting: Portion | None = None
-    number = 0
+    number = drawn = 0
     for portion in job.feed.portions(replica, epoch):
         if waiting is not None:
             yield number, waiting, False
             number += 1
         waiting = portion
-        if limit is not None and number + 1 >= limit:
+        drawn += 1
+        if drawn == limit:
             break
     if waiting is not None:
         yield number, waiting, True
+    check_enough(job.feed, drawn, limit, epoch)
 
 
 def _listen(job: Fit, step: Step, replica: Replica) -> bool:
@@ -151,12 +159,21 @@ class Evaluation:
     recipe: Recipe
     feed: Feed
     steps: int | None = None
+    #: whether the loss has been tried: `fit` has done so when it validates
+    tried: bool = False
+    #: on the chief only
+    meter: Meter | None = None
 
     def for_followers(self) -> Evaluation:
-        return replace(self, feed=self.feed.without_source())
+        return replace(self, feed=self.feed.without_source(), meter=None)
 
     def portions(self, replica: Replica) -> Iterator[Portion]:
-        return islice(self.feed.portions(replica, 0), self.steps)
+        examples = 0
+        for number, portion in enumerate(islice(self.feed.portions(replica, 0), self.steps), 1):
+            yield portion
+            examples += portion.total
+            if self.meter is not None:
+                self.meter.advance(number, examples)
 
 
 def evaluate(job: Evaluation) -> dict[str, float]:
@@ -164,7 +181,7 @@ def evaluate(job: Evaluation) -> dict[str, float]:
     replica = current_replica()
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
-    setup.align(job.module, replica)
+    _align(job.module, replica)
     return _evaluate(job, replica)
 
 
@@ -174,15 +191,23 @@ def _evaluate(job: Evaluation, replica: Replica) -> dict[str, float]:
     job.module.eval()
     metrics.reset()
     runner = Solo(job.module, None, job.recipe, replica)
+    proof = None if job.tried else Proof(job.recipe.loss, replica)
     sums = [
-        [*_losses(runner, portion), float(portion.total)] for portion in job.portions(replica)
+        [*_losses(runner, portion, proof), float(portion.total)]
+        for portion in job.portions(replica)
     ]
+    if not sums:
+        raise UsageError(
+            "the data to evaluate (or validation_data) has no batch: it is empty, or a generator "
+            "that an earlier pass has used up; give something that can be iterated again: arrays, "
+            "a DataLoader, a list of batches."
+        )
     results = {"loss": _mean_loss(sums, replica), **metrics.compute(replica)}
     metrics.reset()
     return results
 
 
-def _losses(runner: Solo, portion: Portion) -> tuple[float, float]:
+def _losses(runner: Solo, portion: Portion, proof: Proof | None) -> tuple[float, float]:
     """Numerator and denominator of this share's loss; metrics take it in."""
     if portion.examples == 0:
         return 0.0, 0.0
@@ -190,6 +215,8 @@ def _losses(runner: Solo, portion: Portion) -> tuple[float, float]:
     with runner.autocast():
         output, y, weight = runner.forward(portion)
         numerator, denominator = recipe.loss.terms(output, y, weight)
+        if proof is not None and proof.open:
+            proof.settle(portion, output, y, numerator)
     if recipe.metrics:
         recipe.metrics.update(output, y)
     if denominator is None:
@@ -201,8 +228,6 @@ def _mean_loss(sums: list[list[float]], replica: Replica) -> float:
     """Each global batch's loss, weighted by its examples, as one device averages it."""
     everybody = gather_tree(replica.collective, torch.tensor(sums, dtype=torch.float64))
     added = torch.stack(everybody).sum(0)
-    if not len(added):
-        return float("nan")
     totals = torch.tensor([row[2] for row in sums], dtype=torch.float64)
     return float((added[:, 0] / added[:, 1] * totals).sum() / totals.sum())
 
@@ -212,7 +237,7 @@ def predict(job: Evaluation) -> Any:
     """Outputs for every example, in order, on the CPU."""
     replica = current_replica()
     job.module.to(replica.device)
-    setup.align(job.module, replica)
+    _align(job.module, replica)
     job.module.eval()
     runner = Solo(job.module, None, job.recipe, replica)
     mine: list[Any] = []
@@ -246,6 +271,17 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _joined([part[key] for part in parts]) for key in first}
     return tuple(_joined([part[i] for part in parts]) for i in range(len(first)))
+
+
+def _align(module: nn.Module, replica: Replica) -> None:
+    """The chief's weights on every replica. Collective."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if replica.count > 1 and is_lazy(tensor):
+            raise NotDistributable(
+                f"{name!r} has no shape yet (a lazy module); run one batch through the model "
+                "before it is distributed."
+            )
+    setup.align(module, replica)
 
 
 def _move(module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:

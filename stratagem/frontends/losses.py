@@ -38,6 +38,12 @@ class Loss(Protocol):
         """Numerator and denominator of one share."""
 
 
+def examples(output: Any, target: Any) -> int:
+    """Rows of a share: those of the targets; of the outputs where there are no targets."""
+    count = count_rows(target)
+    return count if count >= 0 else count_rows(output)
+
+
 class RowLoss:
     """Any callable whose value is a mean over rows, or one value a row."""
 
@@ -48,6 +54,8 @@ class RowLoss:
     ) -> None:
         self.function = function
         self.per_row = per_row
+        #: not torch's: that its single number is a mean over rows has to be seen
+        self.own = not str(getattr(function, "__module__", "")).startswith("torch.nn.")
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is not None:
@@ -56,7 +64,7 @@ class RowLoss:
         return value if value.dim() == 0 else value.mean()
 
     def terms(self, output: Any, target: Any, weight: Tensor | None) -> tuple[Tensor, Any]:
-        count = count_rows(target) if weight is None else len(weight)
+        count = examples(output, target) if weight is None else len(weight)
         if weight is not None:
             return self._weighted(output, target, weight), float(count)
         return self.mean(output, target, None) * count, float(count)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 from stratagem.errors import UsageError
+from stratagem.frontends.losses import examples
 from stratagem.strategies.replica import Replica
 from stratagem.wire.tree import gather_tree
 
@@ -43,7 +44,7 @@ class FunctionMetric(torchmetrics.MeanMetric):
     def update(self, output: Any, target: Any) -> None:  # type: ignore[override]
         value = torch.as_tensor(self.function(output, target)).detach().float()
         # As many values as examples: MeanMetric with nan_strategy="disable" ignores weights.
-        super().update(value if value.dim() else value.expand(len(target)))
+        super().update(value if value.dim() else value.expand(examples(output, target)))
 
 
 class MetricSet:
@@ -152,10 +153,21 @@ def _listed(metrics: Any) -> list[tuple[str, Any]]:
     if metrics is None:
         return []
     if isinstance(metrics, Mapping):
-        return [(name, _checked(metric)) for name, metric in metrics.items()]
-    if not isinstance(metrics, Sequence) or isinstance(metrics, str):
-        metrics = [metrics]
-    return [(_name(metric), _checked(metric)) for metric in metrics]
+        given = [(str(name), metric) for name, metric in metrics.items()]
+    elif isinstance(metrics, Sequence) and not isinstance(metrics, str):
+        given = [("", metric) for metric in metrics]
+    else:
+        given = [("", metrics)]
+    return [pair for name, metric in given for pair in _members(name, metric)]
+
+
+def _members(name: str, metric: Any) -> list[tuple[str, Any]]:
+    """A metric with its name; a collection as its members, with the names that it gives them."""
+    if not isinstance(metric, torchmetrics.MetricCollection):
+        return [(name or _name(metric), _checked(metric))]
+    # With a state for each: those of a used collection share one, which would count twice.
+    members = metric.items(keep_base=False, copy_state=True)
+    return [(f"{name}_{own}" if name else own, member) for own, member in members]
 
 
 def _checked(metric: Any) -> Any:

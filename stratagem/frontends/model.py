@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from stratagem.errors import UsageError
 from stratagem.frontends import loop, losses
 from stratagem.frontends.callbacks import Callback, CallbackList, History
-from stratagem.frontends.feeds import Feed, feed, unpack
+from stratagem.frontends.feeds import Feed, feed, in_batches, unpack
+from stratagem.frontends.meter import Meter, Verbosity, check_verbose
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.optimizers import make_optimizer
 from stratagem.frontends.progress import ProgressBar
@@ -99,7 +100,7 @@ class Model:
         sample_weight: Any = None,
         shuffle: bool = True,
         callbacks: Sequence[Callback] = (),
-        verbose: int = 1,
+        verbose: Verbosity = "auto",
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
     ) -> History:
@@ -109,9 +110,14 @@ class Model:
             x, y: arrays or tensors; or x alone: a dataset, a DataLoader, or any iterable of
                 batches (x, y) or (x, y, sample_weight).
             validation_data: (x, y), (x, y, sample_weight), a dataset, a DataLoader or an iterable.
-            verbose: 1 for a progress bar, 2 for a line an epoch, 0 for silence.
+            steps_per_epoch: end an epoch after so many batches; a generator goes on from there in
+                the next epoch, everything else starts anew.
+            verbose: 1 for a progress bar, 2 for a line an epoch, 0 for silence; "auto" is 1.
         """
         recipe, optimizer = self._compiled("fit")
+        check_verbose(verbose)
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise UsageError(f"steps_per_epoch is {steps_per_epoch}; it must be 1 or more.")
         source = feed(
             x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=_draw_seed()
         )
@@ -141,20 +147,36 @@ class Model:
 
     def evaluate(
         self, x: Any, y: Any = None, *, batch_size: int | None = None, sample_weight: Any = None,
-        steps: int | None = None,
+        steps: int | None = None, verbose: Verbosity = "auto",
     ) -> dict[str, float]:  # fmt: skip
-        """Loss and metrics over every example, once."""
+        """Loss and metrics over every example, once.
+
+        Args:
+            verbose: 1 for a progress bar, or a line where none can move; 2 for the line, 0 for
+                silence; "auto" for the bar alone.
+        """
         recipe, _ = self._compiled("evaluate")
         source = feed(x, y, sample_weight, batch_size=batch_size, shuffle=False, seed=0)
-        job = loop.Evaluation(self.module, recipe, source, steps)
-        results: dict[str, float] = self._everywhere(loop.evaluate, job)
+        meter = self._meter("evaluate", _fewer(source.steps, steps), verbose)
+        job = loop.Evaluation(self.module, recipe, source, steps, meter=meter)
+        results: dict[str, float] = self._watched(loop.evaluate, job)
+        if meter is not None:
+            meter.finish(results)
         return results
 
-    def predict(self, x: Any, *, batch_size: int | None = None, steps: int | None = None) -> Any:
-        """Outputs for every example, in order, on the CPU."""
+    def predict(
+        self, x: Any, *, batch_size: int | None = None, steps: int | None = None,
+        verbose: Verbosity = "auto",
+    ) -> Any:  # fmt: skip
+        """Outputs for every example, in order, on the CPU; `verbose` as in `evaluate`."""
         recipe = self._recipe or Recipe(losses.resolve("mse"), MetricSet(None))
         source = feed(x, batch_size=batch_size, shuffle=False, seed=0)
-        return self._everywhere(loop.predict, loop.Evaluation(self.module, recipe, source, steps))
+        meter = self._meter("predict", _fewer(source.steps, steps), verbose)
+        job = loop.Evaluation(self.module, recipe, source, steps, meter=meter)
+        outputs = self._watched(loop.predict, job)
+        if meter is not None:
+            meter.finish({})
+        return outputs
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write weights (safetensors) and, beside them, what is needed to go on.
@@ -176,6 +198,22 @@ class Model:
         with explain_out_of_memory(team.devices):
             return team.call(function, (job,), sent)[0]
 
+    def _meter(self, verb: str, steps: int | None, verbose: Verbosity) -> Meter | None:
+        """Something to watch, on the chief."""
+        check_verbose(verbose)
+        if not verbose or not self.strategy.is_chief:
+            return None
+        title = None if verbose == "auto" else verb
+        return Meter(verb, steps, title=title, moves=verbose != 2)
+
+    def _watched(self, function: Callable[[Any], Any], job: loop.Evaluation) -> Any:
+        try:
+            return self._everywhere(function, job)
+        except BaseException:
+            if job.meter is not None:
+                job.meter.close()
+            raise
+
     def _compiled(self, verb: str) -> tuple[Recipe, Optimizer]:
         if self._recipe is None or self.optimizer is None:
             raise UsageError(
@@ -187,9 +225,11 @@ class Model:
     def _validation(self, data: Any, batch_size: int | None) -> Feed | None:
         if data is None:
             return None
-        if isinstance(data, list | tuple) and len(data) in (2, 3):
+        batches = in_batches(data)
+        if isinstance(data, tuple) or (isinstance(data, list) and not batches):
             return feed(*unpack(data), batch_size=batch_size, shuffle=False, seed=0)
-        return feed(data, batch_size=batch_size, shuffle=False, seed=0)
+        size = None if batches else batch_size
+        return feed(data, batch_size=size, shuffle=False, seed=0)
 
 
 def _draw_seed() -> int:

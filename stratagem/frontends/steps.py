@@ -1,6 +1,7 @@
-"""One training step on one replica, in three forms that give the same result.
+"""One training step on one replica, in forms that give the same result.
 
     Solo         one replica: the loop that one would write by hand
+    Searching    one replica with LBFGS, which asks for the loss several times a step
     Replicated   gradients all-reduced, every replica updates its own copy
     Sliced       CPU replicas of one machine: parameters shared, each updates its slice
 """
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.errors import NotDistributable
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.feeds import Portion
 from stratagem.frontends.losses import Loss
 from stratagem.frontends.metrics import MetricSet
+from stratagem.frontends.proof import Proof
 from stratagem.state.sliced import SlicedUpdate, can_slice
 from stratagem.strategies import setup, sync_batchnorm
 from stratagem.strategies.exchange import GradientExchange
@@ -74,7 +76,7 @@ class Tally:
 
 
 class Step(Protocol):
-    """What the loop asks of any of the three."""
+    """What the loop asks of any of them."""
 
     tally: Tally
 
@@ -139,16 +141,20 @@ class Solo:
     def backward(self, loss: Tensor) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
 
+    def clip(self) -> None:
+        recipe = self.recipe
+        if recipe.clip_norm is None and recipe.clip_value is None:
+            return
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        if recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip_norm)
+        if recipe.clip_value is not None:
+            nn.utils.clip_grad_value_(self.module.parameters(), recipe.clip_value)
+
     def update(self) -> None:
         """Clip, step, forget the gradients."""
-        recipe = self.recipe
-        if recipe.clip_norm is not None or recipe.clip_value is not None:
-            if self._scaler is not None:
-                self._scaler.unscale_(self.optimizer)
-            if recipe.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip_norm)
-            if recipe.clip_value is not None:
-                nn.utils.clip_grad_value_(self.module.parameters(), recipe.clip_value)
+        self.clip()
         if self._scaler is None:
             self.optimizer.step()
         else:
@@ -171,6 +177,30 @@ class Solo:
         return None
 
 
+class Searching(Solo):
+    """One replica with an optimizer that evaluates the loss several times a step."""
+
+    def take(self, portion: Portion, last: bool) -> None:
+        seen: list[tuple[Any, Any]] = []
+
+        def evaluate() -> Tensor:
+            self.forget_gradients()
+            with self.autocast():
+                output, y, weight = self.forward(portion)
+                loss = self.recipe.loss.mean(output, y, weight)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.clip()
+            if not seen:  # later evaluations are trials on the way to the next weights
+                seen.append((output, y))
+            return loss
+
+        loss: Any = self.optimizer.step(evaluate)  # type: ignore[arg-type]
+        self.forget_gradients()
+        if self.recipe.metrics:
+            self.recipe.metrics.update(*seen[0])
+        self.tally.add(loss, portion.total)
+
+
 class Replicated(Solo):
     """Several replicas with a copy of the parameters each."""
 
@@ -181,6 +211,7 @@ class Replicated(Solo):
         super().__init__(module, optimizer, recipe, replica)
         self._sync_norm = settings.sync_batchnorm
         self._pair: Tensor | None = None
+        self._proof = Proof(recipe.loss, replica)
         self._unsync = sync_batchnorm.install(module, replica) if self._sync_norm else None
         reducer = setup.choose_reducer(list(module.parameters()), replica, settings)
         self.exchange = GradientExchange(
@@ -212,6 +243,8 @@ class Replicated(Solo):
         with self.autocast():
             output, y, weight = self.forward(portion)
             numerator, denominator = recipe.loss.terms(output, y, weight)
+            if self._proof.open:
+                self._proof.settle(portion, output, y, numerator)
         scale = 1.0 / recipe.accumulate
         if denominator is not None:
             scale /= self._divisor(portion, denominator)
@@ -296,9 +329,15 @@ def choose(
     module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica, settings: Settings
 ) -> Step:
     """The form of step that these replicas can use. Collective."""
+    searches = isinstance(optimizer, torch.optim.LBFGS)
+    if searches and (recipe.accumulate > 1 or recipe.autocast is torch.float16):
+        raise UsageError(
+            'LBFGS evaluates the loss several times a step, so accumulate and precision="float16" '
+            "cannot go with it; leave them out, or use another optimizer."
+        )
     if replica.count == 1:
-        return Solo(module, optimizer, recipe, replica)
-    if isinstance(optimizer, torch.optim.LBFGS):
+        return (Searching if searches else Solo)(module, optimizer, recipe, replica)
+    if searches:
         raise NotDistributable(
             "LBFGS evaluates the loss several times a step, which replicas cannot follow; use "
             "another optimizer, or one device."

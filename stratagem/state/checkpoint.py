@@ -9,6 +9,7 @@ Both are written beside their final name and then moved there: a reader never se
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
@@ -36,21 +38,33 @@ def save(
     """Write both files; returns the weights' path."""
     weights, state = paths(path)
     weights.parent.mkdir(parents=True, exist_ok=True)
+    tensors = _state(module)
     extra = {"optimizer": optimizer.state_dict() if optimizer is not None else None, **progress}
     _whole(state, lambda target: torch.save(extra, target))
-    _whole(weights, lambda target: save_file(_state(module), str(target)))
+    _whole(weights, lambda target: save_file(tensors, str(target)))
     return weights
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
     """Every entry in memory of its own: tied weights and views of one block are saved whole."""
-    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+    state = module.state_dict()
+    for name, value in state.items():
+        if is_lazy(value):
+            raise UsageError(
+                f"{name!r} has no shape yet (a lazy module); run one batch through the model "
+                "before it is saved."
+            )
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
 def _whole(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        part.touch()
+        rights = part.stat().st_mode  # those of any new file here; safetensors makes its own 0600
         write(part)
+        if part.stat().st_mode != rights:
+            part.chmod(stat.S_IMODE(rights))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -489,6 +489,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "lengths differ": (lambda s: model_on(s).fit(X, Y[:5]), "different lengths"),
     "no data": (lambda s: model_on(s).fit(X[:0], Y[:0]), "empty"),
     "bad batch size": (lambda s: model_on(s).fit(X, Y, batch_size=0), "1 or more"),
+    "bad steps per epoch": (lambda s: model_on(s).fit(X, Y, steps_per_epoch=0), "1 or more"),
     "y with a loader": (
         lambda s: model_on(s).fit(DataLoader(TensorDataset(X, Y)), Y), "DataLoader itself",
     ),
