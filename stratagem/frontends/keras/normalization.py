@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import torch
 
 from stratagem.errors import NotDistributable
+from stratagem.strategies.replica import Replica
 from stratagem.strategies.sync_batchnorm import GlobalNorm, Room
 
-if TYPE_CHECKING:
-    from stratagem.frontends.keras.player import Player
 
+def install(model: Any, replica: Replica, active: Callable[[], bool]) -> Callable[[], None]:
+    """Synchronise every BatchNormalization layer; returns what takes it back. Collective.
 
-def install(player: Player) -> Callable[[], None]:
-    """Synchronise every BatchNormalization layer; returns what takes it back. Collective."""
+    Layers meet only while `active`: outside a step they are called on one replica alone.
+    """
     layers = [
-        layer for layer in player.model._flatten_layers()
+        layer for layer in model._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization)
     ]  # fmt: skip
-    side = player.replica.beside()
+    side = replica.beside()
     for layer in layers:
         if layer.renorm:
             raise NotDistributable(
@@ -29,8 +30,8 @@ def install(player: Player) -> Callable[[], None]:
                 "out, or set sync_batchnorm=False."
             )
         mean = layer.moving_mean.value
-        room = Room(side, mean.numel(), mean.dtype, player.replica.device)
-        layer.__dict__["call"] = _call(layer, room, player)
+        room = Room(side, mean.numel(), mean.dtype, replica.device)
+        layer.__dict__["call"] = _call(layer, room, replica, active)
 
     def remove() -> None:
         for layer in layers:
@@ -39,11 +40,13 @@ def install(player: Player) -> Callable[[], None]:
     return remove
 
 
-def _call(layer: Any, room: Room, player: Player) -> Callable[..., Any]:
+def _call(
+    layer: Any, room: Room, replica: Replica, active: Callable[[], bool]
+) -> Callable[..., Any]:
     plain = type(layer).call
 
     def call(inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        if not (player.active and training and layer.trainable):
+        if not (active() and training and layer.trainable):
             return plain(layer, inputs, training=training, mask=mask)
         if mask is not None:
             raise NotDistributable(
@@ -54,7 +57,7 @@ def _call(layer: Any, room: Room, player: Player) -> Callable[..., Any]:
         gamma = layer.gamma.value if layer.scale else x.new_ones(room.channels)
         beta = layer.beta.value if layer.center else x.new_zeros(room.channels)
         norm: Any = GlobalNorm.apply
-        y, mean, var = norm(x, gamma, beta, layer.epsilon, room, player.replica.share)
+        y, mean, var = norm(x, gamma, beta, layer.epsilon, room, replica.share)
         with torch.no_grad():
             for moving, new in ((layer.moving_mean, mean), (layer.moving_variance, var)):
                 old = moving.value

@@ -184,7 +184,9 @@ class Player:
         self.exchange = GradientExchange(named, self.replica, reducer, every_backward=True)
         self.exchange.armed = False
         if self.settings.sync_batchnorm:
-            self._unsync = normalization.install(self)
+            self._unsync = normalization.install(
+                self.model, self.replica, lambda: self.active
+            )
 
     # --- between steps ----------------------------------------------------------------------
 
