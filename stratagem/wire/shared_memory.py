@@ -212,6 +212,8 @@ class SharedMemoryCollective(Collective):
         box = self._next_box()
         if data is not None and self.rank == source:
             self._post(data, box)
+            self.meet("broadcast")
+            return data
         self.meet("broadcast")
         return self._fetch(source, box)
 

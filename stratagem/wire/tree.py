@@ -53,11 +53,13 @@ def decode(data: Tensor) -> Tree:
 
 
 def broadcast_tree(collective: Collective, tree: Tree = None, source: int = 0) -> Tree:
-    """The source's tree, on every replica."""
+    """The source's tree, on every replica; the source gets its own back."""
     if collective.size == 1:
         return tree
-    mine = encode(tree) if collective.rank == source else None
-    return decode(collective.broadcast_bytes(mine, source))
+    if collective.rank == source:
+        collective.broadcast_bytes(encode(tree), source)
+        return tree
+    return decode(collective.broadcast_bytes(None, source))
 
 
 def gather_tree(collective: Collective, tree: Tree) -> list[Tree]:

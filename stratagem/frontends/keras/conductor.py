@@ -71,6 +71,8 @@ class Conductor:
         #: how often each tensor had been written to when all replicas were last alike
         self._versions: dict[int, int] = {}
         self._attributes: Attributes | None = None
+        #: whether a kind of step returns what the metrics hold, and not numbers of its own
+        self._names: dict[str, bool] = {}
         self._mark: Any = None
 
     def lay_over(self) -> None:
@@ -159,6 +161,7 @@ class Conductor:
             self._whole = bool(self.model.built) and alone
             self._versions = self._now()
             self._attributes = Attributes(self.model)
+            self._names = {}
         model = None if known else self.model
         return Part(self._number, model, self.strategy.settings, keras.config.floatx())
 
@@ -195,15 +198,16 @@ class Conductor:
         if not self._leading or self._in_step:
             return self._own(f"{name}_step")(data)
         logs = self._play(name, data)
-        mean = self._own("get_metrics_result")
         if not isinstance(logs, dict):
             return logs
-        if set(logs) != set(mean()):  # the user's own step: numbers that no metric holds
+        if name not in self._names:
+            self._names[name] = set(logs) == set(self._own("get_metrics_result")())
+        if not self._names[name]:
             return self._tell_of("logs", logs)
         if not (self._needs.train_logs if name == "train" else self._needs.test_logs):
             return logs
         self._tell("drain")
-        return mean()
+        return self._own("get_metrics_result")()
 
     def _play(self, name: str, data: Any) -> Any:
         data = keras.tree.map_structure(_tensor, data)
@@ -297,8 +301,8 @@ class Conductor:
 
     def get_compile_config(self) -> Any:
         """Name the optimizer as every backend knows it, so that any of them opens the file."""
-        config = self._own("get_compile_config")()
-        return _public_optimizer(config)
+        self._gather_statistics()  # keras.saving.save_model comes by here and not by `save`
+        return _public(self._own("get_compile_config")())
 
     def _listening(self) -> bool:
         return self._leading and not self._in_step and self._ready
@@ -442,19 +446,13 @@ def _from_chief(told: Any, model: Any) -> Any:
     )
 
 
-def _public_optimizer(config: Any) -> Any:
-    optimizer = config.get("optimizer") if isinstance(config, dict) else None
-    if isinstance(optimizer, dict):
-        name = optimizer.get("class_name")
-        if str(optimizer.get("module", "")).startswith("keras.src.") and name in dir(
-            keras.optimizers
-        ):
-            optimizer["module"] = "keras.optimizers"
-            optimizer["registered_name"] = None
-        _public_inner(optimizer.get("config"))
+def _public(config: Any) -> Any:
+    """A compile config in which optimizers, those inside of others too, have public names."""
+    if isinstance(config, dict):
+        config = {key: _public(value) for key, value in config.items()}
+        private = str(config.get("module", "")).startswith("keras.src.backend.torch.optimizers")
+        if private and config.get("class_name") in dir(keras.optimizers):
+            config["module"], config["registered_name"] = "keras.optimizers", None
+    elif isinstance(config, list | tuple):
+        config = type(config)(_public(value) for value in config)
     return config
-
-
-def _public_inner(config: Any) -> None:
-    if isinstance(config, dict) and isinstance(config.get("inner_optimizer"), dict):
-        _public_optimizer({"optimizer": config["inner_optimizer"]})
