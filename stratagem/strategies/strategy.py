@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from stratagem.errors import UsageError
 from stratagem.strategies.agreement import Patience
 from stratagem.strategies.prepare import Prepared, prepare
-from stratagem.strategies.replica import Replica, combine, current_replica
+from stratagem.strategies.replica import Replica, called_replica, combine, current_replica
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.team import Team
 
@@ -52,7 +52,10 @@ class Strategy:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes checkpoints, logs and the progress bar."""
+        """Whether this process, or inside `run` this replica, writes checkpoints and logs."""
+        inside = called_replica()
+        if inside is not None:
+            return inside.is_chief
         return self.team.place is None or self.team.place.is_chief
 
     @contextmanager
@@ -94,9 +97,9 @@ class Strategy:
 
     def replica(self) -> Replica:
         """The replica that the calling code is."""
-        inside = current_replica()
-        if inside.count > 1 or self.team.size == 1:
-            return inside if inside.count > 1 else self.team.start()
+        inside = called_replica()
+        if inside is not None:
+            return inside
         if len(self.team.devices) > 1:
             raise UsageError(
                 f"this strategy has {len(self.team.devices)} replicas in this process, and your "
@@ -119,8 +122,8 @@ class Strategy:
         return torch.cat(self._all(value), dim=axis)
 
     def _all(self, value: Any) -> list[Tensor]:
-        inside = current_replica()
-        if inside.count > 1:
+        inside = called_replica()
+        if inside is not None:
             return inside.all_gather(torch.as_tensor(value))
         values = value if isinstance(value, list | tuple) else [value]
         if len(values) != len(self.team.devices):

@@ -30,7 +30,7 @@ from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.strategies.agreement import Offer, Party, Patience, agree
 from stratagem.strategies.cross_device import CrossDeviceOps
-from stratagem.strategies.replica import Replica, current_replica, set_current
+from stratagem.strategies.replica import Replica, be, be_no_more, called_replica, set_called
 from stratagem.strategies.seat import Seat, sit
 
 
@@ -67,6 +67,8 @@ class Team:
         self.patience = patience
         self._party = Party(self.devices, op, place, patience)
         self.replica: Replica | None = None
+        #: the replica that this process is, where it leads no other; until close, failed or not
+        self._self: Replica | None = None
         self._pool: Pool | None = None
         self._cluster: Membership | None = None
         self._local: Membership | None = None
@@ -93,7 +95,16 @@ class Team:
                         self.report("".join(traceback.format_exception(error)))
                     self.close()
                     raise
+                if self.place is not None and len(self.devices) == 1:
+                    self._become(self.replica)
             return self.replica
+
+    def _become(self, replica: Replica | None) -> None:
+        if self._self is not None:
+            be_no_more(self._self)
+        if replica is not None:
+            be(replica)
+        self._self = replica
 
     def _start(self) -> Replica:
         if self._cluster is None:
@@ -140,13 +151,13 @@ class Team:
     ) -> list[Any]:  # fmt: skip
         """Run `function` on every replica of this process; `sent` is what followers get instead."""
         with self._lock:
-            if current_replica().count > 1:
+            if called_replica() is not None:
                 raise UsageError(
                     "this code already runs on every replica; strategy.run and fit cannot be "
                     "nested inside it. Use sg.current_replica() there."
                 )
             replica = self.start()
-            before = set_current(replica)
+            before = set_called(replica)
             threads = torch.get_num_threads()
             try:
                 return self._call(replica, function, args, args if sent is None else sent)
@@ -156,7 +167,7 @@ class Team:
                     raise
                 raise better from better.__cause__ or error
             finally:
-                set_current(before)
+                set_called(before)
                 torch.set_num_threads(threads)
 
     def _call(
@@ -232,6 +243,7 @@ class Team:
                 self._cluster.leave()  # first, or the others take our followers' end for a death
                 self._cluster = None
             self._end()
+            self._become(None)
 
 
 def _epitaph(member: Member, status: int | None) -> str:
@@ -268,7 +280,7 @@ def _sit_down(seat: Seat, members: tuple[Member, ...], give_up: float) -> None:
         torch.set_num_threads(seat.threads)
     desk.things["replica"] = replica = sit(seat, membership)
     replica.barrier()
-    set_current(replica)
+    set_called(replica)
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -240,6 +240,44 @@ def test_unseeded_workers_end_alike(two: Cluster, tmp_path: Path, how: str | Non
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_worker_of_one_device_is_its_replica_outside_of_run_too(two: Cluster) -> None:
+    """So that `if sg.current_replica().is_chief:` does once what it should do once."""
+    everybody = two.all(
+        """
+        def who():
+            replica = sg.current_replica()
+            return replica.index, replica.count, replica.is_chief, replica.name
+
+        def fit_alone():
+            model = sg.Model(mlp())
+            model.compile(sgd, "cross_entropy")
+            model.fit(*data(8), batch_size=4, verbose=0)
+
+        alone, mine = (0, 1, True, "replica 0"), (me, 2, me == 0, f"worker {me}")
+        assert who() == alone
+        strategy = sg.MultiWorkerMirroredStrategy()
+        assert who() == mine
+        assert sg.current_replica().all_reduce(torch.ones(1)).item() == 2
+        assert strategy.run(who) == [mine]
+        assert strategy.run(lambda: strategy.is_chief) == [me == 0] == [strategy.is_chief]
+        train(strategy)
+        fit_alone()
+        assert who() == mine
+        second = sg.MultiWorkerMirroredStrategy("ring")
+        strategy.close()
+        assert who() == mine
+        try:
+            second.run(lambda: second.run(who))
+        except sg.UsageError as error:
+            assert "already runs on every replica" in str(error)
+        assert who() == mine, "a failure does not make a chief of everybody"
+        second.close()
+        assert who() == alone
+        """
+    )
+    end_well(everybody)
+
+
 # --- coming together -----------------------------------------------------------------------------
 
 
@@ -476,6 +514,10 @@ from tests.support import data, mlp
 torch.set_num_threads(1)
 strategy = sg.MirroredStrategy()
 assert strategy.num_replicas_in_sync == 2
+replica = sg.current_replica()
+assert (replica.index, replica.count) == (int(os.environ["RANK"]), 2)
+if sg.current_replica().is_chief:
+    print("once")
 x, y = data(100)
 model = mlp()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -486,6 +528,7 @@ for _ in range(2):
         F.cross_entropy(model(a), b).backward()
         optimizer.step()
         optimizer.zero_grad()
+        assert replica.share.examples in (16, 2) and replica.share.total in (32, 4)
 torch.save(model.state_dict(), f"weights{os.environ['RANK']}.pt")
 """
 
@@ -499,5 +542,6 @@ def test_own_loop_under_torchrun(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "once\n"
     for i in range(2):
         assert distance(alone(), weights(tmp_path / f"weights{i}.pt")) < 1e-6

@@ -79,6 +79,11 @@ def test_outside_a_replica_is_alone() -> None:
     replica.barrier()
 
 
+def test_one_replica_is_the_chief(two: sg.MirroredStrategy) -> None:
+    assert two.is_chief
+    assert two.run(lambda: two.is_chief) == [True, False]
+
+
 def test_inside_replicas_talk(three: sg.MirroredStrategy) -> None:
     def work() -> tuple[list[float], float, float, list[int]]:
         replica = sg.current_replica()
