@@ -47,11 +47,11 @@ class MirroredStrategy(Strategy):
         patience: Patience | None = None,
     ) -> None:
         wire_type(wire)  # raises at once if there is no such type
-        op = cross_device.named(cross_device_ops)
+        settings = Settings(cross_device.named(cross_device_ops), wire, sync_batchnorm)
         place = cluster if cluster is not None else detect(os.environ)
         _check_role(place)
-        team = Team(_devices(devices, place), op, place, patience or Patience())
-        super().__init__(team, Settings(op, wire, sync_batchnorm))
+        team = Team(_devices(devices, place), settings, place, patience or Patience())
+        super().__init__(team, settings)
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
@@ -102,9 +102,7 @@ def _check_role(place: Place | None) -> None:
     )
 
 
-
-
 def single_device() -> Strategy:
     """One replica on the first device here: what a model without a scope uses."""
-    team = Team(devices.present()[:1], None, None, Patience())
-    return Strategy(team, Settings())
+    settings = Settings()
+    return Strategy(Team(devices.present()[:1], settings, None, Patience()), settings)

@@ -147,7 +147,7 @@ class Strategy:
 
 
 def _inside(devices: tuple[str, ...], settings: Settings) -> Strategy:
-    return Strategy(Team(devices, settings.op, None, Patience(), inside=True), settings)
+    return Strategy(Team(devices, settings, None, Patience(), inside=True), settings)
 
 
 def _with_fresh_share(fn: Callable[..., Any], args: Sequence[Any]) -> Any:

@@ -29,9 +29,9 @@ from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, UsageErro
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.strategies.agreement import Offer, Party, Patience, agree
-from stratagem.strategies.cross_device import CrossDeviceOps
 from stratagem.strategies.replica import Replica, be, be_no_more, called_replica, set_called
 from stratagem.strategies.seat import Seat, sit
+from stratagem.strategies.settings import Settings
 
 
 class _Local(Membership):
@@ -56,7 +56,7 @@ class Team:
     def __init__(
         self,
         devices: Sequence[str],
-        op: CrossDeviceOps | str | None,
+        settings: Settings,
         place: Place | None,
         patience: Patience,
         *,
@@ -65,7 +65,7 @@ class Team:
         self.devices = tuple(devices)
         self.place = place
         self.patience = patience
-        self._party = Party(self.devices, op, place, patience)
+        self._party = Party(self.devices, settings, place, patience)
         self.replica: Replica | None = None
         #: the replica that this process is, where it leads no other; until close, failed or not
         self._self: Replica | None = None

@@ -366,6 +366,28 @@ def test_workers_that_add_up_differently_are_refused(two: Cluster) -> None:
         assert "same cross_device_ops" in last
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("wire='bfloat16'", "worker 0 wire='bfloat16', worker 1 wire='float32'"),
+     ("sync_batchnorm=True", "worker 0 sync_batchnorm=True, worker 1 sync_batchnorm=False")],
+)  # fmt: skip
+def test_workers_with_other_options_are_refused(two: Cluster, option: str, words: str) -> None:
+    """They would add up other bytes, or wait for each other at different doors."""
+    everybody = two.all(
+        [f"sg.MultiWorkerMirroredStrategy({option})", "sg.MultiWorkerMirroredStrategy()"]
+    )
+    for script in everybody:
+        assert script.ends(15) == 1
+        last = script.err.splitlines()[-1]
+        assert last.startswith("stratagem.errors.ClusterError: ") and words in last, last
+        assert f"same {option.partition('=')[0]}." in last
+
+
+def test_two_names_of_the_usual_type_are_alike(two: Cluster) -> None:
+    option = "sg.MultiWorkerMirroredStrategy(wire={})"
+    end_well(two.all([option.format("None"), option.format("'float32'")]))
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_death_while_process_groups_form(two: Cluster, dead: int) -> None:
     """After everybody came, before the ring is closed."""
