@@ -176,7 +176,8 @@ class Team:
     ) -> list[Any]:  # fmt: skip
         watch = replica.membership.raise_if_gone
         if self._pool is not None:
-            self._pool.submit(_run, [(function, sent)] * len(self._pool.followers), watch)
+            call = (function, sent, torch.get_default_dtype())
+            self._pool.submit(_run, [call] * len(self._pool.followers), watch)
         if self._threads:
             torch.set_num_threads(self._threads)
         mine = function(*args)
@@ -283,5 +284,7 @@ def _sit_down(seat: Seat, members: tuple[Member, ...], give_up: float) -> None:
     set_called(replica)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _run(function: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype) -> Any:
+    """In a follower: what the caller runs, with the type of numbers that the caller has set."""
+    torch.set_default_dtype(dtype)
     return function(*args)

@@ -228,6 +228,17 @@ def test_threads_of_the_caller_are_given_back(two: sg.MirroredStrategy) -> None:
         torch.set_num_threads(before)
 
 
+def test_the_default_type_of_the_caller_is_carried(two: sg.MirroredStrategy) -> None:
+    """As it is at each call: layers made inside have it on every replica."""
+    before = torch.get_default_dtype()
+    for dtype in (torch.float64, before):
+        torch.set_default_dtype(dtype)
+        try:
+            assert two.run(lambda: nn.Linear(2, 2).weight.dtype) == [dtype] * 2
+        finally:
+            torch.set_default_dtype(before)
+
+
 # --- large arguments travel through shared memory ------------------------------------------------
 
 LARGE = 40_000  # floats: 160 kB, over the 64 KiB from which they do
