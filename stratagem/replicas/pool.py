@@ -122,6 +122,7 @@ class Follower:
         self.name = name
         self._failure: Answer | None = None
         self.control, control = socket.socketpair()
+        self._inbox = frames.Inbox(self.control)
         self.member, member = socket.socketpair()
         self.output, output = os.pipe()
         try:
@@ -136,13 +137,23 @@ class Follower:
         self._failure = None
         frames.send(self.control, data, watch)
 
-    def answer(self, seconds: float) -> Answer | None:
-        """Its answer to the last call, if it comes in time; a failure may be read again."""
+    def answer(self, seconds: float, watch: Callable[[], None] | None = None) -> Answer | None:
+        """Its answer to the last call, if it comes in time; a failure may be read again.
+
+        Once an answer has begun, `watch` is called while the rest does not come, and may raise;
+        without it the rest, too, must come in time.
+        """
         if self._failure is not None or not select.select([self.control], [], [], seconds)[0]:
             return self._failure
+        until = time.monotonic() + seconds
+
+        def give_up() -> None:
+            if time.monotonic() > until:
+                raise TimeoutError
+
         data = None
-        with contextlib.suppress(ConnectionError):
-            data = frames.receive(self.control)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            data = self._inbox.receive(watch or give_up)
         answer: Answer | None = None if data is None else graph_pickle.loads(data)
         if answer is not None and answer.failed:
             self._failure = answer
@@ -203,7 +214,7 @@ class Pool:
             ready, _, _ = select.select(list(waiting), [], [], 0.05)
             for sock in ready:
                 one = self.followers[waiting[sock]]
-                answer = one.answer(0.0)
+                answer = one.answer(0.0, watch)
                 if answer is None:
                     _mourn(one, watch)
                 answers[waiting[sock]] = answer

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stratagem as sg
+from stratagem.replicas import frames
 from stratagem.replicas.pool import ZygoteProcess
 from tests.replicas.scripts import Nursery, Script, family, nursery, runs, wait_for
 from tests.support import by_hand, data, distance, mlp, strategy
@@ -393,6 +395,42 @@ def test_stopped_for_longer_than_patience(caplog: pytest.LogCaptureFixture) -> N
     assert "replica 1" in caplog.text and "giving up in 1 s" in caplog.text
     assert not runs(pid)
     assert made.run(len, os.urandom(3_000_000)) == [3_000_000] * 2
+    made.close()
+
+
+def half_an_answer() -> None:
+    """In a follower: its next answer is cut off in the middle, for good."""
+
+    def send(sock: socket.socket, data: bytes) -> None:
+        sock.sendall(len(data).to_bytes(8, "big") + data[: len(data) // 2])
+        kill_myself(signal.SIGSTOP)
+
+    if sg.current_replica().index == 1:
+        frames.send = send  # type: ignore[assignment]
+
+
+def test_stopped_in_the_middle_of_its_answer() -> None:
+    made = strategy(2, patience=sg.Patience(answer=4))
+    made.run(half_an_answer)
+    start = time.monotonic()
+    with pytest.raises(sg.ReplicaStalled, match=r"replica 1 .* stopped answering"):
+        made.run(os.getpid)
+    assert 3 < time.monotonic() - start < 4 + SOON
+    assert made.run(lambda: 1) == [1, 1]
+    made.close()
+
+
+def test_stopped_in_the_middle_of_its_complaint() -> None:
+    """What it told everybody before is raised; the rest of the answer is not waited for."""
+    made = strategy(2, patience=sg.Patience(answer=30))
+
+    made.run(half_an_answer)
+    start = time.monotonic()
+    with pytest.raises(sg.ReplicaFailed, match="a bad day") as caught:
+        made.run(lambda: sg.current_replica().index == 0 or raise_mine())
+    assert time.monotonic() - start < 2 * SOON
+    assert caught.value.who == "replica 1"
+    assert made.run(lambda: 1) == [1, 1]
     made.close()
 
 
