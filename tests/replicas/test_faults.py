@@ -242,20 +242,26 @@ def test_a_result_that_cannot_travel(two: sg.MirroredStrategy) -> None:
     assert two.run(lambda: 1) == [1, 1]
 
 
-def test_failures_leave_nothing_open() -> None:
+@pytest.mark.parametrize("op", [*OPS, "hierarchical"])
+def test_failures_leave_nothing_open(op: str) -> None:
     """A notebook may see many; descriptors are few."""
-    made = strategy(2)
+    made = strategy(2, cross_device_ops=op)
 
     def fail() -> int:
         with contextlib.suppress(sg.ReplicaFailed):
-            made.run(lambda: sg.current_replica().index == 0 or raise_mine())
+            made.run(work)
         made.run(os.getpid)
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
+    def work() -> None:
+        if sg.current_replica().index == 1:
+            raise_mine()
+        sg.current_replica().barrier()
+
     counts = [fail() for _ in range(6)]
     made.close()
-    assert max(counts[1:]) <= counts[0]
+    assert max(counts[1:]) <= counts[0], counts
 
 
 # --- death ---------------------------------------------------------------------------------------
