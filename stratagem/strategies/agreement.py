@@ -27,10 +27,14 @@ log = logging.getLogger("stratagem")
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait: for tasks to arrive, and for one that stopped answering."""
+    """How long to wait, in seconds."""
 
+    #: for tasks to arrive
     arrive: float = 300.0
+    #: for one that stopped answering
     answer: float = 60.0
+    #: for one that answers, but does not come to the step where the others are
+    step: float = 1800.0
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ def agree(party: Party, cluster: Membership) -> tuple[Seat, Offer]:
         rank=first, leader=first, names=_names(party.place, counts), devices=devices, hosts=hosts,
         ground=ground, op=op, interface=party.interface(), segment=_text(told["control"]),
         store=_text(told["store"]), threads=_threads(ground, hosts.count(hosts[first])),
+        step=party.patience.step,
     )  # fmt: skip
     return seat, offer
 

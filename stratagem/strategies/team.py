@@ -188,6 +188,8 @@ class Team:
     def _check(self, answers: list[follower.Answer]) -> list[Any]:
         assert self._pool is not None
         for one, answer in zip(self._pool.followers, answers, strict=True):
+            if isinstance(answer.error, ReplicaError):
+                raise answer.error  # it only passes on what happened to another
             if answer.failed:
                 raise _failure(one.name, answer) from answer.error
         return [answer.value for answer in answers]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from stratagem.wire.collective import Pending
-from stratagem.wire.lateness import Lateness
+from stratagem.wire.lateness import Lateness, Limit
 
 _GLANCE = timedelta(milliseconds=200)
 HALF = (torch.float16, torch.bfloat16)
@@ -39,6 +39,8 @@ class Meeting:
     watch: Callable[[float], None]
     #: every replica's name, by rank
     names: tuple[str, ...] = ()
+    #: how long a member may be late; None for as long as `limit` lasts
+    late: Limit | None = None
 
 
 class Group:
@@ -55,7 +57,7 @@ class Group:
         self._works: deque[Any] = deque()
         store = c10d.PrefixStore(name, meeting.store)
         names = [meeting.names[r] for r in members or range(len(meeting.names))]
-        self._lateness = Lateness(store, rank, names)
+        self._lateness = Lateness(store, rank, names, meeting.late)
         if backend == "nccl":
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = meeting.limit

@@ -496,6 +496,28 @@ def test_workers_that_disagree_about_the_number_of_epochs(two: Cluster) -> None:
         assert re.search("number of (epochs|steps)", script.err)
 
 
+@pytest.mark.parametrize("how", BOTH)
+def test_a_worker_that_does_not_come_is_given_up(two: Cluster, how: str | None) -> None:
+    """It lives and answers, but is elsewhere; in the end everybody is told, itself included."""
+    everybody = two.all(
+        f"""
+        strategy = sg.MultiWorkerMirroredStrategy({how!r}, patience=sg.Patience(step=3))
+        replica = sg.current_replica()
+        replica.barrier()
+        time.sleep(6 * me)
+        try:
+            replica.barrier()
+            replica.barrier()
+        except sg.ReplicaStalled as error:
+            explain(error)
+        """
+    )
+    end_well(everybody)
+    for script in everybody:
+        assert "raised ReplicaStalled about worker 1 ::" in script.out, script
+        assert "has not come to the step where others wait for it, in 3 s" in script.out
+
+
 def test_a_worker_is_stopped_and_woken(scripts: Nursery, tmp_path: Path) -> None:
     """Named on the other's log within seconds; woken, it goes on to the same weights."""
     clusters = [Cluster(scripts, tmp_path, name=f"{how}-") for how in BOTH]
