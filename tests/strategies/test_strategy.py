@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,36 @@ def test_prepare_outside_of_run_is_refused(two: sg.MirroredStrategy) -> None:
         two.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert "strategy.run(train)" in str(caught.value)
     assert "stratagem run --replicas 2" in str(caught.value)
+
+
+# --- tasks that do not train ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [("ps", r"ps 0, .*End the script there before the strategy is made.*leave ps out"),
+     ("evaluator", r"evaluator, .*model without a strategy.*model\.load.*model\.evaluate")],
+)  # fmt: skip
+def test_a_task_that_does_not_train_is_told_what_to_do(role: str, words: str) -> None:
+    spec = sg.ClusterSpec({"worker": ["127.0.0.1:1"], role: ["127.0.0.1:2"]})
+    with pytest.raises(sg.UsageError, match=words):
+        sg.MirroredStrategy(cluster=sg.Place(spec, sg.Task(role), "the test"))
+
+
+def test_what_an_evaluator_is_told_to_do_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = data(20)
+    saved = sg.Model(by_hand(mlp(), sgd, F.cross_entropy, x, y, batch=8))
+    saved.compile(sgd, "cross_entropy")
+    expected = saved.evaluate(x, y)
+    saved.save(tmp_path / "checkpoint")
+    spec = sg.ClusterSpec({"worker": ["127.0.0.1:1"], "evaluator": ["127.0.0.1:2"]})
+    monkeypatch.setenv("TF_CONFIG", spec.tf_config(sg.Task("evaluator")))
+    model = sg.Model(mlp())
+    model.compile(sgd, "cross_entropy")
+    model.load(tmp_path / "checkpoint")
+    assert model.evaluate(x, y) == expected
 
 
 # --- several strategies, and one after its end ---------------------------------------------------
