@@ -130,13 +130,15 @@ class _Eye:
             self._membership.raise_if_gone()
 
 
-def attentively(make: Callable[[], T], watch: Callable[[], None]) -> T:
+def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.device) -> T:
     """Run what waits inside torch, deaf to Ctrl-C and to dead peers, in a thread of its own."""
     done: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # every thread has a current GPU of its own
             done.append(make())
         except BaseException as error:
             failed.append(error)
@@ -159,11 +161,11 @@ def sit(seat: Seat, membership: Membership, store: Store | None = None) -> Repli
         limit_memory(device)
     watch = membership.raise_if_trouble
     rendezvous = (
-        store.store if store is not None else attentively(lambda: _visit(seat.store), watch)
+        store.store if store is not None else attentively(lambda: _visit(seat.store), watch, device)
     )
 
     def connect(name: str, op: CrossDeviceOps) -> Collective:
-        return attentively(lambda: _connect(seat, name, op, membership, rendezvous), watch)
+        return attentively(lambda: _connect(seat, name, op, membership, rendezvous), watch, device)
 
     collective = connect("main", seat.op)
     return Replica(
