@@ -195,7 +195,7 @@ def _connect(
             raise ClusterError("there is one shared-memory collective a team, made at its start.")
         control = Segment.attach(seat.segment)
         watch = Watchman(membership, seat.names, late)
-        return SharedMemoryCollective(seat.rank, seat.size, control, watch)
+        return SharedMemoryCollective(seat.rank, seat.size, control, watch, seat.names)
     backend = "nccl" if seat.ground.nccl else "gloo"
     assert rendezvous is not None
     store = c10d.PrefixStore(name, rendezvous)

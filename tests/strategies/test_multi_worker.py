@@ -489,6 +489,21 @@ def test_a_worker_leaves_early(two: Cluster, how: str | None, then: str) -> None
     assert "same number of steps" in everybody[0].out
 
 
+def test_workers_that_part_ways_are_named(two: Cluster) -> None:
+    everybody = two.all(
+        """
+        strategy = sg.MultiWorkerMirroredStrategy()
+        replica = sg.current_replica()
+        replica.broadcast(torch.ones(1)) if me else replica.barrier()
+        """
+    )
+    for script in everybody:
+        assert script.ends() == 1
+    said = everybody[0].err + everybody[1].err
+    assert re.search("worker [01] is at a (barrier|broadcast) where worker [01] is at a b", said)
+    assert "replica 0 is at" not in said and "replica 1 is at" not in said
+
+
 def test_workers_that_disagree_about_the_number_of_epochs(two: Cluster) -> None:
     everybody = two.all("train(sg.MultiWorkerMirroredStrategy(), epochs=2 - me)")
     for script in everybody:
