@@ -125,12 +125,15 @@ class Follower:
         self._inbox = frames.Inbox(self.control)
         self.member, member = socket.socketpair()
         self.output, output = os.pipe()
+        self.errors, errors = os.pipe()
+        fds = [control.fileno(), member.fileno(), output, errors]
         try:
-            self.pid = ZygoteProcess.get().fork([control.fileno(), member.fileno(), output])
+            self.pid = ZygoteProcess.get().fork(fds)
         finally:
             control.close()
             member.close()
             os.close(output)
+            os.close(errors)
 
     def send(self, data: bytes, watch: Callable[[], None]) -> None:
         """A call; ConnectionError if it is gone."""
@@ -181,7 +184,10 @@ class Pool:
     def __init__(self, names: list[str]) -> None:
         self._zygote = ZygoteProcess.get()
         self.followers = [Follower(name) for name in names]
-        self._relay = Relay({f.output: f.name for f in self.followers})
+        self._relay = Relay(
+            {f.output: (f.name, "stdout") for f in self.followers}
+            | {f.errors: (f.name, "stderr") for f in self.followers}
+        )
         self._segments: list[Any] = []
 
     @property

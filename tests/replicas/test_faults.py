@@ -308,14 +308,16 @@ def test_last_words_without_an_end_are_shown(
         if sg.current_replica().index == 1:
             sys.stdout.write("a whole line\nand half a li")
             sys.stdout.flush()
+            sys.stderr.write("alas\nand ala")
+            sys.stderr.flush()
             os._exit(3)
         sg.current_replica().barrier()
 
     with pytest.raises(sg.ReplicaLost):
         two.run(work)
-    shown = capsys.readouterr().out
-    assert "[replica 1] a whole line\n" in shown
-    assert "[replica 1] and half a li\n" in shown
+    shown = capsys.readouterr()
+    assert shown.out == "[replica 1] a whole line\n[replica 1] and half a li\n"
+    assert shown.err == "[replica 1] alas\n[replica 1] and ala\n"
 
 
 def test_the_death_of_the_helper_that_starts_replicas() -> None:
@@ -527,6 +529,6 @@ def test_the_script_itself_is_stopped_then_killed(scripts: Nursery, tmp_path: Pa
     time.sleep(4)
     script.signal(signal.SIGCONT)
     script.says("in mid-fit two")
-    assert "[replica 1] replica 0 (cpu:0, pid" in script.out
-    assert "giving up in 27 s" in script.out, "patience=Patience(answer=30)"
+    assert "[replica 1] replica 0 (cpu:0, pid" in script.err
+    assert "giving up in 27 s" in script.err, "patience=Patience(answer=30)"
     ends_by(signal.SIGKILL, script, everybody)
