@@ -8,15 +8,16 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from stratagem.errors import UsageError
 from stratagem.strategies.agreement import Patience
-from stratagem.strategies.prepare import Prepared, prepare
+from stratagem.strategies.prepare import Prepared, prepare, prepare_loader
 from stratagem.strategies.replica import Replica, called_replica, combine, current_replica
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.team import Team
@@ -82,17 +83,35 @@ class Strategy:
         """
         return self.team.call(_with_fresh_share, (fn, args))
 
+    @overload
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, loader: Any = None, *,
         loss_reduction: str = "mean",
-    ) -> Prepared:  # fmt: skip
+    ) -> Prepared: ...  # fmt: skip
+
+    @overload
+    def prepare(self, loader: DataLoader[Any], /, *, loss_reduction: str = "mean") -> Any: ...
+
+    def prepare(
+        self, model: nn.Module | DataLoader[Any], optimizer: Optimizer | None = None,
+        loader: Any = None, *, loss_reduction: str = "mean",
+    ) -> Any:  # fmt: skip
         """Distribute one's own loop: `model, optimizer, loader = strategy.prepare(...)`.
 
         Call it in code that every replica runs: a function given to `strategy.run`, or a script
         under `stratagem run` or torchrun. After `loss.backward()` every gradient is the one that
         a single device would have computed on the global batch.
+
+        `loader = strategy.prepare(loader)` deals out shares of a loader by itself.
         """
         replica = self.replica()
+        if not isinstance(model, nn.Module):
+            return prepare_loader(replica, model, loss_reduction)
+        if optimizer is None:
+            raise UsageError(
+                "prepare was given a model without its optimizer; call prepare(model, optimizer), "
+                "or prepare(loader) for a loader by itself."
+            )
         return prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
 
     def replica(self) -> Replica:
