@@ -8,7 +8,7 @@ from typing import Literal
 
 from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, ReplicaStalled
 
-Kind = Literal["died", "stalled", "failed"]
+Kind = Literal["died", "stalled", "late", "failed"]
 
 DETAIL_BYTES = 64 << 10
 
@@ -77,6 +77,12 @@ _WORDS: dict[Kind, tuple[type[ReplicaError], str]] = {
         ReplicaStalled,
         "{who} stopped answering: {detail}. Its process may be stopped (`kill -CONT` wakes it), "
         "its machine swapping or down, or the network cut. Then start the job again.",
+    ),
+    "late": (
+        ReplicaStalled,
+        "{who} has not come to the step where others wait for it, {detail}, though it lives: a "
+        "loop of another length, slow data or a breakpoint there. `py-spy dump` shows where it is; "
+        "if it only needs longer, give the strategy patience=sg.Patience(step=...).",
     ),
     "failed": (
         ReplicaFailed,

@@ -131,7 +131,7 @@ def _print(rows: Sequence[Row]) -> None:
     console = Console()
     wide = console.width >= WIDE
     heads = ["task", "address", "state", "latency", "there / back"]
-    table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE)
+    table = Table(*(Column(head, overflow="fold") for head in heads), box=SIMPLE)
     if wide:
         table.add_column("what to do")
     for row in rows:

@@ -43,11 +43,14 @@ class Answer:
     text: str = ""
 
 
-def main(setting: dict[str, Any], control_fd: int, member_fd: int, output_fd: int) -> None:
+def main(
+    setting: dict[str, Any], control_fd: int, member_fd: int, output_fd: int, errors_fd: int
+) -> None:
     global desk
     os.dup2(output_fd, 1)
-    os.dup2(output_fd, 2)
+    os.dup2(errors_fd, 2)
     os.close(output_fd)
+    os.close(errors_fd)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

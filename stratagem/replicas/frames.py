@@ -31,6 +31,44 @@ def receive(sock: socket.socket) -> bytes | None:
     return None if head is None else _exactly(sock, _LENGTH.unpack(head)[0])
 
 
+class Inbox:
+    """Messages of one socket, for a reader who will not wait for ever in the middle of one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._expect(_LENGTH.size, body=False)
+
+    def _expect(self, size: int, *, body: bool) -> None:
+        self._data, self._filled, self._body = bytearray(size), 0, body
+
+    def receive(self, watch: Callable[[], None]) -> bytes | None:
+        """The next message, or None when the other side is gone.
+
+        `watch` is called while nothing comes. If it raises, what has come is kept, and the next
+        call goes on from there.
+        """
+        if not self._body:
+            if not self._fill(watch):
+                return None
+            self._expect(_LENGTH.unpack(self._data)[0], body=True)
+        if not self._fill(watch):
+            return None
+        data = bytes(self._data)
+        self._expect(_LENGTH.size, body=False)
+        return data
+
+    def _fill(self, watch: Callable[[], None]) -> bool:
+        while self._filled < len(self._data):
+            if not select.select([self._sock], [], [], 0.2)[0]:
+                watch()
+                continue
+            count = self._sock.recv_into(memoryview(self._data)[self._filled :])
+            if count == 0:
+                return False
+            self._filled += count
+        return True
+
+
 def send_with_fds(sock: socket.socket, data: bytes, fds: list[int]) -> None:
     """A message with open descriptors attached (Unix sockets)."""
     socket.send_fds(sock, [_LENGTH.pack(len(data))], fds)

@@ -8,17 +8,21 @@ parameters are among these arrays, and what one child writes must not reach anot
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import mmap
 import pickle
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from stratagem.wire.segment import Segment
 
@@ -55,7 +59,36 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             np.frombuffer(segment.memory, array.dtype, array.size)[:] = array.reshape(-1)
             self.segments.append(segment)
             return _array, (segment.handle, array.dtype.str, array.shape)
+        way = _way_to(obj)
+        if way is not None:
+            return _reach, way
         return super().reducer_override(obj)
+
+
+def _way_to(obj: Any) -> tuple[str, ...] | None:
+    """A module and the attributes that lead from it to an object which only the name can send.
+
+    `torch.backends.cudnn` and `torch.ops` are objects put in a module's place; `torch.ops.aten`
+    and the operators below it are made when asked for.
+    """
+    if isinstance(obj, OpOverload):
+        return ("torch.ops", *obj._schema.name.split("::"), obj._overloadname)
+    if isinstance(obj, OpOverloadPacket):
+        return ("torch.ops", *obj._qualified_op_name.split("::"))
+    if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+        module, _, last = obj.__name__.rpartition(".")
+        if sys.modules.get(obj.__name__) is obj:
+            return (obj.__name__,)
+        if getattr(sys.modules.get(module), last, None) is obj:
+            return (module, last)
+    return None
+
+
+def _reach(module: str, *attributes: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for name in attributes:
+        found = getattr(found, name)
+    return found
 
 
 def _plain(tensor: Tensor) -> bool:

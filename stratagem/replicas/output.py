@@ -9,10 +9,13 @@ import threading
 
 
 class Relay:
-    """Copies lines from the followers' pipes to `sys.stdout`, each behind its replica's name."""
+    """Copies lines from the followers' pipes, each behind its replica's name.
 
-    def __init__(self, pipes: dict[int, str]) -> None:
-        self._names = pipes
+    A pipe has the replica's name and that of the stream it leads to: "stdout" or "stderr".
+    """
+
+    def __init__(self, pipes: dict[int, tuple[str, str]]) -> None:
+        self._pipes = pipes
         self._partial = dict.fromkeys(pipes, b"")
         self._selector = selectors.DefaultSelector()
         for fd in pipes:
@@ -48,7 +51,8 @@ class Relay:
                 self._show(fd, line)
 
     def _show(self, fd: int, line: bytes) -> None:
-        sys.stdout.write(f"[{self._names[fd]}] {line.decode(errors='replace')}\n")
+        name, stream = self._pipes[fd]
+        getattr(sys, stream).write(f"[{name}] {line.decode(errors='replace')}\n")
 
     def close(self) -> None:
         self.drain()
@@ -58,5 +62,5 @@ class Relay:
             if line:
                 self._show(fd, line)  # the last words of one that died in mid-sentence
         self._selector.close()
-        for fd in self._names:
+        for fd in self._pipes:
             os.close(fd)

@@ -122,27 +122,41 @@ class Follower:
         self.name = name
         self._failure: Answer | None = None
         self.control, control = socket.socketpair()
+        self._inbox = frames.Inbox(self.control)
         self.member, member = socket.socketpair()
         self.output, output = os.pipe()
+        self.errors, errors = os.pipe()
+        fds = [control.fileno(), member.fileno(), output, errors]
         try:
-            self.pid = ZygoteProcess.get().fork([control.fileno(), member.fileno(), output])
+            self.pid = ZygoteProcess.get().fork(fds)
         finally:
             control.close()
             member.close()
             os.close(output)
+            os.close(errors)
 
     def send(self, data: bytes, watch: Callable[[], None]) -> None:
         """A call; ConnectionError if it is gone."""
         self._failure = None
         frames.send(self.control, data, watch)
 
-    def answer(self, seconds: float) -> Answer | None:
-        """Its answer to the last call, if it comes in time; a failure may be read again."""
+    def answer(self, seconds: float, watch: Callable[[], None] | None = None) -> Answer | None:
+        """Its answer to the last call, if it comes in time; a failure may be read again.
+
+        Once an answer has begun, `watch` is called while the rest does not come, and may raise;
+        without it the rest, too, must come in time.
+        """
         if self._failure is not None or not select.select([self.control], [], [], seconds)[0]:
             return self._failure
+        until = time.monotonic() + seconds
+
+        def give_up() -> None:
+            if time.monotonic() > until:
+                raise TimeoutError
+
         data = None
-        with contextlib.suppress(ConnectionError):
-            data = frames.receive(self.control)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            data = self._inbox.receive(watch or give_up)
         answer: Answer | None = None if data is None else graph_pickle.loads(data)
         if answer is not None and answer.failed:
             self._failure = answer
@@ -170,7 +184,10 @@ class Pool:
     def __init__(self, names: list[str]) -> None:
         self._zygote = ZygoteProcess.get()
         self.followers = [Follower(name) for name in names]
-        self._relay = Relay({f.output: f.name for f in self.followers})
+        self._relay = Relay(
+            {f.output: (f.name, "stdout") for f in self.followers}
+            | {f.errors: (f.name, "stderr") for f in self.followers}
+        )
         self._segments: list[Any] = []
 
     @property
@@ -203,7 +220,7 @@ class Pool:
             ready, _, _ = select.select(list(waiting), [], [], 0.05)
             for sock in ready:
                 one = self.followers[waiting[sock]]
-                answer = one.answer(0.0)
+                answer = one.answer(0.0, watch)
                 if answer is None:
                     _mourn(one, watch)
                 answers[waiting[sock]] = answer

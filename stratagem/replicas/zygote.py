@@ -5,7 +5,7 @@ notebooks and standard input work. It lives in a session of its own, so Ctrl-C r
 process at the keyboard. When that process ends, however it ends, the zygote's socket closes and
 it takes every follower with it.
 
-Requests are JSON over a socketpair; a fork request carries the follower's three descriptors.
+Requests are JSON over a socketpair; a fork request carries the follower's four descriptors.
 """
 
 from __future__ import annotations

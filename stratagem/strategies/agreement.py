@@ -18,6 +18,7 @@ from stratagem.strategies import cross_device
 from stratagem.strategies.cross_device import CrossDeviceOps, Ground, SharedMemoryAllReduce
 from stratagem.strategies.devices import identity
 from stratagem.strategies.seat import Seat, Store
+from stratagem.strategies.settings import Settings
 from stratagem.wire.segment import Segment, host_identity
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
@@ -26,10 +27,14 @@ log = logging.getLogger("stratagem")
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait: for tasks to arrive, and for one that stopped answering."""
+    """How long to wait, in seconds."""
 
+    #: for tasks to arrive
     arrive: float = 300.0
+    #: for one that stopped answering
     answer: float = 60.0
+    #: for one that answers, but does not come to the step where the others are
+    step: float = 1800.0
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,7 @@ class Party:
     """One process, as it comes to the agreement."""
 
     devices: tuple[str, ...]
-    #: as the user gave it: None (the usual one), "auto", or an operation
-    op: CrossDeviceOps | str | None
+    settings: Settings
     place: Place | None
     patience: Patience
 
@@ -70,9 +74,10 @@ class Party:
             return str(probe.getsockname()[0])
 
     def choose(self, ground: Ground) -> CrossDeviceOps:
-        if isinstance(self.op, CrossDeviceOps):
-            cross_device.check(self.op, ground)
-            return self.op
+        op = self.settings.op
+        if isinstance(op, CrossDeviceOps):
+            cross_device.check(op, ground)
+            return op
         return cross_device.possible(ground)[0]
 
 
@@ -110,6 +115,7 @@ def agree(party: Party, cluster: Membership) -> tuple[Seat, Offer]:
         rank=first, leader=first, names=_names(party.place, counts), devices=devices, hosts=hosts,
         ground=ground, op=op, interface=party.interface(), segment=_text(told["control"]),
         store=_text(told["store"]), threads=_threads(ground, hosts.count(hosts[first])),
+        step=party.patience.step,
     )  # fmt: skip
     return seat, offer
 
@@ -119,7 +125,7 @@ def _offer(party: Party, op: CrossDeviceOps, size: int) -> Offer:
         return Offer()
     shared = isinstance(op, SharedMemoryAllReduce)
     return Offer(
-        Store(party.interface()) if party.op == "auto" or not shared else None,
+        Store(party.interface()) if party.settings.op == "auto" or not shared else None,
         Segment(SharedMemoryCollective.control_size(size)) if shared else None,
     )
 
@@ -128,22 +134,34 @@ def _settle(
     party: Party, cluster: Membership, op: CrossDeviceOps, offer: Offer
 ) -> dict[str, object]:
     """The chief's offer, once it is clear that everybody means to add up in the same way."""
+    chosen = party.settings
     offers = cluster.exchange(
         {"store": offer.store and offer.store.address,
          "control": offer.control and offer.control.handle,
-         "op": "auto" if party.op == "auto" else repr(op)}, party.patience.arrive,
+         "op": "auto" if chosen.op == "auto" else repr(op),
+         "wire": f"wire={chosen.wire or 'float32'!r}",
+         "sync_batchnorm": f"sync_batchnorm={chosen.sync_batchnorm!r}"}, party.patience.arrive,
     )  # fmt: skip
-    _same_operation([str(each["op"]) for each in offers], cluster.members)
+    for key, (what, option) in _ALIKE.items():
+        _same([str(each[key]) for each in offers], cluster.members, what, option)
     return offers[0]
 
 
-def _same_operation(ops: list[str], members: Sequence[Member]) -> None:
+#: what every task must have chosen alike: what they do with it, and the option's name
+_ALIKE = {
+    "op": ("add gradients up in the same way", "cross_device_ops (communication)"),
+    "wire": ("send gradients in the same type", "wire"),
+    "sync_batchnorm": ("normalise batches in the same way", "sync_batchnorm"),
+}
+
+
+def _same(choices: list[str], members: Sequence[Member], what: str, option: str) -> None:
     """Refuse what would have every task wait at another door."""
-    if len(set(ops)) > 1:
-        each = ", ".join(f"{member.name} {op}" for member, op in zip(members, ops, strict=True))
+    if len(set(choices)) > 1:
+        both = zip(members, choices, strict=True)
+        each = ", ".join(f"{member.name} {choice}" for member, choice in both)
         raise ClusterError(
-            f"the tasks do not add gradients up in the same way: {each}. Give every task the same "
-            "cross_device_ops (communication)."
+            f"the tasks do not {what}: {each}. Give every task the same {option}."
         )
 
 

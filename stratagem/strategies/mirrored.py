@@ -47,11 +47,11 @@ class MirroredStrategy(Strategy):
         patience: Patience | None = None,
     ) -> None:
         wire_type(wire)  # raises at once if there is no such type
-        op = cross_device.named(cross_device_ops)
+        settings = Settings(cross_device.named(cross_device_ops), wire, sync_batchnorm)
         place = cluster if cluster is not None else detect(os.environ)
         _check_role(place)
-        team = Team(_devices(devices, place), op, place, patience or Patience())
-        super().__init__(team, Settings(op, wire, sync_batchnorm))
+        team = Team(_devices(devices, place), settings, place, patience or Patience())
+        super().__init__(team, settings)
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
@@ -95,16 +95,22 @@ def _devices(
 def _check_role(place: Place | None) -> None:
     if place is None or place.task.type in ("chief", "worker"):
         return
-    role = "an evaluator" if place.task.type == "evaluator" else "a parameter server"
     raise UsageError(
-        f"this task is {place.task}, but a mirrored strategy has no use for {role}: every task of "
-        "it trains. Leave that role out of the cluster, or use another strategy."
+        f"this task is {place.task}, and only the chief and the workers of a mirrored strategy "
+        f"train. {_INSTEAD[place.task.type]}"
     )
 
 
+#: what a task that does not train should do
+_INSTEAD = {
+    "ps": "There are no parameters to serve: every replica holds them. End the script there before "
+    "the strategy is made, or leave ps out of the cluster; the others do not wait for it.",
+    "evaluator": "Make the model without a strategy there, then model.load each checkpoint that "
+    "the chief writes and model.evaluate it; the others do not wait for it.",
+}
 
 
 def single_device() -> Strategy:
     """One replica on the first device here: what a model without a scope uses."""
-    team = Team(devices.present()[:1], None, None, Patience())
-    return Strategy(team, Settings())
+    settings = Settings()
+    return Strategy(Team(devices.present()[:1], settings, None, Patience()), settings)

@@ -15,7 +15,7 @@ from stratagem.data.loader import ShareLoader
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.strategies import setup, sync_batchnorm
 from stratagem.strategies.exchange import GradientExchange
-from stratagem.strategies.replica import Replica
+from stratagem.strategies.replica import Replica, Share
 from stratagem.strategies.settings import Settings
 
 #: what takes the hooks off a model again, so that it can be prepared anew
@@ -35,8 +35,7 @@ def prepare(
     loader: Any, loss_reduction: str,
 ) -> Prepared:  # fmt: skip
     """Make `backward` leave the global gradient, and the loader deal out shares. Collective."""
-    if loss_reduction not in ("mean", "sum"):
-        raise UsageError(f'loss_reduction={loss_reduction!r}; it is "mean" or "sum".')
+    sums = _is_sum(loss_reduction)
     model.to(replica.device)
     if replica.count == 1:
         return Prepared(model, optimizer, _on_device(loader, replica))
@@ -44,31 +43,51 @@ def prepare(
     setup.align(model, replica)
     setup.roll_own_dice(replica)
     reducer = setup.choose_reducer(list(model.parameters()), replica, settings)
-    sums = loss_reduction == "sum"
     _undo.pop(model, lambda: None)()
     unsync = sync_batchnorm.install(model, replica) if settings.sync_batchnorm else None
     exchange = GradientExchange(
         list(model.named_parameters()), replica, reducer, every_backward=True, sums=sums
     )
     _undo[model] = partial(_take_away, exchange, unsync)
-    share = replica.share
-    share.set(1, replica.count, 1.0 if sums else None)
+    replica.share.set(1, replica.count, 1.0 if sums else None)
     if loader is None:
         return Prepared(model, optimizer, None)
-
-    def announce(examples: int, total: int) -> None:
-        share.set(examples, total, float(examples > 0) if sums else None)
 
     def at_end() -> None:
         setup.average_buffers(model, replica)
 
+    shares = _shares(loader, replica, sums, at_end)
+    return Prepared(model, optimizer, _on_device(shares, replica))
+
+
+def prepare_loader(replica: Replica, loader: Any, loss_reduction: str) -> Any:
+    """A loader of shares that belongs to no model: for validation, say. Collective."""
+    sums = _is_sum(loss_reduction)
+    if replica.count == 1 and isinstance(loader, DataLoader):
+        return _on_device(loader, replica)
+    shares = _shares(loader, replica, sums, lambda: None)
+    return _on_device(Interlude(shares, replica.share), replica)
+
+
+def _is_sum(loss_reduction: str) -> bool:
+    if loss_reduction not in ("mean", "sum"):
+        raise UsageError(f'loss_reduction={loss_reduction!r}; it is "mean" or "sum".')
+    return loss_reduction == "sum"
+
+
+def _shares(
+    loader: Any, replica: Replica, sums: bool, at_end: Callable[[], None]
+) -> ShareLoader:
     if not isinstance(loader, DataLoader):
         raise NotDistributable(
             f"prepare takes a torch DataLoader, not a {type(loader).__name__}; wrap the data in "
             "one, or leave it out and give every replica an equal share yourself."
         )
-    shares = ShareLoader(loader, replica.collective, announce, at_end)
-    return Prepared(model, optimizer, _on_device(shares, replica))
+
+    def announce(examples: int, total: int) -> None:
+        replica.share.set(examples, total, float(examples > 0) if sums else None)
+
+    return ShareLoader(loader, replica.collective, announce, at_end)
 
 
 def _take_away(exchange: GradientExchange, unsync: Callable[[], None] | None) -> None:
@@ -87,22 +106,45 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             )
 
 
-class DeviceLoader:
-    """Moves each batch to the replica's device."""
+class _Around:
+    """A loader around another."""
 
-    def __init__(self, loader: Any, replica: Replica) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.device = replica.device
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class DeviceLoader(_Around):
+    """Moves each batch to the replica's device."""
+
+    def __init__(self, loader: Any, replica: Replica) -> None:
+        super().__init__(loader)
+        self.device = replica.device
 
     def __iter__(self) -> Any:
         for batch in self.loader:
             yield to_device(batch, self.device)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+
+class Interlude(_Around):
+    """A loop that may stand within another: however it is left, the share is what it was."""
+
+    def __init__(self, loader: Any, share: Share) -> None:
+        super().__init__(loader)
+        self._share = share
+
+    def __iter__(self) -> Any:
+        share = self._share
+        before = share.examples, share.total, share.weight
+        try:
+            yield from self.loader
+        finally:
+            share.set(*before)
 
 
 def _on_device(loader: Any, replica: Replica) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -38,9 +39,9 @@ def _no_others(name: str, op: CrossDeviceOps) -> Collective:
     return Alone()
 
 
-@dataclass
+@dataclass(eq=False)
 class Replica:
-    """What `sg.current_replica()` returns inside `strategy.run`."""
+    """What `sg.current_replica()` returns: inside `strategy.run`, and in a process that is one."""
 
     index: int
     count: int
@@ -117,19 +118,39 @@ def combine(parts: Sequence[Tensor], op: str, axis: int | None = None) -> Tensor
     return stacked.sum(0) if op == "sum" else getattr(stacked, f"a{op}")(0)
 
 
-_current: Replica | None = None
+#: the one that a call (strategy.run, fit) is running on now
+_called: Replica | None = None
+#: those that this process is outside of any call, the latest strategy's last
+_own: list[weakref.ref[Replica]] = []
 
 
 def current_replica() -> Replica:
     """The replica that this code runs on; a lone one outside any strategy."""
-    if _current is None:
-        alone = Alone()
-        return Replica(0, 1, torch.device("cpu"), "replica 0", alone, Membership.alone())
-    return _current
+    if _called is not None:
+        return _called
+    alive = [replica for each in _own if (replica := each()) is not None]
+    if alive:
+        return alive[-1]
+    return Replica(0, 1, torch.device("cpu"), "replica 0", Alone(), Membership.alone())
 
 
-def set_current(replica: Replica | None) -> Replica | None:
-    """Make `replica` the current one; returns the one before."""
-    global _current
-    before, _current = _current, replica
+def called_replica() -> Replica | None:
+    """The replica that the present call runs on, if it is one of several; None outside of calls."""
+    return _called if _called is not None and _called.count > 1 else None
+
+
+def set_called(replica: Replica | None) -> Replica | None:
+    """Begin or end a call on `replica`; returns the one before."""
+    global _called
+    before, _called = _called, replica
     return before
+
+
+def be(replica: Replica) -> None:
+    """This process is `replica` from now on, outside of calls as well."""
+    _own.append(weakref.ref(replica))
+
+
+def be_no_more(replica: Replica) -> None:
+    """Take `be` back; this process is what it was before, or a lone replica."""
+    _own[:] = [each for each in _own if each() not in (None, replica)]

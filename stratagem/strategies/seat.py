@@ -28,7 +28,7 @@ from stratagem.strategies.gpu_memory import limit_memory
 from stratagem.strategies.replica import Replica
 from stratagem.wire.collective import Alone, Collective
 from stratagem.wire.group import Meeting
-from stratagem.wire.lateness import AGAIN, FIRST, say_late
+from stratagem.wire.lateness import AGAIN, FIRST, Limit, say_late
 from stratagem.wire.segment import Segment
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.torch_dist import HierarchicalCollective, OneDeviceCollective, TorchCollective
@@ -38,6 +38,7 @@ _TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 #: how long one collective may take; a dead or stopped peer is noticed by the membership long before
 PATIENCE = timedelta(minutes=30)
+_LONG = 1e9  # seconds; torch counts milliseconds
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Seat:
     #: host:port of the chief's store, for process groups
     store: str | None = None
     threads: int = 0
+    #: seconds that one which lives may keep the others waiting
+    step: float = PATIENCE.total_seconds()
 
     @property
     def size(self) -> int:
@@ -92,13 +95,16 @@ class Store:
 class Watchman:
     """Looks up while a replica waits for another: trouble is raised, lateness is said aloud."""
 
-    def __init__(self, membership: Membership, names: tuple[str, ...]) -> None:
+    def __init__(self, membership: Membership, names: tuple[str, ...], limit: Limit) -> None:
         self._membership = membership
         self._names = names
+        self._limit = limit
         self._next = FIRST
 
     def __call__(self, rank: int, waited: float) -> None:
         self._membership.raise_if_gone()
+        if waited >= self._limit.seconds:
+            self._limit.give_up(self._names[rank], waited)
         if waited < 1.0:
             self._next = FIRST
         elif waited >= self._next:
@@ -124,13 +130,15 @@ class _Eye:
             self._membership.raise_if_gone()
 
 
-def attentively(make: Callable[[], T], watch: Callable[[], None]) -> T:
+def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.device) -> T:
     """Run what waits inside torch, deaf to Ctrl-C and to dead peers, in a thread of its own."""
     done: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # every thread has a current GPU of its own
             done.append(make())
         except BaseException as error:
             failed.append(error)
@@ -153,11 +161,11 @@ def sit(seat: Seat, membership: Membership, store: Store | None = None) -> Repli
         limit_memory(device)
     watch = membership.raise_if_trouble
     rendezvous = (
-        store.store if store is not None else attentively(lambda: _visit(seat.store), watch)
+        store.store if store is not None else attentively(lambda: _visit(seat.store), watch, device)
     )
 
     def connect(name: str, op: CrossDeviceOps) -> Collective:
-        return attentively(lambda: _connect(seat, name, op, membership, rendezvous), watch)
+        return attentively(lambda: _connect(seat, name, op, membership, rendezvous), watch, device)
 
     collective = connect("main", seat.op)
     return Replica(
@@ -181,16 +189,19 @@ def _connect(
 ) -> Collective:
     if seat.size == 1:
         return Alone()
+    late = Limit(membership, seat.step)
     if isinstance(op, SharedMemoryAllReduce):
         if seat.segment is None or name != "main":
             raise ClusterError("there is one shared-memory collective a team, made at its start.")
         control = Segment.attach(seat.segment)
-        watch = Watchman(membership, seat.names)
-        return SharedMemoryCollective(seat.rank, seat.size, control, watch)
+        watch = Watchman(membership, seat.names, late)
+        return SharedMemoryCollective(seat.rank, seat.size, control, watch, seat.names)
     backend = "nccl" if seat.ground.nccl else "gloo"
     assert rendezvous is not None
     store = c10d.PrefixStore(name, rendezvous)
-    meeting = Meeting(store, seat.interface, PATIENCE, _Eye(membership), seat.names)
+    # torch's own limit names nobody, so ours comes first.
+    limit = max(PATIENCE, timedelta(seconds=min(seat.step, _LONG))) + timedelta(minutes=1)
+    meeting = Meeting(store, seat.interface, limit, _Eye(membership), seat.names, late)
     arguments = (seat.rank, seat.size, backend, meeting, membership)
     if isinstance(op, HierarchicalCopyAllReduce):
         layered = HierarchicalCollective(*arguments)

@@ -8,16 +8,17 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from stratagem.errors import UsageError
 from stratagem.strategies.agreement import Patience
-from stratagem.strategies.prepare import Prepared, prepare
-from stratagem.strategies.replica import Replica, combine, current_replica
+from stratagem.strategies.prepare import Prepared, prepare, prepare_loader
+from stratagem.strategies.replica import Replica, called_replica, combine, current_replica
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.team import Team
 
@@ -52,7 +53,10 @@ class Strategy:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes checkpoints, logs and the progress bar."""
+        """Whether this process, or inside `run` this replica, writes checkpoints and logs."""
+        inside = called_replica()
+        if inside is not None:
+            return inside.is_chief
         return self.team.place is None or self.team.place.is_chief
 
     @contextmanager
@@ -79,24 +83,42 @@ class Strategy:
         """
         return self.team.call(_with_fresh_share, (fn, args))
 
+    @overload
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, loader: Any = None, *,
         loss_reduction: str = "mean",
-    ) -> Prepared:  # fmt: skip
+    ) -> Prepared: ...  # fmt: skip
+
+    @overload
+    def prepare(self, loader: DataLoader[Any], /, *, loss_reduction: str = "mean") -> Any: ...
+
+    def prepare(
+        self, model: nn.Module | DataLoader[Any], optimizer: Optimizer | None = None,
+        loader: Any = None, *, loss_reduction: str = "mean",
+    ) -> Any:  # fmt: skip
         """Distribute one's own loop: `model, optimizer, loader = strategy.prepare(...)`.
 
         Call it in code that every replica runs: a function given to `strategy.run`, or a script
         under `stratagem run` or torchrun. After `loss.backward()` every gradient is the one that
         a single device would have computed on the global batch.
+
+        `loader = strategy.prepare(loader)` deals out shares of a loader by itself.
         """
         replica = self.replica()
+        if not isinstance(model, nn.Module):
+            return prepare_loader(replica, model, loss_reduction)
+        if optimizer is None:
+            raise UsageError(
+                "prepare was given a model without its optimizer; call prepare(model, optimizer), "
+                "or prepare(loader) for a loader by itself."
+            )
         return prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
 
     def replica(self) -> Replica:
         """The replica that the calling code is."""
-        inside = current_replica()
-        if inside.count > 1 or self.team.size == 1:
-            return inside if inside.count > 1 else self.team.start()
+        inside = called_replica()
+        if inside is not None:
+            return inside
         if len(self.team.devices) > 1:
             raise UsageError(
                 f"this strategy has {len(self.team.devices)} replicas in this process, and your "
@@ -119,8 +141,8 @@ class Strategy:
         return torch.cat(self._all(value), dim=axis)
 
     def _all(self, value: Any) -> list[Tensor]:
-        inside = current_replica()
-        if inside.count > 1:
+        inside = called_replica()
+        if inside is not None:
             return inside.all_gather(torch.as_tensor(value))
         values = value if isinstance(value, list | tuple) else [value]
         if len(values) != len(self.team.devices):
@@ -144,7 +166,7 @@ class Strategy:
 
 
 def _inside(devices: tuple[str, ...], settings: Settings) -> Strategy:
-    return Strategy(Team(devices, settings.op, None, Patience(), inside=True), settings)
+    return Strategy(Team(devices, settings, None, Patience(), inside=True), settings)
 
 
 def _with_fresh_share(fn: Callable[..., Any], args: Sequence[Any]) -> Any:

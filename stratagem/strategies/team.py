@@ -29,9 +29,9 @@ from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, UsageErro
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.strategies.agreement import Offer, Party, Patience, agree
-from stratagem.strategies.cross_device import CrossDeviceOps
-from stratagem.strategies.replica import Replica, current_replica, set_current
+from stratagem.strategies.replica import Replica, be, be_no_more, called_replica, set_called
 from stratagem.strategies.seat import Seat, sit
+from stratagem.strategies.settings import Settings
 
 
 class _Local(Membership):
@@ -56,7 +56,7 @@ class Team:
     def __init__(
         self,
         devices: Sequence[str],
-        op: CrossDeviceOps | str | None,
+        settings: Settings,
         place: Place | None,
         patience: Patience,
         *,
@@ -65,8 +65,10 @@ class Team:
         self.devices = tuple(devices)
         self.place = place
         self.patience = patience
-        self._party = Party(self.devices, op, place, patience)
+        self._party = Party(self.devices, settings, place, patience)
         self.replica: Replica | None = None
+        #: the replica that this process is, where it leads no other; until close, failed or not
+        self._self: Replica | None = None
         self._pool: Pool | None = None
         self._cluster: Membership | None = None
         self._local: Membership | None = None
@@ -93,7 +95,16 @@ class Team:
                         self.report("".join(traceback.format_exception(error)))
                     self.close()
                     raise
+                if self.place is not None and len(self.devices) == 1:
+                    self._become(self.replica)
             return self.replica
+
+    def _become(self, replica: Replica | None) -> None:
+        if self._self is not None:
+            be_no_more(self._self)
+        if replica is not None:
+            be(replica)
+        self._self = replica
 
     def _start(self) -> Replica:
         if self._cluster is None:
@@ -140,13 +151,13 @@ class Team:
     ) -> list[Any]:  # fmt: skip
         """Run `function` on every replica of this process; `sent` is what followers get instead."""
         with self._lock:
-            if current_replica().count > 1:
+            if called_replica() is not None:
                 raise UsageError(
                     "this code already runs on every replica; strategy.run and fit cannot be "
                     "nested inside it. Use sg.current_replica() there."
                 )
             replica = self.start()
-            before = set_current(replica)
+            before = set_called(replica)
             threads = torch.get_num_threads()
             try:
                 return self._call(replica, function, args, args if sent is None else sent)
@@ -156,7 +167,7 @@ class Team:
                     raise
                 raise better from better.__cause__ or error
             finally:
-                set_current(before)
+                set_called(before)
                 torch.set_num_threads(threads)
 
     def _call(
@@ -165,7 +176,8 @@ class Team:
     ) -> list[Any]:  # fmt: skip
         watch = replica.membership.raise_if_gone
         if self._pool is not None:
-            self._pool.submit(_run, [(function, sent)] * len(self._pool.followers), watch)
+            call = (function, sent, torch.get_default_dtype())
+            self._pool.submit(_run, [call] * len(self._pool.followers), watch)
         if self._threads:
             torch.set_num_threads(self._threads)
         mine = function(*args)
@@ -176,6 +188,8 @@ class Team:
     def _check(self, answers: list[follower.Answer]) -> list[Any]:
         assert self._pool is not None
         for one, answer in zip(self._pool.followers, answers, strict=True):
+            if isinstance(answer.error, ReplicaError):
+                raise answer.error  # it only passes on what happened to another
             if answer.failed:
                 raise _failure(one.name, answer) from answer.error
         return [answer.value for answer in answers]
@@ -232,6 +246,7 @@ class Team:
                 self._cluster.leave()  # first, or the others take our followers' end for a death
                 self._cluster = None
             self._end()
+            self._become(None)
 
 
 def _epitaph(member: Member, status: int | None) -> str:
@@ -268,8 +283,10 @@ def _sit_down(seat: Seat, members: tuple[Member, ...], give_up: float) -> None:
         torch.set_num_threads(seat.threads)
     desk.things["replica"] = replica = sit(seat, membership)
     replica.barrier()
-    set_current(replica)
+    set_called(replica)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _run(function: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype) -> Any:
+    """In a follower: what the caller runs, with the type of numbers that the caller has set."""
+    torch.set_default_dtype(dtype)
     return function(*args)

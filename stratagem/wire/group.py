@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from stratagem.wire.collective import Pending
-from stratagem.wire.lateness import Lateness
+from stratagem.wire.lateness import Lateness, Limit
 
 _GLANCE = timedelta(milliseconds=200)
 HALF = (torch.float16, torch.bfloat16)
@@ -37,6 +39,8 @@ class Meeting:
     watch: Callable[[float], None]
     #: every replica's name, by rank
     names: tuple[str, ...] = ()
+    #: how long a member may be late; None for as long as `limit` lasts
+    late: Limit | None = None
 
 
 class Group:
@@ -49,9 +53,11 @@ class Group:
         self.rank, self.size = rank, size
         self._backend, self._watch = backend, meeting.watch
         self._turn = 0
+        #: what Gloo has begun and may not have ended
+        self._works: deque[Any] = deque()
         store = c10d.PrefixStore(name, meeting.store)
         names = [meeting.names[r] for r in members or range(len(meeting.names))]
-        self._lateness = Lateness(store, rank, names)
+        self._lateness = Lateness(store, rank, names, meeting.late)
         if backend == "nccl":
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = meeting.limit
@@ -61,6 +67,15 @@ class Group:
             options._timeout = meeting.limit
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.hostname)]
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            _release()
+            weakref.finalize(self, _let_go, self._group, self._works)
+
+    def _begin(self, work: Any) -> Any:
+        if self._backend == "gloo":
+            while self._works and self._works[0].is_completed():
+                self._works.popleft()
+            self._works.append(work)
+        return work
 
     def wait(self, work: Any) -> None:
         """Wait for work of this group, with an eye on its members.
@@ -81,6 +96,9 @@ class Group:
                 self._lateness.waiting(self._turn, waited)
         work.wait()
 
+    def _do(self, work: Any) -> None:
+        self.wait(self._begin(work))
+
     def sum(self, flat: Tensor) -> Pending:
         """Add up over the group, in place."""
         if self.size == 1:
@@ -90,7 +108,7 @@ class Group:
             return Pending()
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
-        work = self._group.allreduce([flat], options)
+        work = self._begin(self._group.allreduce([flat], options))
         return Pending(lambda: self.wait(work))
 
     def _sum_half(self, flat: Tensor) -> None:
@@ -100,10 +118,10 @@ class Group:
         sent = flat.new_zeros(size * chunk)
         sent[:count].copy_(flat)
         received = torch.empty_like(sent)
-        self.wait(self._group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
+        self._do(self._group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
         total = received.view(size, chunk).float().sum(0).to(flat.dtype)
         parts = list(sent.view(size, chunk).unbind(0))
-        self.wait(self._group.allgather([parts], [total]))
+        self._do(self._group.allgather([parts], [total]))
         flat.copy_(sent[:count])
 
     def reduce_to(self, flat: Tensor, root: int) -> None:
@@ -114,14 +132,14 @@ class Group:
             gather = dist.GatherOptions()
             gather.rootRank = root
             parts = [torch.empty_like(flat) for _ in range(self.size)] if self.rank == root else []
-            self.wait(self._group.gather([parts] if parts else [], [flat], gather))
+            self._do(self._group.gather([parts] if parts else [], [flat], gather))
             if parts:
                 flat.copy_(torch.stack(parts).float().sum(0))
             return
         options: Any = dist.ReduceOptions()
         options.rootRank = root
         options.reduceOp = dist.ReduceOp.SUM
-        self.wait(self._group.reduce([flat], options))
+        self._do(self._group.reduce([flat], options))
 
     def broadcast(self, flat: Tensor, root: int) -> None:
         """Overwrite everybody's tensor with the root's."""
@@ -129,18 +147,41 @@ class Group:
             return
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self.wait(self._group.broadcast([flat], options))
+        self._do(self._group.broadcast([flat], options))
 
     def gather(self, flat: Tensor) -> list[Tensor]:
         """Everybody's tensor of one common size, in order."""
         parts = [torch.empty_like(flat) for _ in range(self.size)]
-        self.wait(self._group.allgather([parts], [flat]))
+        self._do(self._group.allgather([parts], [flat]))
         return parts
 
     def abort(self) -> None:
-        """Give the group up while a peer may still owe it something."""
+        """Give the group up while a peer may still owe it something. (Gloo has no such thing.)"""
         if self._backend == "nccl":
             self._group.abort()
-        else:
-            # Its destructor would wait for that peer, at the end of the process too.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+
+#: groups whose owner is gone, with what had not ended then
+_kept: list[tuple[Any, deque[Any]]] = []
+
+
+def _let_go(group: Any, works: deque[Any]) -> None:
+    """Keep a group of Gloo that still waits for a peer.
+
+    Its destructor would wait, too, at the end of the process as well; so nothing may call it, not
+    even the interpreter's own end, until the peer's end has ended the wait.
+    """
+    if not _ended(works):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _kept.append((group, works))
+
+
+def _release() -> None:
+    """Let go of the groups that wait for nobody any more; their sockets close."""
+    for entry in [each for each in _kept if _ended(each[1])]:
+        _kept.remove(entry)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(entry[0]))
+
+
+def _ended(works: deque[Any]) -> bool:
+    return all(work.is_completed() for work in works)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+from stratagem.cluster.membership import Member, Membership, Trouble
 
 log = logging.getLogger("stratagem")
 
@@ -24,26 +26,50 @@ def say_late(who: str, waited: float) -> None:
     )  # fmt: skip
 
 
+class Limit:
+    """How long one that lives may keep others waiting; then all are told, and raise."""
+
+    def __init__(self, membership: Membership, seconds: float) -> None:
+        self._membership = membership
+        self.seconds = seconds
+
+    def give_up(self, who: str, waited: float) -> NoReturn:
+        """End the wait for `who`, on every replica that waits."""
+        known = self._membership.members
+        member = next((each for each in known if each.name == who), Member(who, "late"))
+        late = Trouble(self._membership.rank, member, "late", f"in {waited:.0f} s")
+        self._membership.announce(late)
+        raise (self._membership.trouble or late).error()
+
+
 class Lateness:
     """One replica's view of one group; `names` are the group's members by rank."""
 
-    def __init__(self, store: Any, rank: int, names: Sequence[str]) -> None:
+    def __init__(
+        self, store: Any, rank: int, names: Sequence[str], limit: Limit | None = None
+    ) -> None:
         self._store, self._rank, self._names = store, rank, names
+        self._limit = limit
+        self._first = min(FIRST, limit.seconds / 2) if limit is not None else FIRST
         self._signed = -1
         self._next = FIRST
 
     def waiting(self, turn: int, waited: float) -> None:
         """Called now and then by a replica that waits in operation number `turn`."""
-        if waited < FIRST:
+        if waited < self._first:
             self._next = FIRST + SETTLE
             return
         if self._signed != turn:
             self._signed = turn
             self._store.set(f"waits-{self._rank}", str(turn))
+        if self._limit is not None and waited >= self._limit.seconds:
+            self._limit.give_up(", ".join(self._late(turn)) or "the network", waited)
         if waited >= self._next:
             self._next = waited + AGAIN
-            late = [name for rank, name in enumerate(self._names) if self._is_late(rank, turn)]
-            say_late(", ".join(late) or "the network", waited)
+            say_late(", ".join(self._late(turn)) or "the network", waited)
+
+    def _late(self, turn: int) -> list[str]:
+        return [name for rank, name in enumerate(self._names) if self._is_late(rank, turn)]
 
     def _is_late(self, rank: int, turn: int) -> bool:
         if rank == self._rank:

@@ -18,7 +18,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,14 +63,19 @@ def slices(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 class SharedMemoryCollective(Collective):
-    """Replicas of one machine; `watch(rank, seconds)` is called while waiting for one of them."""
+    """Replicas of one machine, with their names by rank.
+
+    `watch(rank, seconds)` is called while waiting for one of them.
+    """
 
     overlaps = False  # the cores that would add are the cores that compute
 
     def __init__(
-        self, rank: int, size: int, control: Segment, watch: Watch | None = None
-    ) -> None:
+        self, rank: int, size: int, control: Segment, watch: Watch | None = None,
+        names: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.rank, self.size = rank, size
+        self._names = names or [f"replica {r}" for r in range(size)]
         self._control = control
         self._flags = control.words(size * _WORDS)
         mail = size * _WORDS * 8
@@ -109,7 +114,7 @@ class SharedMemoryCollective(Collective):
             found = flags[other * _WORDS]
             if found != mark and found < turn + _KINDS:  # one further on has checked for itself
                 raise UsageError(
-                    f"replica {self.rank} is at a {what} where replica {other} is at a "
+                    f"{self._names[self.rank]} is at a {what} where {self._names[other]} is at a "
                     f"{_MEETINGS[found - turn]}: they run different code, or loops with another "
                     "number of steps or number of epochs. Every replica must do the same."
                 )

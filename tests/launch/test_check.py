@@ -18,6 +18,7 @@ from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.launch import check as command
 from stratagem.launch import diagnosis
 from stratagem.launch.check import Row, add_arguments, check, main
+from stratagem.launch.probe import Speed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 from member_processes import MEMBER, Process, free_ports
@@ -330,3 +331,21 @@ def test_ctrl_c_ends_a_check_at_once(start: Start) -> None:
     when = process.signal(signal.SIGINT)
     assert process.child.wait(5) == 130
     assert time.monotonic() - when < 2
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "140"])
+def test_nothing_is_cut_off(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long host name is wrapped, not shortened to what nobody can compare."""
+    monkeypatch.setenv("COLUMNS", columns)
+    address = "a-rather-long-host-name-17.training.internal.example.com:20222"
+    speed = Speed(latency=1.25e-4, up=3.2e9, down=4.8e9)
+    command._print(
+        [Row("worker 17", address, "reached: training", ok=True, speed=speed, certain=True)]
+    )
+    printed = capsys.readouterr().out
+    assert all(len(line) <= int(columns) for line in printed.splitlines())
+    cells = "worker 17", address, "reached: training", "0.12 ms", "3200 / 4800 MB/s"
+    body = printed.rpartition("─")[2]
+    assert sorted("".join(body.split())) == sorted("".join(cells).replace(" ", ""))

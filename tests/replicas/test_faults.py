@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stratagem as sg
+from stratagem.replicas import frames
 from stratagem.replicas.pool import ZygoteProcess
 from tests.replicas.scripts import Nursery, Script, family, nursery, runs, wait_for
 from tests.support import by_hand, data, distance, mlp, strategy
@@ -240,20 +242,26 @@ def test_a_result_that_cannot_travel(two: sg.MirroredStrategy) -> None:
     assert two.run(lambda: 1) == [1, 1]
 
 
-def test_failures_leave_nothing_open() -> None:
+@pytest.mark.parametrize("op", [*OPS, "hierarchical"])
+def test_failures_leave_nothing_open(op: str) -> None:
     """A notebook may see many; descriptors are few."""
-    made = strategy(2)
+    made = strategy(2, cross_device_ops=op)
 
     def fail() -> int:
         with contextlib.suppress(sg.ReplicaFailed):
-            made.run(lambda: sg.current_replica().index == 0 or raise_mine())
+            made.run(work)
         made.run(os.getpid)
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
+    def work() -> None:
+        if sg.current_replica().index == 1:
+            raise_mine()
+        sg.current_replica().barrier()
+
     counts = [fail() for _ in range(6)]
     made.close()
-    assert max(counts[1:]) <= counts[0]
+    assert max(counts[1:]) <= counts[0], counts
 
 
 # --- death ---------------------------------------------------------------------------------------
@@ -300,14 +308,16 @@ def test_last_words_without_an_end_are_shown(
         if sg.current_replica().index == 1:
             sys.stdout.write("a whole line\nand half a li")
             sys.stdout.flush()
+            sys.stderr.write("alas\nand ala")
+            sys.stderr.flush()
             os._exit(3)
         sg.current_replica().barrier()
 
     with pytest.raises(sg.ReplicaLost):
         two.run(work)
-    shown = capsys.readouterr().out
-    assert "[replica 1] a whole line\n" in shown
-    assert "[replica 1] and half a li\n" in shown
+    shown = capsys.readouterr()
+    assert shown.out == "[replica 1] a whole line\n[replica 1] and half a li\n"
+    assert shown.err == "[replica 1] alas\n[replica 1] and ala\n"
 
 
 def test_the_death_of_the_helper_that_starts_replicas() -> None:
@@ -393,6 +403,42 @@ def test_stopped_for_longer_than_patience(caplog: pytest.LogCaptureFixture) -> N
     assert "replica 1" in caplog.text and "giving up in 1 s" in caplog.text
     assert not runs(pid)
     assert made.run(len, os.urandom(3_000_000)) == [3_000_000] * 2
+    made.close()
+
+
+def half_an_answer() -> None:
+    """In a follower: its next answer is cut off in the middle, for good."""
+
+    def send(sock: socket.socket, data: bytes) -> None:
+        sock.sendall(len(data).to_bytes(8, "big") + data[: len(data) // 2])
+        kill_myself(signal.SIGSTOP)
+
+    if sg.current_replica().index == 1:
+        frames.send = send  # type: ignore[assignment]
+
+
+def test_stopped_in_the_middle_of_its_answer() -> None:
+    made = strategy(2, patience=sg.Patience(answer=4))
+    made.run(half_an_answer)
+    start = time.monotonic()
+    with pytest.raises(sg.ReplicaStalled, match=r"replica 1 .* stopped answering"):
+        made.run(os.getpid)
+    assert 3 < time.monotonic() - start < 4 + SOON
+    assert made.run(lambda: 1) == [1, 1]
+    made.close()
+
+
+def test_stopped_in_the_middle_of_its_complaint() -> None:
+    """What it told everybody before is raised; the rest of the answer is not waited for."""
+    made = strategy(2, patience=sg.Patience(answer=30))
+
+    made.run(half_an_answer)
+    start = time.monotonic()
+    with pytest.raises(sg.ReplicaFailed, match="a bad day") as caught:
+        made.run(lambda: sg.current_replica().index == 0 or raise_mine())
+    assert time.monotonic() - start < 2 * SOON
+    assert caught.value.who == "replica 1"
+    assert made.run(lambda: 1) == [1, 1]
     made.close()
 
 
@@ -483,6 +529,6 @@ def test_the_script_itself_is_stopped_then_killed(scripts: Nursery, tmp_path: Pa
     time.sleep(4)
     script.signal(signal.SIGCONT)
     script.says("in mid-fit two")
-    assert "[replica 1] replica 0 (cpu:0, pid" in script.out
-    assert "giving up in 27 s" in script.out, "patience=Patience(answer=30)"
+    assert "[replica 1] replica 0 (cpu:0, pid" in script.err
+    assert "giving up in 27 s" in script.err, "patience=Patience(answer=30)"
     ends_by(signal.SIGKILL, script, everybody)

@@ -136,6 +136,40 @@ def test_a_script_on_the_command_line(tmp_path: Path) -> None:
     check(run("-c", SCRIPT, where=tmp_path))
 
 
+OPERATORS = """
+import types
+import torch
+import stratagem as sg
+from torch.backends import cudnn
+
+ops, aten, add, exact = torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor
+
+def switches():
+    cudnn.benchmark, torch.backends.mkldnn.enabled, torch.backends.opt_einsum.enabled
+    return [cudnn is torch.backends.cudnn, torch.classes is not None, ops is torch.ops]
+
+def sums():
+    one = torch.ones(1)
+    parts = ops.aten.add(one, 1), aten.add(one, 1), add(one, 1), exact(one, one)
+    return [float(each) for each in parts], torch.ops.aten.mul(one, 3).item()
+
+strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+assert strategy.run(switches) == [[True] * 3] * 2
+assert strategy.run(sums) == [([2.0] * 4, 3.0)] * 2
+
+made_up = type("MadeUp", (types.ModuleType,), {})("nowhere")
+try:
+    strategy.run(lambda: made_up)
+except sg.UsageError as error:
+    print(error)
+"""
+
+
+def test_functions_may_mention_what_torch_calls_modules(tmp_path: Path) -> None:
+    """`torch.backends.cudnn`, `torch.ops` and their like are objects that only look so."""
+    assert "cannot pickle 'MadeUp' object" in run("-c", OPERATORS, where=tmp_path)
+
+
 CELLS = [
     """
 import os, time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import stratagem as sg
 from stratagem.strategies import devices
 from stratagem.strategies.devices import canonical, place, resolve
+from stratagem.strategies.seat import attentively
 
 SPELLINGS = {
     "cuda:0": ["/gpu:0", "gpu:0", "GPU:0", "/GPU:0", "cuda:0", "cuda", "gpu", "/device:GPU:0",
@@ -22,6 +24,22 @@ SPELLINGS = {
     "cpu:3": ["cpu:3", "/cpu:3"],
     "mps:0": ["mps", "mps:0"],
 }  # fmt: skip
+
+
+@pytest.mark.timeout(10)
+def test_the_thread_that_makes_groups_uses_the_replicas_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's current GPU belongs to a thread: a new one would use GPU 0."""
+    chosen: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((device, threading.get_ident()))
+    )
+    gpu = torch.device("cuda", 1)
+    thread = attentively(threading.get_ident, lambda: None, gpu)
+    assert chosen == [(gpu, thread)] and thread != threading.get_ident()
+    attentively(lambda: None, lambda: None, torch.device("cpu"))
+    assert len(chosen) == 1
 
 
 @pytest.fixture

@@ -240,6 +240,44 @@ def test_unseeded_workers_end_alike(two: Cluster, tmp_path: Path, how: str | Non
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_worker_of_one_device_is_its_replica_outside_of_run_too(two: Cluster) -> None:
+    """So that `if sg.current_replica().is_chief:` does once what it should do once."""
+    everybody = two.all(
+        """
+        def who():
+            replica = sg.current_replica()
+            return replica.index, replica.count, replica.is_chief, replica.name
+
+        def fit_alone():
+            model = sg.Model(mlp())
+            model.compile(sgd, "cross_entropy")
+            model.fit(*data(8), batch_size=4, verbose=0)
+
+        alone, mine = (0, 1, True, "replica 0"), (me, 2, me == 0, f"worker {me}")
+        assert who() == alone
+        strategy = sg.MultiWorkerMirroredStrategy()
+        assert who() == mine
+        assert sg.current_replica().all_reduce(torch.ones(1)).item() == 2
+        assert strategy.run(who) == [mine]
+        assert strategy.run(lambda: strategy.is_chief) == [me == 0] == [strategy.is_chief]
+        train(strategy)
+        fit_alone()
+        assert who() == mine
+        second = sg.MultiWorkerMirroredStrategy("ring")
+        strategy.close()
+        assert who() == mine
+        try:
+            second.run(lambda: second.run(who))
+        except sg.UsageError as error:
+            assert "already runs on every replica" in str(error)
+        assert who() == mine, "a failure does not make a chief of everybody"
+        second.close()
+        assert who() == alone
+        """
+    )
+    end_well(everybody)
+
+
 # --- coming together -----------------------------------------------------------------------------
 
 
@@ -326,6 +364,28 @@ def test_workers_that_add_up_differently_are_refused(two: Cluster) -> None:
         last = script.err.splitlines()[-1]
         assert "worker 0 RingAllReduce(), worker 1 SharedMemoryAllReduce()" in last
         assert "same cross_device_ops" in last
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("wire='bfloat16'", "worker 0 wire='bfloat16', worker 1 wire='float32'"),
+     ("sync_batchnorm=True", "worker 0 sync_batchnorm=True, worker 1 sync_batchnorm=False")],
+)  # fmt: skip
+def test_workers_with_other_options_are_refused(two: Cluster, option: str, words: str) -> None:
+    """They would add up other bytes, or wait for each other at different doors."""
+    everybody = two.all(
+        [f"sg.MultiWorkerMirroredStrategy({option})", "sg.MultiWorkerMirroredStrategy()"]
+    )
+    for script in everybody:
+        assert script.ends(15) == 1
+        last = script.err.splitlines()[-1]
+        assert last.startswith("stratagem.errors.ClusterError: ") and words in last, last
+        assert f"same {option.partition('=')[0]}." in last
+
+
+def test_two_names_of_the_usual_type_are_alike(two: Cluster) -> None:
+    option = "sg.MultiWorkerMirroredStrategy(wire={})"
+    end_well(two.all([option.format("None"), option.format("'float32'")]))
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -429,11 +489,48 @@ def test_a_worker_leaves_early(two: Cluster, how: str | None, then: str) -> None
     assert "same number of steps" in everybody[0].out
 
 
+def test_workers_that_part_ways_are_named(two: Cluster) -> None:
+    everybody = two.all(
+        """
+        strategy = sg.MultiWorkerMirroredStrategy()
+        replica = sg.current_replica()
+        replica.broadcast(torch.ones(1)) if me else replica.barrier()
+        """
+    )
+    for script in everybody:
+        assert script.ends() == 1
+    said = everybody[0].err + everybody[1].err
+    assert re.search("worker [01] is at a (barrier|broadcast) where worker [01] is at a b", said)
+    assert "replica 0 is at" not in said and "replica 1 is at" not in said
+
+
 def test_workers_that_disagree_about_the_number_of_epochs(two: Cluster) -> None:
     everybody = two.all("train(sg.MultiWorkerMirroredStrategy(), epochs=2 - me)")
     for script in everybody:
         assert script.ends() == 1
         assert re.search("number of (epochs|steps)", script.err)
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_a_worker_that_does_not_come_is_given_up(two: Cluster, how: str | None) -> None:
+    """It lives and answers, but is elsewhere; in the end everybody is told, itself included."""
+    everybody = two.all(
+        f"""
+        strategy = sg.MultiWorkerMirroredStrategy({how!r}, patience=sg.Patience(step=3))
+        replica = sg.current_replica()
+        replica.barrier()
+        time.sleep(6 * me)
+        try:
+            replica.barrier()
+            replica.barrier()
+        except sg.ReplicaStalled as error:
+            explain(error)
+        """
+    )
+    end_well(everybody)
+    for script in everybody:
+        assert "raised ReplicaStalled about worker 1 ::" in script.out, script
+        assert "has not come to the step where others wait for it, in 3 s" in script.out
 
 
 def test_a_worker_is_stopped_and_woken(scripts: Nursery, tmp_path: Path) -> None:
@@ -476,6 +573,10 @@ from tests.support import data, mlp
 torch.set_num_threads(1)
 strategy = sg.MirroredStrategy()
 assert strategy.num_replicas_in_sync == 2
+replica = sg.current_replica()
+assert (replica.index, replica.count) == (int(os.environ["RANK"]), 2)
+if sg.current_replica().is_chief:
+    print("once")
 x, y = data(100)
 model = mlp()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -486,6 +587,7 @@ for _ in range(2):
         F.cross_entropy(model(a), b).backward()
         optimizer.step()
         optimizer.zero_grad()
+        assert replica.share.examples in (16, 2) and replica.share.total in (32, 4)
 torch.save(model.state_dict(), f"weights{os.environ['RANK']}.pt")
 """
 
@@ -499,5 +601,6 @@ def test_own_loop_under_torchrun(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "once\n"
     for i in range(2):
         assert distance(alone(), weights(tmp_path / f"weights{i}.pt")) < 1e-6

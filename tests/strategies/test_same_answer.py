@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
@@ -483,6 +485,103 @@ def test_a_module_prepared_again(two: sg.MirroredStrategy) -> None:
     two.run(train)
     for replica in two.run(train):
         assert distance(alone, replica) < 2e-6
+
+
+@pytest.mark.parametrize("leave", ["at the end", "in the middle"])
+def test_a_loader_by_itself(three_ring: sg.MirroredStrategy, leave: str) -> None:
+    """Validation between the steps: every row once, and training does not notice."""
+    x, y = data(61)
+    start = mlp()
+
+    def train() -> tuple[nn.Module, list[float], int]:
+        replica = sg.current_replica()
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, _ = three_ring.prepare(model, optimizer)
+        valid = three_ring.prepare(DataLoader(TensorDataset(x), batch_size=20))
+        rows = 60 // replica.count
+        mine = slice(replica.index * rows, (replica.index + 1) * rows)
+        seen: list[float] = []
+        for _ in range(3):
+            loss = F.cross_entropy(model(x[mine]), y[mine])
+            for number, (a,) in enumerate(valid):  # the last batch is one row
+                assert replica.share.total == (1 if number == 3 else 20)
+                seen += a[: replica.share.examples, 0].tolist()
+                if number == 0 and leave == "in the middle":
+                    break
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, seen, len(valid)
+
+    alone = by_hand(
+        start, lambda p: torch.optim.SGD(p, lr=0.1), F.cross_entropy, x[:60], y[:60], batch=60,
+        epochs=3,
+    )  # fmt: skip
+    results = three_ring.run(train)
+    expected = x[:, 0] if leave == "at the end" else x[:20, 0]
+    assert sorted(v for _, seen, _ in results for v in seen) == sorted(expected.tolist() * 3)
+    assert moved(start, alone)
+    for replica, _, length in results:
+        assert length == 4
+        assert distance(alone, replica) < 2e-6
+
+
+def test_a_loader_by_itself_may_train(three_ring: sg.MirroredStrategy) -> None:
+    """Prepared apart from the model; unequal and empty shares weigh what they should."""
+    x, y = data(331)
+
+    def train() -> nn.Module:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, _ = three_ring.prepare(model, optimizer)
+        for a, b in three_ring.prepare(DataLoader(TensorDataset(x, y), batch_size=110)):
+            F.cross_entropy(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    alone = by_hand(
+        mlp(), lambda p: torch.optim.SGD(p, lr=0.1), F.cross_entropy, x, y, batch=110, epochs=1
+    )
+    for replica in three_ring.run(train):
+        assert distance(alone, replica) < 2e-6
+
+
+def test_one_replica_keeps_its_loader() -> None:
+    loader = DataLoader(TensorDataset(torch.ones(4)), batch_size=2)
+    assert strategy(1).prepare(loader) is loader
+
+
+def test_prepare_refuses_what_is_neither(two: sg.MirroredStrategy) -> None:
+    with pytest.raises(sg.NotDistributable, match="DataLoader, not a list"):
+        two.run(lambda: two.prepare([torch.ones(2)]))  # type: ignore[call-overload]
+    with pytest.raises(sg.UsageError, match=r"prepare\(model, optimizer\)"):
+        two.run(lambda: two.prepare(mlp()))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_schedules_of_torch_do_not_complain(two: sg.MirroredStrategy, before: bool) -> None:
+    """They look at the optimizer's own step; made before or after prepare, they find it."""
+
+    def train() -> float:
+        model: Any = nn.Linear(6, 4)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = StepLR(optimizer, 1, 0.5) if before else None
+        loader: Any = DataLoader(TensorDataset(*data(16)), batch_size=8)
+        model, optimizer, loader = two.prepare(model, optimizer, loader)
+        schedule = schedule or StepLR(optimizer, 1, 0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                for a, b in loader:
+                    F.cross_entropy(model(a), b).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                schedule.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    assert two.run(train) == [0.125] * 2
 
 
 def test_accumulating_summed_losses_is_refused(two: sg.MirroredStrategy) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,11 @@ def test_outside_a_replica_is_alone() -> None:
     assert (replica.index, replica.count, replica.is_chief) == (0, 1, True)
     assert replica.all_reduce(torch.tensor([3.0])).tolist() == [3.0]
     replica.barrier()
+
+
+def test_one_replica_is_the_chief(two: sg.MirroredStrategy) -> None:
+    assert two.is_chief
+    assert two.run(lambda: two.is_chief) == [True, False]
 
 
 def test_inside_replicas_talk(three: sg.MirroredStrategy) -> None:
@@ -175,6 +181,36 @@ def test_prepare_outside_of_run_is_refused(two: sg.MirroredStrategy) -> None:
     assert "stratagem run --replicas 2" in str(caught.value)
 
 
+# --- tasks that do not train ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [("ps", r"ps 0, .*End the script there before the strategy is made.*leave ps out"),
+     ("evaluator", r"evaluator, .*model without a strategy.*model\.load.*model\.evaluate")],
+)  # fmt: skip
+def test_a_task_that_does_not_train_is_told_what_to_do(role: str, words: str) -> None:
+    spec = sg.ClusterSpec({"worker": ["127.0.0.1:1"], role: ["127.0.0.1:2"]})
+    with pytest.raises(sg.UsageError, match=words):
+        sg.MirroredStrategy(cluster=sg.Place(spec, sg.Task(role), "the test"))
+
+
+def test_what_an_evaluator_is_told_to_do_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = data(20)
+    saved = sg.Model(by_hand(mlp(), sgd, F.cross_entropy, x, y, batch=8))
+    saved.compile(sgd, "cross_entropy")
+    expected = saved.evaluate(x, y)
+    saved.save(tmp_path / "checkpoint")
+    spec = sg.ClusterSpec({"worker": ["127.0.0.1:1"], "evaluator": ["127.0.0.1:2"]})
+    monkeypatch.setenv("TF_CONFIG", spec.tf_config(sg.Task("evaluator")))
+    model = sg.Model(mlp())
+    model.compile(sgd, "cross_entropy")
+    model.load(tmp_path / "checkpoint")
+    assert model.evaluate(x, y) == expected
+
+
 # --- several strategies, and one after its end ---------------------------------------------------
 
 
@@ -221,6 +257,17 @@ def test_threads_of_the_caller_are_given_back(two: sg.MirroredStrategy) -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_default_type_of_the_caller_is_carried(two: sg.MirroredStrategy) -> None:
+    """As it is at each call: layers made inside have it on every replica."""
+    before = torch.get_default_dtype()
+    for dtype in (torch.float64, before):
+        torch.set_default_dtype(dtype)
+        try:
+            assert two.run(lambda: nn.Linear(2, 2).weight.dtype) == [dtype] * 2
+        finally:
+            torch.set_default_dtype(before)
 
 
 # --- large arguments travel through shared memory ------------------------------------------------
