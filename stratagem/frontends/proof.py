@@ -56,22 +56,30 @@ class Proof:
 
     @torch.no_grad()
     def _try(self, loss: RowLoss, pair: list[Any], count: int, mean: float) -> None:
-        device, half = self.replica.device, count // 2
+        device = self.replica.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             function = _double(loss.function)
             whole = function(*pair)
             if whole.dim() > 0 or not _alike(whole, mean, []):
                 return  # a value a row; or it draws random numbers, and nothing can be compared
-            _check_rows(pair, count)
-            parts = [float(function(*rows(pair, *cut))) for cut in ((0, half), (half, count))]
-        together = (parts[0] * half + parts[1] * (count - half)) / count
-        if not _alike(whole, together, parts):
-            raise NotDistributable(
-                "the loss returns one number that is not the mean over the rows "
-                f"({float(whole):.6g} for {count} rows, {together:.6g} as the mean of their "
-                "halves), so the shares of replicas do not add up to the loss of one device; "
-                'return a value for each row (reduction="none"), or use one device.'
-            )
+            check_mean(function, pair, count, whole)
+
+
+def check_mean(
+    function: Callable[..., Tensor], pair: list[Any], count: int, whole: Tensor
+) -> None:
+    """Raise unless `whole`, the function's number for all rows, is the mean over them."""
+    _check_rows(pair, count)
+    half = count // 2
+    parts = [float(function(*rows(pair, *cut))) for cut in ((0, half), (half, count))]
+    together = (parts[0] * half + parts[1] * (count - half)) / count
+    if not _alike(whole, together, parts):
+        raise NotDistributable(
+            "the loss returns one number that is not the mean over the rows "
+            f"({float(whole):.6g} for {count} rows, {together:.6g} as the mean of their "
+            "halves), so the shares of replicas do not add up to the loss of one device; "
+            'return a value for each row (reduction="none"), or use one device.'
+        )
 
 
 def _double(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

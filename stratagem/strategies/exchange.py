@@ -51,6 +51,8 @@ class GradientExchange:
         self._fired = [False] * len(params)
         self._under_way: list[Pending] = []
         self._open = False
+        #: how many reductions have been completed
+        self.finished = 0
         self._handles: list[Any] = [
             _on_gradient(p, self._ready) for p in params
         ]
@@ -133,6 +135,7 @@ class GradientExchange:
         for pending in self._under_way:
             pending.wait()
         self._under_way.clear()
+        self.finished += 1
         if not all(self._fired):
             self.settle_unused(buckets.used.tolist())
         return buckets.notes

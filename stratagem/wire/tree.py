@@ -71,6 +71,8 @@ def gather_tree(collective: Collective, tree: Tree) -> list[Tree]:
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # of one element any stride counts as contiguous
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 

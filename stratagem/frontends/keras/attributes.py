@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+import numpy as np
+
 Change = tuple[int, str, Any]
-_PLAIN = (int, float, bool, str, type(None))
+_PLAIN = (int, float, bool, str, type(None), np.generic)
 #: what Keras and torch set by themselves, on every replica in its own time
 _THEIR_OWN = frozenset({"training", "built"})
 
@@ -26,10 +29,17 @@ class Attributes:
             for name, value in new.items() if name not in old or old[name] != value
         ]  # fmt: skip
 
+    def everything(self) -> list[Change]:
+        """All of them, for a copy that was made earlier."""
+        return [
+            (i, name, value) for i, each in enumerate(self._seen) for name, value in each.items()
+        ]
+
     def _look(self) -> list[dict[str, Any]]:
         return [
-            {name: value for name, value in obj.__dict__.items()
-             if type(value) in _PLAIN and name not in _THEIR_OWN}
+            {name: value.item() if isinstance(value, np.generic) else value
+             for name, value in obj.__dict__.items()
+             if isinstance(value, _PLAIN) and name not in _THEIR_OWN}
             for obj in self._objects
         ]  # fmt: skip
 
@@ -43,5 +53,6 @@ def follow(model: Any, changes: list[Change]) -> None:
 
 def _objects(model: Any) -> list[Any]:
     optimizer = model.optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [*model._flatten_layers(), *(each for each in (optimizer, inner) if each is not None)]
+    others = [optimizer, getattr(optimizer, "inner_optimizer", None)]
+    others += [each for each in keras.tree.flatten(model.loss) if hasattr(each, "__dict__")]
+    return [*model._flatten_layers(), *(each for each in others if each is not None)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from stratagem.data.shard import count_rows, rows
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends.keras import parcel
+from stratagem.frontends.keras import parcel, user_metrics
 from stratagem.frontends.keras.attributes import Attributes
 from stratagem.frontends.keras.player import _PARTS, Player, serve
 from stratagem.replicas import follower, graph_pickle
@@ -45,7 +46,7 @@ class Part:
     number: int
     model: Any
     settings: Settings
-    floatx: str
+    config: dict[str, Any]
     gone: list[int] = field(default_factory=lambda: list(_gone))
 
 
@@ -71,13 +72,20 @@ class Conductor:
         #: how often each tensor had been written to when all replicas were last alike
         self._versions: dict[int, int] = {}
         self._attributes: Attributes | None = None
+        self._calls = 0
         #: whether a kind of step returns what the metrics hold, and not numbers of its own
         self._names: dict[str, bool] = {}
         self._mark: Any = None
 
     def lay_over(self) -> None:
         """Take the place of the model's methods, on this instance only."""
+        taken = self.model.__dict__.get("_stratagem")
         for name in self.overlaid:
+            if taken is None and name in self.model.__dict__:
+                raise NotDistributable(
+                    f"{name} was set on this model alone, where replicas do not see it; define it "
+                    "in a subclass of keras.Model."
+                )
             self.model.__dict__[name] = getattr(self, name)
         self.model.__dict__["_stratagem"] = self
 
@@ -143,6 +151,12 @@ class Conductor:
                 "jit_compile=True compiles a step that replicas cannot take part in; compile the "
                 "model with jit_compile=False."
             )
+        for layer in self.model._flatten_layers():
+            if getattr(layer, "stateful", False):
+                raise NotDistributable(
+                    f"layer {layer.name!r} is stateful: it keeps a state for each row of the "
+                    "batch, and replicas see other rows; use stateful=False, or one replica."
+                )
 
     def _part(self, replica: Replica, again: bool) -> Part:
         """The model for the followers, unless they have it and it is the same."""
@@ -162,8 +176,9 @@ class Conductor:
             self._versions = self._now()
             self._attributes = Attributes(self.model)
             self._names = {}
+            user_metrics.watch(self.model)
         model = None if known else self.model
-        return Part(self._number, model, self.strategy.settings, keras.config.floatx())
+        return Part(self._number, model, self.strategy.settings, _keras_config())
 
     def lead(self, call: Callable[[], Any], needs: _Needs) -> Any:
         """In the chief, with all replicas listening."""
@@ -202,12 +217,15 @@ class Conductor:
             return logs
         if name not in self._names:
             self._names[name] = set(logs) == set(self._own("get_metrics_result")())
-        if not self._names[name]:
-            return self._tell_of("logs", logs)
-        if not (self._needs.train_logs if name == "train" else self._needs.test_logs):
+        exact = self._needs.train_logs if name == "train" else self._needs.test_logs
+        if self._names[name] and not exact:
             return logs
         self._tell("drain")
-        return self._own("get_metrics_result")()
+        counted = self._own("get_metrics_result")()
+        if self._names[name]:
+            return counted
+        own = {key: value for key, value in logs.items() if key not in counted}
+        return {**logs, **{k: v for k, v in counted.items() if k in logs}, **self._mean_of(own)}
 
     def _play(self, name: str, data: Any) -> Any:
         data = keras.tree.map_structure(_tensor, data)
@@ -231,12 +249,21 @@ class Conductor:
                 model(keras.utils.unpack_x_y_sample_weight(rows(data, 0, 1))[0])
             if model.optimizer is not None and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
-            self._tell("ready", None if self._whole else rows(data, 0, 1), not self._whole)
+            example = None if self._whole else rows(data, 0, 1)
+            self._tell("ready", example, not self._whole, self._seed())
             self._ready = True
             if not self._whole:
                 self._versions = self._now()
                 self._attributes = Attributes(model)
+                trainable = [v.trainable for v in model.weights]
+                self._tell("attributes", self._attributes.everything(), trainable)
         self._follow_changes()
+
+    def _seed(self) -> int:
+        """Follows from the state of this process' dice without rolling them."""
+        self._calls += 1
+        state = torch.get_rng_state().numpy().tobytes()
+        return zlib.crc32(state + self._calls.to_bytes(8, "big"))
 
     def _follow_changes(self) -> None:
         """Tell the others what a callback, or the user between two calls, has changed."""
@@ -314,9 +341,10 @@ class Conductor:
         broadcast_tree(self.player.replica.collective, [name, list(arguments)])
         return _PARTS[name](self.player, *arguments)
 
-    def _tell_of(self, name: str, logs: dict[str, Any]) -> dict[str, Any]:
+    def _mean_of(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Numbers of a step of the user's own, over all replicas."""
         assert self.player is not None
-        broadcast_tree(self.player.replica.collective, [name, []])
+        broadcast_tree(self.player.replica.collective, ["logs", list(logs)])
         return self.player.logs(logs)
 
 
@@ -399,11 +427,24 @@ def _seated(part: Part, replica: Replica) -> Player:
     if part.model is not None:
         if part.number in players:
             players[part.number].close()
-        keras.config.set_floatx(part.floatx)
+        _configure(part.config)
         parcel.settle(part.model)
         players[part.number] = Player(part.model, replica, part.settings)
     player: Player = players[part.number]
     return player
+
+
+def _keras_config() -> dict[str, Any]:
+    config = keras.config
+    return {
+        "floatx": config.floatx(), "epsilon": config.epsilon(),
+        "image_data_format": config.image_data_format(), "dtype_policy": config.dtype_policy(),
+    }  # fmt: skip
+
+
+def _configure(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        getattr(keras.config, f"set_{name}")(value)
 
 
 def _keras_device(replica: Replica) -> str:

@@ -12,6 +12,7 @@ with the weight examples / total, so that
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +21,12 @@ import keras
 import torch
 from torch import Tensor
 
+from stratagem.frontends.proof import check_mean
 from stratagem.strategies.replica import Replica
 
 _playing: Replica | None = None
+#: losses of the user's own that were found to be means over rows
+_proven: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
@@ -38,10 +42,26 @@ def made_exact(replica: Replica) -> Iterator[None]:
 
 
 def _install() -> None:
-    """Once a process; without a replica the method does what it always did."""
+    """Once a process; without a replica the methods do what they always did."""
+    if not getattr(keras.losses.Loss.__call__, "stratagem", False):
+        _install_loss()
+        _install_mean()
+
+
+def _install_mean() -> None:
+    """A metric that is given one number a batch counts batches: here shares, by their weight."""
+    plain = keras.metrics.Mean.update_state
+
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        if _playing is not None and sample_weight is None and not getattr(values, "shape", ()):
+            sample_weight = _playing.share.weight
+        return plain(self, values, sample_weight=sample_weight)
+
+    keras.metrics.Mean.update_state = update_state
+
+
+def _install_loss() -> None:
     plain = keras.losses.Loss.__call__
-    if getattr(plain, "stratagem", False):
-        return
 
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if _playing is None:
@@ -60,6 +80,8 @@ def _install() -> None:
             loss = plain(self, y_true, y_pred, weight)
         finally:
             del self.__dict__["call"]
+        if not values[-1].shape:
+            _prove(self, own, y_true, y_pred, values[-1], _playing)
         mask = _joint_mask(y_pred, values[-1])
         if isinstance(weight, Tensor) and weight._version != written:
             _retouch(sample_weight, weight, mask, self.reduction, _playing)
@@ -67,6 +89,19 @@ def _install() -> None:
 
     call.stratagem = True  # type: ignore[attr-defined]
     keras.losses.Loss.__call__ = call
+
+
+@torch.no_grad()
+def _prove(loss: Any, own: Any, y_true: Any, y_pred: Any, whole: Tensor, replica: Replica) -> None:
+    """One number for a share must be the mean over its rows; the chief tries that once."""
+    count = replica.share.examples
+    if not replica.is_chief or loss in _proven or count < 2:
+        return
+    if isinstance(y_true, Tensor) and isinstance(y_pred, Tensor):
+        device = replica.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            check_mean(own, [y_true.to(whole.dtype), y_pred.detach().to(whole.dtype)], count, whole)
+    _proven.add(loss)
 
 
 def _joint_mask(*values: Any) -> Tensor | None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import keras
 import torch
-from keras.src.utils import tracking
+from keras.src.utils import backend_utils, tracking
 
 #: attributes of a model that are the conductor's, or are made again on demand
 _LEFT_BEHIND = frozenset({
     "train_function", "test_function", "predict_function", "_eval_epoch_iterator", "_torch_params",
 })  # fmt: skip
 _SAVEABLE: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "KerasSaveable")
+_OPTIMIZER: Any = next(c for c in keras.Optimizer.__mro__ if c.__name__ == "BaseOptimizer")
 _COLLECTIONS = (
     tracking.TrackedList, tracking.TrackedDict, tracking.TrackedOrderedDict, tracking.TrackedSet,
 )  # fmt: skip
@@ -32,6 +33,8 @@ def reduce_keras(obj: Any) -> Any:
         return _blank, (kind,), (_contents(obj), dict(obj.__dict__)), None, None, _fill_collection
     if kind is tracking.Tracker:
         return _blank, (kind,), dict(obj.__dict__), None, None, _fill_tracker
+    if kind is backend_utils.DynamicBackend:
+        return kind, (obj._backend,)
     if isinstance(obj, keras.Variable):
         return _blank, (kind,), dict(obj.__dict__), None, None, _fill
     return NotImplemented
@@ -83,35 +86,36 @@ def _fill_tracker(obj: Any, attributes: dict[str, Any]) -> None:
 
 def settle(model: Any) -> None:
     """Key anew by identity what was keyed by the identities of another process."""
-    seen: set[int] = set()
-    for obj in _reachable(model, seen):
+    for obj in _reachable(model):
         if isinstance(obj, tracking.Tracker):
             obj.stored_ids = {
                 name: {id(value) for value in store} for name, (_, store) in obj.config.items()
             }
-    optimizer = model.optimizer
-    if optimizer is not None:
-        for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-            if each is not None and each.built:
-                _reindex(each)
+        elif obj.built:
+            variables = obj._trainable_variables
+            obj._trainable_variables_indices = {id(v): i for i, v in enumerate(variables)}
 
 
-def _reindex(optimizer: Any) -> None:
-    variables = optimizer._trainable_variables
-    optimizer._trainable_variables_indices = {id(v): i for i, v in enumerate(variables)}
+def optimizers(model: Any) -> list[Any]:
+    """Every optimizer that hangs on the model, one inside of another too; in a fixed order."""
+    return [obj for obj in _reachable(model) if isinstance(obj, _OPTIMIZER)]
 
 
-def _reachable(root: Any, seen: set[int]) -> list[Any]:
-    """Trackers of every Keras object that hangs on the model."""
-    found, waiting = [], [root]
+def _reachable(root: Any) -> list[Any]:
+    """The trackers and optimizers of every Keras object that hangs on the model."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [root]
     while waiting:
         obj = waiting.pop()
         if id(obj) in seen:
             continue
         seen.add(id(obj))
-        if isinstance(obj, tracking.Tracker):
+        if isinstance(obj, tracking.Tracker | _OPTIMIZER):
             found.append(obj)
-        elif isinstance(obj, list | tuple | set):
+        if isinstance(obj, tracking.Tracker):
+            continue
+        if isinstance(obj, list | tuple | set):
             waiting.extend(obj)
         elif isinstance(obj, dict):
             waiting.extend(obj.values())

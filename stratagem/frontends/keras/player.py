@@ -14,6 +14,8 @@ from stratagem.data.shard import rows, share
 from stratagem.errors import NotDistributable
 from stratagem.frontends.keras import attributes, normalization
 from stratagem.frontends.keras.denominators import made_exact
+from stratagem.frontends.keras.parcel import optimizers
+from stratagem.frontends.keras.user_metrics import user_metrics
 from stratagem.strategies import setup
 from stratagem.strategies.exchange import GradientExchange
 from stratagem.strategies.prepare import to_device
@@ -29,6 +31,7 @@ class Player:
 
     def __init__(self, model: Any, replica: Replica, settings: Settings) -> None:
         self.model, self.replica, self.settings = model, replica, settings
+        self._optimizers = optimizers(model)
         self.exchange: GradientExchange | None = None
         self._unsync: Callable[[], None] | None = None
         #: whether a training step is under way, when BatchNorm layers meet
@@ -39,12 +42,13 @@ class Player:
 
     # --- coming together --------------------------------------------------------------------
 
-    def ready(self, example: Data, everything: bool) -> None:
+    def ready(self, example: Data, everything: bool, seed: int) -> None:
         """Build whatever has no variables yet, then take the chief's values."""
         if not self.replica.is_chief:
             if not self.model.built:
                 with torch.no_grad():
                     self.model(keras.utils.unpack_x_y_sample_weight(self._here(example))[0])
+                self.model._track_variables()  # a build of the user's own may come too late
             optimizer = self.model.optimizer
             if optimizer is not None and not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
@@ -55,7 +59,9 @@ class Player:
             self._take(enumerate(told))
         if not self.replica.is_chief:
             self.reset()  # the copy came with what the chief had counted
-            self._own_dice()
+            for metric in user_metrics(self.model):
+                metric.reset_state()
+            self._own_dice(seed)
 
     def weights(self, changed: list[tuple[int, Tensor]]) -> None:
         """Take over what a callback or the user changed on the chief."""
@@ -85,22 +91,26 @@ class Player:
         if self._tensors:
             return self._tensors
         variables = [*self.model.weights]
-        if self.model.optimizer is not None:
-            variables += self.model.optimizer.variables
-        return [v.value for v in variables]
+        for optimizer in self._optimizers:
+            variables += optimizer.variables
+        return [v.value for v in variables] + self._buffers()
+
+    def _buffers(self) -> list[Tensor]:
+        """What torch modules inside the model keep beside their parameters."""
+        return list(self.model.buffers())
 
     def _move(self) -> None:
         device = self.replica.device
         everything = [*self.model.variables, *self.model.metrics_variables]
-        if self.model.optimizer is not None:
-            everything += self.model.optimizer.variables
+        for optimizer in self._optimizers:
+            everything += optimizer.variables
         for variable in everything:
             if variable.value.device != device:
                 variable.value.data = variable.value.data.to(device)
 
-    def _own_dice(self) -> None:
+    def _own_dice(self, seed: int) -> None:
         """Other random numbers than on the other replicas, following from the chief's."""
-        keras.utils.set_random_seed((torch.initial_seed() + 7919 * self.replica.index) % 2**31)
+        keras.utils.set_random_seed((seed + 7919 * self.replica.index) % 2**31)
         known = {id(v) for v in (*self.model.weights, *self.model.metrics_variables)}
         for variable in self.model.non_trainable_variables:
             if id(variable) not in known and "seed" in variable.path:
@@ -115,10 +125,35 @@ class Player:
         assert self.exchange is not None
         self._mode(True)
         self.exchange.armed = self.active = self._trained = True
+        reduced = self.exchange.finished
+        written = [p._version for p in self.exchange.buckets.params]
         try:
-            return self._play("train_step", data, total)
+            result = self._play("train_step", data, total)
         finally:
             self.exchange.armed = self.active = False
+        if self.exchange.finished == reduced and written != [
+            p._version for p in self.exchange.buckets.params
+        ]:
+            raise NotDistributable(
+                "train_step changed the weights without loss.backward(), so the replicas could "
+                "not add their gradients up; call loss.backward() and take the gradients from "
+                "[v.value.grad for v in self.trainable_weights]."
+            )
+        if total < self.replica.count:
+            self._share_state()
+        return result
+
+    def _share_state(self) -> None:
+        """Replicas that had no example take over what the chief's layers have kept in mind."""
+        state = [*(v.value for v in self.model.non_trainable_weights), *self._buffers()]
+        if state:
+            told = broadcast_tree(self.replica.collective, [t.detach() for t in state])
+            start, end = share(total=self.replica.share.total, parts=self.replica.count,
+                               index=self.replica.index)  # fmt: skip
+            if start == end:
+                with torch.no_grad():
+                    for mine, theirs in zip(state, told, strict=True):
+                        mine.copy_(theirs)
 
     @torch.no_grad()
     def test(self, data: Data, total: int) -> Any:
@@ -209,9 +244,8 @@ class Player:
 
     def settle(self) -> None:
         """One defined answer for moving statistics: the mean over replicas."""
-        floats = [
-            v.value for v in self.model.non_trainable_weights if v.value.is_floating_point()
-        ]
+        state = [*(v.value for v in self.model.non_trainable_weights), *self._buffers()]
+        floats = [tensor for tensor in state if tensor.is_floating_point()]
         if not floats or not self._trained:
             return
         everybody = gather_tree(self.replica.collective, [t.detach() for t in floats])
@@ -245,9 +279,11 @@ def serve(player: Player) -> Any:
         if name == "end":
             return arguments
         if name == "logs":
-            player.logs(last)
-        else:
-            last = _PARTS[name](player, *arguments)
+            player.logs({key: last[key] for key in arguments})
+            continue
+        result = _PARTS[name](player, *arguments)
+        if name in ("train", "test"):
+            last = result
 
 
 _PARTS: dict[str, Callable[..., Any]] = {

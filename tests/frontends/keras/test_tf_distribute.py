@@ -159,7 +159,7 @@ def test_every_operation_equals_the_plain_sum_of_three(op: Any) -> None:
     try:
         values = three.run(lambda: torch.tensor(10.0 ** sg.current_replica().index))
         assert float(three.reduce("sum", values)) == 111.0
-        x, y = digits(33)
+        x, _ = digits(33)
         compile = lambda: {"optimizer": "sgd", "loss": "mse"}  # noqa: E731
         fit = {"x": x, "y": x[:, :1], "batch_size": 7}
         build = lambda: keras.Sequential([keras.Input((8,)), layers.Dense(1)])  # noqa: E731
