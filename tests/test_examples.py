@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PAGES = sorted([*ROOT.glob("*.md"), *EXAMPLES.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 #: pages whose Python blocks run one after the other
-LIVE = [ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "own-loop.md"]
+LIVE = [ROOT / name for name in ("README.md", "docs/guide.md", "docs/own-loop.md", "docs/keras.md")]
 LAUNCHER = [sys.executable, "-m", "stratagem", "run"]
 
 Plainly = Callable[..., str]
@@ -113,6 +113,15 @@ def test_a_model_gives_the_same_on_two_replicas(tmp_path: Path, plainly: Plainly
 
 
 @pytest.mark.timeout(180)
+def test_keras_gives_the_same_on_two_replicas(tmp_path: Path, plainly: Plainly) -> None:
+    (mirrored,) = outputs(start(*python("keras_mirrored.py", "--epochs", 2), cwd=tmp_path))
+    alone = plainly("keras_plain.py", "--epochs", 2)
+    loss, accuracy = numbers(alone.splitlines()[-1])
+    assert 0.5 < accuracy <= 1
+    assert numbers(mirrored.splitlines()[-1]) == pytest.approx([loss, accuracy], abs=2e-4)
+
+
+@pytest.mark.timeout(180)
 def test_two_workers_by_tf_config(tmp_path: Path) -> None:
     spec = ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]})
     workers = [
@@ -143,6 +152,18 @@ def test_the_notebook_runs() -> None:
     NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
     printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
     assert "[replica 1] the last share had 18 images" in printed
+
+
+@pytest.mark.timeout(180)
+def test_the_keras_notebook_runs() -> None:
+    """A subclassed model and its training step, defined in cells of a real kernel."""
+    notebook = nbformat.read(EXAMPLES / "keras.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code), "strip the outputs"
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
+    assert float(re.findall(r"test accuracy (\S+)", printed)[0]) > 0.7
 
 
 # --- the demo ------------------------------------------------------------------------------------
