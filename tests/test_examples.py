@@ -216,7 +216,7 @@ def test_the_blocks_of_live_pages_run(tmp_path: Path) -> None:
     scripts = []
     for page in LIVE:
         assert blocks(page, "python"), f"{page} has no block to run"
-        scripts.append(tmp_path / f"{page.stem}.py")
+        scripts.append(tmp_path / f"page_{page.stem}.py")
         scripts[-1].write_text("\n".join(blocks(page, "python")))
     (printed,) = outputs(start(sys.executable, "-c", _RUN_PAGES, *scripts, cwd=tmp_path))
     assert printed.count("page ") == len(LIVE)

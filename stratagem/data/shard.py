@@ -62,7 +62,7 @@ def _integers(batch: Sequence[int]) -> list[int]:
 def rows(tree: Any, start: int, end: int) -> Any:
     """Rows start..end of every tensor in a batch."""
     if isinstance(tree, torch.Tensor):
-        return tree[start:end]
+        return tree[start:end] if tree.dim() else tree
     if isinstance(tree, dict):
         return {key: rows(value, start, end) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -75,7 +75,7 @@ def rows(tree: Any, start: int, end: int) -> Any:
 def count_rows(tree: object) -> int:
     """Examples in a batch: the length of its first tensor."""
     if isinstance(tree, torch.Tensor):
-        return len(tree)
+        return len(tree) if tree.dim() else -1
     values: Iterable[object] = ()
     if isinstance(tree, dict):
         values = tree.values()

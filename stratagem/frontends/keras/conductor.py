@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import torch
 
-from stratagem.data.shard import count_rows, rows
+from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras import parcel, user_metrics
 from stratagem.frontends.keras.attributes import Attributes
@@ -229,7 +229,7 @@ class Conductor:
 
     def _play(self, name: str, data: Any) -> Any:
         data = keras.tree.map_structure(_tensor, data)
-        total = count_rows(data)
+        total = _rows_of(data)
         self._get_ready(data)
         self._in_step = True
         try:
@@ -432,6 +432,18 @@ def _seated(part: Part, replica: Replica) -> Player:
         players[part.number] = Player(part.model, replica, part.settings)
     player: Player = players[part.number]
     return player
+
+
+def _rows_of(data: Any) -> int:
+    """Examples in a batch, of which every part of it must have a row each."""
+    parts = [t for t in keras.tree.flatten(data) if isinstance(t, torch.Tensor) and t.dim()]
+    lengths = sorted({len(part) for part in parts})
+    if len(lengths) != 1:
+        raise NotDistributable(
+            f"the parts of a batch have {' and '.join(map(str, lengths)) or 'no'} rows; replicas "
+            "share a batch by its rows, so all its parts need a row for each example."
+        )
+    return lengths[0]
 
 
 def _keras_config() -> dict[str, Any]:

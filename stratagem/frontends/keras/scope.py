@@ -64,6 +64,11 @@ def follow(keras: Any) -> None:
 
 def check(keras: Any) -> None:
     """One sentence if this Keras cannot be distributed."""
+    if not hasattr(keras, "__version__"):
+        raise UsageError(
+            f"the module keras is {getattr(keras, '__file__', 'not a file')}, which is not Keras; "
+            "rename that file, or import Keras before opening the scope."
+        )
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])
     if version < _OLDEST:
         raise UsageError(
