@@ -22,7 +22,7 @@ import torch
 
 from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends.keras import parcel, user_metrics
+from stratagem.frontends.keras import fused, parcel, user_metrics
 from stratagem.frontends.keras.attributes import Attributes
 from stratagem.frontends.keras.player import _PARTS, Player, serve
 from stratagem.replicas import follower, graph_pickle
@@ -88,6 +88,7 @@ class Conductor:
                 )
             self.model.__dict__[name] = getattr(self, name)
         self.model.__dict__["_stratagem"] = self
+        fused.install(self.model)
 
     def recompiled(self) -> None:
         """The model was compiled again: followers must get it anew."""

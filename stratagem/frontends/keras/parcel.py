@@ -16,6 +16,7 @@ from keras.src.utils import backend_utils, tracking
 #: attributes of a model that are the conductor's, or are made again on demand
 _LEFT_BEHIND = frozenset({
     "train_function", "test_function", "predict_function", "_eval_epoch_iterator", "_torch_params",
+    "_parallel_update_step",
 })  # fmt: skip
 _SAVEABLE: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "KerasSaveable")
 _OPTIMIZER: Any = next(c for c in keras.Optimizer.__mro__ if c.__name__ == "BaseOptimizer")

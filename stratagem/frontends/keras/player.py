@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stratagem.data.shard import rows, share
 from stratagem.errors import NotDistributable
-from stratagem.frontends.keras import attributes, normalization
+from stratagem.frontends.keras import attributes, fused, normalization
 from stratagem.frontends.keras.denominators import made_exact
 from stratagem.frontends.keras.parcel import optimizers
 from stratagem.frontends.keras.user_metrics import user_metrics
@@ -32,6 +32,7 @@ class Player:
     def __init__(self, model: Any, replica: Replica, settings: Settings) -> None:
         self.model, self.replica, self.settings = model, replica, settings
         self._optimizers = optimizers(model)
+        fused.install(model)
         self.exchange: GradientExchange | None = None
         self._unsync: Callable[[], None] | None = None
         #: whether a training step is under way, when BatchNorm layers meet
