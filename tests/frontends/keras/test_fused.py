@@ -38,7 +38,7 @@ def test_steps_are_those_of_keras(make: Any) -> None:
     dice = torch.Generator().manual_seed(0)
     for step in range(20):
         grads = [
-            torch.randn(v.shape, generator=dice) * 10.0 ** (-step % 7)
+            torch.randn(v.shape, generator=dice) * 10.0 ** -(step % 7)
             for v in plain.trainable_variables
         ]
         with torch.no_grad():
@@ -46,7 +46,7 @@ def test_steps_are_those_of_keras(make: Any) -> None:
                 model.optimizer.apply([g.clone() for g in grads], model.trainable_variables)
     assert apart(plain, quick) < 2e-6
     for a, b in zip(plain.optimizer.variables, quick.optimizer.variables, strict=True):
-        assert np.allclose(a.numpy(), b.numpy(), atol=1e-6)
+        assert np.allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-6)
 
 
 class Own(keras.optimizers.Adam):
