@@ -6,9 +6,11 @@ from typing import Any
 
 import keras
 import numpy as np
+from torch import Tensor
+from torch.nn import Parameter
 
 Change = tuple[int, str, Any]
-_PLAIN = (int, float, bool, str, type(None), np.generic)
+_PLAIN = (int, float, bool, str, type(None), np.generic, Tensor)
 #: what Keras and torch set by themselves, on every replica in its own time
 _THEIR_OWN = frozenset({"training", "built"})
 
@@ -24,22 +26,29 @@ class Attributes:
         """What differs from the last look, as (object, name, value); a new look is taken."""
         before, self._seen = self._seen, self._look()
         return [
-            (i, name, value)
+            (i, name, self._value(i, name))
             for i, (old, new) in enumerate(zip(before, self._seen, strict=True))
-            for name, value in new.items() if name not in old or old[name] != value
+            for name, mark in new.items() if name not in old or old[name] != mark
         ]  # fmt: skip
 
     def everything(self) -> list[Change]:
         """All of them, for a copy that was made earlier."""
         return [
-            (i, name, value) for i, each in enumerate(self._seen) for name, value in each.items()
+            (i, name, self._value(i, name)) for i, each in enumerate(self._seen) for name in each
         ]
+
+    def _value(self, index: int, name: str) -> Any:
+        value = self._objects[index].__dict__[name]
+        if isinstance(value, Tensor):
+            return value.detach()
+        return value.item() if isinstance(value, np.generic) else value
 
     def _look(self) -> list[dict[str, Any]]:
         return [
-            {name: value.item() if isinstance(value, np.generic) else value
+            {name: (id(value), value._version) if type(value) is Tensor else value
              for name, value in obj.__dict__.items()
-             if isinstance(value, _PLAIN) and name not in _THEIR_OWN}
+             if isinstance(value, _PLAIN) and not isinstance(value, Parameter)
+             and name not in _THEIR_OWN}
             for obj in self._objects
         ]  # fmt: skip
 

@@ -177,7 +177,6 @@ class Conductor:
             self._versions = self._now()
             self._attributes = Attributes(self.model)
             self._names = {}
-            user_metrics.watch(self.model)
         model = None if known else self.model
         return Part(self._number, model, self.strategy.settings, _keras_config())
 
@@ -186,6 +185,8 @@ class Conductor:
         global _leader
         assert self.player is not None
         self._leading, self._needs, _leader = True, needs, self
+        if not self._ready:
+            user_metrics.watch(self.model)
         try:
             with keras.device(_keras_device(self.player.replica)):
                 result = call()
@@ -225,6 +226,7 @@ class Conductor:
         counted = self._own("get_metrics_result")()
         if self._names[name]:
             return counted
+        counted |= {m.name: m.result() for m in self.model.metrics if m.name in logs}
         own = {key: value for key, value in logs.items() if key not in counted}
         return {**logs, **{k: v for k, v in counted.items() if k in logs}, **self._mean_of(own)}
 

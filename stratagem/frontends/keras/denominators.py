@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import keras
@@ -85,7 +86,8 @@ def _install_loss() -> None:
         mask = _joint_mask(y_pred, values[-1])
         if isinstance(weight, Tensor) and weight._version != written:
             _retouch(sample_weight, weight, mask, self.reduction, _playing)
-        return loss * _factor(self.reduction, values[-1], mask, sample_weight, _playing)
+        factor = _factor(self.reduction, values[-1], mask, sample_weight, _playing)
+        return values[-1].sum() * 0.0 if factor is None else loss * factor
 
     call.stratagem = True  # type: ignore[attr-defined]
     keras.losses.Loss.__call__ = call
@@ -131,8 +133,9 @@ def _retouch(
 
 def _factor(
     reduction: str | None, values: Any, mask: Any, sample_weight: Any, replica: Replica
-) -> float:
-    """What this share's loss is multiplied by. Collective where a sum is needed."""
+) -> float | None:
+    """What this share's loss is multiplied by; None if Keras had nothing to divide by, where the
+    global batch has. Collective where a sum is needed."""
     share = replica.share
     if not values.shape or reduction in (None, "none"):
         return 1.0
@@ -145,7 +148,45 @@ def _factor(
     total = float(torch.stack(sums).sum())
     if not total or not share.examples:
         return 1.0
-    return own / total * share.total / share.examples
+    return own / total * share.total / share.examples if own else None
+
+
+def scale_activity(model: Any) -> None:
+    """Keras before 3.13 adds activity regularisers up over the batch: make them the global sum."""
+    if _averages_activity():
+        return
+    for layer in model._flatten_layers():
+        plain = layer.__dict__.get("activity_regularizer")
+        if plain is not None and not isinstance(plain, _Scaled):
+            layer.__dict__["activity_regularizer"] = _Scaled(plain)
+
+
+@cache
+def _averages_activity() -> bool:
+    """Whether this Keras divides by the number of rows."""
+    losses = []
+    for count in (1, 2):
+        layer = keras.layers.Activation("linear", activity_regularizer="l2")
+        layer(torch.ones(count, 1))
+        losses.append(float(layer.losses[0]))
+    return losses[0] == losses[1]
+
+
+class _Scaled:
+    """A regulariser whose sum over a share stands for the sum over the batch."""
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+
+    def __call__(self, outputs: Any) -> Any:
+        loss = self.plain(outputs)
+        share = _playing.share if _playing is not None else None
+        return loss * share.total / share.examples if share is not None and share.examples else loss
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "plain":
+            raise AttributeError(name)
+        return getattr(self.plain, name)
 
 
 def _divisor(

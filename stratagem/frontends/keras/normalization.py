@@ -24,7 +24,7 @@ def install(model: Any, replica: Replica, active: Callable[[], bool]) -> Callabl
     ]  # fmt: skip
     side = replica.beside()
     for layer in layers:
-        if layer.renorm:
+        if getattr(layer, "renorm", False):
             raise NotDistributable(
                 f"layer {layer.name!r} uses renorm=True, which cannot be synchronised; leave it "
                 "out, or set sync_batchnorm=False."

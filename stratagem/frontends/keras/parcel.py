@@ -20,9 +20,7 @@ _LEFT_BEHIND = frozenset({
 })  # fmt: skip
 _SAVEABLE: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "KerasSaveable")
 _OPTIMIZER: Any = next(c for c in keras.Optimizer.__mro__ if c.__name__ == "BaseOptimizer")
-_COLLECTIONS = (
-    tracking.TrackedList, tracking.TrackedDict, tracking.TrackedOrderedDict, tracking.TrackedSet,
-)  # fmt: skip
+_COLLECTIONS = tuple(kind for name, kind in vars(tracking).items() if name.startswith("Tracked"))
 
 
 def reduce_keras(obj: Any) -> Any:

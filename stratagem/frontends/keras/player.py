@@ -13,7 +13,7 @@ from torch import Tensor
 from stratagem.data.shard import rows, share
 from stratagem.errors import NotDistributable
 from stratagem.frontends.keras import attributes, fused, normalization
-from stratagem.frontends.keras.denominators import made_exact
+from stratagem.frontends.keras.denominators import made_exact, scale_activity
 from stratagem.frontends.keras.parcel import optimizers
 from stratagem.frontends.keras.user_metrics import user_metrics
 from stratagem.strategies import setup
@@ -33,6 +33,7 @@ class Player:
         self.model, self.replica, self.settings = model, replica, settings
         self._optimizers = optimizers(model)
         fused.install(model)
+        scale_activity(model)
         self.exchange: GradientExchange | None = None
         self._unsync: Callable[[], None] | None = None
         #: whether a training step is under way, when BatchNorm layers meet
@@ -98,7 +99,8 @@ class Player:
 
     def _buffers(self) -> list[Tensor]:
         """What torch modules inside the model keep beside their parameters."""
-        return list(self.model.buffers())
+        layers = self.model._flatten_layers()
+        return list({id(b): b for layer in layers for b in layer.buffers()}.values())
 
     def _move(self) -> None:
         device = self.replica.device
