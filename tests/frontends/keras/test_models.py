@@ -328,6 +328,20 @@ def test_function_metric_of_one_number() -> None:
     trains_alike(mlp, metrics=[agree_mean])
 
 
+class Largest(keras.metrics.Metric):
+    """A state that cannot be added up."""
+
+    def __init__(self, name: str = "largest") -> None:
+        super().__init__(name=name)
+        self.top = self.add_weight(name="top", initializer="zeros")
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.top.assign(ops.maximum(self.top, ops.max(p)))
+
+    def result(self) -> Any:
+        return self.top.value
+
+
 class Remembering(keras.metrics.Metric):
     """A state that is no variable."""
 
@@ -345,7 +359,7 @@ class Remembering(keras.metrics.Metric):
         return ops.convert_to_tensor(np.median(np.concatenate(self.all)) if self.all else 0.0)
 
 
-@pytest.mark.parametrize("metric", [Remembering])
+@pytest.mark.parametrize("metric", [Largest, Remembering])
 def test_metric_that_cannot_be_added_up_is_right_or_refused(metric: Any) -> None:
     try:
         trains_alike(mlp, metrics=lambda: [metric()])
@@ -488,6 +502,37 @@ class OwnStep(keras.Model):
 
 def test_own_steps_with_an_own_metric() -> None:
     trains_alike(OwnStep, loss=None, metrics=None)
+
+
+class Guided(keras.Model):
+    """The step of Keras' guide, with the metrics that `compile` was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        p = self(x, training=True)
+        loss = self.compute_loss(y=y, y_pred=p)
+        self.zero_grad()
+        loss.backward()
+        weights = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in weights], weights)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=len(x))
+            else:
+                metric.update_state(y, p)
+        return {m.name: m.result() for m in self.metrics}
+
+
+def test_step_of_the_guide() -> None:
+    trains_alike(Guided)
 
 
 class Plain(OwnStep):
@@ -840,6 +885,17 @@ def test_bare_torch_parameter_is_right_or_refused() -> None:
         trains_alike(Bare)
     except StratagemError as error:
         assert str(error)
+
+
+def test_torch_batchnorms_buffers_are_averaged() -> None:
+    """Not a Keras variable, and still a moving statistic."""
+    with strategy(2).scope():
+        model = keras.Sequential([keras.Input((8,)), layers.TorchModuleWrapper(
+            torch.nn.BatchNorm1d(8, momentum=0.5), output_shape=(None, 8))])  # fmt: skip
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(X[:16], X[:16], shuffle=False, batch_size=16, verbose=0)
+    mean = model.layers[0].module.running_mean.numpy()
+    np.testing.assert_allclose(mean, X[:16].mean(0) / 2, atol=1e-5)
 
 
 def test_lora() -> None:

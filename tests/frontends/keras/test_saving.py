@@ -588,6 +588,9 @@ def test_legacy_h5(tmp_path: Path) -> None:
     assert replicas(again) == 2
 
 
+@pytest.mark.skipif(
+    tuple(map(int, keras.__version__.split(".")[:2])) < (3, 15), reason="Keras before 3.15 has none"
+)
 @pytest.mark.filterwarnings("ignore")
 def test_export_for_torch(model: Any, tmp_path: Path) -> None:
     """`export` is Keras' own and works; formats of packages that are not there it refuses."""
