@@ -22,9 +22,11 @@ import torch
 
 from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends.keras import fused, parcel, user_metrics
+from stratagem.frontends.keras import environment, fused, parcel, user_metrics
 from stratagem.frontends.keras.attributes import Attributes
-from stratagem.frontends.keras.player import _PARTS, Player, serve
+from stratagem.frontends.keras.needs import ONE_STEP, Needs
+from stratagem.frontends.keras.player import PARTS, Player, serve
+from stratagem.frontends.keras.results import from_chief, portable, public_names
 from stratagem.replicas import follower, graph_pickle
 from stratagem.strategies.replica import Replica, current_replica
 from stratagem.strategies.settings import Settings
@@ -68,7 +70,7 @@ class Conductor:
         #: whether the model had all its variables when it was sent to the followers
         self._whole = False
         #: what the running call needs to know of single steps
-        self._needs = _Needs()
+        self._needs = Needs()
         #: how often each tensor had been written to when all replicas were last alike
         self._versions: dict[int, int] = {}
         self._attributes: Attributes | None = None
@@ -110,20 +112,20 @@ class Conductor:
         return self._lead("predict", args, kwargs, self._needs_of("predict", args, kwargs))
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("train_on_batch", args, kwargs, _ONE_STEP, again=True)
+        return self._lead("train_on_batch", args, kwargs, ONE_STEP, again=True)
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("test_on_batch", args, kwargs, _ONE_STEP, again=True)
+        return self._lead("test_on_batch", args, kwargs, ONE_STEP, again=True)
 
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("predict_on_batch", args, kwargs, _ONE_STEP, again=True)
+        return self._lead("predict_on_batch", args, kwargs, ONE_STEP, again=True)
 
-    def _needs_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Needs:
+    def _needs_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Needs:
         given = inspect.signature(self._own(name)).bind_partial(*args, **kwargs).arguments
-        return _Needs.of(given.get("callbacks"))
+        return Needs.of(given.get("callbacks"))
 
     def _lead(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], needs: _Needs, *,
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], needs: Needs, *,
         again: bool = False,
     ) -> Any:  # fmt: skip
         """Call the model's own method while the other replicas listen."""
@@ -138,7 +140,7 @@ class Conductor:
         if _leader is not None:  # in a callback of another model: here alone, on whole batches
             return own(*args, **kwargs)
         if team.size == 1:
-            with keras.device(_keras_device(team.start())):
+            with keras.device(environment.device_name(team.start())):
                 return own(*args, **kwargs)
         self._refuse()
         part = self._part(team.start(), again)
@@ -178,9 +180,9 @@ class Conductor:
             self._attributes = Attributes(self.model)
             self._names = {}
         model = None if known else self.model
-        return Part(self._number, model, self.strategy.settings, _keras_config())
+        return Part(self._number, model, self.strategy.settings, environment.config())
 
-    def lead(self, call: Callable[[], Any], needs: _Needs) -> Any:
+    def lead(self, call: Callable[[], Any], needs: Needs) -> Any:
         """In the chief, with all replicas listening."""
         global _leader
         assert self.player is not None
@@ -188,12 +190,12 @@ class Conductor:
         if not self._ready:
             user_metrics.watch(self.model)
         try:
-            with keras.device(_keras_device(self.player.replica)):
+            with keras.device(environment.device_name(self.player.replica)):
                 result = call()
                 self._gather_statistics()
         finally:
             self._leading, _leader = False, None
-        told = None if self.strategy.team.place is None else _portable(result)
+        told = None if self.strategy.team.place is None else portable(result)
         broadcast_tree(self.player.replica.collective, ["end", told])
         return result
 
@@ -332,7 +334,7 @@ class Conductor:
     def get_compile_config(self) -> Any:
         """Name the optimizer as every backend knows it, so that any of them opens the file."""
         self._gather_statistics()  # keras.saving.save_model comes by here and not by `save`
-        return _public(self._own("get_compile_config")())
+        return public_names(self._own("get_compile_config")())
 
     def _listening(self) -> bool:
         return self._leading and not self._in_step and self._ready
@@ -342,7 +344,7 @@ class Conductor:
     def _tell(self, name: str, *arguments: Any) -> Any:
         assert self.player is not None
         broadcast_tree(self.player.replica.collective, [name, list(arguments)])
-        return _PARTS[name](self.player, *arguments)
+        return PARTS[name](self.player, *arguments)
 
     def _mean_of(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Numbers of a step of the user's own, over all replicas."""
@@ -351,60 +353,7 @@ class Conductor:
         return self.player.logs(logs)
 
 
-@dataclass(frozen=True)
-class _Needs:
-    """What somebody may look at, or change, between two steps."""
-
-    train_logs: bool = False
-    test_logs: bool = False
-    attributes: bool = False
-
-    def joined(self, other: _Needs) -> _Needs:
-        return _Needs(
-            self.train_logs or other.train_logs, self.test_logs or other.test_logs,
-            self.attributes or other.attributes,
-        )  # fmt: skip
-
-    @classmethod
-    def of(cls, callbacks: Any) -> _Needs:
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = callbacks.callbacks
-        each = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-        needs = cls()
-        for callback in each:
-            if callback is not None:
-                needs = needs.joined(_needs(callback))
-        return needs
-
-
-_ONE_STEP = _Needs(True, True, True)
-
-
-def _needs(callback: Any) -> _Needs:
-    """Keras' own callbacks look at epochs, but for a few; anybody else's may do anything."""
-    kinds = keras.callbacks
-    lambdas = isinstance(callback, kinds.LambdaCallback)
-    if type(callback).__module__.startswith("keras.") and not lambdas:
-        steps = (
-            isinstance(callback, kinds.TerminateOnNaN)
-            or (isinstance(callback, kinds.ModelCheckpoint) and callback.save_freq != "epoch")
-            or (isinstance(callback, kinds.TensorBoard) and callback.update_freq != "epoch")
-        )
-        return _Needs(train_logs=steps, test_logs=steps)
-
-    def overridden(*names: str) -> bool:
-        return any(
-            name in callback.__dict__
-            or getattr(type(callback), name, None) is not getattr(kinds.Callback, name)
-            for name in names
-        )
-
-    return _Needs(
-        overridden("on_train_batch_end", "on_batch_end"), overridden("on_test_batch_end"), True
-    )
-
-
-def _perform(mine: tuple[Callable[[], Any], Conductor, _Needs] | None, part: Part) -> Any:
+def _perform(mine: tuple[Callable[[], Any], Conductor, Needs] | None, part: Part) -> Any:
     """On every replica: lead, or listen to the one that leads."""
     replica = current_replica()
     if mine is not None and replica.is_chief:
@@ -415,9 +364,9 @@ def _perform(mine: tuple[Callable[[], Any], Conductor, _Needs] | None, part: Par
         assert player is not None
     else:
         player = _seated(part, replica)
-    with keras.device(_keras_device(replica)):
+    with keras.device(environment.device_name(replica)):
         told = serve(player)
-    return _from_chief(told, player.model)
+    return from_chief(told, player.model)
 
 
 def _seated(part: Part, replica: Replica) -> Player:
@@ -430,7 +379,7 @@ def _seated(part: Part, replica: Replica) -> Player:
     if part.model is not None:
         if part.number in players:
             players[part.number].close()
-        _configure(part.config)
+        environment.configure(part.config)
         parcel.settle(part.model)
         players[part.number] = Player(part.model, replica, part.settings)
     player: Player = players[part.number]
@@ -449,66 +398,7 @@ def _rows_of(data: Any) -> int:
     return lengths[0]
 
 
-def _keras_config() -> dict[str, Any]:
-    config = keras.config
-    return {
-        "floatx": config.floatx(), "epsilon": config.epsilon(),
-        "image_data_format": config.image_data_format(), "dtype_policy": config.dtype_policy(),
-    }  # fmt: skip
-
-
-def _configure(values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        getattr(keras.config, f"set_{name}")(value)
-
-
-def _keras_device(replica: Replica) -> str:
-    device = replica.device
-    return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
-
-
 def _tensor(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, torch.Tensor):
         return leaf
     return torch.as_tensor(keras.ops.convert_to_tensor(leaf))
-
-
-def _portable(result: Any) -> Any:
-    """A call's result for the other workers of a cluster."""
-    if isinstance(result, keras.callbacks.History):
-        floats = {k: [float(v) for v in values] for k, values in result.history.items()}
-        return {"history": floats, "epoch": [int(e) for e in result.epoch]}
-    return {"result": keras.tree.map_structure(_plain, result)}
-
-
-def _plain(leaf: Any) -> Any:
-    if isinstance(leaf, bool | int | float | str) or leaf is None:
-        return leaf
-    value = torch.as_tensor(leaf)
-    return value if value.dim() else value.item()
-
-
-def _from_chief(told: Any, model: Any) -> Any:
-    if told is None:
-        return None
-    if "history" in told:
-        history = keras.callbacks.History()
-        history.set_model(model)
-        history.history, history.epoch = told["history"], told["epoch"]
-        model.history = history
-        return history
-    return keras.tree.map_structure(
-        lambda leaf: leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf, told["result"]
-    )
-
-
-def _public(config: Any) -> Any:
-    """A compile config in which optimizers, those inside of others too, have public names."""
-    if isinstance(config, dict):
-        config = {key: _public(value) for key, value in config.items()}
-        private = str(config.get("module", "")).startswith("keras.src.backend.torch.optimizers")
-        if private and config.get("class_name") in dir(keras.optimizers):
-            config["module"], config["registered_name"] = "keras.optimizers", None
-    elif isinstance(config, list | tuple):
-        config = type(config)(_public(value) for value in config)
-    return config

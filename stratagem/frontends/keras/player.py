@@ -284,12 +284,12 @@ def serve(player: Player) -> Any:
         if name == "logs":
             player.logs({key: last[key] for key in arguments})
             continue
-        result = _PARTS[name](player, *arguments)
+        result = PARTS[name](player, *arguments)
         if name in ("train", "test"):
             last = result
 
 
-_PARTS: dict[str, Callable[..., Any]] = {
+PARTS: dict[str, Callable[..., Any]] = {
     "ready": Player.ready, "weights": Player.weights, "train": Player.train, "test": Player.test,
     "predict": Player.predict, "reset": Player.reset, "drain": Player.drain,
     "settle": Player.settle, "attributes": Player.attributes,
