@@ -19,6 +19,7 @@ from typing import Any
 
 import keras
 import torch
+from torch.distributed.tensor import DTensor
 
 from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, UsageError
@@ -153,6 +154,12 @@ class Conductor:
             raise NotDistributable(
                 "jit_compile=True compiles a step that replicas cannot take part in; compile the "
                 "model with jit_compile=False."
+            )
+        if any(isinstance(p, DTensor) for p in self.model.parameters()):
+            raise NotDistributable(
+                "the model's parameters were sharded by torch (fully_shard, or a tensor-parallel "
+                "plan), which Keras' variables do not follow: it would train wrongly. Leave that "
+                "out; the strategy distributes the model."
             )
         for layer in self.model._flatten_layers():
             if getattr(layer, "stateful", False):

@@ -1,0 +1,115 @@
+"""What cannot be distributed is refused with a sentence that says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import pytest
+import torch.distributed as dist
+from keras import layers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import stratagem as sg
+from stratagem.frontends.keras import scope
+from tests.keras_support import digits, strategy
+
+ROOT = str(Path(sg.__file__).parent.parent)
+
+
+def fake(version: str, backend: str) -> Any:
+    return SimpleNamespace(__version__=version, config=SimpleNamespace(backend=lambda: backend))
+
+
+@pytest.mark.parametrize(("keras", "words"), [
+    (fake("3.11.3", "torch"), ["3.11.3", "too old", "pip install -U 'keras>=3.12'"]),
+    (fake("2.15.0", "tensorflow"), ["2.15.0", "too old"]),
+    (fake("3.15.1", "jax"), ["runs on jax", "KERAS_BACKEND=torch"]),
+    (SimpleNamespace(__file__="/home/ann/keras.py"), ["/home/ann/keras.py", "not Keras"]),
+])  # fmt: skip
+def test_a_keras_that_cannot_be_followed(keras: Any, words: list[str]) -> None:
+    with pytest.raises(sg.UsageError) as refusal:
+        scope.check(keras)
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_the_keras_that_is_here_can_be_followed() -> None:
+    scope.check(keras)
+
+
+@pytest.mark.timeout(120)
+def test_keras_imported_inside_the_scope_is_followed(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import numpy as np\n"
+        "import stratagem as sg\n"
+        "strategy = sg.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
+        "with strategy.scope():\n"
+        "    import keras\n"
+        "    class Seen(keras.layers.Layer):\n"
+        "        def call(self, x):\n"
+        "            print('rows', x.shape[0], flush=True)\n"
+        "            return x\n"
+        "    model = keras.Sequential([keras.Input((2,)), Seen(), keras.layers.Dense(1)])\n"
+        "    model.compile(optimizer='sgd', loss='mse')\n"
+        "x = np.ones((10, 2), 'float32')\n"
+        "model.fit(x, x[:, :1], batch_size=10, verbose=0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": ROOT, "KERAS_BACKEND": "torch"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "[replica 1] rows 5" in done.stdout
+
+
+def compiled(**more: Any) -> Any:
+    with strategy(2).scope():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(3)])
+        model.compile(optimizer="sgd", loss="mse", **more)
+    return model
+
+
+@pytest.mark.timeout(120)
+def test_a_compiled_step() -> None:
+    x, _ = digits(9)
+    with pytest.raises(sg.NotDistributable, match="jit_compile=False"):
+        compiled(jit_compile=True).fit(x, x[:, :3], verbose=0)
+
+
+@pytest.mark.timeout(120)
+def test_parameters_sharded_by_torch() -> None:
+    """On its own, Keras would go on training the parameters of before."""
+    x, _ = digits(9)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = compiled()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(sg.NotDistributable, match="fully_shard"):
+            model.fit(x, x[:, :3], verbose=0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_no_compile_is_keras_own_refusal() -> None:
+    x, _ = digits(9)
+    with strategy(2).scope():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(3)])
+    with pytest.raises(ValueError, match="compile"):
+        model.fit(x, x[:, :3], verbose=0)
+
+
+@pytest.mark.timeout(120)
+def test_nothing_to_train() -> None:
+    x, _ = digits(9)
+    model = compiled()
+    model.trainable = False
+    with pytest.raises(sg.NotDistributable, match="no trainable weights"):
+        model.fit(x, x[:, :3], verbose=0)
