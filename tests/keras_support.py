@@ -16,10 +16,20 @@ from tests.support import cpus
 Build = Callable[[], Any]
 
 
+_made: list[sg.MirroredStrategy] = []
+
+
 @cache
 def strategy(count: int, **options: Any) -> sg.MirroredStrategy:
     """One team for all tests that need nothing else; they also show that it can be used again."""
-    return sg.MirroredStrategy(cpus(count), **options)
+    _made.append(sg.MirroredStrategy(cpus(count), **options))
+    return _made[-1]
+
+
+def close_all() -> None:
+    """End every team: a test elsewhere kills the process that they were forked from."""
+    for each in _made:
+        each.close()
 
 
 def train(
