@@ -13,7 +13,7 @@ with the weight examples / total, so that
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -151,14 +151,28 @@ def _factor(
     return own / total * share.total / share.examples if own else None
 
 
-def scale_activity(model: Any) -> None:
-    """Keras before 3.13 adds activity regularisers up over the batch: make them the global sum."""
-    if _averages_activity():
-        return
-    for layer in model._flatten_layers():
-        plain = layer.__dict__.get("activity_regularizer")
-        if plain is not None and not isinstance(plain, _Scaled):
-            layer.__dict__["activity_regularizer"] = _Scaled(plain)
+@contextmanager
+def whole_activity(model: Any, replica: Replica) -> Iterator[None]:
+    """Older Keras adds activity regularisers up over the batch: a share stands for all of it.
+
+    Only for a step: a layer that is saved must have its own regulariser.
+    """
+    share = replica.share
+    regular = [] if _averages_activity() or not share.examples else [
+        layer for layer in model._flatten_layers() if layer.activity_regularizer is not None
+    ]  # fmt: skip
+    own = [layer.activity_regularizer for layer in regular]
+    for layer, plain in zip(regular, own, strict=True):
+        layer.__dict__["activity_regularizer"] = _times(plain, share.total / share.examples)
+    try:
+        yield
+    finally:
+        for layer, plain in zip(regular, own, strict=True):
+            layer.__dict__["activity_regularizer"] = plain
+
+
+def _times(function: Callable[[Any], Any], factor: float) -> Callable[[Any], Any]:
+    return lambda outputs: function(outputs) * factor
 
 
 @cache
@@ -170,23 +184,6 @@ def _averages_activity() -> bool:
         layer(torch.ones(count, 1))
         losses.append(float(layer.losses[0]))
     return losses[0] == losses[1]
-
-
-class _Scaled:
-    """A regulariser whose sum over a share stands for the sum over the batch."""
-
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
-
-    def __call__(self, outputs: Any) -> Any:
-        loss = self.plain(outputs)
-        share = _playing.share if _playing is not None else None
-        return loss * share.total / share.examples if share is not None and share.examples else loss
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "plain":
-            raise AttributeError(name)
-        return getattr(self.plain, name)
 
 
 def _divisor(

@@ -16,7 +16,7 @@ from keras.src.utils import backend_utils, tracking
 #: attributes of a model that are the conductor's, or are made again on demand
 _LEFT_BEHIND = frozenset({
     "train_function", "test_function", "predict_function", "_eval_epoch_iterator", "_torch_params",
-    "_parallel_update_step",
+    "_parallel_update_step", "update_state",
 })  # fmt: skip
 _SAVEABLE: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "KerasSaveable")
 _OPTIMIZER: Any = next(c for c in keras.Optimizer.__mro__ if c.__name__ == "BaseOptimizer")
@@ -31,7 +31,7 @@ def reduce_keras(obj: Any) -> Any:
     if kind in _COLLECTIONS:
         return _blank, (kind,), (_contents(obj), dict(obj.__dict__)), None, None, _fill_collection
     if kind is tracking.Tracker:
-        return _blank, (kind,), dict(obj.__dict__), None, None, _fill_tracker
+        return _blank, (kind,), dict(obj.__dict__), None, None, _fill
     if kind is backend_utils.DynamicBackend:
         return kind, (obj._backend,)
     if isinstance(obj, keras.Variable):
@@ -59,9 +59,8 @@ def _blank(kind: Any) -> Any:
 
 def _fill(obj: Any, attributes: dict[str, Any]) -> None:
     obj.__dict__.update(attributes)
-    for name in _LEFT_BEHIND & {"train_function", "test_function", "predict_function"}:
-        if isinstance(obj, keras.Model):
-            obj.__dict__[name] = None
+    if isinstance(obj, keras.Model):
+        obj.__dict__.update(train_function=None, test_function=None, predict_function=None)
 
 
 def _contents(obj: Any) -> list[Any]:
@@ -77,10 +76,6 @@ def _fill_collection(obj: Any, state: tuple[list[Any], dict[str, Any]]) -> None:
         dict.update(obj, contents)
     else:
         set.update(obj, contents)
-
-
-def _fill_tracker(obj: Any, attributes: dict[str, Any]) -> None:
-    obj.__dict__.update(attributes)
 
 
 def settle(model: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from stratagem.data.shard import rows, share
 from stratagem.errors import NotDistributable
 from stratagem.frontends.keras import attributes, fused, normalization
-from stratagem.frontends.keras.denominators import made_exact, scale_activity
+from stratagem.frontends.keras.denominators import made_exact, whole_activity
 from stratagem.frontends.keras.parcel import optimizers
 from stratagem.frontends.keras.user_metrics import user_metrics
 from stratagem.strategies import setup
@@ -33,7 +33,6 @@ class Player:
         self.model, self.replica, self.settings = model, replica, settings
         self._optimizers = optimizers(model)
         fused.install(model)
-        scale_activity(model)
         self.exchange: GradientExchange | None = None
         self._unsync: Callable[[], None] | None = None
         #: whether a training step is under way, when BatchNorm layers meet
@@ -151,9 +150,7 @@ class Player:
         state = [*(v.value for v in self.model.non_trainable_weights), *self._buffers()]
         if state:
             told = broadcast_tree(self.replica.collective, [t.detach() for t in state])
-            start, end = share(total=self.replica.share.total, parts=self.replica.count,
-                               index=self.replica.index)  # fmt: skip
-            if start == end:
+            if not self.replica.share.examples:
                 with torch.no_grad():
                     for mine, theirs in zip(state, told, strict=True):
                         mine.copy_(theirs)
@@ -176,7 +173,7 @@ class Player:
     def _play(self, step: str, data: Data, total: int) -> Any:
         start, end = share(total, self.replica.count, self.replica.index)
         self.replica.share.set(end - start, total)
-        with made_exact(self.replica):
+        with made_exact(self.replica), whole_activity(self.model, self.replica):
             if end > start:
                 return self._own(step)(self._here(rows(data, start, end)))
             with self._unheard():
