@@ -1,0 +1,49 @@
+"""The tickets of the epoch that nobody works on."""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from stratagem.errors import UsageError
+from stratagem.rules.push import Ticket
+
+
+class Deck:
+    """Tickets in the order of their serials.
+
+    What is put back has been drawn before, so it is older than all that was not and comes to the
+    front; the oldest comes first among several.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._fresh: deque[Ticket] = deque()
+        self._returned: list[tuple[int, Ticket]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._fresh) + len(self._returned)
+
+    def add(self, batch: int, parts: int = 1) -> None:
+        """Deal a batch, cut into `parts` tickets."""
+        if self.closed:
+            raise UsageError(f"batch {batch} was dealt after the epoch was closed; open it first.")
+        if parts < 1:
+            raise UsageError(f"batch {batch} was cut into {parts} parts; it takes at least one.")
+        for part in range(parts):
+            self._fresh.append(Ticket(self._serial, batch, part, parts))
+            self._serial += 1
+
+    @property
+    def front(self) -> Ticket:
+        """The ticket that is drawn next."""
+        return self._returned[0][1] if self._returned else self._fresh[0]
+
+    def draw(self) -> Ticket:
+        """Take the front ticket."""
+        return heappop(self._returned)[1] if self._returned else self._fresh.popleft()
+
+    def put_back(self, ticket: Ticket) -> None:
+        """Return a ticket that was drawn."""
+        heappush(self._returned, (ticket.serial, ticket))

@@ -1,0 +1,117 @@
+"""The books: every push that was received was applied, was dropped, or waits for the gate."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stratagem.rules.push import Push
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A moment of the books. received = applied + dropped + buffered, here and by worker.
+
+    abandoned   late workers stopped computing; nothing was pushed
+    requeued    tickets that went back to the deck, for whatever reason
+    lost        tickets that did not, since requeue=False
+    staleness   how many pushes of which tau were received
+    waiting     seconds, by worker
+    """
+
+    received: int = 0
+    applied: int = 0
+    dropped: int = 0
+    buffered: int = 0
+    abandoned: int = 0
+    requeued: int = 0
+    lost: int = 0
+    updates: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
+    waiting: dict[int, float] = field(default_factory=dict)
+    by_worker: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; numbers that are keys become strings, as JSON has it."""
+        return vars(self) | {
+            "staleness": {str(tau): count for tau, count in self.staleness.items()},
+            "waiting": {str(worker): seconds for worker, seconds in self.waiting.items()},
+            "by_worker": {str(worker): dict(tally) for worker, tally in self.by_worker.items()},
+        }
+
+
+@dataclass(slots=True)
+class Tally:
+    """One worker's line in the books."""
+
+    received: int = 0
+    applied: int = 0
+    dropped: int = 0
+    abandoned: int = 0
+    waiting: float = 0.0
+
+
+class Books:
+    """Stats in the making."""
+
+    def __init__(self) -> None:
+        self.requeued = 0
+        self.lost = 0
+        self.updates = 0
+        self._tallies: defaultdict[int, Tally] = defaultdict(Tally)
+        self._staleness: defaultdict[int, int] = defaultdict(int)
+
+    def open(self, worker: int) -> None:
+        """A worker gets its line, if it has none from before."""
+        self._tallies[worker]
+
+    def receive(self, worker: int, tau: int, kept: bool) -> None:
+        """A push arrived."""
+        tally = self._tallies[worker]
+        tally.received += 1
+        tally.dropped += not kept
+        self._staleness[tau] += 1
+
+    def apply(self, pushes: Iterable[Push]) -> None:
+        """Pushes that were kept made an update."""
+        self.updates += 1
+        for push in pushes:
+            self._tallies[push.worker].applied += 1
+
+    def abandon(self, worker: int) -> None:
+        """A worker gave up."""
+        self._tallies[worker].abandoned += 1
+
+    def wait(self, worker: int, seconds: float) -> None:
+        """A worker waited."""
+        self._tallies[worker].waiting += seconds
+
+    def stats(self) -> Stats:
+        """The books as they stand."""
+        lines = {worker: _line(tally) for worker, tally in sorted(self._tallies.items())}
+        sums = {name: sum(line[name] for line in lines.values()) for name in _line(Tally())}
+        return Stats(
+            received=sums["received"],
+            applied=sums["applied"],
+            dropped=sums["dropped"],
+            buffered=sums["buffered"],
+            abandoned=sums["abandoned"],
+            requeued=self.requeued,
+            lost=self.lost,
+            updates=self.updates,
+            staleness=dict(sorted(self._staleness.items())),
+            waiting={worker: self._tallies[worker].waiting for worker in lines},
+            by_worker=lines,
+        )
+
+
+def _line(tally: Tally) -> dict[str, int]:
+    return {
+        "received": tally.received,
+        "applied": tally.applied,
+        "dropped": tally.dropped,
+        "buffered": tally.received - tally.applied - tally.dropped,
+        "abandoned": tally.abandoned,
+    }
