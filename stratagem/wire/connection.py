@@ -1,0 +1,218 @@
+"""A connection to one peer that belongs to the job: frames out, frames in."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import ssl
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import UsageError
+from stratagem.wire.channel import Channel
+from stratagem.wire.frames import (
+    HEAD,
+    Frame,
+    Malformed,
+    WireError,
+    bytes_of,
+    decode_head,
+    decode_header,
+    encode,
+)
+
+log = logging.getLogger("stratagem")
+
+_SCRAP = 1 << 20  # bytes of a body that nobody wants, read at a time
+_ORDINARY_ENDS = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+
+
+class _ClosedHere(WireError):
+    """This side closed the connection."""
+
+
+class Connection:
+    """Frames to and from one peer.
+
+    Any thread may send; one thread receives: `receive`, then the body with `read_into`, `read`
+    or `skip`. A WireError from any of them is final: the connection is closed. `close` may come
+    from any thread, and wakes those that wait. It does not wait for the peer to read what was
+    sent: who must be sure of that waits for an answer.
+    """
+
+    def __init__(self, channel: Channel, peer: str) -> None:
+        #: who is at the other end, for messages; whoever learns a better name may set it
+        self.peer = peer
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._gate = threading.Lock()
+        self._users = 0
+        self._closed = False
+        self._left = 0  # bytes of body not yet read
+
+    def send(self, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> None:
+        """Send a frame: a JSON object and contiguous CPU tensors, one after the other.
+
+        Blocks while the peer does not read; `close` ends that.
+        """
+        pieces = bytes_of(body)
+        start = encode(header, sum(map(len, pieces)))
+        if self._channel.closed:  # before any lock: in a forked child nobody would release it
+            raise self._closed_here()
+        with self._sending, self._use():
+            self._channel.send([memoryview(start), *pieces])
+
+    def receive(self) -> Frame | None:
+        """Wait for a frame; None if the peer, or this side, closed between two frames."""
+        if self._left:
+            raise UsageError(
+                f"the body of the last frame from {self.peer} ({self._left} bytes) was not read: "
+                "read_into, read or skip it before the next receive"
+            )
+        if self._channel.closed:
+            return None
+        head = bytearray(HEAD.size)
+        try:
+            with self._use():
+                count = self._channel.receive([memoryview(head)])
+        except _ClosedHere:
+            return None
+        if not count:
+            self.close()
+            return None
+        if count < HEAD.size:
+            self._truncated(count, HEAD.size)
+        try:
+            size, left = decode_head(head)
+            text = bytearray(size)
+            self._fill([memoryview(text)], size)
+            header = decode_header(text)
+        except Malformed as problem:
+            self._refuse(str(problem))
+        self._left = left
+        return Frame(header, left)
+
+    def read_into(self, tensors: Sequence[Tensor]) -> None:
+        """Read the body straight into these tensors; its size must be theirs."""
+        pieces = bytes_of(tensors)
+        wanted = sum(map(len, pieces))
+        if wanted != self._left:
+            self._refuse(f"it sent a body of {self._left} bytes where {wanted} belong")
+        self._fill(pieces, wanted)
+        self._left = 0
+
+    def read(self, limit: int) -> Tensor:
+        """Read the body as bytes; more than `limit` of them are refused."""
+        self._hold_to(limit)
+        body = torch.empty(self._left, dtype=torch.uint8)
+        self._fill(bytes_of([body]), self._left)
+        self._left = 0
+        return body
+
+    def skip(self, limit: int) -> None:
+        """Read past the body; more than `limit` bytes of it are refused."""
+        self._hold_to(limit)
+        scrap = memoryview(bytearray(min(self._left, _SCRAP)))
+        while self._left:
+            size = min(self._left, _SCRAP)
+            self._fill([scrap[:size]], size)
+            self._left -= size
+
+    def readable(self, seconds: float = 0.0) -> bool:
+        """Whether a frame, or the end, begins to arrive within that time."""
+        if self._channel.closed:
+            return True
+        try:
+            with self._use():
+                return self._channel.readable(seconds)
+        except _ClosedHere:
+            return True
+
+    def close(self) -> None:
+        """Hang up, and wake every thread that sends or receives here; may be called again."""
+        if self._channel.closed:
+            return
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+            self._users += 1
+        self._channel.hang_up()
+        self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _hold_to(self, limit: int) -> None:
+        if self._left > limit:
+            self._refuse(f"it sent a body of {self._left} bytes; {limit} is the limit here")
+
+    def _fill(self, pieces: Sequence[memoryview], wanted: int) -> None:
+        """Receive what must follow in the middle of a frame."""
+        if not wanted:
+            return
+        if self._channel.closed:
+            raise self._closed_here()
+        with self._use(inside=True):
+            count = self._channel.receive(pieces)
+        if count < wanted:
+            self._truncated(count, wanted)
+
+    @contextlib.contextmanager
+    def _use(self, inside: bool = False) -> Iterator[None]:
+        """Keep the descriptor from being reused by others while it is in use here."""
+        with self._gate:
+            if self._closed:
+                raise self._closed_here()
+            self._users += 1
+        try:
+            yield
+        except OSError as problem:
+            if self._closed:
+                raise self._closed_here() from problem
+            tampered = isinstance(problem, ssl.SSLError) and not isinstance(problem, _ORDINARY_ENDS)
+            why = f"its connection ended ({problem.strerror or problem})"
+            if inside or tampered:
+                self._refuse(why)
+            self.close()
+            raise WireError(f"{self.peer}: {why}") from problem
+        except BaseException:
+            self.close()  # interrupted in a frame: nobody knows where the next one begins
+            raise
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._gate:
+            self._users -= 1
+            last = self._closed and not self._users
+        if last:
+            self._channel.close()
+
+    def _truncated(self, count: int, wanted: int) -> NoReturn:
+        if self._closed:
+            raise self._closed_here()
+        self._refuse(f"it hung up in the middle of a frame, after {count} of {wanted} bytes")
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Say it once, hang up, and raise."""
+        log.warning("refused what %s sent: %s; its connection is closed", self.peer, why)
+        self._left = 0
+        self.close()
+        raise WireError(f"{self.peer}: {why}")
+
+    def _closed_here(self) -> _ClosedHere:
+        return _ClosedHere(f"the connection to {self.peer} was closed by this side")

@@ -1,0 +1,127 @@
+"""Two ends of a connection in one process, over each kind of socket."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from stratagem.wire.frames import WireError
+from stratagem.wire.tcp import Connection, Listener, connect, local_address
+
+SECRET = b"s" * 32
+KINDS = ["tcp", "unix", "tls"]
+
+
+def free_address(host: str = "127.0.0.1") -> str:
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        return f"{host}:{sock.getsockname()[1]}"
+
+
+def address_for(kind: str) -> str:
+    return local_address() if kind == "unix" else free_address()
+
+
+@contextmanager
+def listening(
+    kind: str = "tcp", secret: bytes = SECRET
+) -> Iterator[tuple[Listener, queue.SimpleQueue[Connection]]]:
+    """A listener, and the connections it has welcomed."""
+    arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    with Listener(
+        address_for(kind), secret, "ps 0", arrived.put, tls=True if kind == "tls" else None
+    ) as listener:
+        yield listener, arrived
+
+
+def call(kind: str, address: str, secret: bytes = SECRET, limit: float = 5.0) -> Connection:
+    return connect(address, secret, limit=limit, tls=True if kind == "tls" else None)
+
+
+@contextmanager
+def pair(kind: str) -> Iterator[tuple[Connection, Connection]]:
+    """The server's end and the client's."""
+    with (
+        listening(kind) as (listener, arrived),
+        call(kind, listener.address) as client,
+        arrived.get(timeout=5) as server,
+    ):
+        yield server, client
+
+
+def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
+def noise(size: int, seed: int = 0) -> Tensor:
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+class Lines(logging.Handler):
+    """What stratagem logs meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    @property
+    def texts(self) -> list[str]:
+        return [record.getMessage() for record in self.records]
+
+
+def refused(end: Connection, action: object, lines: Lines, match: str | None = None) -> None:
+    assert callable(action)
+    with pytest.raises(WireError, match=match):
+        action()
+    assert [record.levelname for record in lines.records] == ["WARNING"]
+    assert end.peer in lines.texts[0]
+    assert end.receive() is None
+
+
+def ended(end: Connection) -> bool:
+    """Whether nothing comes any more (a reset, where something lay unread at the other end)."""
+    try:
+        return end.receive() is None
+    except WireError:
+        return True
+
+
+class Outcome(threading.Thread):
+    """Something done in a thread; `result()` is what it returned, or raises what it raised."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._action = action
+        self._value: object = None
+        self._problem: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._value = self._action()
+        except BaseException as problem:
+            self._problem = problem
+
+    def result(self, seconds: float = 5.0) -> object:
+        self.join(seconds)
+        assert not self.is_alive(), f"still waiting after {seconds} s"
+        if self._problem is not None:
+            raise self._problem
+        return self._value
