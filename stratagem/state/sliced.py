@@ -22,19 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.state.elementwise import ELEMENTWISE
 from stratagem.wire.buckets import Buckets
 from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_rows
 from stratagem.wire.tree import gather_tree
 
-_ELEMENTWISE = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
-    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-)  # fmt: skip
-
 
 def can_slice(optimizer: Optimizer, params: list[nn.Parameter]) -> bool:
     """Whether the update of one element depends on that element alone."""
-    return type(optimizer) in _ELEMENTWISE and all(p.dtype is torch.float32 for p in params)
+    return type(optimizer) in ELEMENTWISE and all(p.dtype is torch.float32 for p in params)
 
 
 @dataclass

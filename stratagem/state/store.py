@@ -1,0 +1,240 @@
+"""One server's part of the parameters, and the optimizer that moves it.
+
+    push -> add -> [ sum ] -> apply -> [ values ], version + 1 -> changed_since -> pull
+
+The values of all pieces lie one after the other in one flat tensor, which may be memory that other
+processes see; the optimizer works on views of it, and it is never allocated again. The store does
+what it is told: which gradients count, and when the sum is applied, is decided elsewhere.
+
+Every method holds `lock`; hold it yourself to read several things of one version.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import UsageError
+from stratagem.state.assembly import assemble as assemble
+from stratagem.state.assembly import cut as cut
+from stratagem.state.partition import Piece
+from stratagem.state.recipe import OptimizerRecipe
+from stratagem.state.stepper import Stepper
+from stratagem.state.sums import GradientSum, distance_squared
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """What a piece needs to become current: all of it, or just these rows."""
+
+    piece: int
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A copy of the values and of the optimizer's state by piece, all of one version."""
+
+    version: int
+    values: Tensor
+    states: list[dict[str, Any]]
+
+
+class Store:
+    """Pieces of variables with their optimizer; see the module's head."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        recipe: OptimizerRecipe | None,
+        device: torch.device | str = "cpu",
+        values: Tensor | None = None,
+    ) -> None:
+        """`pieces` are this server's, in order; `values` is memory to live in."""
+        self.pieces, self.lock, self.version = list(pieces), threading.RLock(), 0
+        self._sum = GradientSum(
+            [piece.shape(shapes[piece.variable]) for piece in pieces], dtype, torch.device(device)
+        )
+        self.count = self._sum.count
+        if values is None:
+            values = torch.zeros(self.count, dtype=dtype, device=device)
+        elif (
+            values.shape != (self.count,) or values.dtype is not dtype
+            or not values.is_contiguous() or values.device.type != self._sum.device.type
+        ):  # fmt: skip
+            raise UsageError(
+                f"the pieces need a flat, contiguous tensor of {self.count} {dtype} on {device}, "
+                f"not {tuple(values.shape)}, {values.dtype} on {values.device}."
+            )
+        self.values = values = values.detach()
+        parts = torch.split(values, self._sum.sizes)
+        self.views = [part.view(s) for part, s in zip(parts, self._sum.shapes, strict=True)]
+        named = [(p.variable, v) for p, v in zip(pieces, self.views, strict=True)]
+        self._stepper = Stepper(recipe, named, self.values) if recipe is not None else None
+        #: by piece, the version that last changed all of it, and by row for those sparsely changed
+        self._changed = [0] * len(pieces)
+        self._row_versions: dict[int, Tensor] = {}
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add(self, grad: Tensor, factor: float, used: Sequence[bool] | None = None) -> None:
+        """Add factor * grad to the sum that waits.
+
+        `grad` is flat, of any floating-point type: all pieces one after the other or, where
+        `used` leaves some out, just the used ones.
+        """
+        with self.lock:
+            self._refuse_dense(used)
+            self._sum.add(grad, factor, used)
+
+    @torch.no_grad()
+    def add_rows(self, piece: int, rows: Tensor, values: Tensor, factor: float) -> None:
+        """Add factor * values to rows of a piece; a row named twice gets both.
+
+        No rows at all still mean that the piece was used: its optimizer counts the step.
+        """
+        with self.lock:
+            self._sum.add_rows(piece, rows, values, factor)
+
+    @torch.no_grad()
+    def norm_squared(self, scale: float) -> float:
+        """Of the sum that waits, times `scale`."""
+        with self.lock:
+            return self._sum.norm_squared(scale)
+
+    @torch.no_grad()
+    def distance_squared(self, then: Tensor) -> float:
+        """Between the values now and those of `then`."""
+        with self.lock:
+            return distance_squared(self.values, then)
+
+    # --- updates ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def apply(self, scale: float, rate: float = 1.0, clip_value: float | None = None) -> None:
+        """Step with the sum times `scale`; `rate` times the learning rate, for this step only."""
+        with self.lock:
+            stepper = self._optimizer()
+            self._step(stepper, self._sum.take(scale, clip_value), rate)
+
+    @torch.no_grad()
+    def apply_one(
+        self, grad: Tensor, factor: float, used: Sequence[bool] | None = None, rate: float = 1.0,
+        clip_value: float | None = None,
+    ) -> None:  # fmt: skip
+        """`add` and `apply` of one gradient, in its own memory, which may be changed.
+
+        Rows that wait are applied with it.
+        """
+        with self.lock:
+            stepper = self._optimizer()
+            self._refuse_dense(used)
+            grads = self._sum.take_one(grad, factor, used, clip_value)
+            self._step(stepper, grads, rate)
+
+    def _step(self, stepper: Stepper, grads: list[Tensor | None], rate: float) -> None:
+        moved = stepper.step(grads, rate)
+        self.version += 1
+        for i, rows in moved.items():
+            if rows is None:
+                self._changed[i] = self.version
+            else:
+                self._versions_of_rows(i)[rows] = self.version
+
+    def _optimizer(self) -> Stepper:
+        if self._stepper is None:
+            raise UsageError("this store was made without an optimizer: it only keeps values.")
+        return self._stepper
+
+    def _refuse_dense(self, used: Sequence[bool] | None) -> None:
+        if self._stepper is not None and self._stepper.rows_only:
+            flags = [True] * len(self.pieces) if used is None else used
+            if any(flags):
+                raise UsageError(
+                    "SparseAdam takes sparse gradients only, as torch's does: make the layer with "
+                    "sparse=True, or give its parameters to another optimizer."
+                )
+
+    # --- what a worker must get -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def changed_since(self, version: int) -> list[Delta]:
+        """What somebody with the values of `version` (-1: with none) lacks, by piece."""
+        with self.lock:
+            deltas = []
+            for i, changed in enumerate(self._changed):
+                if changed > version or version > self.version:
+                    deltas.append(Delta(i))
+                elif i in self._row_versions:
+                    rows = (self._row_versions[i] > version).nonzero().flatten()
+                    if len(rows):
+                        deltas.append(Delta(i, rows if self._worth(i, len(rows)) else None))
+            return deltas
+
+    def values_of(self, delta: Delta) -> Tensor:
+        """The values that `delta` is about: a view of the piece, or a copy of its rows."""
+        view = self.views[delta.piece]
+        return view if delta.rows is None else view.index_select(0, delta.rows)
+
+    def _worth(self, piece: int, rows: int) -> bool:
+        """Whether rows with their numbers are fewer bytes than the piece."""
+        whole = self._sum.sizes[piece] * self.values.element_size()
+        return rows * (8 + whole // self._sum.shapes[piece][0]) < whole
+
+    def _versions_of_rows(self, piece: int) -> Tensor:
+        if piece not in self._row_versions:
+            rows = self._sum.shapes[piece][0]
+            table = torch.zeros(rows, dtype=torch.int64, device=self.values.device)
+            self._row_versions[piece] = table
+        return self._row_versions[piece]
+
+    # --- settings and copies ----------------------------------------------------------------------
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Each group's settings as the user gave them."""
+        with self.lock:
+            return self._optimizer().settings()
+
+    def set_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Change settings, a learning rate say; a group may name just those that change."""
+        with self.lock:
+            self._optimizer().set_settings(groups)
+
+    @torch.no_grad()
+    def snapshot(self) -> Snapshot:
+        """Copies, so that training may go on. A sum that waits is not part of it."""
+        with self.lock:
+            states = self._stepper.states() if self._stepper else [{} for _ in self.pieces]
+            return Snapshot(self.version, self.values.clone(), states)
+
+    @torch.no_grad()
+    def restore(
+        self, values: Tensor | None, states: Sequence[Mapping[str, Any]] | None,
+        version: int | None = None,
+    ) -> None:  # fmt: skip
+        """Take over copies of values, of the optimizer's state by piece, or of both.
+
+        Everybody must fetch all values again. `version` goes on from a saved job's; it never falls.
+        What waited in the sum is thrown away.
+        """
+        with self.lock:
+            if version is not None and version < self.version:
+                raise UsageError(f"version {version} is older than {self.version}, reached here.")
+            if values is not None and values.shape != self.values.shape:
+                raise UsageError(f"{values.numel()} values for pieces of {self.count} elements.")
+            if states is not None:
+                self._optimizer().restore(states)
+            self.version = self.version if version is None else version
+            if values is not None:
+                self.values.copy_(values)
+                # one more than now: who holds this very version has it from before
+                self._changed = [self.version + 1] * len(self.pieces)
+            self._sum.clear()
