@@ -18,11 +18,20 @@ _HOMES = {
         "UsageError",
     ],
     "stratagem.frontends.model": ["Model"],
+    "stratagem.rules.ramp": ["Ramp"],
+    "stratagem.rules.staleness": [
+        "DelayCompensated", "Drop", "GapAware", "LowerRate", "Policy", "ScaleDown",
+    ],
+    "stratagem.rules.stats": ["Stats"],
+    "stratagem.rules.updates": ["Asynchronous", "Synchronous"],
+    "stratagem.state.partition": ["FixedShards", "MaxSize", "MinSize"],
     "stratagem.strategies.cross_device": [
         "CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice",
         "RingAllReduce", "SharedMemoryAllReduce",
     ],
     "stratagem.strategies.mirrored": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
+    "stratagem.strategies.parameter_server": ["ParameterServerStrategy"],
+    "stratagem.strategies.parameters.crew": ["LocalCluster"],
     "stratagem.strategies.replica": ["Replica", "current_replica"],
     "stratagem.strategies.strategy": ["Strategy", "get_strategy"],
     "stratagem.strategies.agreement": ["Patience"],
@@ -69,6 +78,19 @@ if TYPE_CHECKING:
     )
     from stratagem.frontends import callbacks as callbacks
     from stratagem.frontends.model import Model as Model
+    from stratagem.rules.ramp import Ramp as Ramp
+    from stratagem.rules.staleness import DelayCompensated as DelayCompensated
+    from stratagem.rules.staleness import Drop as Drop
+    from stratagem.rules.staleness import GapAware as GapAware
+    from stratagem.rules.staleness import LowerRate as LowerRate
+    from stratagem.rules.staleness import Policy as Policy
+    from stratagem.rules.staleness import ScaleDown as ScaleDown
+    from stratagem.rules.stats import Stats as Stats
+    from stratagem.rules.updates import Asynchronous as Asynchronous
+    from stratagem.rules.updates import Synchronous as Synchronous
+    from stratagem.state.partition import FixedShards as FixedShards
+    from stratagem.state.partition import MaxSize as MaxSize
+    from stratagem.state.partition import MinSize as MinSize
     from stratagem.strategies.agreement import Patience as Patience
     from stratagem.strategies.cross_device import (
         CrossDeviceOps as CrossDeviceOps,
@@ -94,6 +116,10 @@ if TYPE_CHECKING:
     from stratagem.strategies.mirrored import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     )
+    from stratagem.strategies.parameter_server import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from stratagem.strategies.parameters.crew import LocalCluster as LocalCluster
     from stratagem.strategies.replica import Replica as Replica
     from stratagem.strategies.replica import current_replica as current_replica
     from stratagem.strategies.strategy import Strategy as Strategy

@@ -81,12 +81,14 @@ def test_rules_are_pure() -> None:
 
 
 PUBLIC = [
-    "ClusterError", "ClusterSpec", "CrossDeviceOps", "DeviceError", "HandshakeError",
-    "HierarchicalCopyAllReduce", "MirroredStrategy", "Model", "MultiWorkerMirroredStrategy",
-    "NcclAllReduce", "NotDistributable", "Patience", "Place", "ReductionToOneDevice", "Replica",
-    "ReplicaError", "ReplicaFailed", "ReplicaLost", "ReplicaMissing", "ReplicaStalled",
-    "RingAllReduce", "SharedMemoryAllReduce", "Strategy", "StratagemError", "Task", "UsageError",
-    "__version__", "callbacks", "current_replica", "get_strategy",
+    "Asynchronous", "ClusterError", "ClusterSpec", "CrossDeviceOps", "DelayCompensated",
+    "DeviceError", "Drop", "FixedShards", "GapAware", "HandshakeError", "HierarchicalCopyAllReduce",
+    "LocalCluster", "LowerRate", "MaxSize", "MinSize", "MirroredStrategy", "Model",
+    "MultiWorkerMirroredStrategy", "NcclAllReduce", "NotDistributable", "ParameterServerStrategy",
+    "Patience", "Place", "Policy", "Ramp", "ReductionToOneDevice", "Replica", "ReplicaError",
+    "ReplicaFailed", "ReplicaLost", "ReplicaMissing", "ReplicaStalled", "RingAllReduce",
+    "ScaleDown", "SharedMemoryAllReduce", "Stats", "StratagemError", "Strategy", "Synchronous",
+    "Task", "UsageError", "__version__", "callbacks", "current_replica", "get_strategy",
 ]  # fmt: skip
 
 

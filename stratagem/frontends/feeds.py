@@ -72,6 +72,8 @@ class ArrayFeed:
     shuffle: bool = False
     seed: int = 0
     once: ClassVar[bool] = False
+    #: the epoch whose order was drawn last, and that order
+    _drawn: tuple[int, Tensor | None] | None = None
 
     @property
     def length(self) -> int:
@@ -92,6 +94,18 @@ class ArrayFeed:
             chosen: Any = window if order is None else order[window]
             x, y, weight = (_rows_at(part, chosen) for part in data)
             yield Portion(x, y, weight, end - start, total)
+
+    def part(self, epoch: int, batch: int, part: int, parts: int) -> Portion:
+        """One of the parts of one batch, found by its number."""
+        begin = batch * self.batch_size
+        total = min(self.batch_size, self.length - begin)
+        start, end = share(total, parts, part)
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = (epoch, self._order(epoch))
+        order, window = self._drawn[1], slice(begin + start, begin + end)
+        chosen: Any = window if order is None else order[window]
+        x, y, weight = (_rows_at(each, chosen) for each in (self.x, self.y, self.weight))
+        return Portion(x, y, weight, end - start, total)
 
     def agree(self, replica: Replica) -> None:
         self.seed = broadcast_tree(replica.collective, self.seed)
@@ -118,12 +132,17 @@ class LoaderFeed:
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         assert self.loader is not None
         if replica.count == 1:
-            yield from (_portion(batch, None) for batch in self.loader)
+            yield from (portion_of(batch, None) for batch in self.loader)
             return
         sizes: list[tuple[int, int]] = []
         shares = ShareLoader(self.loader, replica.collective, lambda n, m: sizes.append((n, m)))
         for batch in shares:
-            yield _portion(batch, sizes.pop())
+            yield portion_of(batch, sizes.pop())
+
+    def batches(self) -> Iterator[Any]:
+        """Whole batches, as the chief reads them."""
+        assert self.loader is not None
+        return iter(self.loader)
 
     def without_source(self) -> Feed:
         assert self.loader is not None
@@ -148,7 +167,11 @@ class StreamFeed:
             total = count_rows(batch)
             start, end = share(total, replica.count, replica.index)
             part = rows(batch, start, end) if end > start else rows(batch, 0, 1)
-            yield _portion(part, (end - start, total))
+            yield portion_of(part, (end - start, total))
+
+    def batches(self) -> Iterator[Any]:
+        """Whole batches, as the chief reads them."""
+        return _tensors(self.source)
 
     def without_source(self) -> Feed:
         return replace(self, source=None)
@@ -175,7 +198,8 @@ def _tensors(source: Iterable[Any] | None) -> Iterator[Any]:
         yield _map(_tensor, list(map(from_lists, batch)) if apart else from_lists(batch))
 
 
-def _portion(batch: Any, size: tuple[int, int] | None) -> Portion:
+def portion_of(batch: Any, size: tuple[int, int] | None) -> Portion:
+    """A batch as a portion; `size` is how many examples it has, and how many all parts have."""
     x, y, weight = unpack(batch)
     if size is None:
         size = (count_rows(x),) * 2

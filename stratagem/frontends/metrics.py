@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -90,11 +91,37 @@ class MetricSet:
             values.update(_flat(name, _joined(metric, replica)))
         return values
 
+    def state(self) -> dict[str, Any]:
+        """What was counted here, for `merged` elsewhere."""
+        taken: list[Tensor] = []
+        for metric in self._metrics.values():
+            _compute(metric, lambda t: (taken.append(t.clone()), [t])[1])  # type: ignore[func-returns-value]
+        return {"classes": self._known_classes(), "tensors": taken}
+
+    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Values over all that the states have counted."""
+        if not states:
+            return dict.fromkeys(self.names, math.nan)
+        if self._makers:
+            self._make(max(int(state["classes"]) for state in states), torch.device("cpu"))
+        rows = zip(*(state["tensors"] for state in states), strict=True)
+        values: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            if not metric.update_called:  # this one counted nothing itself
+                metric._update_count = 1
+            device = metric.device
+            values.update(_flat(name, _compute(
+                metric, lambda t: [part.to(device) for part in next(rows)]  # noqa: B023
+            )))  # fmt: skip
+        return values
+
+    def _known_classes(self) -> int:
+        known = next((m for m in self._metrics.values() if hasattr(m, "num_classes")), None)
+        return 0 if known is None else int(getattr(known, "num_classes"))  # noqa: B009
+
     def _agree(self, replica: Replica) -> None:
         """A replica without a single example learns from the others what it would have made."""
-        known = next((m for m in self._metrics.values() if hasattr(m, "num_classes")), None)
-        classes = 0 if known is None else int(getattr(known, "num_classes"))  # noqa: B009
-        mine = -1 if self._makers else classes
+        mine = -1 if self._makers else self._known_classes()
         told = max(gather_tree(replica.collective, mine)) if self._has_lazy(replica) else -1
         if self._makers and told >= 0:
             self._make(told, replica.device)
@@ -112,9 +139,15 @@ class MetricSet:
 
 
 def _joined(metric: torchmetrics.Metric, replica: Replica) -> Any:
+    return _compute(metric, replica.all_gather if replica.count > 1 else None)
+
+
+def _compute(metric: torchmetrics.Metric, gather: Callable[[Tensor], list[Tensor]] | None) -> Any:
+    """The metric's value over whatever `gather` brings for each tensor of its state."""
     before = metric.dist_sync_fn, metric.distributed_available_fn
-    if replica.count > 1:
-        metric.dist_sync_fn = lambda t, group=None: replica.all_gather(t)
+    if gather is not None:
+        metric._computed = None
+        metric.dist_sync_fn = lambda t, group=None: gather(t)
         metric.distributed_available_fn = lambda: True
     try:
         with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
-from stratagem.frontends import loop, losses
+from stratagem.frontends import loop, losses, served
 from stratagem.frontends.callbacks import Callback, CallbackList, History
 from stratagem.frontends.feeds import Feed, feed, in_batches, unpack
 from stratagem.frontends.meter import Meter, Verbosity, check_verbose
@@ -23,7 +23,7 @@ from stratagem.frontends.steps import Recipe
 from stratagem.state import checkpoint
 from stratagem.strategies.gpu_memory import explain_out_of_memory
 from stratagem.strategies.mirrored import single_device
-from stratagem.strategies.strategy import Strategy, get_strategy
+from stratagem.strategies.strategy import Strategy, get_strategy, here
 
 _PRECISION = {
     None: None, "float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -139,7 +139,7 @@ class Model:
         )  # fmt: skip
         self._fits += 1
         try:
-            self._everywhere(loop.fit, job)
+            self._everywhere(served.fit if self.strategy.served else loop.fit, job)
         finally:
             if bar is not None:
                 bar.close()
@@ -208,6 +208,8 @@ class Model:
 
     def _watched(self, function: Callable[[Any], Any], job: loop.Evaluation) -> Any:
         try:
+            if self.strategy.served:
+                return here(self.strategy, function, job)
             return self._everywhere(function, job)
         except BaseException:
             if job.meter is not None:

@@ -227,8 +227,12 @@ class Pool:
             if not ready:
                 watch()
         self._segments.clear()
-        self._relay.drain()
+        self.drain()
         return [answers[i] for i in range(len(self.followers))]
+
+    def drain(self) -> None:
+        """Let everything out that followers have printed so far."""
+        self._relay.drain()
 
     def end(self) -> dict[int, int | None]:
         """Kill all followers; returns how each ended. A second Ctrl-C cannot cut this short."""

@@ -51,6 +51,11 @@ class Ledger:
         """Whether the epoch is done: closed, every ticket settled, nothing waiting for the gate."""
         return self._table.over
 
+    @property
+    def left(self) -> int:
+        """Tickets of the epoch that nobody has taken."""
+        return len(self._table.deck)
+
     # who is here
 
     def join(self, worker: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,15 @@ class Stats:
             "waiting": {str(worker): seconds for worker, seconds in self.waiting.items()},
             "by_worker": {str(worker): dict(tally) for worker, tally in self.by_worker.items()},
         }
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Stats:
+        """What `to_json` made, with numbers for keys again."""
+        numbered = {
+            name: {int(key): value for key, value in plain[name].items()}
+            for name in ("staleness", "waiting", "by_worker")
+        }
+        return cls(**{**plain, **numbered})
 
 
 @dataclass(slots=True)

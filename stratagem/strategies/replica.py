@@ -134,6 +134,11 @@ def current_replica() -> Replica:
     return Replica(0, 1, torch.device("cpu"), "replica 0", Alone(), Membership.alone())
 
 
+def alone(replica: Replica) -> Replica:
+    """The same device, without the others."""
+    return Replica(0, 1, replica.device, replica.name, Alone(), Membership.alone())
+
+
 def called_replica() -> Replica | None:
     """The replica that the present call runs on, if it is one of several; None outside of calls."""
     return _called if _called is not None and _called.count > 1 else None

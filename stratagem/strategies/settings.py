@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stratagem.rules.updates import Updates
+from stratagem.state.partition import Partitioner
 from stratagem.strategies.cross_device import CrossDeviceOps
+
+
+@dataclass(frozen=True)
+class Served:
+    """How parameters are kept by servers."""
+
+    updates: Updates
+    partitioner: Partitioner | None
+    workers: int
+    servers: int
 
 
 @dataclass(frozen=True)
@@ -17,3 +29,5 @@ class Settings:
     wire: str | None = None
     #: normalise over the global batch, not over each replica's share
     sync_batchnorm: bool = False
+    #: set when servers keep the parameters
+    served: Served | None = None

@@ -15,12 +15,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from stratagem.cluster.membership import Membership
 from stratagem.errors import UsageError
 from stratagem.strategies.agreement import Patience
+from stratagem.strategies.company import Company
+from stratagem.strategies.devices import place
 from stratagem.strategies.prepare import Prepared, prepare, prepare_loader
-from stratagem.strategies.replica import Replica, called_replica, combine, current_replica
+from stratagem.strategies.replica import (
+    Replica,
+    called_replica,
+    combine,
+    current_replica,
+    set_called,
+)
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.team import Team
+from stratagem.wire.collective import Alone
 
 _scopes: list[Strategy] = []
 #: front ends that must know when a scope opens; each returns what to hold open meanwhile
@@ -36,7 +46,10 @@ _open: weakref.WeakSet[Strategy] = weakref.WeakSet()
 class Strategy:
     """Where replicas run and how their gradients meet; the named strategies are presets."""
 
-    def __init__(self, team: Team, settings: Settings) -> None:
+    #: whether servers keep the parameters, and workers go their own ways
+    served = False
+
+    def __init__(self, team: Company, settings: Settings) -> None:
         self.team = team
         self.settings = settings
         _open.add(self)
@@ -178,6 +191,16 @@ def _with_fresh_share(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
 def _gather_here(tensors: list[Tensor]) -> list[Tensor]:
     replica = current_replica()
     return replica.all_gather(tensors[replica.local_index])
+
+
+def here(strategy: Strategy, function: Callable[[Any], Any], job: Any) -> Any:
+    """Run `function` in this process alone, on the first of the strategy's devices."""
+    device = place(strategy.team.devices[0])
+    before = set_called(Replica(0, 1, device, "this process", Alone(), Membership.alone()))
+    try:
+        return function(job)
+    finally:
+        set_called(before)
 
 
 def get_strategy() -> Strategy | None:

@@ -1,0 +1,283 @@
+"""`fit` with parameter servers, as every worker runs it.
+
+    chief            deals the epoch's batches, works like the others, and looks after callbacks
+    other workers    take tickets, compute, hand in, until the chief says that the training is over
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import NotDistributable
+from stratagem.frontends.deals import Dealer, dealer
+from stratagem.frontends.feeds import Portion, check_enough
+from stratagem.frontends.loop import Evaluation, Fit, evaluate_here
+from stratagem.frontends.proof import Proof
+from stratagem.frontends.steps import Solo
+from stratagem.strategies.parameters.crew import current_worker
+from stratagem.strategies.parameters.session import Late, Session
+from stratagem.strategies.parameters.worker import EpochOver, FitOver, Work
+from stratagem.strategies.replica import Replica, alone, current_replica
+
+
+def fit(job: Fit) -> None:
+    """Train; every worker's module ends with the same values."""
+    replica = current_replica()
+    _refuse(job)
+    job.module.to(replica.device)
+    job.recipe.metrics.to(replica.device)
+    served = job.settings.served
+    assert served is not None
+    session = Session(
+        current_worker(), job.module, job.optimizer, served, wire=job.settings.wire,
+        clip_norm=job.recipe.clip_norm, clip_value=job.recipe.clip_value,
+    )  # fmt: skip
+    if session.over is not None:
+        _believe(job, session, session.over)
+        return
+    hand = Hand(job, session, replica)
+    if session.worker.is_chief:
+        Chief(job, hand).lead()
+    else:
+        hand.follow()
+
+
+def _refuse(job: Fit) -> None:
+    if job.recipe.accumulate > 1:
+        raise NotDistributable(
+            "accumulate cannot go with parameter servers, which decide themselves how many "
+            "gradients make an update; use Asynchronous(buffer=...) or a larger batch_size."
+        )
+    if job.recipe.autocast is torch.float16:
+        raise NotDistributable(
+            'precision="float16" scales gradients in a way that servers do not follow; use '
+            '"bfloat16".'
+        )
+
+
+def _believe(job: Fit, session: Session, over: FitOver) -> None:
+    """Take over what the chief said of the training that is over."""
+    history = session.take_last(over)
+    if history:
+        for epoch, logs in history:
+            job.callbacks.epoch_end(epoch, logs)
+
+
+class Hand:
+    """One worker at work."""
+
+    def __init__(self, job: Fit, session: Session, replica: Replica) -> None:
+        self.job, self.session, self.replica = job, session, replica
+        self.worker = session.worker
+        self.dealer: Dealer = dealer(job.feed, session.plan.parts)
+        self._solo = Solo(job.module, job.optimizer, job.recipe, replica)
+        self._proof = Proof(job.recipe.loss, replica) if session.plan.parts > 1 else None
+        self.handed_in = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self.job.module.train()
+        self.job.recipe.metrics.reset()
+        self.handed_in = 0
+
+    def follow(self) -> None:
+        """Work until the chief ends it."""
+        while True:
+            work = self.worker.next()
+            if isinstance(work, FitOver):
+                self.session.end()
+                _believe(self.job, self.session, work)
+                return
+            if isinstance(work, EpochOver):
+                self.report()
+                self.begin()
+            else:
+                self.do(work)
+
+    def do(self, work: Work) -> bool:
+        """One ticket; whether its gradient counted."""
+        portion = self.dealer.portion(work, self.job.epochs.start, self.replica.device)
+        try:
+            loss, weight, output, y = self._gradients(portion)
+        except Late:
+            self.session.forget_gradients()
+            self.worker.abandon(work.ticket)
+            return False
+        kept = self.worker.push(
+            work.ticket, weight, float(loss), portion.examples, self._settings()
+        )
+        self.session.forget_gradients()
+        if kept:
+            self.handed_in += 1
+            if self.job.recipe.metrics:
+                self.job.recipe.metrics.update(output, y)
+        return kept
+
+    def _settings(self) -> list[dict[str, Any]] | None:
+        """Only the chief's callbacks may change them."""
+        return self.session.settings() if self.worker.is_chief else None
+
+    def _gradients(self, portion: Portion) -> tuple[Tensor, float, Any, Any]:
+        solo, recipe = self._solo, self.job.recipe
+        with solo.autocast():
+            output, y, sample_weight = solo.forward(portion)
+            if portion.examples == portion.total:  # a whole batch: as on one device
+                loss, weight = recipe.loss.mean(output, y, sample_weight), float(portion.examples)
+            else:
+                loss, weight = self._part(portion, output, y, sample_weight)
+        if self.session.cancels and self.worker.is_late:
+            raise Late
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), weight, output, y
+
+    def _part(
+        self, portion: Portion, output: Any, y: Any, sample_weight: Tensor | None
+    ) -> tuple[Tensor, float]:
+        """A part's loss, and what it weighs among the parts of its batch."""
+        numerator, denominator = self.job.recipe.loss.terms(output, y, sample_weight)
+        if self._proof is not None and self._proof.open:
+            self._proof.settle(portion, output, y, numerator)
+        if denominator is None:  # a sum over rows grows with the batch
+            return numerator * (portion.total / portion.examples), float(portion.examples)
+        weight = float(denominator)
+        return (numerator / weight if weight else numerator * 0.0), weight
+
+    def report(self) -> None:
+        """What this worker has counted in the epoch that is over."""
+        counted = self.job.recipe.metrics.state() if self.handed_in else None
+        floats = [b.detach() for b in self.job.module.buffers() if b.is_floating_point()]
+        self.worker.report([counted, floats if self.handed_in else None])
+
+
+class Chief:
+    """The chief's loop around its own work."""
+
+    def __init__(self, job: Fit, hand: Hand) -> None:
+        self.job, self.hand, self.worker, self.session = job, hand, hand.worker, hand.session
+        self._told: list[Any] = []
+        self._before: dict[str, float] = {}
+
+    def lead(self) -> None:
+        job = self.job
+        job.callbacks.train_begin()
+        for number, epoch in enumerate(job.epochs, 1):
+            if self._epoch(number, epoch):
+                break
+        self.session.end(self._told)
+        job.callbacks.train_end()
+
+    def _epoch(self, number: int, epoch: int) -> bool:
+        """One pass over the data; returns whether to stop."""
+        job, hand = self.job, self.hand
+        hand.begin()
+        job.callbacks.epoch_begin(epoch)
+        self._follow_callbacks()
+        started = time.perf_counter()
+        hand.dealer.open(self.worker, number, epoch, job.steps_per_epoch)
+        batch = 0
+        while True:
+            hand.dealer.fill()
+            work = self.worker.next()
+            if isinstance(work, EpochOver | FitOver):
+                break
+            job.callbacks.batch_begin(batch)
+            self._follow_callbacks(between=True)
+            hand.do(work)
+            job.callbacks.batch_end(batch, Running(hand, self.worker))
+            batch += 1
+            if job.between_steps and (self._follow_callbacks(between=True) or job.callbacks.stop):
+                break
+        stopped = job.callbacks.stop
+        check_enough(job.feed, hand.dealer.dealt, job.steps_per_epoch, epoch)
+        if stopped:
+            self.worker.refresh()
+            return True
+        logs = self._logs(time.perf_counter() - started)
+        if job.wants_state:
+            self.session.read_state()
+        else:
+            self.worker.refresh()
+        if job.validation is not None:
+            logs |= self._validate()
+        job.callbacks.epoch_end(epoch, logs)
+        self._told.append([epoch, logs])
+        self._follow_callbacks()
+        return job.callbacks.stop
+
+    def _logs(self, seconds: float) -> dict[str, Any]:
+        hand, metrics = self.hand, self.job.recipe.metrics
+        hand.report()
+        reports, total, examples = self.worker.gather()
+        counted = [report[0] for report in reports if report[0] is not None]
+        logs = {"loss": total / examples if examples else math.nan}
+        logs |= metrics.merged(counted)
+        logs["examples_per_second"] = examples / max(seconds, 1e-9)
+        _average(self.job.module, [report[1] for report in reports if report[1] is not None])
+        return logs | self._books()
+
+    def _books(self) -> dict[str, float]:
+        """What the ledger counted in this epoch."""
+        stats = self.worker.stats()
+        if stats is None:
+            return {}
+        taus = sum(tau * count for tau, count in stats.staleness.items())
+        now = {
+            "updates": float(stats.updates), "dropped": float(stats.dropped),
+            "received": float(stats.received), "taus": float(taus),
+            "waiting": sum(stats.waiting.values()),
+        }  # fmt: skip
+        new = {key: value - self._before.get(key, 0.0) for key, value in now.items()}
+        self._before = now
+        received = new.pop("received")
+        new["staleness"] = new.pop("taus") / received if received else 0.0
+        return new
+
+    def _validate(self) -> dict[str, float]:
+        job = self.job
+        assert job.validation is not None
+        evaluation = Evaluation(job.module, job.recipe, job.validation, tried=True)
+        results = evaluate_here(evaluation, alone(self.hand.replica))
+        return {f"val_{name}": value for name, value in results.items()}
+
+    def _follow_callbacks(self, between: bool = False) -> bool:
+        """Tell the servers what callbacks changed: settings, or the weights themselves."""
+        job = self.job
+        if between and not job.between_steps:
+            return False
+        self.worker.set_settings(self.session.settings())
+        if job.callbacks.weights_changed():
+            self.worker.assign(self.session.params)
+        job.callbacks.settle()
+        return False
+
+
+class Running:
+    """What batch callbacks see of the loss in mid-epoch: asked for only if somebody looks."""
+
+    def __init__(self, hand: Hand, worker: Any) -> None:
+        self._worker = worker
+
+    @property
+    def examples(self) -> int:
+        return int(self._worker.so_far()[1])
+
+    def mean(self) -> float:
+        total, examples = self._worker.so_far()
+        return total / examples if examples else math.nan
+
+
+def _average(module: torch.nn.Module, everybody: list[list[Tensor]]) -> None:
+    """One defined answer for running statistics: the mean over the workers that worked."""
+    floats = [b for b in module.buffers() if b.is_floating_point()]
+    if not floats or not everybody:
+        return
+    with torch.no_grad():
+        for i, buffer in enumerate(floats):
+            total = sum((part[i].double() for part in everybody), torch.zeros(()).double())
+            buffer.copy_(total / len(everybody))

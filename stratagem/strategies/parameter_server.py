@@ -1,0 +1,181 @@
+"""Parameters kept by servers; workers fetch values and hand in gradients, by the rule chosen."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem.cluster.environment import detect
+from stratagem.cluster.handshake import job_secret
+from stratagem.cluster.spec import Place
+from stratagem.codecs.reducer import wire_type
+from stratagem.errors import ClusterError, UsageError
+from stratagem.rules.stats import Stats
+from stratagem.rules.updates import Asynchronous, Synchronous, Updates
+from stratagem.state.partition import Partitioner
+from stratagem.strategies import devices
+from stratagem.strategies.agreement import Patience
+from stratagem.strategies.parameters.crew import Crew, LocalCluster, current_worker
+from stratagem.strategies.parameters.loop import prepare_served
+from stratagem.strategies.parameters.server import Server
+from stratagem.strategies.prepare import Prepared
+from stratagem.strategies.settings import Served, Settings
+from stratagem.strategies.strategy import Strategy
+
+
+class ParameterServerStrategy(Strategy):
+    """Centralised parameters: on servers of a cluster, or of one that this process starts.
+
+    Args:
+        cluster: a `LocalCluster(workers=, ps=)` on this machine, or a `Place` to use instead of
+            the one in the environment; by default the environment's, else a local cluster.
+        updates: `Asynchronous(...)`, the default, or `Synchronous(spares=)`.
+        partitioner: how variables are cut into pieces for the servers.
+        wire: "bfloat16" halves the bytes that travel between machines, both ways.
+        devices: those of the workers; by default every GPU, else the CPU.
+        patience: how long to wait for tasks.
+
+    In a ps task of a cluster the strategy serves until the job is done, then ends the script.
+    """
+
+    served = True
+
+    def __init__(
+        self,
+        cluster: LocalCluster | Place | None = None,
+        *,
+        updates: Updates | None = None,
+        partitioner: Partitioner | None = None,
+        wire: str | None = None,
+        devices: Sequence[str | torch.device] | str | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        wire_type(wire)
+        updates = Asynchronous() if updates is None else updates
+        patience = patience or Patience()
+        place = cluster if isinstance(cluster, Place) else None
+        if cluster is None:
+            place = detect(os.environ)
+        local = cluster if isinstance(cluster, LocalCluster) else None
+        if place is None and local is None:
+            local = LocalCluster()
+        if place is not None:
+            _check_place(place)
+            if place.task.type == "ps":
+                serve(place, patience)
+                sys.exit(0)
+        crew = Crew(_devices(devices, place, local), place, local, patience)
+        _check_spares(updates, crew.size)
+        served = Served(updates, partitioner, crew.size, _servers(place, local))
+        settings = Settings(wire=wire, served=served)
+        super().__init__(crew, settings)
+        self.crew = crew
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many gradients make one update: the workers without the spares, or one."""
+        assert self.settings.served is not None
+        updates = self.settings.served.updates
+        if isinstance(updates, Synchronous):
+            return self.team.size - updates.spares
+        return 1
+
+    def prepare(self, model: Any, optimizer: Any = None, loader: Any = None, *,
+                loss_reduction: str = "mean") -> Any:  # fmt: skip
+        return _prepare(self, model, optimizer, loader, loss_reduction)
+
+    def stats(self) -> Stats:
+        """The books so far: gradients received, applied, dropped, buffered; ages; waiting."""
+        return self.crew.stats()
+
+    def __reduce__(self) -> Any:
+        return _inside, (self.team.devices, self.settings)
+
+
+class _Inside(Strategy):
+    """The strategy as code on a worker sees it."""
+
+    served = True
+
+    def __init__(self, devices: tuple[str, ...], settings: Settings) -> None:
+        from stratagem.strategies.strategy import _inside as plain
+
+        inner = plain(devices, settings)
+        super().__init__(inner.team, settings)
+
+
+    def prepare(self, model: Any, optimizer: Any = None, loader: Any = None, *,
+                loss_reduction: str = "mean") -> Any:  # fmt: skip
+        return _prepare(self, model, optimizer, loader, loss_reduction)
+
+
+def _prepare(
+    strategy: Strategy, model: Any, optimizer: Any, loader: Any, loss_reduction: str
+) -> Prepared:
+    if not isinstance(model, nn.Module) or optimizer is None:
+        raise UsageError(
+            "with parameter servers prepare takes the model, its optimizer and the loader that is "
+            "trained on: model, optimizer, loader = strategy.prepare(model, optimizer, loader)."
+        )
+    replica = strategy.replica()
+    return prepare_served(
+        current_worker(), replica.device, strategy.settings, model, optimizer, loader,
+        loss_reduction,
+    )  # fmt: skip
+
+
+def _inside(devices: tuple[str, ...], settings: Settings) -> Strategy:
+    return _Inside(devices, settings)
+
+
+def serve(place: Place, patience: Patience | None = None) -> None:
+    """Be the ps task of this place until the job ends."""
+    spec = place.spec
+    secret = job_secret(os.environ, spec.to_json())
+    Server(place.task.index, spec.jobs["ps"], secret, patience or Patience()).serve()
+
+
+def _check_place(place: Place) -> None:
+    if not place.spec.jobs.get("ps"):
+        raise ClusterError(
+            f"the cluster of {place.source} has no ps task, and this strategy keeps the parameters "
+            'there; add one: {"worker": ["10.0.0.1:2222"], "ps": ["10.0.0.2:2222"]}, or use '
+            "MultiWorkerMirroredStrategy."
+        )
+
+
+def _check_spares(updates: Updates, workers: int) -> None:
+    if isinstance(updates, Synchronous) and updates.spares >= workers:
+        raise UsageError(
+            f"spares={updates.spares} of {workers} workers leaves none to wait for; use fewer "
+            "spares, or more workers."
+        )
+
+
+def _servers(place: Place | None, local: LocalCluster | None) -> int:
+    if place is not None:
+        return len(place.spec.jobs["ps"])
+    assert local is not None
+    return local.ps
+
+
+def _devices(
+    names: Sequence[str | torch.device] | str | None, place: Place | None,
+    local: LocalCluster | None,
+) -> tuple[str, ...]:  # fmt: skip
+    found = devices.resolve(names)
+    if local is None:
+        if names is None and place is not None and place.local_rank is not None:
+            return (found[place.local_rank % len(found)],)
+        return found
+    if names is not None and len(found) > 1 and len(found) != local.workers:
+        raise UsageError(
+            f"{len(found)} devices for {local.workers} workers; give one for each worker, or one "
+            "for all."
+        )
+    return tuple(found[i % len(found)] for i in range(local.workers))

@@ -1,0 +1,343 @@
+"""The lead: the one server that decides, for all of them, what becomes of a gradient.
+
+    push -> ledger: keep or drop, once for all shards -> orders to every server, in one order
+
+Everything happens under the lock of the lead's own shard. Waiting is done in the thread of the
+connection that asks, so a worker that waits keeps nobody else from being served.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import ReplicaError, ReplicaFailed, UsageError
+from stratagem.rules.ledger import Ledger
+from stratagem.rules.push import Push, Update, Verdict
+from stratagem.rules.staleness import StepNorm
+from stratagem.rules.updates import Asynchronous
+from stratagem.strategies.parameters.plan import Plan
+from stratagem.strategies.parameters.shard import Order, Shard
+
+log = logging.getLogger("stratagem")
+
+
+class Far(Protocol):
+    """Another server, as the lead commands it."""
+
+    def order(self, order: Order) -> None:
+        """Send an order off; it is carried out after all before it."""
+
+    def answer(self) -> float:
+        """The number that the last order asked for."""
+
+
+@dataclass
+class Attendee:
+    """A worker that is here; `tell` sends it a word between two answers."""
+
+    name: str
+    tell: Callable[[Mapping[str, Any]], None]
+    heard: float = field(default_factory=time.monotonic)
+    silent: bool = False
+    #: the last serial of which it was told that it is late
+    told: int = -1
+
+
+@dataclass
+class Tally:
+    """The loss over all examples whose gradients were applied."""
+
+    total: float = 0.0
+    examples: int = 0
+    waiting: list[tuple[float, float, int]] = field(default_factory=list)
+
+    def fold(self) -> None:
+        """An update was made of all that waits: the loss of its batch, weighted by examples."""
+        weight = sum(w for _, w, _ in self.waiting)
+        count = sum(n for _, _, n in self.waiting)
+        if weight and count:
+            self.total += sum(loss * w for loss, w, _ in self.waiting if w) / weight * count
+            self.examples += count
+        self.waiting = []
+
+
+class Lead:
+    """Decides, deals out work, keeps the books. Every method may be called from any thread."""
+
+    def __init__(self, shard: Shard, far: Sequence[Far]) -> None:
+        self.shard, self.far = shard, list(far)
+        self.changed = shard.changed
+        self.attendees: dict[int, Attendee] = {}
+        self.ledger: Ledger | None = None
+        self.plan: Plan | None = None
+        #: the number of the fit that is under way, or was last
+        self.fit = -1
+        self.running = False
+        self.epoch = 0
+        self.failure: ReplicaError | None = None
+        self._orders = 0
+        self._payloads: dict[tuple[int, int], Tensor] = {}
+        self._reports: dict[int, Tensor] = {}
+        self._tally = Tally()
+        #: what the chief has put beside the parameters, and what it said at the end
+        self._beside = self._told = torch.empty(0, dtype=torch.uint8)
+
+    # --- fits -------------------------------------------------------------------------------
+
+    def open(self, fit: int, plan: Plan, beside: Tensor) -> None:
+        """The chief begins a fit; every server has the plan and its values."""
+        with self.changed:
+            self.plan, self.fit, self.running = plan, fit, True
+            self.ledger = Ledger(plan.updates, 0, plan.workers)
+            self._orders = self.epoch = 0
+            self._payloads.clear()
+            self._reports.clear()
+            self._beside, self._told = beside, torch.empty(0, dtype=torch.uint8)
+            policies = plan.updates.staleness if isinstance(plan.updates, Asynchronous) else ()
+            self._gaps = [policy for policy in policies if policy.needs_gap]
+            self._steps = StepNorm()
+            self.changed.notify_all()
+
+    def enter(self, fit: int) -> tuple[dict[str, Any], list[Tensor]]:
+        """Wait for a fit to begin; what a worker must know of it."""
+        with self.changed:
+            while self.fit < fit:
+                self._check()
+                self.changed.wait(0.5)
+            self._check()
+            if self.fit > fit or not self.running:
+                return {"over": True}, [self._told]
+            assert self.plan is not None
+            return {"plan": self.plan.to_json()}, [self._beside]
+
+    def finish(self, told: Tensor) -> None:
+        """The chief ends the fit; `told` is what the others get to hear."""
+        with self.changed:
+            self.running, self._told = False, told
+            self.changed.notify_all()
+
+    # --- who is here ------------------------------------------------------------------------
+
+    def join(self, worker: int, attendee: Attendee) -> None:
+        with self.changed:
+            self.attendees[worker] = attendee
+            self._books().join(worker)
+            self.changed.notify_all()
+
+    def leave(self, worker: int) -> None:
+        """A worker has gone: its work goes back, and the gates count anew."""
+        with self.changed:
+            if self.attendees.pop(worker, None) is None:
+                return
+            if self.running and self.ledger is not None:
+                self.ledger.leave(worker)
+                self._settle()
+            self.changed.notify_all()
+
+    def fail(self, failure: ReplicaError) -> None:
+        """Nobody goes on after this; whoever asks is told why."""
+        with self.changed:
+            self.failure = self.failure or failure
+            self.shard.failure = self.failure
+            self.changed.notify_all()
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _books(self) -> Ledger:
+        self._check()
+        if self.ledger is None or not self.running:
+            raise UsageError("no training is under way here")
+        return self.ledger
+
+    # --- work -------------------------------------------------------------------------------
+
+    def deal(self, told: Mapping[str, Any], payloads: Sequence[Tensor]) -> dict[str, Any]:
+        """The chief puts batches up: `runs` of (how many, in how many parts each)."""
+        with self.changed:
+            books = self._books()
+            if told["epoch"] > self.epoch:
+                self.epoch = int(told["epoch"])
+                self._tally = Tally()
+                self._reports.clear()
+                self._payloads.clear()
+                books.open_deck()
+            batch, parcels = int(told["first"]), iter(payloads)
+            for count, parts in told["runs"]:
+                for _ in range(count):
+                    books.deal(batch, parts)
+                    for part in range(parts if payloads else 0):
+                        self._payloads[batch, part] = next(parcels)
+                    batch += 1
+            if told["last"]:
+                books.close_deck()
+                self._settle()
+            self.changed.notify_all()
+            return {"left": books.left}
+
+    def next(self, worker: int, epoch: int, have: int) -> tuple[dict[str, Any], list[Tensor]]:
+        """A ticket for the worker together with the newest values; or the end of something."""
+        with self.changed:
+            begun = time.monotonic()
+            while True:
+                self._check()
+                if not self.running:
+                    return {"end": True}, [self._told]
+                books = self._books()
+                if self.epoch > epoch:
+                    ticket = books.take(worker)
+                    if ticket is not None:
+                        break
+                    if books.over:
+                        return {"over": self.epoch}, []
+                self.changed.wait(0.5)
+            books.waited(worker, time.monotonic() - begun)
+            header, body = self.shard.fetch(worker, have, 0)
+            header["ticket"] = [ticket.serial, ticket.batch, ticket.part, ticket.parts]
+            header["epoch"], header["after"] = self.epoch, self._orders
+            payload = self._payloads.get((ticket.batch, ticket.part))
+            if payload is not None:
+                header["payload"] = payload.numel()
+                body = [*body, payload]
+            return header, body
+
+    def abandon(self, worker: int, serial: int) -> None:
+        with self.changed:
+            self._books().abandon(worker, serial)
+            self.changed.notify_all()
+
+    def push(self, push: Push, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Decide on a gradient that lies on every server's desk."""
+        with self.changed:
+            books = self._books()
+            if told.get("settings"):
+                self._order(["settings", told["settings"]])
+            verdict = books.push(push)
+            if verdict.kept:
+                loss, examples = told["notes"]
+                self._tally.waiting.append((float(loss), push.weight, int(examples)))
+                self._take_in(push, verdict, told.get("used"), books.ripe())
+                self._settle()
+            self.changed.notify_all()
+            return {
+                "kept": verdict.kept, "tau": verdict.tau, "why": verdict.why,
+                "after": self._orders, "version": books.version,
+            }  # fmt: skip
+
+    def _take_in(
+        self, push: Push, verdict: Verdict, used: Any, update: Update | None
+    ) -> None:
+        factor = verdict.factor * self._gap_factor(push.worker)
+        assert self.plan is not None
+        if update is not None and len(update.pushes) == 1 and self.plan.clip_norm is None:
+            self._order(["one", push.worker, factor, update.rate, used])
+            self._updated()
+            return
+        self._order(["add", push.worker, factor * push.weight, used])
+        if update is not None:
+            self._apply(update)
+
+    def _apply(self, update: Update) -> None:
+        assert self.plan is not None
+        scale = 1.0 / update.divisor if update.divisor else 0.0
+        limit = self.plan.clip_norm
+        if limit is not None:
+            norm = sum(self._ask(["norm", scale])) ** 0.5
+            if norm > limit:
+                scale *= limit / (norm + 1e-6)
+        self._order(["apply", scale, update.rate])
+        self._updated()
+
+    def _updated(self) -> None:
+        self._tally.fold()
+        if self._gaps:
+            self._steps.add(sum(self._ask(["step"])) ** 0.5)
+
+    def _settle(self) -> None:
+        """Whatever else has become ripe; and a word to those whose work is too late now."""
+        assert self.ledger is not None
+        while (update := self.ledger.ripe()) is not None:
+            self._apply(update)
+        for worker, attendee in self.attendees.items():
+            if attendee.told < self.ledger.version and self.ledger.late(worker):
+                attendee.told = self.ledger.version
+                attendee.tell({"news": self.ledger.version})
+
+    def _gap_factor(self, worker: int) -> float:
+        factor = 1.0
+        for policy in self._gaps:
+            gap = sum(self._ask(["distance", worker])) ** 0.5
+            factor *= policy.gap_factor(gap, self._steps.value)
+        return factor
+
+    def _order(self, order: Order) -> None:
+        self._orders += 1
+        for server in self.far:
+            server.order(order)
+        self.shard.obey(order)
+
+    def _ask(self, order: Order) -> list[float]:
+        self._orders += 1
+        for server in self.far:
+            server.order(order)
+        mine = float(self.shard.obey(order))
+        return [mine, *(server.answer() for server in self.far)]
+
+    # --- what the chief asks ------------------------------------------------------------------
+
+    def settings(self, groups: list[dict[str, Any]]) -> None:
+        with self.changed:
+            self._books()
+            self._order(["settings", groups])
+
+    def snapshot(self, number: int) -> int:
+        """Have every server keep its state as of now; returns how far to wait for it."""
+        with self.changed:
+            self._check()
+            self._order(["snapshot", number])
+            return self._orders
+
+    def report(self, worker: int, epoch: int, tree: Tensor) -> None:
+        """What a worker has counted in an epoch."""
+        with self.changed:
+            if epoch == self.epoch:
+                self._reports[worker] = tree
+                self.changed.notify_all()
+
+    def gather(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """All reports of the epoch, once everybody who is awake has reported."""
+        with self.changed:
+            while any(
+                worker not in self._reports and not attendee.silent
+                for worker, attendee in self.attendees.items()
+            ):
+                self._check()
+                self.changed.wait(0.5)
+            self._check()
+            trees = [self._reports[worker] for worker in sorted(self._reports)]
+            return {"sizes": [tree.numel() for tree in trees], **self.so_far()}, trees
+
+    def so_far(self) -> dict[str, Any]:
+        """The loss of the epoch's updates added up, and over how many examples."""
+        with self.changed:
+            return {"loss": self._tally.total, "examples": self._tally.examples}
+
+    def stats(self) -> dict[str, Any]:
+        with self.changed:
+            if self.ledger is None:
+                return {}
+            told: dict[str, Any] = self.ledger.stats().to_json()
+            return told
+
+    def failed(self, name: str, text: str) -> None:
+        self.fail(ReplicaFailed(
+            f"{name} raised an exception; the others were stopped. Its traceback:\n\n{text}", name,
+        ))  # fmt: skip

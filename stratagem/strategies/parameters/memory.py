@@ -1,0 +1,189 @@
+"""A worker's memory: the values that servers write into, the gradients that they read.
+
+    values   every variable in order; the parameters of the module are views of it
+    outbox   every gradient, ordered by server, so that each server's part is one block
+
+Where servers run on the same machine both lie in shared memory and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import NotDistributable
+from stratagem.strategies.parameters.plan import Plan
+from stratagem.strategies.parameters.shard import memory_of, memory_size
+from stratagem.wire.segment import Segment
+
+
+class Memory:
+    """Bound to the parameters of one module."""
+
+    def __init__(self, plan: Plan, params: Sequence[nn.Parameter], *, near: bool) -> None:
+        self.plan, self.params = plan, list(params)
+        _check(plan, params)
+        self._segment = Segment(memory_size(plan)) if near else None
+        self.handle = self._segment.handle if self._segment is not None else None
+        layout = plan.layout
+        if self._segment is not None:
+            self.values, outbox = memory_of(self._segment, plan)
+        else:
+            self.values = torch.empty(layout.count, dtype=plan.dtype)
+            outbox = torch.empty(layout.count, dtype=plan.wire_dtype)
+        self._wire = outbox.dtype
+        self._parts = [
+            outbox[layout.offset(i) : layout.offset(i) + load]
+            for i, load in enumerate(layout.loads)
+        ]
+        self._views = [
+            self.values[at : at + size].view(shape)
+            for at, size, shape in zip(layout.starts, layout.sizes, plan.shapes, strict=True)
+        ]
+        #: by variable: where its rows go in the outbox (server, target, first and last element)
+        self._slots: list[list[tuple[int, Tensor, int, int]]] = [[] for _ in params]
+        self._piece_numbers: list[list[tuple[int, int, int]]] = [[] for _ in params]
+        for server, extents in enumerate(layout.extents):
+            at = 0
+            for number, e in enumerate(extents):
+                size = e.hi - e.lo
+                target = self._parts[server][at : at + size]
+                self._slots[e.piece.variable].append((server, target, e.start, e.start + size))
+                self._piece_numbers[e.piece.variable].append((server, number, e.piece.start))
+                at += size
+        self._rows: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in layout.loads]
+        self._bind()
+
+    def _bind(self) -> None:
+        self._homes = [p.data for p in self.params]
+        self._elsewhere = any(p.device.type != "cpu" for p in self.params)
+        with torch.no_grad():
+            for param, view in zip(self.params, self._views, strict=True):
+                view.copy_(param)
+                if not self._elsewhere:
+                    param.data = view
+
+    # --- values -----------------------------------------------------------------------------
+
+    def incoming(
+        self, server: int, told: Mapping[str, Any]
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        """Where the bytes of a server's answer go, and what is left to do when they are there."""
+        extents = self.plan.layout.extents[server]
+        if told.get("all"):
+            targets = [self.values[e.lo : e.hi] for e in extents]
+            if self._wire == self.plan.dtype:
+                return targets, _nothing
+            landing = torch.empty(sum(t.numel() for t in targets), dtype=self._wire)
+            return [landing], lambda: _spread(landing, targets)
+        into: list[Tensor] = []
+        moves: list[tuple[Tensor, Tensor | None, Tensor]] = []
+        for number, count in told.get("pieces", ()):
+            e = extents[number]
+            shape = self.plan.shapes[e.piece.variable]
+            target = self.values[e.lo : e.hi].view(e.piece.stop - e.piece.start, *shape[1:])
+            rows = torch.empty(count, dtype=torch.int64) if count >= 0 else None
+            length = len(target) if rows is None else count
+            new = torch.empty((length, *shape[1:]), dtype=self._wire)
+            into += [new] if rows is None else [rows, new]
+            moves.append((target, rows, new))
+        return into, lambda: _move(moves)
+
+    def arrived(self) -> None:
+        """Values are in memory: parameters that live on another device get a copy."""
+        if self._elsewhere:
+            with torch.no_grad():
+                for param, view in zip(self.params, self._views, strict=True):
+                    param.copy_(view, non_blocking=True)
+
+    # --- gradients --------------------------------------------------------------------------
+
+    def take(self, index: int) -> None:
+        """Bring one variable's gradient into the outbox."""
+        grad = self.params[index].grad
+        if grad is None:
+            return
+        if grad.layout != torch.strided:
+            self._take_rows(index, grad)
+            return
+        flat = grad.detach().reshape(-1)
+        for _, target, start, end in self._slots[index]:
+            target.copy_(flat[start:end])
+
+    def _take_rows(self, index: int, grad: Tensor) -> None:
+        grad = grad.coalesce()
+        if grad.sparse_dim() != 1:
+            raise NotDistributable(
+                "a sparse gradient with several sparse dimensions cannot be sent; only rows of "
+                "an embedding can."
+            )
+        rows, values = grad.indices()[0].cpu(), grad.values().cpu()
+        for server, number, first in self._piece_numbers[index]:
+            piece = self.plan.layout.extents[server][number].piece
+            here = (rows >= first) & (rows < piece.stop)
+            chosen = values[here].to(self._wire).contiguous()
+            self._rows[server].append((number, (rows[here] - first).contiguous(), chosen))
+
+    def take_all(self) -> None:
+        for index in range(len(self.params)):
+            self.take(index)
+
+    def used(self) -> list[bool] | None:
+        """Which variables have a gradient; None if all do."""
+        used = [p.grad is not None for p in self.params]
+        return None if all(used) else used
+
+    def travels(self, server: int) -> bool:
+        """Whether a gradient for this server has to be sent."""
+        return self._segment is None or bool(self._rows[server])
+
+    def outgoing(self, server: int) -> tuple[list[list[int]], list[Tensor]]:
+        """What to send: rows of sparse gradients by piece, and the bytes."""
+        rows, self._rows[server] = self._rows[server], []
+        body: list[Tensor] = [] if self._segment is not None else [self._parts[server]]
+        for _, numbers, values in rows:
+            body += [numbers, values]
+        return [[number, len(numbers)] for number, numbers, _ in rows], body
+
+    def close(self) -> None:
+        """Give the parameters memory of their own again."""
+        with torch.no_grad():
+            for param, home, view in zip(self.params, self._homes, self._views, strict=True):
+                home.copy_(view)
+                param.data = home
+
+
+def _check(plan: Plan, params: Sequence[nn.Parameter]) -> None:
+    shapes = tuple(tuple(p.shape) for p in params)
+    if shapes != plan.shapes:
+        raise NotDistributable(
+            f"the chief trains {len(plan.shapes)} variables of shapes {_short(plan.shapes)}, this "
+            f"worker's model has {len(shapes)} of shapes {_short(shapes)}; build the same model "
+            "on every task."
+        )
+
+
+def _short(shapes: Sequence[tuple[int, ...]]) -> str:
+    shown = ", ".join(str(list(shape)) for shape in shapes[:4])
+    return shown + (", ..." if len(shapes) > 4 else "")
+
+
+def _nothing() -> None:
+    return None
+
+
+def _spread(landing: Tensor, targets: Sequence[Tensor]) -> None:
+    parts = torch.split(landing, [target.numel() for target in targets])
+    for part, target in zip(parts, targets, strict=True):
+        target.copy_(part)
+
+
+def _move(moves: Sequence[tuple[Tensor, Tensor | None, Tensor]]) -> None:
+    for target, rows, new in moves:
+        if rows is None:
+            target.copy_(new)
+        else:
+            target.index_copy_(0, rows, new.to(target.dtype))

@@ -1,0 +1,113 @@
+"""What is trained, where its pieces lie and under which rule: the same on every task of a job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from stratagem.rules import updates as rule
+from stratagem.rules.updates import Synchronous, Updates
+from stratagem.state.partition import Piece
+from stratagem.state.recipe import OptimizerRecipe
+
+_TYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One fit: made by the chief, told to the servers, taken over by the workers."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    type: str
+    pieces: tuple[Piece, ...]
+    recipe: OptimizerRecipe
+    updates: Updates
+    #: how many workers are expected
+    workers: int
+    servers: int
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    #: the type in which gradients and values travel over sockets
+    wire: str | None = None
+    #: from which every worker makes its own random numbers
+    seed: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _TYPES[self.type]
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return self.dtype if self.wire is None else _TYPES[self.wire]
+
+    @property
+    def parts(self) -> int:
+        """How many workers share one batch."""
+        if isinstance(self.updates, Synchronous):
+            return max(1, self.workers - self.updates.spares)
+        return 1
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(self.shapes, self.pieces, self.servers)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "shapes": [list(shape) for shape in self.shapes], "type": self.type,
+            "pieces": [piece.to_json() for piece in self.pieces], "recipe": self.recipe.to_json(),
+            "updates": self.updates.to_json(), "workers": self.workers, "servers": self.servers,
+            "clip_norm": self.clip_norm, "clip_value": self.clip_value, "wire": self.wire,
+            "seed": self.seed,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Plan:
+        return cls(
+            tuple(tuple(int(n) for n in shape) for shape in told["shapes"]), str(told["type"]),
+            tuple(Piece.from_json(piece) for piece in told["pieces"]),
+            OptimizerRecipe.from_json(told["recipe"]), rule.from_json(told["updates"]),
+            int(told["workers"]), int(told["servers"]), told["clip_norm"], told["clip_value"],
+            told["wire"], int(told["seed"]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One piece, as elements lo..hi of all variables laid out one after the other."""
+
+    piece: Piece
+    lo: int
+    hi: int
+    #: the same elements within their own variable
+    start: int
+
+
+class Layout:
+    """Where each server's pieces lie in a worker's memory."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], pieces: Sequence[Piece], servers: int
+    ) -> None:
+        self.shapes = shapes
+        self.sizes = [math.prod(shape) for shape in shapes]
+        self.starts = [sum(self.sizes[:i]) for i in range(len(shapes))]
+        self.count = sum(self.sizes)
+        self.extents: list[list[Extent]] = [[] for _ in range(servers)]
+        for piece in pieces:
+            self.extents[piece.server].append(self._extent(piece))
+        self.loads = [sum(e.hi - e.lo for e in part) for part in self.extents]
+
+    def _extent(self, piece: Piece) -> Extent:
+        shape = self.shapes[piece.variable]
+        row = math.prod(shape[1:])
+        first = self.starts[piece.variable]
+        return Extent(piece, first + piece.start * row, first + piece.stop * row, piece.start * row)
+
+    def offset(self, server: int) -> int:
+        """Where the server's gradients begin in a worker's outbox."""
+        return sum(self.loads[:server])

@@ -1,0 +1,157 @@
+"""One training on one worker: from the chief's plan to the last values, whoever writes the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import NotDistributable
+from stratagem.rules.updates import Synchronous
+from stratagem.state import assembly
+from stratagem.state.partition import partition
+from stratagem.state.recipe import describe, elementwise, settings_of
+from stratagem.strategies.parameters.plan import Plan
+from stratagem.strategies.parameters.worker import FitOver, Worker
+from stratagem.strategies.settings import Served
+
+_MIX = 0x9E3779B97F4A7C15
+
+
+class Late(Exception):
+    """The others have gone on: the gradient that is being computed would be dropped."""
+
+
+class Session:
+    """What the loops of all front ends share. `over` is set if the training had already ended."""
+
+    def __init__(
+        self, worker: Worker, module: nn.Module, optimizer: Optimizer, served: Served, *,
+        wire: str | None = None, clip_norm: float | None = None, clip_value: float | None = None,
+    ) -> None:  # fmt: skip
+        self.worker, self.module, self.optimizer = worker, module, optimizer
+        self.params = [p for p in module.parameters() if p.requires_grad]
+        if not self.params:
+            raise NotDistributable("the model has no parameter that requires a gradient.")
+        self._beside = [p for p in module.parameters() if not p.requires_grad] + [*module.buffers()]
+        self.number = worker.fits
+        worker.fits += 1
+        self.over: FitOver | None = None
+        if worker.is_chief:
+            self._open(_plan(worker, self.params, optimizer, served, wire, clip_norm, clip_value))
+        found = worker.enter(self.number)
+        if isinstance(found, FitOver):
+            self.over = found
+            return
+        self.plan, beside = found
+        if not worker.is_chief:
+            _take(self._beside, beside)
+            torch.manual_seed((self.plan.seed + _MIX * worker.index) % 2**63)
+        worker.join(self.params)
+        #: whether a gradient that comes too late need not be finished
+        self.cancels = isinstance(self.plan.updates, Synchronous) and self.plan.updates.spares > 0
+        self._handles: list[Any] = [
+            p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(self.params)
+        ]
+
+    def _open(self, plan: Plan) -> None:
+        states = None
+        if self.optimizer.state:
+            whole, _ = assembly.states_of(self.optimizer.state_dict(), plan.recipe.groups)
+            states = [
+                assembly.cut(whole, [e.piece for e in extents], plan.shapes)
+                for extents in plan.layout.extents
+            ]
+        beside = [t.detach() for t in self._beside]
+        self.worker.open(self.number, plan, self.params, states, beside)
+
+    def _hook(self, index: int) -> Any:
+        def ready(_: Tensor) -> None:
+            self.worker.memory.take(index)
+            if self.cancels and self.worker.is_late:
+                raise Late
+
+        return ready
+
+    def forget_gradients(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The optimizer's settings, as servers take them."""
+        return [settings_of(group) for group in self.optimizer.param_groups]
+
+    def read_state(self) -> int:
+        """As the chief: one version of values and optimizer state, into the user's own objects."""
+        version, values, states = self.worker.snapshot()
+        plan = self.plan
+        pieces = [e.piece for extents in plan.layout.extents for e in extents]
+        whole = assembly.assemble_values(pieces, dict(enumerate(values)), plan.shapes)
+        with torch.no_grad():
+            for param, value in zip(self.params, whole, strict=True):
+                param.copy_(value)
+        flat = [state for each in states for state in each]
+        by_variable = assembly.assemble(pieces, flat, plan.shapes)
+        groups = [
+            {**settings_of(own), "variables": group["variables"]}
+            for own, group in zip(self.optimizer.param_groups, plan.recipe.groups, strict=True)
+        ]
+        self.optimizer.load_state_dict(assembly.state_dict(by_variable, groups))
+        return version
+
+    def end(self, told: Any = None) -> None:
+        """Leave with the last values; as the chief, end the training for everybody."""
+        if self.over is not None:
+            return
+        for handle in self._handles:
+            handle.remove()
+        if self.worker.is_chief:
+            self.read_state()
+            buffers = [t.detach() for t in self._beside]
+            self.worker.finish([told, buffers])
+        else:
+            self.worker.refresh()
+        self.worker.leave()
+        self.forget_gradients()
+
+    def take_last(self, over: FitOver) -> Any:
+        """As another worker: what the chief has said at the end."""
+        told, beside = over.told if over.told is not None else (None, None)
+        if beside is not None:
+            _take(self._beside, beside)
+        return told
+
+
+def _take(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(tensors, values, strict=True):
+            mine.copy_(theirs)
+
+
+def _plan(
+    worker: Worker, params: Sequence[nn.Parameter], optimizer: Optimizer, served: Served,
+    wire: str | None, clip_norm: float | None, clip_value: float | None,
+) -> Plan:  # fmt: skip
+    types = {p.dtype for p in params}
+    if len(types) > 1:
+        names = ", ".join(sorted(str(t) for t in types))
+        raise NotDistributable(
+            f"the trained parameters are of several types ({names}), and a server keeps one; "
+            "convert the model to one type."
+        )
+    (dtype,) = types
+    recipe = describe(optimizer, params)
+    shapes = tuple(tuple(p.shape) for p in params)
+    pieces = partition(
+        shapes, dtype.itemsize, served.servers, served.partitioner, whole=not elementwise(recipe)
+    )
+    seed = torch.initial_seed() & (2**62 - 1)
+    return Plan(
+        shapes, str(dtype).removeprefix("torch."), pieces, recipe, served.updates,
+        served.workers, served.servers, clip_norm, clip_value,
+        None if wire in (None, "float32") else wire, seed,
+    )  # fmt: skip

@@ -1,0 +1,302 @@
+"""One server's parameters, and the gradients that workers have laid on its desks.
+
+Workers lay gradients down and fetch values; only the lead's orders change anything, one after the
+other and in the same order on every server. `done` counts them, so that a worker can ask for
+values that are not older than what it knows to have been ordered.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import ReplicaError, UsageError
+from stratagem.rules.staleness import Policy
+from stratagem.rules.updates import Asynchronous
+from stratagem.state.store import Snapshot, Store
+from stratagem.strategies.parameters.plan import Plan
+from stratagem.wire.segment import Segment
+
+Order = list[Any]
+
+
+@dataclass
+class Desk:
+    """What one worker has laid down here, and how it gets values."""
+
+    #: the dense gradient of this server's pieces, one after the other
+    gradient: Tensor
+    #: the worker's own memory, where it can be reached
+    targets: list[Tensor] | None = None
+    #: rows of sparse gradients: piece, row numbers, values
+    rows: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    #: the values that the worker computes with, for rules that ask
+    then: Tensor | None = None
+    #: how often values had been assigned when it last fetched them
+    edition: int = 0
+
+
+class Shard:
+    """The data of one server. Every method may be called from any thread."""
+
+    def __init__(self, index: int, device: torch.device) -> None:
+        self.index, self.device = index, device
+        self.changed = threading.Condition()
+        self.done = 0
+        #: the fit that is under way, None between fits
+        self.plan: Plan | None = None
+        self.failure: ReplicaError | None = None
+        self._desks: dict[int, Desk] = {}
+        self._published: tuple[int, Tensor] | None = None
+        self._snapshots: dict[int, Snapshot] = {}
+
+    # --- a fit begins -----------------------------------------------------------------------
+
+    def open(self, plan: Plan) -> None:
+        with self.changed:
+            layout = plan.layout
+            pieces = [extent.piece for extent in layout.extents[self.index]]
+            self.store = Store(pieces, plan.shapes, plan.dtype, plan.recipe, device=self.device)
+            self._policies = _policies(plan)
+            self._memory: dict[str, Tensor] = {}
+            self._keeps_then = any(p.needs_then or p.needs_gap for p in self._policies)
+            self._measures = any(p.needs_gap for p in self._policies)
+            self._stepped = 0.0
+            self.plan, self.done = plan, 0
+            self._desks.clear()
+            self._snapshots.clear()
+            self._published = None
+            self._edition = 0
+            self.changed.notify_all()
+
+    def assign(self, values: Tensor) -> None:
+        """Other values, from outside of the training."""
+        with self.changed:
+            self._open()
+            self.store.restore(values, None)
+            self._edition += 1
+            self._published = None
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self.plan = None
+            self._desks.clear()
+            self.changed.notify_all()
+
+    # --- what workers do --------------------------------------------------------------------
+
+    def sit(self, worker: int, handle: str | None) -> None:
+        """Give a worker a desk: in its own memory, if this machine can map it."""
+        with self.changed:
+            plan = self._open()
+            layout = plan.layout
+            load = layout.loads[self.index]
+            if handle is None:
+                self._desks[worker] = Desk(torch.empty(load, dtype=plan.wire_dtype))
+                return
+            segment = Segment.attach(handle)
+            values, outbox = memory_of(segment, plan)
+            first = layout.offset(self.index)
+            targets = [
+                values[e.lo : e.hi].view(view.shape)
+                for e, view in zip(layout.extents[self.index], self.store.views, strict=True)
+            ]
+            self._desks[worker] = Desk(outbox[first : first + load], targets)
+
+    def leave(self, worker: int) -> None:
+        with self.changed:
+            self._desks.pop(worker, None)
+
+    def desk(self, worker: int) -> Desk:
+        try:
+            return self._desks[worker]
+        except KeyError:
+            raise UsageError(f"worker {worker} has no desk at ps {self.index}") from None
+
+    def fetch(self, worker: int, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
+        """The answer for a worker that has version `have`: a header, and what to send with it."""
+        with self.changed:
+            self._await(lambda: self.done >= after)
+            store, desk = self.store, self.desk(worker)
+            header: dict[str, Any] = {"version": store.version}
+            if desk.edition != self._edition:
+                desk.edition, have = self._edition, -1
+            if have == store.version:
+                return header, []
+            body = self._news(desk, have, header)
+            if self._keeps_then:
+                if desk.then is None:
+                    desk.then = torch.empty_like(store.values)
+                desk.then.copy_(store.values)
+        return header, body
+
+    def _news(self, desk: Desk, have: int, header: dict[str, Any]) -> list[Tensor]:
+        """What has changed since version `have`: into the worker's memory, or to be sent."""
+        changes = self.store.changed_since(have)
+        whole = [change.rows is None for change in changes]
+        if len(changes) == len(self.store.views) and all(whole):
+            if desk.targets is not None:
+                torch._foreach_copy_(desk.targets, self.store.views)
+                return []
+            header["all"] = True
+            return [self._publish()]
+        pieces: list[list[int]] = []
+        body: list[Tensor] = []
+        for change in changes:
+            new = self.store.values_of(change)
+            if desk.targets is not None:
+                target = desk.targets[change.piece]
+                if change.rows is None:
+                    target.copy_(new)
+                else:
+                    target.index_copy_(0, change.rows, new.to(target.device))
+                continue
+            pieces.append([change.piece, -1 if change.rows is None else len(change.rows)])
+            if change.rows is not None:
+                body.append(change.rows)
+            body.append(self._for_wire(new))
+        header["pieces"] = pieces
+        return body
+
+    def _for_wire(self, values: Tensor) -> Tensor:
+        wire = self._open().wire_dtype
+        return values.detach().to("cpu", wire, copy=True).contiguous()
+
+    def _publish(self) -> Tensor:
+        """All values in memory of their own, made once a version however many ask."""
+        if self._published is None or self._published[0] != self.store.version:
+            self._published = (self.store.version, self._for_wire(self.store.values))
+        return self._published[1]
+
+    def _await(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self._open()
+            self.changed.wait(0.5)
+        self._open()
+
+    def _open(self) -> Plan:
+        if self.failure is not None:
+            raise self.failure
+        if self.plan is None:
+            raise UsageError("no training is under way here")
+        return self.plan
+
+    # --- what the lead orders ---------------------------------------------------------------
+
+    def obey(self, order: Order) -> Any:
+        """Carry out one order; returns its number, for those that ask for one."""
+        with self.changed:
+            try:
+                return _ORDERS[order[0]](self, *order[1:])
+            finally:
+                self.done += 1
+                self.changed.notify_all()
+
+    def _add(self, worker: int, factor: float, used: Sequence[bool] | None) -> None:
+        desk = self.desk(worker)
+        gradient = self._compensated(desk)
+        self.store.add(gradient, factor, self._used(used, desk))
+        self._add_rows(desk, factor)
+
+    def _add_rows(self, desk: Desk, factor: float) -> None:
+        for piece, rows, values in desk.rows:
+            self.store.add_rows(piece, rows, values, factor)
+        desk.rows = []
+
+    def _one(self, worker: int, factor: float, rate: float, used: Sequence[bool] | None) -> None:
+        """A push that makes an update by itself."""
+        desk = self.desk(worker)
+        clip = self._open().clip_value
+        with self._measured():
+            if desk.rows or desk.gradient.dtype != self.store.values.dtype:
+                self._add(worker, factor, used)
+                self.store.apply(1.0, rate, clip)
+            else:
+                gradient = self._compensated(desk).to(self.device)
+                self.store.apply_one(gradient, factor, self._used(used, desk), rate, clip)
+
+    def _apply(self, scale: float, rate: float) -> None:
+        with self._measured():
+            self.store.apply(scale, rate, self._open().clip_value)
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Note how far an update moves the values, for rules that ask."""
+        if not self._measures:
+            yield
+            return
+        before = self.store.values.clone()
+        yield
+        self._stepped = self.store.distance_squared(before)
+
+    def _step(self) -> float:
+        return self._stepped
+
+    def _norm(self, scale: float) -> float:
+        return self.store.norm_squared(scale)
+
+    def _distance(self, worker: int) -> float:
+        then = self.desk(worker).then
+        return 0.0 if then is None else self.store.distance_squared(then)
+
+    def _compensated(self, desk: Desk) -> Tensor:
+        gradient = desk.gradient
+        for policy in self._policies:
+            if policy.needs_then and desk.then is not None:
+                gradient = gradient.to(desk.then)
+                policy.compensate(gradient, self.store.values, desk.then, self._memory)
+        return gradient
+
+    def _used(self, used: Sequence[bool] | None, desk: Desk) -> list[bool] | None:
+        """By piece: whether its variable has a dense gradient."""
+        sparse = {piece for piece, _, _ in desk.rows}
+        if used is None and not sparse:
+            return None
+        extents = self._open().layout.extents[self.index]
+        return [
+            i not in sparse and (used is None or bool(used[e.piece.variable]))
+            for i, e in enumerate(extents)
+        ]
+
+    def _settings(self, groups: list[dict[str, Any]]) -> None:
+        self.store.set_settings(groups)
+
+    def _snapshot(self, number: int) -> None:
+        self._snapshots[number] = self.store.snapshot()
+
+    def snapshot(self, number: int, after: int) -> Snapshot:
+        """Take a snapshot that was ordered away from here."""
+        with self.changed:
+            self._await(lambda: self.done >= after)
+            return self._snapshots.pop(number)
+
+
+_ORDERS: dict[str, Callable[..., Any]] = {
+    "add": Shard._add, "one": Shard._one, "apply": Shard._apply, "norm": Shard._norm,
+    "distance": Shard._distance, "step": Shard._step, "settings": Shard._settings,
+    "snapshot": Shard._snapshot,
+}  # fmt: skip
+
+
+def _policies(plan: Plan) -> tuple[Policy, ...]:
+    return plan.updates.staleness if isinstance(plan.updates, Asynchronous) else ()
+
+
+def memory_size(plan: Plan) -> int:
+    """Bytes of what a worker shares with the servers of its machine."""
+    return 2 * plan.layout.count * plan.dtype.itemsize + 64
+
+
+def memory_of(segment: Segment, plan: Plan) -> tuple[Tensor, Tensor]:
+    """A worker's values, and its outbox of gradients ordered by server."""
+    count = plan.layout.count
+    values = segment.tensor(plan.dtype, [count])
+    outbox = segment.tensor(plan.dtype, [count], offset=count * plan.dtype.itemsize)
+    return values, outbox

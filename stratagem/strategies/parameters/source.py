@@ -1,0 +1,74 @@
+"""Batches that the chief reads, and deals out far enough ahead that nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stratagem.data.shard import count_rows, rows, share
+from stratagem.strategies.parameters.worker import Worker
+
+#: batches that wait to be taken, for each worker
+AHEAD = 2
+
+#: cuts one batch into at most so many parcels
+Cut = Callable[[int], list[dict[str, Any]]]
+
+
+class Source:
+    """An iterator of batches on its way to the workers."""
+
+    def __init__(self, worker: Worker, epoch: int, batches: Iterator[Cut], parts: int) -> None:
+        assert worker.plan is not None
+        self._worker, self._epoch, self._batches, self._parts = worker, epoch, batches, parts
+        self._ahead = AHEAD * worker.plan.workers
+        self._left, self._dry = 0, False
+        #: batches dealt so far
+        self.dealt = 0
+
+    def fill(self) -> None:
+        """Deal until enough waits, or nothing is left."""
+        if self._dry:
+            return
+        if self.dealt:
+            self._left = self._worker.deal(self._epoch, self.dealt, [], False)
+        wanted = self._ahead - self._left // self._parts
+        if wanted <= 0:
+            return
+        runs, parcels = [], []
+        for _ in range(wanted):
+            cut = next(self._batches, None)
+            if cut is None:
+                self._dry = True
+                break
+            parts = cut(self._parts)
+            runs.append((1, len(parts)))
+            parcels += parts
+        self._worker.deal(self._epoch, self.dealt, runs, self._dry, parcels)
+        self.dealt += len(runs)
+
+
+def parts_of_indices(batch: Any) -> Cut:
+    """Indices travel; who gets them fetches the examples."""
+    indices = [int(i) for i in batch]
+
+    def cut(parts: int) -> list[dict[str, Any]]:
+        bounds = _bounds(len(indices), parts)
+        return [{"indices": indices[a:b], "total": len(indices)} for a, b in bounds]
+
+    return cut
+
+
+def parts_of_rows(batch: Any) -> Cut:
+    """The examples themselves travel."""
+    total = count_rows(batch)
+
+    def cut(parts: int) -> list[dict[str, Any]]:
+        return [{"rows": rows(batch, a, b), "total": total} for a, b in _bounds(total, parts)]
+
+    return cut
+
+
+def _bounds(total: int, parts: int) -> list[tuple[int, int]]:
+    count = max(1, min(parts, total))
+    return [share(total, count, part) for part in range(count)]

@@ -1,0 +1,395 @@
+"""A worker's side: connections to all servers, and the way of a gradient to them.
+
+    next    a ticket, and the newest values            lead
+    fetch   the newest values of the other shards      every other server
+    stage   this server's part of the gradient         every other server
+    push    the lead's part, and the question          lead decides, once for all shards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem import errors
+from stratagem.errors import ReplicaError, StratagemError, UsageError
+from stratagem.rules.push import Ticket
+from stratagem.rules.stats import Stats
+from stratagem.strategies.agreement import Patience
+from stratagem.strategies.parameters.memory import Memory
+from stratagem.strategies.parameters.plan import Plan
+from stratagem.strategies.parameters.pulse import PulseThread
+from stratagem.strategies.parameters.reach import reach
+from stratagem.strategies.parameters.server import TREE_LIMIT, lost
+from stratagem.wire.segment import host_identity
+from stratagem.wire.tcp import Connection, Frame
+from stratagem.wire.tree import decode, encode
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to do: a ticket, the epoch that it belongs to, and its data if that travels."""
+
+    ticket: Ticket
+    epoch: int
+    payload: Any = None
+
+
+@dataclass(frozen=True)
+class EpochOver:
+    """Every batch of the epoch has been applied."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class FitOver:
+    """The chief has ended the training; what it tells the others."""
+
+    told: Any
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the servers are, and what proves that one belongs to their job."""
+
+    servers: tuple[str, ...]
+    secret: bytes
+
+
+class Worker:
+    """One worker of a job with parameter servers."""
+
+    def __init__(
+        self, index: int, name: str, chief: bool, address: Address, patience: Patience
+    ) -> None:
+        self.index, self.name, self.is_chief = index, name, chief
+        self.address = address
+        self.plan: Plan | None = None
+        self._epoch = 0
+        self._snapshots = 0
+        hello = {"worker": index, "name": name, "chief": chief, "host": host_identity()}
+        tasks = [(f"ps {i}", where) for i, where in enumerate(address.servers)]
+        self._servers = reach(
+            tasks, address.secret, {"hello": "worker", **hello}, patience.arrive
+        )
+        (beats,) = reach(
+            tasks[:1], address.secret, {"hello": "pulse", **hello}, patience.arrive
+        )
+        self._pulse = PulseThread(beats, patience.answer)
+        here = host_identity()
+        #: whether every server can map this process' memory
+        self.near = all(
+            self._call(i, {"t": "host"}).header["host"] == here for i in range(len(tasks))
+        )
+        #: how many trainings this process has taken part in
+        self.fits = 0
+        #: ends a training that is still open: a prepared loop's
+        self.at_end: Callable[[], None] | None = None
+
+    # --- a fit ------------------------------------------------------------------------------
+
+    def open(
+        self, fit: int, plan: Plan, params: Sequence[Tensor], states: Sequence[Any] | None,
+        beside: Any = None,
+    ) -> None:  # fmt: skip
+        """As the chief: begin a fit with these values, and the optimizer's state by server.
+
+        `beside` is what the other workers get to know besides: the weights that are not trained.
+        """
+        self.plan = plan
+        for i, values in enumerate(self._cut(params)):
+            body = [values]
+            header: dict[str, Any] = {"t": "open", "plan": plan.to_json()}
+            if states is not None:
+                tree = encode(states[i])
+                body.append(tree)
+                header["states"] = tree.numel()
+            self._call(i, header, body)
+        self._call(0, {"t": "begin", "fit": fit}, [encode(beside)])
+
+    def enter(self, fit: int) -> tuple[Plan, Any] | FitOver:
+        """Wait for the chief to begin the fit; its plan, and what it has put beside."""
+        frame = self._call(0, {"t": "enter", "fit": fit})
+        told = self._tree(frame)
+        if "plan" not in frame.header:
+            return FitOver(told)
+        self.plan = Plan.from_json(frame.header["plan"])
+        return self.plan, told
+
+    def _tree(self, frame: Frame) -> Any:
+        return decode(self._servers[0].read(TREE_LIMIT)) if frame.size else None
+
+    def join(self, params: Sequence[nn.Parameter]) -> None:
+        """Take a desk at every server, and have the parameters live in memory they can reach."""
+        assert self.plan is not None
+        self.memory = Memory(self.plan, params, near=self.near)
+        self._have = [-1] * len(self._servers)
+        self._epoch = self._news = self._after = 0
+        self._told: Any = None
+        for i in range(len(self._servers)):
+            self._call(i, {"t": "sit", "memory": self.memory.handle})
+        self._call(0, {"t": "join"})
+
+    def settle(self) -> None:
+        """End a training that a prepared loop has left open."""
+        if self.at_end is not None:
+            end, self.at_end = self.at_end, None
+            end()
+
+    def interrupt(self, error: BaseException) -> None:
+        """From another thread: have whatever waits here end with this error."""
+        if isinstance(error, ReplicaError):
+            self._pulse.trouble = error
+        self._servers[0].close()
+
+    def leave(self) -> None:
+        """The fit is over: parameters get memory of their own again."""
+        self.memory.close()
+
+    @property
+    def version(self) -> int:
+        """The version of the values here: that of the oldest shard."""
+        return min(self._have)
+
+    # --- a step -----------------------------------------------------------------------------
+
+    def next(self) -> Work | EpochOver | FitOver:
+        """Wait for something to do, with the newest values."""
+        frame = self._call(0, {"t": "next", "epoch": self._epoch, "have": self._have[0]})
+        told = frame.header
+        if "end" in told:
+            return FitOver(self._tree(frame))
+        if "over" in told:
+            self._epoch = int(told["over"])
+            return EpochOver(self._epoch)
+        payload = torch.empty(int(told.get("payload", 0)), dtype=torch.uint8)
+        self._take_values(0, frame, [payload] if "payload" in told else [])
+        self._ask_others(int(told["after"]))
+        self._take_others()
+        self.memory.arrived()
+        ticket = Ticket(*(int(n) for n in told["ticket"]))
+        self._news = max(self._news, self.version)
+        return Work(ticket, int(told["epoch"]), decode(payload) if "payload" in told else None)
+
+    def push(
+        self, ticket: Ticket, weight: float, loss: float, examples: int,
+        settings: list[dict[str, Any]] | None = None,
+    ) -> bool:  # fmt: skip
+        """Hand in the gradients that lie in memory; whether they count."""
+        used = self.memory.used()
+        for i in range(1, len(self._servers)):
+            self._send(i, {"t": "stage"}, stage=True)
+        for i in range(1, len(self._servers)):
+            if self.memory.travels(i):
+                self._receive(i)
+        header = {
+            "t": "push", "serial": ticket.serial, "version": self.version, "weight": weight,
+            "notes": [loss, examples], "used": used,
+        }  # fmt: skip
+        if settings is not None and settings != self._told:
+            self._told, header["settings"] = settings, settings
+        self._send(0, header, stage=True)
+        answer = self._receive(0).header
+        self._after = int(answer["after"])
+        return bool(answer["kept"])
+
+    def _send(self, i: int, header: dict[str, Any], *, stage: bool) -> None:
+        body: list[Tensor] = []
+        if stage:
+            rows, body = self.memory.outgoing(i)
+            if rows:
+                header["rows"] = rows
+            if not body and header["t"] == "stage":
+                return
+        self._write(i, header, body)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the others have gone on without the gradient that is being computed here."""
+        while self._servers[0].readable():
+            frame = self._servers[0].receive()
+            if frame is None:
+                raise lost("ps 0")
+            self._news = max(self._news, int(frame.header["news"]))
+        self._check()
+        return self._news > self.version
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Stop working on a ticket that came too late."""
+        self._call(0, {"t": "abandon", "serial": ticket.serial})
+
+    def refresh(self) -> None:
+        """Fetch the newest values from every server."""
+        for i in range(len(self._servers)):
+            header = {"t": "fetch", "have": self._have[i], "after": self._after_of(i)}
+            self._take_values(i, self._call(i, header))
+        self.memory.arrived()
+
+    def _after_of(self, i: int) -> int:
+        return 0 if i == 0 else self._after
+
+    def _ask_others(self, after: int) -> None:
+        for i in range(1, len(self._servers)):
+            self._write(i, {"t": "fetch", "have": self._have[i], "after": after})
+
+    def _take_others(self) -> None:
+        for i in range(1, len(self._servers)):
+            self._take_values(i, self._receive(i))
+
+    def _take_values(self, i: int, frame: Frame, more: Sequence[Tensor] = ()) -> None:
+        told = frame.header
+        into, settle = self.memory.incoming(i, told)
+        if frame.size:
+            self._servers[i].read_into([*into, *more])
+        settle()
+        self._have[i] = int(told["version"])
+
+    # --- as the chief -------------------------------------------------------------------------
+
+    def deal(
+        self, epoch: int, first: int, runs: Sequence[tuple[int, int]], last: bool,
+        payloads: Sequence[Any] = (),
+    ) -> int:  # fmt: skip
+        """Put batches up; returns how many tickets nobody has taken yet."""
+        parcels = [encode(payload) for payload in payloads]
+        header = {
+            "t": "deal", "epoch": epoch, "first": first, "runs": [list(run) for run in runs],
+            "last": last, "sizes": [parcel.numel() for parcel in parcels],
+        }  # fmt: skip
+        return int(self._call(0, header, parcels).header["left"])
+
+    def gather(self) -> tuple[list[Any], float, int]:
+        """Every worker's report on the epoch, the loss added up, and over how many examples."""
+        frame = self._call(0, {"t": "gather"})
+        trees = [torch.empty(size, dtype=torch.uint8) for size in frame.header["sizes"]]
+        if frame.size:
+            self._servers[0].read_into(trees)
+        told = frame.header
+        return [decode(tree) for tree in trees], float(told["loss"]), int(told["examples"])
+
+    def report(self, tree: Any) -> None:
+        """What this worker has counted in the epoch that is over."""
+        self._call(0, {"t": "report", "epoch": self._epoch}, [encode(tree)])
+
+    def set_settings(self, groups: list[dict[str, Any]]) -> None:
+        """Have the servers' optimizers follow, unless they know."""
+        if groups != self._told:
+            self._told = groups
+            self._call(0, {"t": "settings", "groups": groups})
+
+    def so_far(self) -> tuple[float, int]:
+        """The loss added up in this epoch, and over how many examples."""
+        told = self._call(0, {"t": "so far"}).header
+        return float(told["loss"]), int(told["examples"])
+
+    def snapshot(self) -> tuple[int, list[Tensor], list[Any]]:
+        """One version of everything: its number, values and optimizer states by server."""
+        self._snapshots += 1
+        number = self._snapshots
+        after = int(self._call(0, {"t": "snapshot", "number": number}).header["after"])
+        values, states, version = [], [], 0
+        assert self.plan is not None
+        for i in range(len(self._servers)):
+            frame = self._call(i, {"t": "restored", "number": number, "after": after})
+            flat = torch.empty(self.plan.layout.loads[i], dtype=self.plan.dtype)
+            tree = torch.empty(int(frame.header["states"]), dtype=torch.uint8)
+            self._servers[i].read_into([flat, tree])
+            values.append(flat)
+            states.append(decode(tree))
+            version = int(frame.header["version"])
+        return version, values, states
+
+    def finish(self, told: Any) -> None:
+        """End the fit; `told` is what the others get to hear."""
+        self._call(0, {"t": "finish"}, [encode(told)])
+
+    def assign(self, params: Sequence[Tensor]) -> None:
+        """Put other values into the servers: somebody has changed them here."""
+        for i, values in enumerate(self._cut(params)):
+            self._call(i, {"t": "assign"}, [values])
+
+    def _cut(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Every server's values, one block each."""
+        assert self.plan is not None
+        flat = torch.cat([p.detach().reshape(-1).cpu() for p in params])
+        none = flat[:0]
+        return [
+            torch.cat([none, *(flat[e.lo : e.hi] for e in extents)])
+            for extents in self.plan.layout.extents
+        ]
+
+    def stats(self) -> Stats | None:
+        """The books; on a connection of its own, so that any thread may ask at any time."""
+        hello = {"hello": "visitor", "name": self.name}
+        (visit,) = reach([("ps 0", self.address.servers[0])], self.address.secret, hello, 5.0)
+        try:
+            frame = visit.receive()
+        finally:
+            visit.close()
+        told = frame.header["stats"] if frame is not None else None
+        return Stats.from_json(told) if told else None
+
+    def report_failure(self, text: str) -> None:
+        """Tell the others why this worker stops."""
+        self._call(0, {"t": "failed", "text": text})
+
+    def close(self) -> None:
+        """Say goodbye to every server."""
+        for i in reversed(range(len(self._servers))):
+            try:
+                self._call(i, {"t": "bye"})
+            except (OSError, StratagemError):
+                continue  # it has gone first
+            finally:
+                self._servers[i].close()
+        self._pulse.stop()
+
+    # --- talking ------------------------------------------------------------------------------
+
+    def _call(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> Frame:
+        self._write(i, header, body)
+        return self._receive(i)
+
+    def _write(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> None:
+        self._check()
+        try:
+            self._servers[i].send(header, body)
+        except OSError as problem:
+            raise self._why(i) from problem
+
+    def _receive(self, i: int) -> Frame:
+        connection: Connection = self._servers[i]
+        while True:
+            try:
+                frame = connection.receive()
+            except OSError as problem:
+                raise self._why(i) from problem
+            if frame is None:
+                raise self._why(i)
+            if "news" in frame.header:
+                self._news = max(self._news, int(frame.header["news"]))
+                continue
+            if "error" in frame.header:
+                raise _told(frame.header)
+            return frame
+
+    def _check(self) -> None:
+        if self._pulse.trouble is not None:
+            raise self._pulse.trouble
+
+    def _why(self, i: int) -> ReplicaError:
+        """A connection ended: the pulse may know better whose fault it was."""
+        return self._pulse.trouble or lost(f"ps {i}")
+
+
+def _told(note: Mapping[str, Any]) -> StratagemError:
+    kind = getattr(errors, str(note["error"]), UsageError)
+    if not (isinstance(kind, type) and issubclass(kind, StratagemError)):
+        kind = UsageError
+    text = str(note["text"])
+    return kind(text, str(note.get("who", ""))) if issubclass(kind, ReplicaError) else kind(text)
