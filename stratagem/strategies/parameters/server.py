@@ -491,5 +491,6 @@ _LEADS: dict[str, Callable[[Server, Guest, Frame], Answer]] = {
     "begin": Server._begin, "enter": Server._enter, "join": Server._join, "next": Server._next,
     "push": Server._push, "abandon": Server._abandon, "deal": Server._deal,
     "report": Server._report, "so far": Server._so_far, "gather": Server._gather,
-    "settings": Server._settings, "snapshot": Server._snapshot, "finish": Server._finish, "failed": Server._failed,
+    "settings": Server._settings, "snapshot": Server._snapshot, "finish": Server._finish,
+    "failed": Server._failed,
 }  # fmt: skip
