@@ -25,6 +25,7 @@ _HOMES = {
     "stratagem.rules.stats": ["Stats"],
     "stratagem.rules.updates": ["Asynchronous", "Synchronous"],
     "stratagem.state.partition": ["FixedShards", "MaxSize", "MinSize"],
+    "stratagem.strategies.central_storage": ["CentralStorageStrategy"],
     "stratagem.strategies.cross_device": [
         "CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice",
         "RingAllReduce", "SharedMemoryAllReduce",
@@ -92,6 +93,9 @@ if TYPE_CHECKING:
     from stratagem.state.partition import MaxSize as MaxSize
     from stratagem.state.partition import MinSize as MinSize
     from stratagem.strategies.agreement import Patience as Patience
+    from stratagem.strategies.central_storage import (
+        CentralStorageStrategy as CentralStorageStrategy,
+    )
     from stratagem.strategies.cross_device import (
         CrossDeviceOps as CrossDeviceOps,
     )

@@ -5,30 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 from stratagem.cluster.environment import detect
 from stratagem.cluster.handshake import job_secret
 from stratagem.cluster.spec import Place
 from stratagem.codecs.reducer import wire_type
 from stratagem.errors import ClusterError, UsageError
-from stratagem.rules.stats import Stats
-from stratagem.rules.updates import Asynchronous, Synchronous, Updates
+from stratagem.rules.updates import Asynchronous, Updates
 from stratagem.state.partition import Partitioner
 from stratagem.strategies import devices
 from stratagem.strategies.agreement import Patience
-from stratagem.strategies.parameters.crew import Crew, LocalCluster, current_worker
-from stratagem.strategies.parameters.loop import prepare_served
+from stratagem.strategies.parameters.crew import Crew, LocalCluster
 from stratagem.strategies.parameters.server import Server
-from stratagem.strategies.prepare import Prepared
+from stratagem.strategies.served import ServedStrategy, check_spares
 from stratagem.strategies.settings import Served, Settings
-from stratagem.strategies.strategy import Strategy
 
 
-class ParameterServerStrategy(Strategy):
+class ParameterServerStrategy(ServedStrategy):
     """Centralised parameters: on servers of a cluster, or of one that this process starts.
 
     Args:
@@ -42,8 +37,6 @@ class ParameterServerStrategy(Strategy):
 
     In a ps task of a cluster the strategy serves until the job is done, then ends the script.
     """
-
-    served = True
 
     def __init__(
         self,
@@ -70,67 +63,10 @@ class ParameterServerStrategy(Strategy):
                 serve(place, patience)
                 sys.exit(0)
         crew = Crew(_devices(devices, place, local), place, local, patience)
-        _check_spares(updates, crew.size)
+        check_spares(updates, crew.size)
         served = Served(updates, partitioner, crew.size, _servers(place, local))
         settings = Settings(wire=wire, served=served)
         super().__init__(crew, settings)
-        self.crew = crew
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """How many gradients make one update: the workers without the spares, or one."""
-        assert self.settings.served is not None
-        updates = self.settings.served.updates
-        if isinstance(updates, Synchronous):
-            return self.team.size - updates.spares
-        return 1
-
-    def prepare(self, model: Any, optimizer: Any = None, loader: Any = None, *,
-                loss_reduction: str = "mean") -> Any:  # fmt: skip
-        return _prepare(self, model, optimizer, loader, loss_reduction)
-
-    def stats(self) -> Stats:
-        """The books so far: gradients received, applied, dropped, buffered; ages; waiting."""
-        return self.crew.stats()
-
-    def __reduce__(self) -> Any:
-        return _inside, (self.team.devices, self.settings)
-
-
-class _Inside(Strategy):
-    """The strategy as code on a worker sees it."""
-
-    served = True
-
-    def __init__(self, devices: tuple[str, ...], settings: Settings) -> None:
-        from stratagem.strategies.strategy import _inside as plain
-
-        inner = plain(devices, settings)
-        super().__init__(inner.team, settings)
-
-
-    def prepare(self, model: Any, optimizer: Any = None, loader: Any = None, *,
-                loss_reduction: str = "mean") -> Any:  # fmt: skip
-        return _prepare(self, model, optimizer, loader, loss_reduction)
-
-
-def _prepare(
-    strategy: Strategy, model: Any, optimizer: Any, loader: Any, loss_reduction: str
-) -> Prepared:
-    if not isinstance(model, nn.Module) or optimizer is None:
-        raise UsageError(
-            "with parameter servers prepare takes the model, its optimizer and the loader that is "
-            "trained on: model, optimizer, loader = strategy.prepare(model, optimizer, loader)."
-        )
-    replica = strategy.replica()
-    return prepare_served(
-        current_worker(), replica.device, strategy.settings, model, optimizer, loader,
-        loss_reduction,
-    )  # fmt: skip
-
-
-def _inside(devices: tuple[str, ...], settings: Settings) -> Strategy:
-    return _Inside(devices, settings)
 
 
 def serve(place: Place, patience: Patience | None = None) -> None:
@@ -146,14 +82,6 @@ def _check_place(place: Place) -> None:
             f"the cluster of {place.source} has no ps task, and this strategy keeps the parameters "
             'there; add one: {"worker": ["10.0.0.1:2222"], "ps": ["10.0.0.2:2222"]}, or use '
             "MultiWorkerMirroredStrategy."
-        )
-
-
-def _check_spares(updates: Updates, workers: int) -> None:
-    if isinstance(updates, Synchronous) and updates.spares >= workers:
-        raise UsageError(
-            f"spares={updates.spares} of {workers} workers leaves none to wait for; use fewer "
-            "spares, or more workers."
         )
 
 

@@ -179,7 +179,12 @@ class Strategy:
 
 
 def _inside(devices: tuple[str, ...], settings: Settings) -> Strategy:
-    return Strategy(Team(devices, settings, None, Patience(), inside=True), settings)
+    return Strategy(team_inside(devices, settings), settings)
+
+
+def team_inside(devices: tuple[str, ...], settings: Settings) -> Team:
+    """What code on a replica has for a team: it starts nothing."""
+    return Team(devices, settings, None, Patience(), inside=True)
 
 
 def _with_fresh_share(fn: Callable[..., Any], args: Sequence[Any]) -> Any:

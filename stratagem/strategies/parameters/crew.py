@@ -337,6 +337,8 @@ class Crew:
     def close(self) -> None:
         if os.getpid() == self._owner:
             with self._lock:
+                if self.worker is not None:
+                    self.worker.settle()
                 self._end()
 
 

@@ -1,0 +1,62 @@
+"""Parameters on one device of this machine, computation on others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from stratagem.rules.updates import Synchronous, Updates
+from stratagem.strategies import devices
+from stratagem.strategies.agreement import Patience
+from stratagem.strategies.company import Company
+from stratagem.strategies.parameters.crew import Crew, LocalCluster
+from stratagem.strategies.served import ServedStrategy, check_spares
+from stratagem.strategies.settings import Served, Settings
+from stratagem.strategies.team import Team
+
+
+class CentralStorageStrategy(ServedStrategy):
+    """One set of parameters on one machine.
+
+    Args:
+        compute_devices: those that compute gradients; by default every GPU, else the CPU.
+        parameter_device: where the parameters are kept and updated; by default the CPU, or the
+            GPU if there is just one.
+        updates: `Synchronous(spares=)`, or `Asynchronous(...)`; by default synchronous.
+        patience: how long to wait for a replica.
+
+    CPU replicas that go in step share the parameters' memory, and each updates its own slice of
+    them. Otherwise a server of this machine keeps the parameters, and memory is shared with it.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str | torch.device] | str | None = None,
+        parameter_device: str | torch.device | None = None,
+        *,
+        updates: Updates | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        compute = devices.resolve(compute_devices)
+        (home,) = devices.resolve([_home() if parameter_device is None else parameter_device])
+        updates = Synchronous() if updates is None else updates
+        check_spares(updates, len(compute))
+        patience = patience or Patience()
+        in_step = updates == Synchronous()
+        on_cpu = all(name.startswith("cpu") for name in (*compute, home))
+        team: Company
+        if in_step and (on_cpu or compute == (home,)):
+            settings = Settings()
+            team = Team(compute, settings, None, patience)
+        else:
+            settings = Settings(served=Served(updates, None, len(compute), 1))
+            cluster = LocalCluster(workers=len(compute), ps=1)
+            team = Crew(compute, None, cluster, patience, parameter_device=home)
+        super().__init__(team, settings)
+        self.parameter_device = home
+
+
+def _home() -> str:
+    found = [name for name in devices.present() if not name.startswith("cpu")]
+    return found[0] if len(found) == 1 else "cpu:0"

@@ -1,0 +1,80 @@
+"""What strategies with servers have in common, as a client and as code on a worker sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from stratagem.errors import UsageError
+from stratagem.rules.stats import Stats
+from stratagem.rules.updates import Synchronous, Updates
+from stratagem.strategies.company import Company
+from stratagem.strategies.parameters.crew import Crew, current_worker
+from stratagem.strategies.parameters.loop import prepare_served
+from stratagem.strategies.settings import Settings
+from stratagem.strategies.strategy import Strategy, team_inside
+
+
+class ServedStrategy(Strategy):
+    """Servers keep the parameters wherever `settings.served` is set."""
+
+    def __init__(self, team: Company, settings: Settings) -> None:
+        super().__init__(team, settings)
+        self.served = settings.served is not None
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many gradients make one update: the workers without the spares, or one."""
+        if self.settings.served is None:
+            return self.team.size
+        updates = self.settings.served.updates
+        return self.team.size - updates.spares if isinstance(updates, Synchronous) else 1
+
+    def prepare(
+        self, model: Any, optimizer: Any = None, loader: Any = None, *,
+        loss_reduction: str = "mean",
+    ) -> Any:  # fmt: skip
+        """Distribute one's own loop: `model, optimizer, loader = strategy.prepare(...)`.
+
+        The loader deals out batches to whoever is free; `optimizer.step()` hands the gradients
+        in, and the next batch comes with the newest values.
+        """
+        if self.settings.served is None:
+            return super().prepare(model, optimizer, loader, loss_reduction=loss_reduction)
+        if not isinstance(model, nn.Module) or optimizer is None:
+            raise UsageError(
+                "with parameter servers prepare takes the model, its optimizer and the loader that "
+                "is trained on: model, optimizer, loader = strategy.prepare(model, optimizer, "
+                "loader)."
+            )
+        device = self.replica().device
+        return prepare_served(
+            current_worker(), device, self.settings, model, optimizer, loader, loss_reduction
+        )
+
+    def stats(self) -> Stats:
+        """The books so far: gradients received, applied, dropped, buffered; ages; waiting."""
+        if not isinstance(self.team, Crew):
+            raise UsageError(
+                "there are no books: here every replica's gradient is part of every update. They "
+                "are kept where servers decide: CentralStorageStrategy(updates=...), "
+                "ParameterServerStrategy, on the client."
+            )
+        return self.team.stats()
+
+    def __reduce__(self) -> Any:
+        return _inside, (self.team.devices, self.settings)
+
+
+def _inside(devices: tuple[str, ...], settings: Settings) -> ServedStrategy:
+    return ServedStrategy(team_inside(devices, settings), settings)
+
+
+def check_spares(updates: Updates, workers: int) -> None:
+    """Somebody must be left to wait for."""
+    if isinstance(updates, Synchronous) and updates.spares >= workers:
+        raise UsageError(
+            f"spares={updates.spares} of {workers} workers leaves none to wait for; use fewer "
+            "spares, or more workers."
+        )
