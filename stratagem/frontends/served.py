@@ -182,8 +182,7 @@ class Chief:
         hand.dealer.open(self.worker, number, epoch, job.steps_per_epoch)
         batch = 0
         while True:
-            hand.dealer.fill()
-            work = self.worker.next()
+            work = self.worker.next(hand.dealer.fill)
             if isinstance(work, EpochOver | FitOver):
                 break
             job.callbacks.batch_begin(batch)

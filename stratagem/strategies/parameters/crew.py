@@ -52,6 +52,13 @@ def current_worker() -> Worker:
     return _present
 
 
+def _be(worker: Worker | None) -> Worker | None:
+    """This process is `worker` from now on; returns what it was before."""
+    global _present
+    before, _present = _present, worker
+    return before
+
+
 @dataclass(frozen=True)
 class LocalCluster:
     """A cluster on this machine: this process is its first worker and starts the rest."""
@@ -129,10 +136,11 @@ class Crew:
             return self._replica
 
     def _start(self) -> Replica:
-        global _present
         address = self._address()
         chief = self.place is None or self.place.is_chief
-        self.worker = _present = Worker(self.index, self.name, chief, address, self.patience)
+        self.worker = Worker(self.index, self.name, chief, address, self.patience)
+        if self.place is not None:
+            _be(self.worker)
         if self.cluster is not None:
             for i in range(1, self.cluster.workers):
                 self._hands.append(_Hand(i, f"worker {i}", self._hire(i)))
@@ -189,7 +197,7 @@ class Crew:
                     "nested inside it. Use sg.current_replica() there."
                 )
             replica = self.start()
-            before = set_called(replica)
+            before, worker = set_called(replica), _be(self.worker)
             threads = torch.get_num_threads()
             try:
                 return self._call(function, args, args if sent is None else sent)
@@ -200,6 +208,7 @@ class Crew:
                 raise better from error
             finally:
                 set_called(before)
+                _be(worker)
                 torch.set_num_threads(threads)
 
     def _call(
@@ -318,12 +327,11 @@ class Crew:
                 log.info("the lead did not hear of the failure: %s", problem)
 
     def _end(self) -> None:
-        global _present
         worker, self.worker = self.worker, None
         if worker is not None:
             worker.close()
         if _present is worker:
-            _present = None
+            _be(None)
         for hand in self._hands:
             hand.pool.end()
         for pool in self._servers:
@@ -376,15 +384,15 @@ def _sit_down(
     index: int, size: int, device: str, address: Address, patience: Patience, threads: int
 ) -> None:
     """In a child: be a worker from now on."""
-    global _present
     desk = follower.desk
     assert desk is not None
     logging.basicConfig(format="%(message)s")
     name = f"worker {index}"
     if threads:
         torch.set_num_threads(threads)
-    _present = Worker(index, name, False, address, patience)
-    desk.on_failure = _present.report_failure
+    worker = Worker(index, name, False, address, patience)
+    _be(worker)
+    desk.on_failure = worker.report_failure
     set_called(_replica(index, size, device, name))
 
 

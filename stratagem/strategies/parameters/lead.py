@@ -81,6 +81,8 @@ class Lead:
         self.fit = -1
         self.running = False
         self.epoch = 0
+        #: whether all batches of the epoch have been put up
+        self._dealt = False
         self.failure: ReplicaError | None = None
         self._orders = 0
         self._payloads: dict[tuple[int, int], Tensor] = {}
@@ -165,7 +167,7 @@ class Lead:
         with self.changed:
             books = self._books()
             if told["epoch"] > self.epoch:
-                self.epoch = int(told["epoch"])
+                self.epoch, self._dealt = int(told["epoch"]), False
                 self._tally = Tally()
                 self._reports.clear()
                 self._payloads.clear()
@@ -178,13 +180,19 @@ class Lead:
                         self._payloads[batch, part] = next(parcels)
                     batch += 1
             if told["last"]:
+                self._dealt = True
                 books.close_deck()
                 self._settle()
             self.changed.notify_all()
             return {"left": books.left}
 
-    def next(self, worker: int, epoch: int, have: int) -> tuple[dict[str, Any], list[Tensor]]:
-        """A ticket for the worker together with the newest values; or the end of something."""
+    def next(
+        self, worker: int, epoch: int, have: int, feeds: bool
+    ) -> tuple[dict[str, Any], list[Tensor]]:
+        """A ticket for the worker together with the newest values; or the end of something.
+
+        Who feeds is told when there is nothing left to deal out, instead of waiting for itself.
+        """
         with self.changed:
             begun = time.monotonic()
             while True:
@@ -198,6 +206,8 @@ class Lead:
                         break
                     if books.over:
                         return {"over": self.epoch}, []
+                    if feeds and not self._dealt and not books.left:
+                        return {"hungry": True}, []
                 self.changed.wait(0.5)
             books.waited(worker, time.monotonic() - begun)
             header, body = self.shard.fetch(worker, have, 0)

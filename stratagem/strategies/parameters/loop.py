@@ -45,6 +45,7 @@ def prepare_served(
     model.to(device)
     assert settings.served is not None
     session = Session(worker, model, optimizer, settings.served, wire=settings.wire)
+    session.cancels = False  # a loop of the user's own runs its course
     tickets = TicketLoader(session, loader, device)
     handle = optimizer.register_step_pre_hook(tickets.hand_in)
 
@@ -77,9 +78,7 @@ class TicketLoader:
         self._epoch += 1
         source = self._source() if worker.is_chief else None
         while True:
-            if source is not None:
-                source.fill()
-            work = worker.next()
+            work = worker.next(source.fill if source is not None else None)
             if isinstance(work, FitOver):
                 session.take_last(work)
                 self._over = True

@@ -422,7 +422,8 @@ class Server:
 
     def _next(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None
-        return self.lead.next(guest.worker, frame.header["epoch"], frame.header["have"])
+        told = frame.header
+        return self.lead.next(guest.worker, told["epoch"], told["have"], bool(told["feeds"]))
 
     def _push(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None

@@ -40,6 +40,8 @@ class Session:
         self.number = worker.fits
         worker.fits += 1
         self.over: FitOver | None = None
+        #: whether a gradient that comes too late need not be finished
+        self.cancels = False
         if worker.is_chief:
             self._open(_plan(worker, self.params, optimizer, served, wire, clip_norm, clip_value))
         found = worker.enter(self.number)
@@ -51,7 +53,6 @@ class Session:
             _take(self._beside, beside)
             torch.manual_seed((self.plan.seed + _MIX * worker.index) % 2**63)
         worker.join(self.params)
-        #: whether a gradient that comes too late need not be finished
         self.cancels = isinstance(self.plan.updates, Synchronous) and self.plan.updates.spares > 0
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]

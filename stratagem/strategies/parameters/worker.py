@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,10 @@ from stratagem.strategies.parameters.server import TREE_LIMIT, lost
 from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import Connection, Frame
 from stratagem.wire.tree import decode, encode
+
+
+#: "0" has tensors travel over sockets on one machine, too
+SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,9 @@ class Worker:
             tasks[:1], address.secret, {"hello": "pulse", **hello}, patience.arrive
         )
         self._pulse = PulseThread(beats, patience.answer)
-        here = host_identity()
         #: whether every server can map this process' memory
-        self.near = all(
-            self._call(i, {"t": "host"}).header["host"] == here for i in range(len(tasks))
+        self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and all(
+            self._call(i, {"t": "host"}).header["host"] == hello["host"] for i in range(len(tasks))
         )
         #: how many trainings this process has taken part in
         self.fits = 0
@@ -158,10 +162,17 @@ class Worker:
 
     # --- a step -----------------------------------------------------------------------------
 
-    def next(self) -> Work | EpochOver | FitOver:
-        """Wait for something to do, with the newest values."""
-        frame = self._call(0, {"t": "next", "epoch": self._epoch, "have": self._have[0]})
-        told = frame.header
+    def next(self, feed: Callable[[], None] | None = None) -> Work | EpochOver | FitOver:
+        """Wait for something to do, with the newest values; `feed` puts more batches up."""
+        told: dict[str, Any] = {"hungry": True}
+        while "hungry" in told:
+            if feed is not None:
+                feed()
+            frame = self._call(0, {
+                "t": "next", "epoch": self._epoch, "have": self._have[0],
+                "feeds": feed is not None,
+            })  # fmt: skip
+            told = frame.header
         if "end" in told:
             return FitOver(self._tree(frame))
         if "over" in told:

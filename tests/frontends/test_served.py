@@ -1,0 +1,319 @@
+"""sg.Model and one's own loop on central parameters: every rule, every place, real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import stratagem as sg
+from tests.served_support import PLACES, RULES, apart, close_all, digits, net, strategy
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end() -> Iterator[None]:
+    yield
+    close_all()
+
+
+def model(where: Any = None, optimizer: Any = None, module: nn.Module | None = None) -> sg.Model:
+    made = sg.Model(module or net(), where)
+    made.compile(
+        optimizer or (lambda p: torch.optim.Adam(p, lr=0.01)), "cross_entropy", ["accuracy"]
+    )
+    return made
+
+
+def plain(optimizer: Any, **fit: Any) -> sg.Model:
+    """The same training on one device."""
+    x, y, _, _ = digits()
+    made = model(None, optimizer)
+    torch.manual_seed(5)
+    made.fit(x[:500], y[:500], verbose=0, **fit)
+    return made
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rule", RULES)
+def test_model_learns_the_digits(rule: str, place: str) -> None:
+    x, y, test_x, test_y = digits()
+    where = strategy(place, rule, 3 if rule == "spares" else 2)
+    made = model(where)
+    history = made.fit(x, y, epochs=6, batch_size=50, verbose=0).history
+    assert made.evaluate(test_x, test_y, verbose=0)["accuracy"] >= 0.95
+    assert history["loss"][-1] < history["loss"][0]
+    if where.served:
+        books = where.stats()
+        assert books.received == books.applied + books.dropped + books.buffered
+        assert books.buffered == 0
+        assert sum(history["updates"]) == books.updates
+        parts = 2 if rule in ("synchronous", "spares") else 1
+        assert books.applied == 6 * 28 * parts  # every part of every batch, once
+
+
+def train(where: Any, net: nn.Module, epochs: int) -> tuple[nn.Module, int]:
+    x, y, _, _ = digits()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
+    net, optimizer, loader = where.prepare(net, optimizer, loader)
+    steps = 0
+    for _ in range(epochs):
+        for a, b in loader:
+            F.cross_entropy(net(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return net, steps
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rule", RULES)
+def test_own_loop_learns_the_digits(rule: str, place: str) -> None:
+    _, _, test_x, test_y = digits()
+    where = strategy(place, rule, 3 if rule == "spares" else 2)
+    results = where.run(train, where, net(), 6)
+    for trained, _ in results:
+        assert float((trained(test_x).argmax(1) == test_y).float().mean()) >= 0.95
+        assert apart(trained, results[0][0]) == 0.0  # everybody ends with the same weights
+    if where.served and rule != "spares":
+        parts = 2 if rule == "synchronous" else 1
+        assert sum(steps for _, steps in results) == 6 * 28 * parts
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("place", ["1 ps", "2 ps"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_synchronous_equals_one_device(name: str, place: str) -> None:
+    """Also with batches that do not divide, and a last one smaller than the workers."""
+    x, y, _, _ = digits()
+    where = strategy(place, "synchronous", 3)
+    ours = model(where, OPTIMIZERS[name])
+    torch.manual_seed(5)
+    history = ours.fit(x[:500], y[:500], epochs=2, batch_size=166, verbose=0).history
+    theirs = plain(OPTIMIZERS[name], epochs=2, batch_size=166)
+    assert apart(ours.module, theirs.module) < 2e-5
+    assert theirs.history is not None
+    for key in ("loss", "accuracy"):
+        assert history[key] == pytest.approx(theirs.history.history[key], abs=1e-5)
+    ours_state = ours.optimizer.state_dict()["state"]  # type: ignore[union-attr]
+    for i, state in theirs.optimizer.state_dict()["state"].items():  # type: ignore[union-attr]
+        for key, value in state.items():
+            torch.testing.assert_close(ours_state[i][key], value, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [
+    {"clip_norm": 0.1}, {"clip_value": 0.01}, {"clip_norm": 0.2, "clip_value": 0.05},
+])  # fmt: skip
+def test_clipping_is_of_the_whole_gradient(options: dict[str, float]) -> None:
+    x, y, _, _ = digits()
+    made = []
+    for where in (strategy("2 ps", "synchronous", 3), None):
+        one = sg.Model(net(), where)
+        one.compile(lambda p: torch.optim.SGD(p, lr=0.5), "cross_entropy", **options)  # type: ignore[arg-type]
+        torch.manual_seed(5)
+        one.fit(x[:300], y[:300], epochs=1, batch_size=50, verbose=0)
+        made.append(one)
+    assert apart(made[0].module, made[1].module) < 1e-5
+
+
+POLICIES: dict[str, Any] = {
+    "none": [], "lower rate": [sg.LowerRate()], "drop": [sg.Drop()], "scale": [sg.ScaleDown()],
+    "linear": [sg.ScaleDown(linear=True)], "compensated": [sg.DelayCompensated()],
+    "constant": [sg.DelayCompensated(adaptive=False)], "gap": [sg.GapAware()],
+    "all": [sg.LowerRate(), sg.Drop(), sg.ScaleDown(), sg.DelayCompensated(), sg.GapAware()],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_asynchronous_worker_is_plain_training(name: str) -> None:
+    x, y, _, _ = digits()
+    rule = sg.Asynchronous(staleness=POLICIES[name], warmup=sg.Ramp(steps=5))
+    where = sg.ParameterServerStrategy(sg.LocalCluster(workers=1, ps=1), updates=rule)
+    try:
+        ours = model(where, OPTIMIZERS["momentum"])
+        torch.manual_seed(5)
+        ours.fit(x[:500], y[:500], epochs=1, batch_size=64, verbose=0)
+        theirs = plain(OPTIMIZERS["momentum"], epochs=1, batch_size=64)
+        assert apart(ours.module, theirs.module) == 0.0
+        assert where.stats().staleness == {0: 8}
+    finally:
+        where.close()
+
+
+def test_weighted_losses_are_those_of_one_device() -> None:
+    """What a mean is taken over depends on the targets, and differs between the parts."""
+    x, y, _, _ = digits()
+    y = y[:300].clone()
+    y[:40] = -100  # ignored
+    weight = torch.linspace(0.1, 3.0, 10)
+    made = []
+    for where in (strategy("1 ps", "synchronous", 3), None):
+        one = sg.Model(net(), where)
+        one.compile(lambda p: torch.optim.SGD(p, lr=0.5), nn.CrossEntropyLoss(weight=weight))
+        torch.manual_seed(5)
+        one.fit(x[:300], y, epochs=2, batch_size=50, shuffle=False, verbose=0)
+        made.append(one)
+    assert apart(made[0].module, made[1].module) < 1e-5
+    losses = [one.history.history["loss"] for one in made]  # type: ignore[union-attr]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+class Stream(IterableDataset[Any]):
+    """Examples one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y, _, _ = digits()
+        return iter(zip(x[:200], y[:200], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["loader", "dataset", "stream", "generator", "batches"])
+def test_every_kind_of_data(kind: str) -> None:
+    x, y, _, _ = digits()
+    data = TensorDataset(x[:200], y[:200])
+    batches = [(x[i : i + 30], y[i : i + 30]) for i in range(0, 200, 30)]
+    sources: dict[str, Any] = {
+        "loader": lambda: DataLoader(data, batch_size=30), "dataset": lambda: data,
+        "stream": lambda: DataLoader(Stream(), batch_size=30),
+        "generator": lambda: iter(batches * 2), "batches": lambda: batches,
+    }  # fmt: skip
+    options = {"batch_size": 30} if kind == "dataset" else {}
+    options |= {"steps_per_epoch": 7} if kind == "generator" else {}
+    made = []
+    for where in (strategy("2 ps", "synchronous", 3), None):
+        one = model(where, OPTIMIZERS["sgd"])
+        torch.manual_seed(5)
+        one.fit(sources[kind](), epochs=2, shuffle=False, verbose=0, **options)
+        made.append(one)
+    assert apart(made[0].module, made[1].module) < 1e-5
+
+
+class Halve(sg.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for group in self.model.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+class Zero(sg.callbacks.Callback):
+    """Writes into the weights after the first epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            with torch.no_grad():
+                next(iter(self.model.module.parameters())).mul_(0.5)
+
+
+@pytest.mark.parametrize("callback", [Halve, Zero])
+def test_servers_follow_callbacks(callback: Any) -> None:
+    x, y, _, _ = digits()
+    made = []
+    for where in (strategy("2 ps", "synchronous", 3), None):
+        one = model(where, OPTIMIZERS["momentum"])
+        torch.manual_seed(5)
+        one.fit(x[:300], y[:300], epochs=3, batch_size=50, verbose=0, callbacks=[callback()])
+        made.append(one)
+    assert apart(made[0].module, made[1].module) < 2e-5
+
+
+def test_schedule_by_step_and_early_stop() -> None:
+    x, y, _, _ = digits()
+    where = strategy("1 ps", "asynchronous")
+    one = model(where, OPTIMIZERS["sgd"])
+    stop = sg.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0)
+    rates = sg.callbacks.LearningRateScheduler(lambda step, rate: rate * 0.99, per="step")
+    history = one.fit(x, y, epochs=9, batch_size=50, verbose=0, callbacks=[stop, rates])
+    assert len(history.epoch) == 2
+    assert one.optimizer.param_groups[0]["lr"] < 0.1  # type: ignore[union-attr]
+
+
+def test_saved_on_two_servers_goes_on_with_one(tmp_path: Any) -> None:
+    x, y, _, _ = digits()
+    first = model(strategy("2 ps", "synchronous", 3))
+    torch.manual_seed(5)
+    saver = sg.callbacks.ModelCheckpoint(tmp_path / "m")
+    how: Any = {"epochs": 1, "batch_size": 50, "shuffle": False, "verbose": 0}
+    first.fit(x[:300], y[:300], callbacks=[saver], **how)
+    made = []
+    for where in (strategy("1 ps", "synchronous", 2), None):
+        one = model(where, module=net(9))
+        one.load(tmp_path / "m")
+        assert apart(one.module, first.module) == 0.0
+        one.fit(x[:300], y[:300], **how)
+        made.append(one)
+    assert apart(made[0].module, made[1].module) < 2e-5
+
+
+def test_frozen_and_unused_parameters_stay() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.used = nn.Linear(64, 10)
+            self.unused = nn.Linear(3, 3)
+            self.frozen = nn.Linear(10, 10).requires_grad_(False)
+
+        def forward(self, x: Any) -> Any:
+            return self.frozen(self.used(x))
+
+    x, y, _, _ = digits()
+    made = []
+    for where in (strategy("2 ps", "synchronous", 3), None):
+        one = model(where, OPTIMIZERS["adamw"], Odd())
+        torch.manual_seed(5)
+        one.fit(x[:300], y[:300], epochs=1, batch_size=50, verbose=0)
+        made.append(one)
+    assert apart(made[0].module, made[1].module) < 2e-5
+    assert apart(made[0].module.unused, Odd().unused) == 0.0  # type: ignore[arg-type]
+
+
+def test_wire_in_bfloat16_and_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between machines: nothing in shared memory."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
+    x, y, _, _ = digits()
+    for wire, near in ((None, 2e-5), ("bfloat16", 0.1)):
+        where = sg.ParameterServerStrategy(
+            sg.LocalCluster(workers=2, ps=2), updates=sg.Synchronous(), wire=wire
+        )
+        try:
+            ours = model(where, OPTIMIZERS["sgd"])
+            torch.manual_seed(5)
+            ours.fit(x[:500], y[:500], epochs=2, batch_size=64, verbose=0)
+            theirs = plain(OPTIMIZERS["sgd"], epochs=2, batch_size=64)
+            assert apart(ours.module, theirs.module) < near
+        finally:
+            where.close()
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"accumulate": 2}, "accumulate"), ({"precision": "float16"}, "float16"),
+])  # fmt: skip
+def test_refusals(options: dict[str, Any], words: str) -> None:
+    x, y, _, _ = digits()
+    one = sg.Model(net(), strategy("1 ps", "asynchronous"))
+    one.compile("sgd", "cross_entropy", **options)
+    with pytest.raises(sg.NotDistributable, match=words):
+        one.fit(x, y, verbose=0)
+
+
+def test_own_optimizers_are_refused() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    x, y, _, _ = digits()
+    with pytest.raises(sg.NotDistributable, match="Mine"):
+        model(strategy("1 ps", "asynchronous"), lambda p: Mine(p, lr=0.1)).fit(x, y, verbose=0)
