@@ -299,6 +299,46 @@ def test_wire_in_bfloat16_and_over_sockets(monkeypatch: pytest.MonkeyPatch) -> N
             where.close()
 
 
+class Words(nn.Module):
+    """A table of which a batch touches a few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(5000, 8, sparse=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.table(x).mean(1))
+
+
+@pytest.mark.parametrize("memory", ["1", "0"])
+@pytest.mark.parametrize("rule", [sg.Synchronous(), sg.Asynchronous()], ids=["sync", "async"])
+def test_sparse_gradients_travel_as_rows(
+    rule: Any, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", memory)
+    dice = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 5000, (120, 6), generator=dice)
+    y = torch.randint(0, 3, (120,), generator=dice)
+    workers = 2 if rule == sg.Synchronous() else 1
+    where = sg.ParameterServerStrategy(sg.LocalCluster(workers=workers, ps=2), updates=rule)
+    made = []
+    try:
+        for at in (where, None):
+            one = sg.Model(Words(), at)
+            one.compile(lambda p: torch.optim.SGD(p, lr=0.5), "cross_entropy")
+            one.fit(x, y, epochs=2, batch_size=16, shuffle=False, verbose=0)
+            made.append(one)
+    finally:
+        where.close()
+    assert apart(made[0].module, made[1].module) < 1e-6
+    untouched = torch.ones(5000, dtype=torch.bool)
+    untouched[x.unique()] = False
+    table: Any = made[0].module.table
+    assert torch.equal(table.weight[untouched], Words().table.weight[untouched])
+
+
 @pytest.mark.parametrize(("options", "words"), [
     ({"accumulate": 2}, "accumulate"), ({"precision": "float16"}, "float16"),
 ])  # fmt: skip

@@ -136,10 +136,6 @@ class Memory:
         used = [p.grad is not None for p in self.params]
         return None if all(used) else used
 
-    def travels(self, server: int) -> bool:
-        """Whether a gradient for this server has to be sent."""
-        return self._segment is None or bool(self._rows[server])
-
     def outgoing(self, server: int) -> tuple[list[list[int]], list[Tensor]]:
         """What to send: rows of sparse gradients by piece, and the bytes."""
         rows, self._rows[server] = self._rows[server], []

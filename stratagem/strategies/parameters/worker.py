@@ -30,7 +30,6 @@ from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import Connection, Frame
 from stratagem.wire.tree import decode, encode
 
-
 #: "0" has tensors travel over sockets on one machine, too
 SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
 
@@ -193,31 +192,29 @@ class Worker:
     ) -> bool:  # fmt: skip
         """Hand in the gradients that lie in memory; whether they count."""
         used = self.memory.used()
-        for i in range(1, len(self._servers)):
-            self._send(i, {"t": "stage"}, stage=True)
-        for i in range(1, len(self._servers)):
-            if self.memory.travels(i):
-                self._receive(i)
+        staged = [i for i in range(1, len(self._servers)) if self._stage(i, {"t": "stage"})]
+        for i in staged:
+            self._receive(i)
         header = {
             "t": "push", "serial": ticket.serial, "version": self.version, "weight": weight,
             "notes": [loss, examples], "used": used,
         }  # fmt: skip
         if settings is not None and settings != self._told:
             self._told, header["settings"] = settings, settings
-        self._send(0, header, stage=True)
+        self._stage(0, header)
         answer = self._receive(0).header
         self._after = int(answer["after"])
         return bool(answer["kept"])
 
-    def _send(self, i: int, header: dict[str, Any], *, stage: bool) -> None:
-        body: list[Tensor] = []
-        if stage:
-            rows, body = self.memory.outgoing(i)
-            if rows:
-                header["rows"] = rows
-            if not body and header["t"] == "stage":
-                return
+    def _stage(self, i: int, header: dict[str, Any]) -> bool:
+        """Send a server its part of the gradient, unless that lies in its reach already."""
+        rows, body = self.memory.outgoing(i)
+        if rows:
+            header["rows"] = rows
+        if not body and header["t"] == "stage":
+            return False
         self._write(i, header, body)
+        return True
 
     @property
     def is_late(self) -> bool:
