@@ -37,5 +37,5 @@ class RowVersions:
         parts = [rows for changed, rows in self._recent if changed > version]
         if not parts:
             return self._table[:0]
-        rows: Tensor = torch.unique(torch.cat(parts))  # type: ignore[no-untyped-call]
+        rows: Tensor = torch.unique(torch.cat(parts))
         return rows
