@@ -104,7 +104,10 @@ def test_groups_have_their_own_settings(kind: Any) -> None:
         plain_step(params, optimizer, grads)
         spread.each(grads, lambda store, grad, used: store.apply_one(grad, 1.0, used))
     close(spread.values(), params)
-    assert torch.equal(params[2], parameters()[2])  # in no group: nobody moves it
+    assert torch.equal(params[2], parameters()[2])  # in no group: nobody moves or fetches it
+    changed = {o[d.piece].variable for o, s in zip(spread.own, spread.stores, strict=True)
+               for d in s.changed_since(3)}  # fmt: skip
+    assert changed == {0, 1, 3, 4}
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd momentum", "rmsprop", "adagrad", "nadam"])
@@ -164,15 +167,18 @@ def test_a_rate_holds_for_one_step(name: str, tensor: bool) -> None:
 
 @pytest.mark.parametrize("name", ["asgd", "rprop", "adafactor"])
 def test_a_rate_shortens_the_step_where_it_is_no_multiple(name: str) -> None:
-    params, optimizer, spread = both(SETTINGS[name], 1)
-    for step in range(3):
+    make: Make = SETTINGS[name]
+    if name == "adafactor":  # its rate is bounded, and this one is over the bound
+        make = lambda p: O.Adafactor(p, lr=2.0)  # noqa: E731
+    params, optimizer, spread = both(make, 1)
+    for step, rate in enumerate([1.0, 0.25, 0.5, 1.0]):
         before = [p.detach().clone() for p in params]
         grads = gradients(step)
         plain_step(params, optimizer, grads)
         with torch.no_grad():
             for p, b in zip(params, before, strict=True):
-                p.copy_(b + 0.25 * (p - b))
-        spread.each(grads, lambda store, grad, used: store.apply_one(grad, 1.0, rate=0.25))
+                p.copy_(b + rate * (p - b))
+        spread.each(grads, lambda store, grad, used, r=rate: store.apply_one(grad, 1.0, rate=r))
     close(spread.values(), params)
 
 
