@@ -66,7 +66,8 @@ class Stepper:
     def _give(self, piece: int, group: int, grad: Tensor) -> Tensor | None:
         """Make it the piece's gradient; returns its rows if they are all that will move."""
         tensor = self._pieces[piece][1]
-        grad = grad.to(tensor.dtype)
+        if grad.dtype is not tensor.dtype:
+            grad = grad.to(tensor.dtype)
         if grad.is_sparse and not self._moves_rows_alone(group):
             grad = grad.to_dense()
         tensor.grad = grad

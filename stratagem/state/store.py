@@ -22,8 +22,10 @@ from torch import Tensor
 from stratagem.errors import UsageError
 from stratagem.state.assembly import assemble as assemble
 from stratagem.state.assembly import cut as cut
+from stratagem.state.layout import Layout
 from stratagem.state.partition import Piece
 from stratagem.state.recipe import OptimizerRecipe
+from stratagem.state.row_versions import RowVersions
 from stratagem.state.stepper import Stepper
 from stratagem.state.sums import GradientSum, distance_squared
 
@@ -59,28 +61,26 @@ class Store:
     ) -> None:
         """`pieces` are this server's, in order; `values` is memory to live in."""
         self.pieces, self.lock, self.version = list(pieces), threading.RLock(), 0
-        self._sum = GradientSum(
-            [piece.shape(shapes[piece.variable]) for piece in pieces], dtype, torch.device(device)
-        )
-        self.count = self._sum.count
+        self.layout = Layout([piece.shape(shapes[piece.variable]) for piece in pieces])
+        self.count = self.layout.count
         if values is None:
             values = torch.zeros(self.count, dtype=dtype, device=device)
         elif (
             values.shape != (self.count,) or values.dtype is not dtype
-            or not values.is_contiguous() or values.device.type != self._sum.device.type
+            or not values.is_contiguous() or values.device.type != torch.device(device).type
         ):  # fmt: skip
             raise UsageError(
                 f"the pieces need a flat, contiguous tensor of {self.count} {dtype} on {device}, "
                 f"not {tuple(values.shape)}, {values.dtype} on {values.device}."
             )
-        self.values = values = values.detach()
-        parts = torch.split(values, self._sum.sizes)
-        self.views = [part.view(s) for part, s in zip(parts, self._sum.shapes, strict=True)]
+        self.values = values.detach()
+        self.views = self.layout.views(self.values)
+        self._sum = GradientSum(self.layout, dtype, values.device)
         named = [(p.variable, v) for p, v in zip(pieces, self.views, strict=True)]
         self._stepper = Stepper(recipe, named, self.values) if recipe is not None else None
         #: by piece, the version that last changed all of it, and by row for those sparsely changed
         self._changed = [0] * len(pieces)
-        self._row_versions: dict[int, Tensor] = {}
+        self._row_versions: dict[int, RowVersions] = {}
 
     # --- gradients ----------------------------------------------------------------------------
 
@@ -132,7 +132,8 @@ class Store:
     ) -> None:  # fmt: skip
         """`add` and `apply` of one gradient, in its own memory, which may be changed.
 
-        Rows that wait are applied with it.
+        (Gradients of another type, or of many small pieces, are copied after all.) Rows that
+        wait are applied with it.
         """
         with self.lock:
             stepper = self._optimizer()
@@ -147,7 +148,7 @@ class Store:
             if rows is None:
                 self._changed[i] = self.version
             else:
-                self._versions_of_rows(i)[rows] = self.version
+                self._rows_of(i).note(self.version, rows)
 
     def _optimizer(self) -> Stepper:
         if self._stepper is None:
@@ -155,13 +156,12 @@ class Store:
         return self._stepper
 
     def _refuse_dense(self, used: Sequence[bool] | None) -> None:
-        if self._stepper is not None and self._stepper.rows_only:
-            flags = [True] * len(self.pieces) if used is None else used
-            if any(flags):
-                raise UsageError(
-                    "SparseAdam takes sparse gradients only, as torch's does: make the layer with "
-                    "sparse=True, or give its parameters to another optimizer."
-                )
+        rows_only = self._stepper is not None and self._stepper.rows_only
+        if rows_only and any(self.layout.flags(used)):
+            raise UsageError(
+                "SparseAdam takes sparse gradients only, as torch's does: make the layer with "
+                "sparse=True, or give its parameters to another optimizer."
+            )
 
     # --- what a worker must get -----------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Store:
                 if changed > version or version > self.version:
                     deltas.append(Delta(i))
                 elif i in self._row_versions:
-                    rows = (self._row_versions[i] > version).nonzero().flatten()
+                    rows = self._row_versions[i].since(version)
                     if len(rows):
                         deltas.append(Delta(i, rows if self._worth(i, len(rows)) else None))
             return deltas
@@ -186,14 +186,13 @@ class Store:
 
     def _worth(self, piece: int, rows: int) -> bool:
         """Whether rows with their numbers are fewer bytes than the piece."""
-        whole = self._sum.sizes[piece] * self.values.element_size()
-        return rows * (8 + whole // self._sum.shapes[piece][0]) < whole
+        whole = self.layout.sizes[piece] * self.values.element_size()
+        return rows * (8 + whole // self.layout.shapes[piece][0]) < whole
 
-    def _versions_of_rows(self, piece: int) -> Tensor:
+    def _rows_of(self, piece: int) -> RowVersions:
         if piece not in self._row_versions:
-            rows = self._sum.shapes[piece][0]
-            table = torch.zeros(rows, dtype=torch.int64, device=self.values.device)
-            self._row_versions[piece] = table
+            rows = self.layout.shapes[piece][0]
+            self._row_versions[piece] = RowVersions(rows, self.values.device)
         return self._row_versions[piece]
 
     # --- settings and copies ----------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import UsageError
+from stratagem.state import sums
 from stratagem.state.partition import Piece
 from stratagem.state.recipe import describe
 from stratagem.state.store import Store
@@ -39,6 +40,14 @@ SETTINGS: dict[str, Callable[..., Any]] = {
     "rprop": lambda p: O.Rprop(p, lr=0.1),
     "adafactor": lambda p: O.Adafactor(p, lr=0.1),
 }
+
+
+@pytest.fixture(autouse=True)
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces here are small; treat them as the large ones that matter."""
+    monkeypatch.setattr(sums, "_SMALL", 0)
+
+
 EACH = pytest.mark.parametrize("make", SETTINGS.values(), ids=SETTINGS.keys())
 
 
@@ -95,7 +104,10 @@ def test_groups_have_their_own_settings(kind: Any) -> None:
         plain_step(params, optimizer, grads)
         spread.each(grads, lambda store, grad, used: store.apply_one(grad, 1.0, used))
     close(spread.values(), params)
-    assert torch.equal(params[2], parameters()[2])  # in no group: nobody moves it
+    assert torch.equal(params[2], parameters()[2])  # in no group: nobody moves or fetches it
+    changed = {o[d.piece].variable for o, s in zip(spread.own, spread.stores, strict=True)
+               for d in s.changed_since(3)}  # fmt: skip
+    assert changed == {0, 1, 3, 4}
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd momentum", "rmsprop", "adagrad", "nadam"])
@@ -155,15 +167,18 @@ def test_a_rate_holds_for_one_step(name: str, tensor: bool) -> None:
 
 @pytest.mark.parametrize("name", ["asgd", "rprop", "adafactor"])
 def test_a_rate_shortens_the_step_where_it_is_no_multiple(name: str) -> None:
-    params, optimizer, spread = both(SETTINGS[name], 1)
-    for step in range(3):
+    make: Make = SETTINGS[name]
+    if name == "adafactor":  # its rate is bounded, and this one is over the bound
+        make = lambda p: O.Adafactor(p, lr=2.0)  # noqa: E731
+    params, optimizer, spread = both(make, 1)
+    for step, rate in enumerate([1.0, 0.25, 0.5, 1.0]):
         before = [p.detach().clone() for p in params]
         grads = gradients(step)
         plain_step(params, optimizer, grads)
         with torch.no_grad():
             for p, b in zip(params, before, strict=True):
-                p.copy_(b + 0.25 * (p - b))
-        spread.each(grads, lambda store, grad, used: store.apply_one(grad, 1.0, rate=0.25))
+                p.copy_(b + rate * (p - b))
+        spread.each(grads, lambda store, grad, used, r=rate: store.apply_one(grad, 1.0, rate=r))
     close(spread.values(), params)
 
 
@@ -183,6 +198,17 @@ def test_settings_change_on_the_way() -> None:
     assert spread.stores[0]._stepper.optimizer.param_groups[0]["fused"]  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="2 groups"):
         spread.stores[0].set_settings([{}, {}])
+
+
+def test_small_pieces_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "_SMALL", 1 << 13)
+    params, optimizer, spread = both(SETTINGS["adam"], 2)
+    for step in range(3):
+        grads = gradients(step, unused=[step])
+        plain_step(params, optimizer, grads)
+        spread.each(grads, lambda store, g, used: store.apply_one(2 * g, 0.5, used))
+    close(spread.values(), params)
+    assert all(store.norm_squared(1.0) == 0 for store in spread.stores)
 
 
 @pytest.mark.parametrize("shards", [2, 7])
@@ -261,7 +287,7 @@ def one_store(make: Make, *shapes: tuple[int, ...], values: Tensor | None = None
 
 @EACH
 def test_lives_in_the_memory_given(make: Make) -> None:
-    home = torch.zeros(8).share_memory_()
+    home = torch.zeros(24).share_memory_()[8:16]
     store = one_store(make, (3, 2), (), (1,), values=home)
     store.restore(torch.arange(8.0), None)
     for step in range(3):
@@ -283,34 +309,45 @@ def test_memory_of_the_wrong_kind_is_refused() -> None:
             one_store(SETTINGS["sgd"], (8,), values=wrong)
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd momentum", "rmsprop"])
+class Memory(bytearray):
+    """Somebody else's memory, of which we see when nobody holds it any more."""
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd momentum", "adam", "rmsprop"])
 def test_a_gradient_is_let_go(name: str) -> None:
     """It may lie in shared memory that is about to be taken down; nothing may point at it."""
     store = one_store(SETTINGS[name], (3, 2), (2,))
-    grad = torch.ones(8)
-    gone = weakref.ref(grad.untyped_storage())
+    memory = Memory(32)
+    gone = weakref.ref(memory)
+    grad = torch.frombuffer(memory, dtype=torch.float32)
+    del memory
+    assert gone() is not None
     store.apply_one(grad, 0.5)
-    pointer = grad.data_ptr()
-    for state in store._stepper.optimizer.state.values():  # type: ignore[union-attr]
-        for value in state.values():
-            assert not isinstance(value, Tensor) or value.data_ptr() != pointer
     assert all(view.grad is None for view in store.views)
     del grad
     assert gone() is None
 
 
 def test_one_push_alone_takes_no_memory_for_a_sum() -> None:
-    store = one_store(SETTINGS["sgd"], (3, 2), (2,))
-    grad = torch.ones(8)
+    store = one_store(SETTINGS["sgd"], (10_000, 2), (20_000,))
+    grad = torch.ones(40_000)
     store.apply_one(grad, 0.5)
-    assert store._sum._flat is None
-    assert grad.tolist() == [0.5] * 8  # scaled where it lies
+    assert store._sum._memory is None
+    assert grad.unique().tolist() == [0.5]  # scaled where it lies
+
+
+def test_a_gradient_may_begin_anywhere_in_its_memory() -> None:
+    store = one_store(lambda p: O.SGD(p, lr=1.0), (2, 2), (3,))
+    store.apply_one(torch.arange(20.0)[5:12], 1.0)
+    assert store.values.tolist() == [-5, -6, -7, -8, -9, -10, -11]
+    store.apply_one(torch.arange(14.0)[::2], 1.0)
+    assert store.values.tolist() == [-5, -8, -11, -14, -17, -20, -23]
 
 
 def test_an_empty_sum_is_written_not_cleared() -> None:
     """Rubbish in the sum's memory, NaN say, must not reach anybody."""
     store = one_store(lambda p: O.SGD(p, lr=1.0), (3,), (2,), (4,))
-    store._sum._memory().fill_(torch.nan)
+    store._sum.flat.fill_(torch.nan)
     store.add(torch.ones(9), 2.0, [True, False, True])
     store.add(torch.ones(9), 1.0, [True, True, False])
     assert store.norm_squared(2.0) == 4 * (3 * 9 + 2 * 1 + 4 * 4)
@@ -355,7 +392,7 @@ def test_norms_and_distances() -> None:
 def test_a_large_norm_is_exact_enough() -> None:
     store = one_store(SETTINGS["sgd"], (300_000,))
     store.add(torch.full((300_000,), 0.1), 1.0)
-    assert store.norm_squared(1.0) == pytest.approx(3000.0, rel=1e-7)
+    assert store.norm_squared(1.0) == pytest.approx(3000.0, rel=2e-6)
 
 
 def test_what_changed() -> None:

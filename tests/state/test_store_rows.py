@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stratagem.errors import UsageError
+from stratagem.state import row_versions
 from stratagem.state.partition import Piece
 from stratagem.state.recipe import describe
 from stratagem.state.store import Store
@@ -104,9 +105,19 @@ def test_many_rows_travel_as_the_whole() -> None:
     assert delta.rows is None  # 7 rows and their numbers are more bytes than 8 rows
 
 
+@pytest.mark.parametrize("recent", [0, 2])
+@settings(deadline=None, max_examples=50)  # a busy machine is no failure
 @given(st.lists(st.lists(st.integers(0, 19), max_size=4), min_size=1, max_size=8), st.data())
-def test_who_takes_what_changed_is_current(steps: list[list[int]], data: st.DataObject) -> None:
+def test_who_takes_what_changed_is_current(
+    recent: int, steps: list[list[int]], data: st.DataObject
+) -> None:
     """A worker that fetches now and then, and rows alone where it may, has what the store has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_versions, "_RECENT", recent)
+        fetch_now_and_then(steps, data)
+
+
+def fetch_now_and_then(steps: list[list[int]], data: st.DataObject) -> None:
     store = one(O.Adagrad, (20, 8), (3,))
     mine, version = store.values.clone(), 0
     for number, rows in enumerate(steps):

@@ -98,8 +98,11 @@ def test_sparse_state_of_pieces_that_were_never_used() -> None:
     spread.stores[1].add_rows(0, torch.tensor([1]), torch.ones(1, 2), 1.0)
     for store in spread.stores:
         store.apply(1.0)
+    for store in spread.stores[:2]:
+        store.add_rows(0, torch.empty(0, dtype=torch.int64), torch.empty(0, 2), 1.0)
+        store.apply(1.0)
     (state,) = spread.state_dict()["state"].values()
-    assert state["step"] == 1
+    assert state["step"] == 2
     assert state["exp_avg"].any(1).tolist() == [False, False, False, True, False, False]
     again = Servers(params, O.SparseAdam(params), 2)
     again.load(spread.states())
