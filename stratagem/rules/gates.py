@@ -59,9 +59,10 @@ class AllOf(Gate):
 class FirstOf(Gate):
     """The first N = workers - spares; the rest of the step is not waited for.
 
-    A member's first ticket at a version is given out to max(N, members); further ones only if the
-    members that had none cannot make up N. When a closed deck runs empty, at most `spares` idle
-    members do a second time what others have in hand: one that stands still cannot stop the epoch.
+    N + spares tickets are given out at a version, one to a member; when some are missing, those
+    who are here draw theirs too. When a closed deck runs empty, at most `spares` idle members do
+    a second time what others have in hand. So as long as no more than `spares` members stand
+    still, and one does not, the epoch goes on to its end.
 
     workers: how many are expected; 0: as many as are here.
     """
@@ -82,11 +83,13 @@ class FirstOf(Gate):
     def admits(self, table: Table, member: Member) -> bool:
         if self.opens(table):
             return False
-        number, members = self.number(table), len(table.crew)
+        members = len(table.crew)
         given = len(table.hands) + len(table.kept)
+        wanted = self.number(table) + self.spares
         if member.stamp != table.version:
-            return given < max(number, members)
-        return given + members - table.served < number
+            return given < max(wanted, members)
+        # one that had its ticket leaves enough for those who had none
+        return given + members - table.served < wanted
 
     def opens(self, table: Table) -> bool:
         return _enough(table, self.number(table))
