@@ -15,7 +15,7 @@ import pytest
 
 from stratagem.errors import HandshakeError
 from stratagem.wire.frames import Frame, WireError
-from stratagem.wire.tcp import connect
+from stratagem.wire.tcp import Connection, connect
 from tests.wire.wire_pairs import (
     KINDS,
     SECRET,
@@ -35,12 +35,15 @@ def descriptors() -> int:
 
 
 def test_no_descriptor_and_no_thread_is_left(kind: str) -> None:
+    kept: list[Connection] = []  # so that it is close() that gives the descriptors back
+
     def once() -> None:
         with listening(kind) as (listener, arrived):
             with call(kind, listener.address) as client, arrived.get(timeout=5) as server:
                 client.send({}, [noise(10)])
                 server.receive()
                 server.skip(10)
+                kept.extend((client, server))
             with pytest.raises(HandshakeError):
                 call(kind, listener.address, b"another")
             with pytest.raises(HandshakeError):
@@ -52,6 +55,7 @@ def test_no_descriptor_and_no_thread_is_left(kind: str) -> None:
             with pytest.raises(WireError):
                 end.receive()
             assert ended(bad)
+            kept.extend((bad, end))
 
     if kind == "unix":
         pytest.skip("there is no TLS to mix up")
@@ -84,54 +88,66 @@ def test_a_connection_outlives_its_listener(kind: str) -> None:
         assert server.receive() == Frame({"a": 1}, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_forked_child_keeps_no_connection_open(kind: str) -> None:
-    """The parent is killed, its child lives on: the peer notices the death at once."""
-    code = (
-        "import json, os, sys, time\n"
-        "from stratagem.wire.frames import WireError\n"
-        "from stratagem.wire.tcp import connect, Listener, local_address\n"
-        "c = connect(sys.argv[1], b's' * 32, limit=5, tls=sys.argv[2] == 'tls' or None)\n"
-        "door = Listener(local_address(), b's' * 32, 'x', print)\n"
-        "c._sending.acquire()\n"  # as if a thread were sending at the time of the fork
-        "if (pid := os.fork()) == 0:\n"
-        "    try:\n"
-        "        c.send({})\n"
-        "        said = 'sent'\n"
-        "    except WireError as problem:\n"
-        "        said = str(problem)\n"
-        "    c.close(); door.close()\n"
-        "    left = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')\n"
-        "            if os.path.islink(f'/proc/self/fd/{fd}')]\n"
-        "    sockets = sum(name.startswith('socket:') for name in left)\n"
-        "    print(json.dumps([os.getpid(), said, c.receive(), sockets]), flush=True)\n"
-        "    time.sleep(60)\n"
-        "c._sending.release()\n"
-        "c.send({'child': pid})\n"
-        "time.sleep(60)\n"
-    )
-    with listening(kind) as (listener, arrived):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, listener.address, kind], stdout=subprocess.PIPE
-        )
+CHILD = """
+import json, os, sys, time
+from stratagem.wire.frames import WireError
+from stratagem.wire.tcp import Listener, connect, local_address
+
+SECRET = b"s" * 32
+ends = [connect(address, SECRET, limit=5, tls=kind == "tls" or None)
+        for kind, address in zip(sys.argv[1::2], sys.argv[2::2])]
+door = Listener(local_address(), SECRET, "x", print)
+locks = [lock for end in ends for lock in (end._sending, end._gate)] + [door._lock]
+for lock in locks:  # as if other threads were busy at the time of the fork
+    lock.acquire()
+pid = os.fork()
+if pid == 0:
+    said = []
+    for end in ends:
+        try:
+            end.send({})
+        except WireError as problem:
+            said.append(str(problem))
+        assert end.receive() is None and end.readable()
+        end.close()
+    door.close()
+    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+             if os.path.islink(f"/proc/self/fd/{fd}")]
+    left = [name for name in names if name.startswith("socket:")]
+    print(json.dumps([said, left]), flush=True)
+    time.sleep(60)
+for lock in locks:
+    lock.release()
+for end in ends:
+    end.send({"child": pid})
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_keeps_no_connection_open() -> None:
+    """The parent is killed, its child lives on: the peers notice the death at once."""
+    with listening("tcp") as tcp, listening("unix") as unix, listening("tls") as tls:
+        doors = dict(zip(KINDS, (tcp, unix, tls), strict=True))
+        places = [word for kind, (door, _) in doors.items() for word in (kind, door.address)]
+        process = subprocess.Popen([sys.executable, "-c", CHILD, *places], stdout=subprocess.PIPE)
+        assert process.stdout is not None
         child = 0
         try:
-            with arrived.get(timeout=20) as server:
-                frame = server.receive()
+            ends = [arrived.get(timeout=20) for _, arrived in doors.values()]
+            for end in ends:
+                frame = end.receive()
                 assert frame is not None  # the parent's connection works after the fork
-                assert process.stdout is not None
-                child, said, received, sockets = json.loads(process.stdout.readline())
-                assert child == frame.header["child"]
-                assert "closed by this side" in said and received is None
-                assert sockets == 0
-                assert not server.readable()
-                process.kill()
-                assert server.readable(2)
-                assert server.receive() is None
+                child = frame.header["child"]
+            said, left = json.loads(process.stdout.readline())
+            assert len(said) == 3 and all("closed by this side" in text for text in said)
+            assert left == []
+            assert not any(end.readable() for end in ends)
+            process.kill()
+            for end in ends:
+                assert end.readable(2) and end.receive() is None
         finally:
             process.kill()
             process.wait()
             if child:
                 os.kill(child, signal.SIGKILL)
-            assert process.stdout is not None
             process.stdout.close()
