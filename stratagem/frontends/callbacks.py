@@ -98,6 +98,11 @@ class CallbackList:
         return any(c.reads_optimizer_state for c in self.callbacks)
 
     @property
+    def model(self) -> Any:
+        """Whose training this is; None where there are no callbacks."""
+        return self._model
+
+    @property
     def stop(self) -> bool:
         return self._model is not None and bool(self._model.stop_training)
 
@@ -247,19 +252,39 @@ class EarlyStopping(Callback):
 
 
 class ModelCheckpoint(Callback):
-    """Save after each epoch, or after each that is the best so far.
+    """Save after each epoch, or after each that is the best so far; or every so many batches.
 
-    `path` may hold `{epoch}` and any log: "runs/{epoch:02d}-{val_loss:.3f}".
+    `path` may hold `{epoch}` and any log: "runs/{epoch:02d}-{val_loss:.3f}"; with `every_steps`,
+    `{step}`: "runs/{step}". With parameter servers a step is a batch of the chief's own, and what
+    is saved is one version of all parameters, while the other workers go on.
     """
 
     reads_optimizer_state = True
 
     def __init__(
         self, path: str | Path, *, monitor: str = "val_loss", save_best_only: bool = False,
-        mode: str = "auto",
+        mode: str = "auto", every_steps: int | None = None,
     ) -> None:  # fmt: skip
+        if every_steps is not None and (every_steps < 1 or save_best_only):
+            raise UsageError(
+                f"every_steps={every_steps}: it is 1 or more, and without save_best_only, which "
+                "looks at the logs of whole epochs."
+            )
         self.path = str(path)
         self.best = _Best(monitor, mode) if save_best_only else None
+        self._steps = 0
+        if every_steps is not None:
+            self.every_steps = every_steps
+            self.on_epoch_end = self._nothing  # type: ignore[method-assign]
+            self.on_train_batch_end = self._by_step  # type: ignore[method-assign]
+
+    def _nothing(self, epoch: int, logs: Logs | None = None) -> None:
+        return None
+
+    def _by_step(self, batch: int, logs: Logs | None = None) -> None:
+        self._steps += 1
+        if self._steps % self.every_steps == 0:
+            self.model.save(self.path.format(step=self._steps))
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self.best is None or self.best.improved(logs or {}):

@@ -60,6 +60,12 @@ class Feed(Protocol):
     def agree(self, replica: Replica) -> None:
         """Settle with the other processes what each drew by itself. Collective."""
 
+    def dice(self) -> int | None:
+        """What this process drew by itself and others must know."""
+
+    def take_dice(self, drawn: int | None) -> None:
+        """Take over what the chief drew."""
+
 
 @dataclass
 class ArrayFeed:
@@ -110,6 +116,13 @@ class ArrayFeed:
     def agree(self, replica: Replica) -> None:
         self.seed = broadcast_tree(replica.collective, self.seed)
 
+    def dice(self) -> int | None:
+        return self.seed
+
+    def take_dice(self, drawn: int | None) -> None:
+        assert drawn is not None
+        self.seed = drawn
+
     def _order(self, epoch: int) -> Tensor | None:
         """The same permutation whatever the number of replicas."""
         if not self.shuffle:
@@ -153,6 +166,12 @@ class LoaderFeed:
     def agree(self, replica: Replica) -> None:
         """Only the chief draws: there is nothing to settle."""
 
+    def dice(self) -> int | None:
+        return None
+
+    def take_dice(self, drawn: int | None) -> None:
+        return None
+
 
 @dataclass
 class StreamFeed:
@@ -178,6 +197,12 @@ class StreamFeed:
 
     def agree(self, replica: Replica) -> None:
         """Only the chief reads: there is nothing to settle."""
+
+    def dice(self) -> int | None:
+        return None
+
+    def take_dice(self, drawn: int | None) -> None:
+        return None
 
 
 def check_enough(source: Feed, drawn: int, asked: int | None, epoch: int) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
-from stratagem.frontends import loop, losses, served
+from stratagem.frontends import evaluator, loop, losses, served
 from stratagem.frontends.callbacks import Callback, CallbackList, History
 from stratagem.frontends.feeds import Feed, feed, in_batches, unpack
 from stratagem.frontends.meter import Meter, Verbosity, check_verbose
@@ -49,6 +49,8 @@ class Model:
         self.stop_training = False
         self._recipe: Recipe | None = None
         self._fits = 0
+        #: brings what is kept elsewhere up to date here, before it is saved in mid-training
+        self.bring_home: Callable[[], int] | None = None
 
     def compile(
         self,
@@ -116,6 +118,10 @@ class Model:
         """
         recipe, optimizer = self._compiled("fit")
         check_verbose(verbose)
+        audience = getattr(self.strategy, "audience", None)
+        if audience is not None:
+            self.history = self._attend(audience.over, callbacks, validation_data, batch_size)
+            return self.history
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise UsageError(f"steps_per_epoch is {steps_per_epoch}; it must be 1 or more.")
         source = feed(
@@ -144,6 +150,23 @@ class Model:
             if bar is not None:
                 bar.close()
         return self.history
+
+    def _attend(
+        self, over: Callable[[], bool], callbacks: Sequence[Callback], validation: Any,
+        batch_size: int | None,
+    ) -> History:  # fmt: skip
+        """As the evaluator: look at every checkpoint."""
+
+        def evaluate() -> dict[str, float]:
+            source = self._validation(validation, batch_size)
+            assert source is not None
+            recipe, _ = self._compiled("fit")
+            results: dict[str, float] = self._everywhere(
+                loop.evaluate, loop.Evaluation(self.module, recipe, source)
+            )
+            return results
+
+        return evaluator.watch(self, callbacks, validation, evaluate, over)
 
     def evaluate(
         self, x: Any, y: Any = None, *, batch_size: int | None = None, sample_weight: Any = None,
@@ -185,7 +208,9 @@ class Model:
         """
         if not self.strategy.is_chief:
             return checkpoint.paths(path)[0]
-        progress = {"history": dict(self.history.history) if self.history else {}}
+        progress: dict[str, Any] = {"history": dict(self.history.history) if self.history else {}}
+        if self.bring_home is not None:
+            progress["updates"] = self.bring_home()
         return checkpoint.save(path, self.module, self.optimizer, progress)
 
     def load(self, path: str | os.PathLike[str]) -> None:

@@ -36,10 +36,12 @@ def fit(job: Fit) -> None:
     session = Session(
         current_worker(), job.module, job.optimizer, served, wire=job.settings.wire,
         clip_norm=job.recipe.clip_norm, clip_value=job.recipe.clip_value,
+        told=job.feed.dice(),
     )  # fmt: skip
     if session.over is not None:
         _believe(job, session, session.over)
         return
+    job.feed.take_dice(session.told)
     hand = Hand(job, session, replica)
     if session.worker.is_chief:
         Chief(job, hand).lead()
@@ -162,19 +164,35 @@ class Chief:
         self.job, self.hand, self.worker, self.session = job, hand, hand.worker, hand.session
         self._told: list[Any] = []
         self._before: dict[str, float] = {}
+        #: the version that was brought home after an epoch
+        self._home: int | None = None
 
     def lead(self) -> None:
         job = self.job
-        job.callbacks.train_begin()
-        for number, epoch in enumerate(job.epochs, 1):
-            if self._epoch(number, epoch):
-                break
-        self.session.end(self._told)
+        model = job.callbacks.model
+        model.bring_home = self._bring_home
+        try:
+            job.callbacks.train_begin()
+            for number, epoch in enumerate(job.epochs, 1):
+                if self._epoch(number, epoch):
+                    break
+            self.session.end(self._told)
+        finally:
+            model.bring_home = None
         job.callbacks.train_end()
+
+    def _bring_home(self) -> int:
+        """One version of everything into the user's own objects, while the others go on."""
+        if self._home is not None:
+            return self._home  # nobody has trained since
+        version = self.session.read_state()
+        self.job.callbacks.settle()
+        return version
 
     def _epoch(self, number: int, epoch: int) -> bool:
         """One pass over the data; returns whether to stop."""
         job, hand = self.job, self.hand
+        self._home = None
         hand.begin()
         job.callbacks.epoch_begin(epoch)
         self._follow_callbacks()
@@ -199,7 +217,7 @@ class Chief:
             return True
         logs = self._logs(time.perf_counter() - started)
         if job.wants_state:
-            self.session.read_state()
+            self._home = self._bring_home()
         else:
             self.worker.refresh()
         if job.validation is not None:

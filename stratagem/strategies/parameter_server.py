@@ -17,10 +17,12 @@ from stratagem.rules.updates import Asynchronous, Updates
 from stratagem.state.partition import Partitioner
 from stratagem.strategies import devices
 from stratagem.strategies.agreement import Patience
+from stratagem.strategies.parameters.audience import Audience
 from stratagem.strategies.parameters.crew import Crew, LocalCluster
 from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.served import ServedStrategy, check_spares
 from stratagem.strategies.settings import Served, Settings
+from stratagem.strategies.team import Team
 
 
 class ParameterServerStrategy(ServedStrategy):
@@ -35,7 +37,8 @@ class ParameterServerStrategy(ServedStrategy):
         devices: those of the workers; by default every GPU, else the CPU.
         patience: how long to wait for tasks.
 
-    In a ps task of a cluster the strategy serves until the job is done, then ends the script.
+    In a ps task of a cluster the strategy serves until the job is done, then ends the script. In
+    the evaluator task `fit` evaluates every checkpoint that the chief writes.
     """
 
     def __init__(
@@ -62,6 +65,12 @@ class ParameterServerStrategy(ServedStrategy):
             if place.task.type == "ps":
                 serve(place, patience)
                 sys.exit(0)
+            if place.task.type == "evaluator":
+                settings = Settings()
+                super().__init__(Team(_devices(devices, place, None)[:1], settings, None, patience),
+                                 settings)  # fmt: skip
+                self.audience = Audience(place, patience)
+                return
         crew = Crew(_devices(devices, place, local), place, local, patience)
         check_spares(updates, crew.size)
         served = Served(updates, partitioner, crew.size, _servers(place, local))

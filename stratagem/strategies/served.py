@@ -10,6 +10,7 @@ from stratagem.errors import UsageError
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
 from stratagem.strategies.company import Company
+from stratagem.strategies.parameters.audience import Audience
 from stratagem.strategies.parameters.crew import Crew, current_worker
 from stratagem.strategies.parameters.loop import prepare_served
 from stratagem.strategies.settings import Settings
@@ -22,6 +23,19 @@ class ServedStrategy(Strategy):
     def __init__(self, team: Company, settings: Settings) -> None:
         super().__init__(team, settings)
         self.served = settings.served is not None
+        #: set in the evaluator task: it takes no part in the training
+        self.audience: Audience | None = None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process, or inside `run` this worker, writes checkpoints and logs."""
+        return self.audience is None and super().is_chief
+
+    def close(self) -> None:
+        """End what this strategy started, and leave the cluster."""
+        if self.audience is not None:
+            self.audience.close()
+        super().close()
 
     @property
     def num_replicas_in_sync(self) -> int:

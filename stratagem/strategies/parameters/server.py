@@ -161,6 +161,7 @@ class Server:
         )  # fmt: skip
         serve = {
             "worker": self._work, "pulse": self._beat, "lead": self._follow, "visitor": self._show,
+            "audience": self._let_watch,
         }.get(guest.role)  # fmt: skip
         if serve is None:
             raise UsageError(f"{connection.peer} says that it is a {guest.role!r}")
@@ -219,6 +220,11 @@ class Server:
             self.lead.fail(failure)
             self._tell_pulses({"failed": str(failure), "who": failure.who})
         self._ending = time.monotonic()
+
+    def _let_watch(self, guest: Guest) -> None:
+        """The evaluator stays until the job is over: the end of the connection tells it."""
+        while guest.connection.receive() is not None:
+            continue
 
     def _show(self, guest: Guest) -> None:
         """Somebody wants to see the books."""

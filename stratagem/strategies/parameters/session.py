@@ -31,7 +31,10 @@ class Session:
     def __init__(
         self, worker: Worker, module: nn.Module, optimizer: Optimizer, served: Served, *,
         wire: str | None = None, clip_norm: float | None = None, clip_value: float | None = None,
+        told: Any = None,
     ) -> None:  # fmt: skip
+        """`told` is what the chief tells the others besides: they find it there afterwards."""
+        self.told = told
         self.worker, self.module, self.optimizer = worker, module, optimizer
         self.params = [p for p in module.parameters() if p.requires_grad]
         if not self.params:
@@ -50,7 +53,8 @@ class Session:
             return
         self.plan, beside = found
         if not worker.is_chief:
-            _take(self._beside, beside)
+            self.told = beside[0]
+            _take(self._beside, beside[1])
             torch.manual_seed((self.plan.seed + _MIX * worker.index) % 2**63)
         worker.join(self.params)
         self.cancels = isinstance(self.plan.updates, Synchronous) and self.plan.updates.spares > 0
@@ -67,7 +71,7 @@ class Session:
                 assembly.cut(whole, [e.piece for e in extents], plan.shapes)
                 for extents in plan.layout.extents
             ]
-        beside = [t.detach() for t in self._beside]
+        beside = [self.told, [t.detach() for t in self._beside]]
         self.worker.open(self.number, plan, self.params, states, beside)
 
     def _hook(self, index: int) -> Any:
