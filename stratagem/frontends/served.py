@@ -80,6 +80,7 @@ class Hand:
         self._solo = Solo(job.module, job.optimizer, job.recipe, replica)
         self._proof = Proof(job.recipe.loss, replica) if session.plan.parts > 1 else None
         self.handed_in = 0
+        self._epoch = 0
         self.begin()
 
     def begin(self) -> None:
@@ -104,6 +105,10 @@ class Hand:
 
     def do(self, work: Work) -> bool:
         """One ticket; whether its gradient counted."""
+        if work.epoch != self._epoch:
+            if self._epoch and not self.worker.is_chief:
+                self.begin()  # it was absent when the last one ended
+            self._epoch = work.epoch
         portion = self.dealer.portion(work, self.job.epochs.start, self.replica.device)
         try:
             loss, weight, output, y = self._gradients(portion)

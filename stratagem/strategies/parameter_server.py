@@ -12,7 +12,7 @@ from stratagem.cluster.environment import detect
 from stratagem.cluster.handshake import job_secret
 from stratagem.cluster.spec import Place
 from stratagem.codecs.reducer import wire_type
-from stratagem.errors import ClusterError, UsageError
+from stratagem.errors import ClusterError, ReplicaError, UsageError
 from stratagem.rules.updates import Asynchronous, Updates
 from stratagem.state.partition import Partitioner
 from stratagem.strategies import devices
@@ -63,7 +63,10 @@ class ParameterServerStrategy(ServedStrategy):
         if place is not None:
             _check_place(place)
             if place.task.type == "ps":
-                serve(place, patience)
+                try:
+                    serve(place, patience)
+                except ReplicaError:
+                    sys.exit(1)  # it has been said why
                 sys.exit(0)
             if place.task.type == "evaluator":
                 settings = Settings()

@@ -16,9 +16,11 @@ import os
 import secrets
 import select
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,21 +28,23 @@ import torch
 from stratagem.cluster.handshake import job_secret
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import Place
-from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, UsageError
+from stratagem.errors import ReplicaError, ReplicaLost, UsageError
 from stratagem.replicas import follower, graph_pickle
-from stratagem.replicas.pool import Pool, ZygoteProcess
+from stratagem.replicas.pool import Follower, Pool, ZygoteProcess
 from stratagem.rules.stats import Stats
 from stratagem.strategies.agreement import Patience
 from stratagem.strategies.devices import place as device_of
 from stratagem.strategies.parameters.apart import Apart
 from stratagem.strategies.parameters.server import Server
+from stratagem.strategies.parameters.trouble import failed
 from stratagem.strategies.parameters.worker import Address, Worker
 from stratagem.strategies.replica import Replica, be, be_no_more, called_replica, set_called
 from stratagem.wire.tcp import local_address
 
 log = logging.getLogger("stratagem")
 
-_REPLACEMENTS = 100  # in one call; beyond that something is wrong with the machine
+_TOGETHER = 10.0  # seconds that a call waits for children which are still starting
+_IN_VAIN = 20  # replacements in a row that did not hand in a single gradient
 #: the worker that this process is
 _present: Worker | None = None
 
@@ -76,14 +80,29 @@ class LocalCluster:
 
 @dataclass
 class _Hand:
-    """A child that works: the process, and whether its answer is still to come."""
+    """A child that works: the process, and what is still to come of it."""
 
     index: int
     name: str
     pool: Pool
+    #: it has said that it is connected
     seated: bool = False
+    #: it has been given the call that is under way
+    called: bool = False
+    #: its answer to that is still to come
     waiting: bool = False
     value: Any = None
+    #: replacements since it was last known to have handed something in, and how much it had then
+    in_vain: int = 0
+    received: int = 0
+
+    @property
+    def one(self) -> Follower:
+        return self.pool.followers[0]
+
+
+class _Called(Exception):
+    """The call is over; what was being done beside it is done no more."""
 
 
 class Crew:
@@ -105,10 +124,11 @@ class Crew:
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._error: BaseException | None = None
-        self._replaced = 0
+        self._done = threading.Event()
         self._parcel = b""
         self._segments: list[Any] = []
         self._last: Stats | None = None
+        self._left = False
         if cluster is not None:
             ZygoteProcess.get()  # imports torch while the caller builds a model
         else:
@@ -138,7 +158,9 @@ class Crew:
     def _start(self) -> Replica:
         address = self._address()
         chief = self.place is None or self.place.is_chief
-        self.worker = Worker(self.index, self.name, chief, address, self.patience)
+        self.worker = Worker(
+            self.index, self.name, chief, address, self.patience, self._look_at_servers
+        )
         if self.place is not None:
             _be(self.worker)
         if self.cluster is not None:
@@ -162,6 +184,18 @@ class Crew:
             self._servers.append(pool)
             pool.submit(_serve, [(i, address, self.patience, self.parameter_device)], _patiently)
         return address
+
+    def _look_at_servers(self) -> None:
+        """Servers of our own that have not come up will not."""
+        for i, pool in enumerate(self._servers):
+            one = pool.followers[0]
+            if select.select([one.control], [], [], 0)[0]:
+                answer = one.answer(0.0)
+                if answer is not None and answer.failed:
+                    raise failed(f"ps {i}", answer.text) from answer.error
+                raise ReplicaLost(
+                    f"ps {i} has ended while it started; its output stands above.", f"ps {i}"
+                )
 
     def _hire(self, index: int) -> Pool:
         """Start a child and have it take its place; its answer is not waited for."""
@@ -200,7 +234,8 @@ class Crew:
             before, worker = set_called(replica), _be(self.worker)
             threads = torch.get_num_threads()
             try:
-                return self._call(function, args, args if sent is None else sent)
+                assert self.worker is not None
+                return self._call(self.worker, function, args, args if sent is None else sent)
             except BaseException as error:
                 better = self._fall(error)
                 if better is error:
@@ -212,115 +247,155 @@ class Crew:
                 torch.set_num_threads(threads)
 
     def _call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], sent: tuple[Any, ...]
-    ) -> list[Any]:
-        assert self.worker is not None
-        self.worker.fits = self.fits
-        done = threading.Event()
+        self, worker: Worker, function: Callable[..., Any], args: tuple[Any, ...],
+        sent: tuple[Any, ...],
+    ) -> list[Any]:  # fmt: skip
+        worker.fits = self.fits
+        self._error, self._done = None, threading.Event()
         overseer: threading.Thread | None = None
         if self._hands:
             call = (function, sent, self.fits, torch.get_default_dtype())
             self._parcel, self._segments = graph_pickle.dumps((_run, call, {}))
-            self._error, self._replaced = None, 0
             for hand in self._hands:
-                self._hand_over(hand)
-            overseer = threading.Thread(
-                target=self._oversee, args=(done,), name="stratagem-crew", daemon=True
-            )
+                hand.called, hand.waiting, hand.value = False, True, None
+                hand.in_vain = hand.received = 0
+            self._wait_for_hands()
+            overseer = threading.Thread(target=self._oversee, name="stratagem-crew", daemon=True)
             overseer.start()
             if self._threads():
                 torch.set_num_threads(self._threads())
         try:
             mine = function(*args)
-            self.worker.settle()
-            self._last = self.worker.stats()
+            worker.settle()
+            self._last = worker.stats()
         finally:
-            self.fits = self.worker.fits
-            done.set()
+            trained, self.fits = worker.fits > self.fits, worker.fits
+            self._done.set()
             if overseer is not None:
                 overseer.join()
-        self._collect()
+        self._collect(trained)
         return [mine, *(hand.value for hand in self._hands)]
 
-    def _hand_over(self, hand: _Hand) -> None:
-        hand.waiting, hand.value = True, None
-        one = hand.pool.followers[0]
-        if not hand.seated:
-            first = one.answer(self.patience.arrive, _patiently)
-            if first is None:
-                raise ReplicaLost(f"{hand.name} has ended while it started.", hand.name)
-            if first.failed:
-                raise _failure(hand.name, first) from first.error
-            hand.seated = True
-        one.send(self._parcel, _patiently)
+    def _wait_for_hands(self) -> None:
+        """Let everybody begin together; but who takes long comes later."""
+        until = time.monotonic() + _TOGETHER
+        while time.monotonic() < until and not all(hand.called for hand in self._hands):
+            self._look(_patiently)
 
-    def _oversee(self, done: threading.Event) -> None:
-        """Beside the call: replace children that die, remember what failed."""
-        while not done.is_set() and self._error is None:
+    def _oversee(self) -> None:
+        """Beside the call: hand it to the children, replace those that die, see what failed."""
+        while not self._done.is_set() and self._error is None:
             try:
-                self._look(0.1)
+                self._look(self._until_done)
+            except _Called:
+                return
             except BaseException as error:
                 self._error = error
                 if self.worker is not None:
                     self.worker.interrupt(error)
 
-    def _look(self, seconds: float, *, replace: bool = True) -> None:
-        waiting = {h.pool.followers[0].control: h for h in self._hands if h.waiting}
-        ready, _, _ = select.select(list(waiting), [], [], seconds)
-        for sock in ready:
-            hand = waiting[sock]
-            answer = hand.pool.followers[0].answer(0.0, _patiently)
-            if answer is None:
-                hand.waiting = False
-                if replace:
-                    self._replace(hand)
-                continue
-            hand.waiting, hand.value = False, answer.value
-            if answer.failed:
-                raise _failure(hand.name, answer) from answer.error
-
-    def _replace(self, hand: _Hand) -> None:
-        self._replaced += 1
-        if self._replaced > _REPLACEMENTS:
-            raise ReplicaLost(
-                f"{hand.name} ended again and again ({self._replaced} replacements); its last "
-                "lines of output stand above. Is the machine out of memory?", hand.name,
-            )  # fmt: skip
-        log.warning("%s has ended; another takes its place", hand.name)
-        hand.pool.end()
-        hand.pool, hand.seated = self._hire(hand.index), False
-        self._hand_over(hand)
-
-    def _collect(self) -> None:
-        while any(hand.waiting for hand in self._hands):
-            self._look(0.1, replace=False)
+    def _collect(self, trained: bool) -> None:
+        """Wait for the children's answers: a training has been brought to its end without them."""
         if self._error is not None:
             raise self._error
-        self._segments = []
+        while any(hand.waiting for hand in self._hands):
+            self._look(_patiently, spare_the_silent=not trained)
+        self._segments, self._parcel = [], b""
         for hand in self._hands:
             hand.pool.drain()
+
+    def _until_done(self) -> None:
+        if self._done.is_set():
+            raise _Called
+
+    def _look(self, watch: Callable[[], None], *, spare_the_silent: bool = True) -> None:
+        """Take a tenth of a second to see what the children do."""
+        assert self.worker is not None
+        for hand in self._hands:
+            if hand.waiting and hand.seated and not hand.called:
+                self._hand_over(hand, watch)
+        waiting = {hand.one.control: hand for hand in self._hands if hand.waiting}
+        for sock in select.select(list(waiting), [], [], 0.1)[0]:
+            self._hear(waiting[sock], watch)
+        given_up = self.worker.given_up | (set() if spare_the_silent else self.worker.silent)
+        for hand in self._hands:
+            if hand.waiting and hand.name in given_up:
+                self.worker.given_up.discard(hand.name)
+                self._replace(hand, "does not answer any more")
+
+    def _hand_over(self, hand: _Hand, watch: Callable[[], None]) -> None:
+        try:
+            hand.one.send(self._parcel, watch)
+            hand.called = True
+        except ConnectionError:
+            self._replace(hand, "has ended")
+        except _Called:
+            self._replace(hand, "did not take its work")  # it has half of it
+            raise
+
+    def _hear(self, hand: _Hand, watch: Callable[[], None]) -> None:
+        answer = hand.one.answer(0.0, watch)
+        if answer is None or _was_dropped(hand, answer):
+            self._replace(hand, "has ended")
+        elif answer.failed:
+            hand.waiting = False
+            raise _failure(hand.name, answer) from answer.error
+        elif hand.seated:
+            hand.waiting, hand.value = False, answer.value
+        else:
+            hand.seated = True
+
+    def _replace(self, hand: _Hand, why: str) -> None:
+        assert self.worker is not None
+        received = self._received(hand)
+        hand.in_vain = hand.in_vain + 1 if received == hand.received else 0
+        hand.received = received
+        if hand.in_vain > _IN_VAIN:
+            raise ReplicaLost(
+                f"{hand.name} ended again and again: {_IN_VAIN} replacements in a row have not "
+                "handed in a single gradient. The last lines of their output stand above; is the "
+                "machine out of memory?", hand.name,
+            )  # fmt: skip
+        log.warning("%s %s; another takes its place", hand.name, why)
+        hand.pool.end()
+        hand.seated = hand.called = False
+        hand.pool = self._hire(hand.index)
+
+    def _received(self, hand: _Hand) -> int:
+        """How many gradients have come from a child's place so far."""
+        assert self.worker is not None
+        try:
+            stats = self.worker.stats()
+        except (OSError, ReplicaError) as problem:
+            log.info("the lead does not show its books: %s", problem)
+            return hand.received
+        return stats.by_worker.get(hand.index, {}).get("received", 0) if stats else 0
 
     # --- coming apart -----------------------------------------------------------------------
 
     def _fall(self, error: BaseException) -> BaseException:
         """End everything after a failure; the next call starts afresh. Returns what to raise."""
-        if not isinstance(error, ReplicaError):
-            self.report("".join(traceback.format_exception(error)))
+        if self.worker is not None:
+            self.worker.fall()
         better = error
         if isinstance(error, ReplicaError) and self._error is not None:
             better = self._error
         if self.cluster is not None:
             self._end()
+        elif not isinstance(error, Exception):
+            self._left = True  # Ctrl-C, sys.exit: one who goes, not one who fails
+        elif not isinstance(error, ReplicaError):
+            self.report("".join(traceback.format_exception(error)))
         return better
 
     def stats(self) -> Stats:
-        """The books of the training that is under way, or was last."""
-        with self._lock:
-            found = self.worker.stats() if self.worker is not None else None
-            return found or self._last or Stats()
+        """The books of the training that is under way, or was last; any thread may ask."""
+        worker = self.worker
+        found = worker.stats() if worker is not None else None
+        return found or self._last or Stats()
 
     def report(self, detail: str) -> None:
-        if os.getpid() == self._owner and self.worker is not None:
+        if os.getpid() == self._owner and self.worker is not None and not self._left:
             try:
                 self.worker.report_failure(detail)
             except (OSError, ReplicaError) as problem:
@@ -328,15 +403,15 @@ class Crew:
 
     def _end(self) -> None:
         worker, self.worker = self.worker, None
+        if worker is not None and self.cluster is not None:
+            worker.desert()
+        for pool in [*(hand.pool for hand in self._hands), *self._servers]:
+            pool.end()
         if worker is not None:
-            worker.close()
+            worker.close(goodbye=self.cluster is None and not self._left)
         if _present is worker:
             _be(None)
-        for hand in self._hands:
-            hand.pool.end()
-        for pool in self._servers:
-            pool.end()
-        self._hands, self._servers = [], []
+        self._hands, self._servers, self._segments, self._parcel = [], [], [], b""
         if self._replica is not None and self.place is not None:
             be_no_more(self._replica)
         self._replica = None
@@ -367,15 +442,18 @@ def _replica(index: int, size: int, device: str, name: str) -> Replica:
 def _failure(name: str, answer: follower.Answer) -> BaseException:
     if isinstance(answer.error, ReplicaError):
         return answer.error  # it only passes on what happened to another
-    return ReplicaFailed(
-        f"{name} raised an exception; the others were stopped. Its traceback:\n\n{answer.text}",
-        name,
-    )
+    return failed(name, answer.text)
+
+
+def _was_dropped(hand: _Hand, answer: follower.Answer) -> bool:
+    """Whether a child says of itself that the others have gone on without it."""
+    return isinstance(answer.error, ReplicaError) and answer.error.who == hand.name
 
 
 def _serve(index: int, address: Address, patience: Patience, device: str) -> None:
-    """In a child: be a server until the job ends."""
+    """In a child: be a server until the job ends. What it has to say the chief says."""
     logging.basicConfig(format="%(message)s")
+    log.setLevel(logging.ERROR)
     torch.set_num_threads(1)
     Server(index, address.servers, address.secret, patience, device_of(device)).serve()
 
@@ -392,8 +470,16 @@ def _sit_down(
         torch.set_num_threads(threads)
     worker = Worker(index, name, False, address, patience)
     _be(worker)
-    desk.on_failure = worker.report_failure
+    desk.on_failure = partial(_report, worker)
     set_called(_replica(index, size, device, name))
+
+
+def _report(worker: Worker, text: str) -> None:
+    """In a child: tell the others why it stops, if they do not know better."""
+    try:
+        worker.report_failure(text)
+    except (OSError, ReplicaError) as problem:
+        log.info("the lead did not hear of the failure: %s", problem)
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], fits: int, dtype: torch.dtype) -> Any:

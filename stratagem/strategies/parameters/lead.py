@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from stratagem.errors import ReplicaError, ReplicaFailed, UsageError
+from stratagem.errors import ReplicaError, ReplicaLost, UsageError
 from stratagem.rules.ledger import Ledger
 from stratagem.rules.push import Push, Update, Verdict
 from stratagem.rules.staleness import StepNorm
 from stratagem.rules.updates import Asynchronous
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.shard import Order, Shard
+from stratagem.strategies.parameters.trouble import failed
 
 log = logging.getLogger("stratagem")
 
@@ -38,16 +41,25 @@ class Far(Protocol):
         """The number that the last order asked for."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Attendee:
-    """A worker that is here; `tell` sends it a word between two answers."""
+    """A worker that takes part in a fit; `tell` sends it a word between two answers.
 
+    Another process may take over the worker's number, after which this one counts no more. The
+    seat is the process's own: under it servers keep the gradients that it has laid down.
+    """
+
+    worker: int
     name: str
+    seat: str
     tell: Callable[[Mapping[str, Any]], None]
-    heard: float = field(default_factory=time.monotonic)
+    fit: int = -1
+    #: not heard of for a while: stopped, or cut off
     silent: bool = False
-    #: the last serial of which it was told that it is late
-    told: int = -1
+    #: given up; set without the lock
+    gone: bool = False
+    #: whether it knows that its ticket is too late; once is enough, it may not be listening
+    told: bool = False
 
 
 @dataclass
@@ -71,8 +83,10 @@ class Tally:
 class Lead:
     """Decides, deals out work, keeps the books. Every method may be called from any thread."""
 
-    def __init__(self, shard: Shard, far: Sequence[Far]) -> None:
-        self.shard, self.far = shard, list(far)
+    def __init__(
+        self, shard: Shard, far: Sequence[Far], end_job: Callable[[ReplicaError], None]
+    ) -> None:
+        self.shard, self.far, self._end_job = shard, list(far), end_job
         self.changed = shard.changed
         self.attendees: dict[int, Attendee] = {}
         self.ledger: Ledger | None = None
@@ -80,6 +94,8 @@ class Lead:
         #: the number of the fit that is under way, or was last
         self.fit = -1
         self.running = False
+        #: the chief has left, so no other fit will begin
+        self.closed = False
         self.epoch = 0
         #: whether all batches of the epoch have been put up
         self._dealt = False
@@ -96,7 +112,9 @@ class Lead:
     def open(self, fit: int, plan: Plan, beside: Tensor) -> None:
         """The chief begins a fit; every server has the plan and its values."""
         with self.changed:
+            self._check()
             self.plan, self.fit, self.running = plan, fit, True
+            self.attendees.clear()
             self.ledger = Ledger(plan.updates, 0, plan.workers)
             self._orders = self.epoch = 0
             self._payloads.clear()
@@ -112,6 +130,11 @@ class Lead:
         with self.changed:
             while self.fit < fit:
                 self._check()
+                if self.closed:
+                    raise ReplicaLost(
+                        f"the chief has ended after {self.fit + 1} trainings, and this is another; "
+                        "run the same script on every task.", "chief",
+                    )  # fmt: skip
                 self.changed.wait(0.5)
             self._check()
             if self.fit > fit or not self.running:
@@ -125,23 +148,64 @@ class Lead:
             self.running, self._told = False, told
             self.changed.notify_all()
 
+    def clear(self, chief: Attendee | None) -> None:
+        """Before another fit: the last one's workers have its values, and its orders are done."""
+        with self.changed:
+            self.running = False
+            if chief is not None:
+                self.leave(chief)
+            self.changed.notify_all()
+            while any(not attendee.silent for attendee in self.attendees.values()):
+                self._check()
+                self.changed.wait(0.5)
+            self._check()
+            if self.plan is not None:
+                self._ask(["flush"])
+
+    def close(self) -> None:
+        """The chief has left."""
+        with self.changed:
+            self.closed, self.running = True, False
+            self.changed.notify_all()
+
     # --- who is here ------------------------------------------------------------------------
 
-    def join(self, worker: int, attendee: Attendee) -> None:
+    def join(self, attendee: Attendee) -> None:
         with self.changed:
-            self.attendees[worker] = attendee
-            self._books().join(worker)
+            books = self._books()
+            before = self.attendees.get(attendee.worker)
+            if before is not None:
+                self._leave(before)
+            attendee.fit = self.fit
+            self.attendees[attendee.worker] = attendee
+            books.join(attendee.worker)
             self.changed.notify_all()
 
-    def leave(self, worker: int) -> None:
+    def leave(self, attendee: Attendee) -> None:
         """A worker has gone: its work goes back, and the gates count anew."""
         with self.changed:
-            if self.attendees.pop(worker, None) is None:
-                return
-            if self.running and self.ledger is not None:
-                self.ledger.leave(worker)
-                self._settle()
-            self.changed.notify_all()
+            if self.attendees.get(attendee.worker) is attendee:
+                self._leave(attendee)
+                self.changed.notify_all()
+
+    def _leave(self, attendee: Attendee) -> None:
+        del self.attendees[attendee.worker]
+        if self.running and self.failure is None and self.ledger is not None:
+            self.ledger.leave(attendee.worker)
+            self._settle()
+            self._order(["leave", attendee.seat])
+
+    def _counts(self, attendee: Attendee) -> bool:
+        """Whether its fit is under way; an error if another has its place there."""
+        self._check()
+        if not self.running or attendee.fit != self.fit:
+            return False
+        if attendee.gone or self.attendees.get(attendee.worker) is not attendee:
+            raise ReplicaLost(
+                f"{attendee.name} counts no more: it was silent too long, or another process has "
+                "taken its place. Start it again to take part.", attendee.name,
+            )  # fmt: skip
+        return True
 
     def fail(self, failure: ReplicaError) -> None:
         """Nobody goes on after this; whoever asks is told why."""
@@ -187,7 +251,7 @@ class Lead:
             return {"left": books.left}
 
     def next(
-        self, worker: int, epoch: int, have: int, feeds: bool
+        self, attendee: Attendee, epoch: int, have: int, feeds: bool
     ) -> tuple[dict[str, Any], list[Tensor]]:
         """A ticket for the worker together with the newest values; or the end of something.
 
@@ -196,12 +260,11 @@ class Lead:
         with self.changed:
             begun = time.monotonic()
             while True:
-                self._check()
-                if not self.running:
+                if not self._counts(attendee):
                     return {"end": True}, [self._told]
                 books = self._books()
                 if self.epoch > epoch:
-                    ticket = books.take(worker)
+                    ticket = books.take(attendee.worker)
                     if ticket is not None:
                         break
                     if books.over:
@@ -209,8 +272,9 @@ class Lead:
                     if feeds and not self._dealt and not books.left:
                         return {"hungry": True}, []
                 self.changed.wait(0.5)
-            books.waited(worker, time.monotonic() - begun)
-            header, body = self.shard.fetch(worker, have, 0)
+            attendee.told = False
+            books.waited(attendee.worker, time.monotonic() - begun)
+            header, body = self.shard.fetch(attendee.seat, have, 0)
             header["ticket"] = [ticket.serial, ticket.batch, ticket.part, ticket.parts]
             header["epoch"], header["after"] = self.epoch, self._orders
             payload = self._payloads.get((ticket.batch, ticket.part))
@@ -219,14 +283,18 @@ class Lead:
                 body = [*body, payload]
             return header, body
 
-    def abandon(self, worker: int, serial: int) -> None:
+    def abandon(self, attendee: Attendee, serial: int) -> None:
         with self.changed:
-            self._books().abandon(worker, serial)
-            self.changed.notify_all()
+            if self._counts(attendee):
+                self._books().abandon(attendee.worker, serial)
+                self._settle()
+                self.changed.notify_all()
 
-    def push(self, push: Push, told: Mapping[str, Any]) -> dict[str, Any]:
+    def push(self, attendee: Attendee, push: Push, told: Mapping[str, Any]) -> dict[str, Any]:
         """Decide on a gradient that lies on every server's desk."""
         with self.changed:
+            if not self._counts(attendee):
+                return {"kept": False, "tau": 0, "why": "the training is over", "after": 0}
             books = self._books()
             if told.get("settings"):
                 self._order(["settings", told["settings"]])
@@ -234,8 +302,8 @@ class Lead:
             if verdict.kept:
                 loss, examples = told["notes"]
                 self._tally.waiting.append((float(loss), push.weight, int(examples)))
-                self._take_in(push, verdict, told.get("used"), books.ripe())
-                self._settle()
+                self._take_in(attendee.seat, push, verdict, told.get("used"), books.ripe())
+            self._settle()
             self.changed.notify_all()
             return {
                 "kept": verdict.kept, "tau": verdict.tau, "why": verdict.why,
@@ -243,15 +311,15 @@ class Lead:
             }  # fmt: skip
 
     def _take_in(
-        self, push: Push, verdict: Verdict, used: Any, update: Update | None
+        self, seat: str, push: Push, verdict: Verdict, used: Any, update: Update | None
     ) -> None:
-        factor = verdict.factor * self._gap_factor(push.worker)
+        factor = verdict.factor * self._gap_factor(seat)
         assert self.plan is not None
         if update is not None and len(update.pushes) == 1 and self.plan.clip_norm is None:
-            self._order(["one", push.worker, factor, update.rate, used])
+            self._order(["one", seat, factor, update.rate, used])
             self._updated()
             return
-        self._order(["add", push.worker, factor * push.weight, used])
+        self._order(["add", seat, factor * push.weight, used])
         if update is not None:
             self._apply(update)
 
@@ -277,29 +345,44 @@ class Lead:
         while (update := self.ledger.ripe()) is not None:
             self._apply(update)
         for worker, attendee in self.attendees.items():
-            if attendee.told < self.ledger.version and self.ledger.late(worker):
-                attendee.told = self.ledger.version
+            if not attendee.told and self.ledger.late(worker):
+                attendee.told = True
                 attendee.tell({"news": self.ledger.version})
 
-    def _gap_factor(self, worker: int) -> float:
+    def _gap_factor(self, seat: str) -> float:
         factor = 1.0
         for policy in self._gaps:
-            gap = sum(self._ask(["distance", worker])) ** 0.5
+            gap = sum(self._ask(["distance", seat])) ** 0.5
             factor *= policy.gap_factor(gap, self._steps.value)
         return factor
 
     def _order(self, order: Order) -> None:
-        self._orders += 1
-        for server in self.far:
-            server.order(order)
-        self.shard.obey(order)
+        with self._or_end():
+            self._orders += 1
+            for server in self.far:
+                server.order(order)
+            self.shard.obey(order)
 
     def _ask(self, order: Order) -> list[float]:
-        self._orders += 1
-        for server in self.far:
-            server.order(order)
-        mine = float(self.shard.obey(order))
-        return [mine, *(server.answer() for server in self.far)]
+        with self._or_end():
+            self._orders += 1
+            for server in self.far:
+                server.order(order)
+            mine = float(self.shard.obey(order))
+            return [mine, *(server.answer() for server in self.far)]
+
+    @contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """What is carried out by halves makes nonsense of the parameters: the job ends."""
+        try:
+            yield
+        except ReplicaError as error:
+            self._end_job(error)
+            raise
+        except Exception as error:
+            failure = failed("ps 0", traceback.format_exc())
+            self._end_job(failure)
+            raise failure from error
 
     # --- what the chief asks ------------------------------------------------------------------
 
@@ -315,11 +398,11 @@ class Lead:
             self._order(["snapshot", number])
             return self._orders
 
-    def report(self, worker: int, epoch: int, tree: Tensor) -> None:
+    def report(self, attendee: Attendee, epoch: int, tree: Tensor) -> None:
         """What a worker has counted in an epoch."""
         with self.changed:
-            if epoch == self.epoch:
-                self._reports[worker] = tree
+            if self._counts(attendee) and epoch == self.epoch:
+                self._reports[attendee.worker] = tree
                 self.changed.notify_all()
 
     def gather(self) -> tuple[dict[str, Any], list[Tensor]]:
@@ -346,8 +429,3 @@ class Lead:
                 return {}
             told: dict[str, Any] = self.ledger.stats().to_json()
             return told
-
-    def failed(self, name: str, text: str) -> None:
-        self.fail(ReplicaFailed(
-            f"{name} raised an exception; the others were stopped. Its traceback:\n\n{text}", name,
-        ))  # fmt: skip

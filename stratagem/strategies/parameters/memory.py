@@ -145,9 +145,10 @@ class Memory:
         return [[number, len(numbers)] for number, numbers, _ in rows], body
 
     def close(self) -> None:
-        """Give the parameters memory of their own again."""
+        """Give the parameters memory of their own again; may be called again."""
+        homes, self._homes = self._homes, []
         with torch.no_grad():
-            for param, home, view in zip(self.params, self._homes, self._views, strict=True):
+            for param, home, view in zip(self.params, homes, self._views, strict=False):
                 home.copy_(view)
                 param.data = home
 

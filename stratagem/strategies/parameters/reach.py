@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stratagem.cluster.handshake import Stranger, WrongSecret
@@ -17,9 +17,13 @@ _TRY = 2.0  # seconds for one
 
 
 def reach(
-    tasks: Sequence[tuple[str, str]], secret: bytes, hello: Mapping[str, Any], limit: float
-) -> list[Connection]:
-    """A connection to each (name, address), all of which have been told `hello`."""
+    tasks: Sequence[tuple[str, str]], secret: bytes, hello: Mapping[str, Any], limit: float,
+    watch: Callable[[], None] = lambda: None,
+) -> list[Connection]:  # fmt: skip
+    """A connection to each (name, address), all of which have been told `hello`.
+
+    `watch` is called between two tries, and may raise: whoever started them knows if they died.
+    """
     patience = Patience(limit, first=FIRST)
     found: dict[str, Connection] = {}
     why = ""
@@ -28,7 +32,7 @@ def reach(
             for name, address in tasks:
                 if name not in found:
                     try:
-                        found[name] = connect(address, secret, limit=_TRY)
+                        found[name] = connect(address, secret, limit=min(_TRY, limit))
                     except (Stranger, WrongSecret):
                         raise
                     except OSError as problem:
@@ -38,6 +42,7 @@ def reach(
                 break
             if patience.over:
                 raise missing_error(missing, patience.waited, why)
+            watch()
             say_missing(missing, patience)
             time.sleep(_RETRY)
         for connection in found.values():

@@ -9,21 +9,34 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stratagem.cluster.patience import Patience as Waiting
 from stratagem.cluster.pulse import BEAT, OVERSLEPT, STALL
-from stratagem.errors import ReplicaError, ReplicaLost, ReplicaMissing, StratagemError, UsageError
+from stratagem.cluster.waiting import FIRST
+from stratagem.errors import (
+    ReplicaError,
+    ReplicaLost,
+    ReplicaMissing,
+    ReplicaStalled,
+    StratagemError,
+    UsageError,
+)
 from stratagem.rules.push import Push
 from stratagem.strategies.agreement import Patience
 from stratagem.strategies.parameters.lead import Attendee, Lead
 from stratagem.strategies.parameters.plan import Plan
+from stratagem.strategies.parameters.pulse import PulseThread
 from stratagem.strategies.parameters.reach import reach
 from stratagem.strategies.parameters.shard import Order, Shard
+from stratagem.strategies.parameters.trouble import error_of, failed, headline, lost, note_of
 from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import Connection, Frame, Listener
 from stratagem.wire.tree import decode, encode
@@ -31,22 +44,33 @@ from stratagem.wire.tree import decode, encode
 log = logging.getLogger("stratagem")
 
 TREE_LIMIT = 1 << 36  # bytes of optimizer state, of a report, of a batch
-LINGER = 10.0  # seconds that the others may take to leave after the chief
+LINGER = 10.0  # seconds that the others may take to leave after a failure
+KNOWS_BETTER = 1.0  # seconds until the pulse knows why a connection has closed
 
 Answer = tuple[Mapping[str, Any], Sequence[Tensor]]
 OK: Answer = ({}, ())
 
 
-@dataclass
+@dataclass(eq=False)
 class Guest:
-    """One connection and who is at its other end."""
+    """One connection and who is at its other end.
+
+    The token is that of the process: its pulse and its work have the same, whoever comes in its
+    place has another.
+    """
 
     connection: Connection
     role: str
     name: str
+    token: str
     worker: int = -1
     chief: bool = False
     said_bye: bool = False
+    #: as the lead knows this worker, once it has joined
+    attendee: Attendee | None = None
+    #: when its pulse was last felt, and whether it has been called silent since
+    heard: float = field(default_factory=time.monotonic)
+    silent: bool = False
 
 
 @dataclass
@@ -60,23 +84,16 @@ class FarServer:
         try:
             self.connection.send({"order": order})
         except OSError as problem:
-            raise self._gone() from problem
+            raise lost(self.name) from problem
 
     def answer(self) -> float:
-        frame = self.connection.receive()
+        try:
+            frame = self.connection.receive()
+        except OSError as problem:
+            raise lost(self.name) from problem
         if frame is None:
-            raise self._gone()
+            raise lost(self.name)
         return float(frame.header["value"])
-
-    def _gone(self) -> ReplicaLost:
-        return lost(self.name)
-
-
-def lost(name: str) -> ReplicaLost:
-    return ReplicaLost(
-        f"{name} is gone, and a share of the parameters with it, so the job ends. Its own output "
-        "says why; the last checkpoint is whole. Start the job again from there.", name,
-    )  # fmt: skip
 
 
 @dataclass
@@ -93,60 +110,100 @@ class Server:
         self.name = f"ps {self.index}"
         self.shard = Shard(self.index, self.device)
         self.lead: Lead | None = None
+        self.failure: ReplicaError | None = None
+        self._far: list[FarServer] = []
+        self._pulse: PulseThread | None = None
         self._guests: list[Guest] = []
-        self._pulses: dict[str, float] = {}
-        self._watch: dict[int, Guest] = {}
         self._ending: float | None = None
-        self._came = False
+        self._chief_came = False
         self._lock = threading.Lock()
 
     # --- the job ------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Serve until the chief has said that the job is done, or cannot be done."""
+        """Serve until the chief has said that the job is done; raises why it cannot be done."""
         listener = Listener(self.addresses[self.index], self.secret, self.name, self._welcome)
         try:
-            if self.index == 0:
-                self.lead = Lead(self.shard, self._reach_others())
+            self._meet_the_others()
             self._stay()
         finally:
             listener.close()
-            for guest in list(self._guests):
+            if self._pulse is not None:
+                self._pulse.stop()
+            for guest in self._present():
                 guest.connection.close()
-            if self.lead is not None:
-                for server in self.lead.far:
-                    server.connection.close()  # type: ignore[attr-defined]
+            for server in self._far:
+                server.connection.close()
+        if self.failure is not None:
+            raise self.failure
 
-    def _reach_others(self) -> list[FarServer]:
-        others = [(f"ps {i}", a) for i, a in enumerate(self.addresses) if i]
-        hello = {"hello": "lead", "name": self.name}
-        found = reach(others, self.secret, hello, self.patience.arrive)
-        return [FarServer(name, c) for (name, _), c in zip(others, found, strict=True)]
+    def _meet_the_others(self) -> None:
+        """The lead reaches the others to command them; they reach it to be felt."""
+        tasks = [(f"ps {i}", address) for i, address in enumerate(self.addresses)]
+        limit = self.patience.arrive
+        if self.index == 0:
+            hello = {"hello": "lead", "name": self.name}
+            found = reach(tasks[1:], self.secret, hello, limit)
+            self._far = [FarServer(name, c) for (name, _), c in zip(tasks[1:], found, strict=True)]
+            self.lead = Lead(self.shard, self._far, self._fail)
+            return
+        hello = {"hello": "pulse", "name": self.name}
+        (beats,) = reach(tasks[:1], self.secret, hello, limit)
+        self._pulse = PulseThread(beats, self.patience.answer, self._fail)
 
     def _stay(self) -> None:
-        begun = before = time.monotonic()
-        while not self._over(begun):
+        waiting = Waiting(self.patience.arrive, FIRST)
+        before = time.monotonic()
+        while not self._over():
             time.sleep(BEAT / 2)
             now = time.monotonic()
             if now - before > BEAT + OVERSLEPT:
                 self._overslept(now - before)
             before = now
+            if not self._chief_came:
+                self._await_chief(waiting)
             if self.lead is not None:
                 self._feel_pulses(now)
 
-    def _over(self, begun: float) -> bool:
-        if not self._came and time.monotonic() - begun > self.patience.arrive:
-            raise ReplicaMissing(
-                f"nobody came to {self.name} within {self.patience.arrive:.0f} s; start the chief "
-                "and the workers with the same cluster and the same STRATAGEM_SECRET.", "chief",
-            )  # fmt: skip
+    def _await_chief(self, waiting: Waiting) -> None:
+        text = (
+            f"the chief has not come to {self.name} within {waiting.waited:.0f} s; start it with "
+            "the same cluster and the same STRATAGEM_SECRET."
+        )
+        if waiting.over:
+            self._fail(ReplicaMissing(text, "chief"))
+        elif waiting.due() and self.lead is not None:
+            self._tell_pulses({"say": f"waiting for the chief, {waiting.waited:.0f} s"})
+
+    def _over(self) -> bool:
         if self._ending is None:
             return False
+        left = [guest for guest in self._present() if guest.role == "worker"]
+        linger = LINGER if self.failure is not None else max(LINGER, self.patience.answer)
+        return not left or time.monotonic() > self._ending + linger
+
+    def _fail(self, failure: ReplicaError) -> None:
+        """The job cannot go on: tell everybody, and end."""
         with self._lock:
-            left = [g for g in self._guests if g.role == "worker"]
-        return not left or time.monotonic() > self._ending + LINGER
+            if self._ending is not None:
+                return
+            self._ending = time.monotonic()
+        self.failure = self.shard.failure = failure
+        log.warning("%s", headline(failure))
+        if self._pulse is not None:
+            self._pulse.last_words(failure)
+        if self.lead is not None:
+            self.lead.failure = failure
+            self._tell_pulses(note_of(failure))
+            for server in self._far:
+                server.connection.close()  # wakes a thread that waits for it, lock in hand
+            self.lead.fail(failure)
 
     # --- guests -------------------------------------------------------------------------------
+
+    def _present(self) -> list[Guest]:
+        with self._lock:
+            return list(self._guests)
 
     def _welcome(self, connection: Connection) -> None:
         """In a thread of its own: hear who it is, then serve it until it goes."""
@@ -156,7 +213,7 @@ class Server:
             return
         hello = frame.header
         guest = Guest(
-            connection, str(hello.get("hello")), str(hello.get("name")),
+            connection, str(hello.get("hello")), str(hello.get("name")), str(hello.get("token")),
             int(hello.get("worker", -1)), bool(hello.get("chief")),
         )  # fmt: skip
         serve = {
@@ -167,11 +224,15 @@ class Server:
             raise UsageError(f"{connection.peer} says that it is a {guest.role!r}")
         while self.index == 0 and self.lead is None:
             time.sleep(0.01)  # the other servers are still being reached
-        self._came = True
         with self._lock:
+            self._chief_came = self._chief_came or guest.chief
             self._guests.append(guest)
         try:
             serve(guest)
+        except OSError as problem:
+            log.info("%s has hung up: %s", guest.name, problem)
+        except Exception:  # a mistake of ours: nobody may wait for what will not come
+            self._fail(failed(self.name, traceback.format_exc()))
         finally:
             with self._lock:
                 self._guests.remove(guest)
@@ -186,40 +247,30 @@ class Server:
                 try:
                     header, body = self._answer(guest, frame)
                 except StratagemError as error:
-                    header, body = _refusal(error), ()
+                    header, body = note_of(error), ()
                 connection.send(header, body)
         except OSError as problem:
             why = str(problem)
-        finally:
-            self._gone(guest, why)
+        self._gone(guest, why)
 
     def _gone(self, guest: Guest, why: str) -> None:
-        self.shard.leave(guest.worker)
+        """A worker's connection has ended, or ought to have."""
+        if self.lead is not None and guest.attendee is not None:
+            self.lead.leave(guest.attendee)
         if guest.said_bye:
             if guest.chief:
-                self._ending = self._ending or time.monotonic()
+                with self._lock:
+                    self._ending = self._ending or time.monotonic()
+                if self.lead is not None:
+                    self.lead.close()
         elif guest.chief:
             self._fail(ReplicaLost(
                 f"{guest.name}, the chief, is gone ({why}), so the job ends. Start it again from "
                 "the last checkpoint.", guest.name,
             ))  # fmt: skip
         elif self.lead is not None and self._ending is None:
-            log.warning("%s is gone (%s); the others go on without it", guest.name, why)
+            guest.said_bye = True  # say it once
             self._say(f"{guest.name} is gone ({why}); the others go on without it")
-        if self.lead is not None:
-            self.lead.leave(guest.worker)
-        self._watch.pop(guest.worker, None)
-
-    def _fail(self, failure: ReplicaError) -> None:
-        """The job cannot go on: tell everybody, and end."""
-        if self._ending is not None:
-            return
-        log.warning("%s", failure)
-        self.shard.failure = failure
-        if self.lead is not None:
-            self.lead.fail(failure)
-            self._tell_pulses({"failed": str(failure), "who": failure.who})
-        self._ending = time.monotonic()
 
     def _let_watch(self, guest: Guest) -> None:
         """The evaluator stays until the job is over: the end of the connection tells it."""
@@ -234,87 +285,105 @@ class Server:
         """Carry out the lead's orders."""
         try:
             while (frame := guest.connection.receive()) is not None:
-                if "end" in frame.header:
-                    guest.said_bye = True
-                    continue
                 value = self.shard.obey(frame.header["order"])
                 if value is not None:
                     guest.connection.send({"value": value})
-        finally:
-            if self._ending is None and not guest.said_bye:
-                self._fail(lost("ps 0"))
+        except OSError as problem:
+            log.info("the lead does not command any more: %s", problem)
+        if self._ending is None and self._pulse is not None:
+            self._fail(self._pulse.explain(KNOWS_BETTER) or lost("ps 0"))
 
     # --- pulses -------------------------------------------------------------------------------
 
     def _beat(self, guest: Guest) -> None:
         """A task's pulse: a word every half second, both ways."""
-        key = f"{guest.name}"
-        self._pulses[key] = time.monotonic()
+        words: StratagemError | None = None
         try:
             while (frame := guest.connection.receive()) is not None:
-                self._pulses[key] = time.monotonic()
+                guest.heard = time.monotonic()
                 if frame.header.get("bye"):
-                    guest.said_bye = True
                     return
+                if "dying" in frame.header:
+                    words = error_of(frame.header["dying"])
                 guest.connection.send({"beat": 1})
-        finally:
-            self._pulses.pop(key, None)
-            if not guest.said_bye and guest.worker < 0 and self._ending is None:
-                self._fail(lost(guest.name))
+        except OSError as problem:
+            log.info("no pulse of %s: %s", guest.name, problem)
+        if self._ending is not None:
+            return
+        if guest.worker < 0:
+            self._fail(words if isinstance(words, ReplicaError) else lost(guest.name))
+            return
+        for other in self._of(guest):
+            self._gone(other, "its process has ended")
+            other.connection.close()
+
+    def _of(self, pulse: Guest) -> list[Guest]:
+        """The work of the process whose pulse this is."""
+        return [g for g in self._present() if g.role == "worker" and g.token == pulse.token]
 
     def _feel_pulses(self, now: float) -> None:
-        assert self.lead is not None
-        for attendee, guest in self._attending():
-            heard = max(attendee.heard, self._pulses.get(guest.name, 0.0))
-            silence = now - heard
+        """Name who is silent, give up who is silent too long. Takes no lock that others hold."""
+        for pulse in self._present():
+            if pulse.role != "pulse" or self._ending is not None:
+                continue
+            silence = now - pulse.heard
             if silence > self.patience.answer:
-                text = f"{guest.name} has been silent for {silence:.0f} s and is given up"
-                log.warning("%s", text)
-                self._say(text)
-                self.lead.leave(guest.worker)
-                guest.connection.close()
-            elif silence > STALL and not attendee.silent:
-                attendee.silent = True
-                text = (
-                    f"{guest.name} has been silent for {silence:.0f} s (stopped, or its machine "
-                    "hangs?); the others go on as far as the rule lets them"
-                )
-                log.warning("%s", text)
-                self._say(text)
-                with self.lead.changed:
-                    self.lead.changed.notify_all()
-            elif silence <= STALL:
-                attendee.silent = False
+                self._give_up(pulse, silence)
+            elif silence > STALL and not pulse.silent:
+                self._hush(pulse, True)
+                means = _SILENCE["ps" if pulse.worker < 0 else "worker"]
+                self._say(f"{pulse.name} has been silent for {silence:.0f} s {means}")
+            elif silence <= STALL and pulse.silent:
+                self._hush(pulse, False)
+                self._say(f"{pulse.name} is heard again")
 
-    def _attending(self) -> list[tuple[Attendee, Guest]]:
-        assert self.lead is not None
-        with self.lead.changed:
-            return [
-                (attendee, self._watch[worker])
-                for worker, attendee in self.lead.attendees.items() if worker in self._watch
-            ]  # fmt: skip
+    def _hush(self, pulse: Guest, silent: bool) -> None:
+        pulse.silent = silent
+        for guest in self._of(pulse):
+            if guest.attendee is not None:
+                guest.attendee.silent = silent
+
+    def _give_up(self, pulse: Guest, silence: float) -> None:
+        text = f"{pulse.name} has been silent for {silence:.0f} s and is given up"
+        if pulse.worker < 0 or pulse.chief:
+            self._fail(ReplicaStalled(
+                f"{text}, so the job ends: its machine, or the network between, hangs. The last "
+                "checkpoint is whole; start the job again from there.", pulse.name,
+            ))  # fmt: skip
+            return
+        farewell = ReplicaStalled(
+            f"{text}; the others have gone on without it. Start it again to take part.", pulse.name
+        )
+        self._tell(pulse, note_of(farewell))
+        for guest in [*self._of(pulse), pulse]:
+            guest.said_bye = True
+            if guest.attendee is not None:
+                guest.attendee.gone = True
+            guest.connection.close()  # its own thread sees to the rest
+        self._say(f"{text}; the others do its work", {"given up": pulse.name})
 
     def _overslept(self, seconds: float) -> None:
         """This process itself was stopped: nobody else was silent meanwhile."""
         now = time.monotonic()
-        for name, heard in list(self._pulses.items()):
-            self._pulses[name] = min(now, heard + seconds)
-        if self.lead is not None:
-            for attendee in list(self.lead.attendees.values()):
-                attendee.heard = min(now, attendee.heard + seconds)
+        for guest in self._present():
+            guest.heard = min(now, guest.heard + seconds)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, more: Mapping[str, Any] | None = None) -> None:
         """Have the chief say it, too: that is where a person looks."""
-        self._tell_pulses({"say": text}, chief=True)
+        log.warning("%s", text)
+        silent = [g.name for g in self._present() if g.role == "pulse" and g.silent]
+        self._tell_pulses({"say": text, "silent": silent, **(more or {})}, chief=True)
 
     def _tell_pulses(self, note: Mapping[str, Any], chief: bool = False) -> None:
-        with self._lock:
-            pulses = [g for g in self._guests if g.role == "pulse" and (g.chief or not chief)]
-        for guest in pulses:
-            try:
-                guest.connection.send(note)
-            except OSError as problem:
-                log.info("%s does not listen: %s", guest.name, problem)
+        for guest in self._present():
+            if guest.role == "pulse" and (guest.chief or not chief):
+                self._tell(guest, note)
+
+    def _tell(self, guest: Guest, note: Mapping[str, Any]) -> None:
+        try:
+            guest.connection.send(note)
+        except OSError as problem:
+            log.info("%s does not listen: %s", guest.name, problem)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -323,8 +392,6 @@ class Server:
         handle = _REQUESTS.get(name) or (_LEADS.get(name) if self.lead is not None else None)
         if handle is None:
             raise UsageError(f"{self.name} does not know what {name!r} asks for")
-        if self.lead is not None and (found := self.lead.attendees.get(guest.worker)):
-            found.heard = time.monotonic()
         return handle(self, guest, frame)
 
     def _open(self, guest: Guest, frame: Frame) -> Answer:
@@ -345,7 +412,7 @@ class Server:
         return OK
 
     def _sit(self, guest: Guest, frame: Frame) -> Answer:
-        self.shard.sit(guest.worker, frame.header["memory"])
+        self.shard.sit(guest.token, frame.header["memory"])
         return OK
 
     def _stage(self, guest: Guest, frame: Frame) -> Answer:
@@ -356,7 +423,10 @@ class Server:
         """A gradient onto the worker's desk; rows of sparse ones beside it."""
         if not frame.size:
             return
-        desk = self.shard.desk(guest.worker)
+        desk = self.shard.find(guest.token)
+        if desk is None:  # of a fit that is over
+            guest.connection.skip(TREE_LIMIT)
+            return
         into: list[Tensor] = [] if desk.targets is not None else [desk.gradient]
         plan = self.shard.plan
         assert plan is not None
@@ -377,7 +447,7 @@ class Server:
         desk.rows = rows
 
     def _fetch(self, guest: Guest, frame: Frame) -> Answer:
-        return self.shard.fetch(guest.worker, frame.header["have"], frame.header["after"])
+        return self.shard.fetch(guest.token, frame.header["have"], frame.header["after"])
 
     def _restored(self, guest: Guest, frame: Frame) -> Answer:
         """A snapshot that the lead has ordered."""
@@ -416,31 +486,38 @@ class Server:
     def _join(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None
 
-        def tell(note: Mapping[str, Any]) -> None:
-            try:
-                guest.connection.send(note)
-            except OSError as problem:
-                log.info("%s does not listen: %s", guest.name, problem)
+        guest.attendee = Attendee(
+            guest.worker, guest.name, guest.token, partial(self._tell, guest)
+        )
+        self.lead.join(guest.attendee)
+        return OK
 
-        self._watch[guest.worker] = guest
-        self.lead.join(guest.worker, Attendee(guest.name, tell))
+    def _leave(self, guest: Guest, frame: Frame) -> Answer:
+        assert self.lead is not None
+        if guest.attendee is not None:
+            self.lead.leave(guest.attendee)
+        return OK
+
+    def _clear(self, guest: Guest, frame: Frame) -> Answer:
+        assert self.lead is not None
+        self.lead.clear(guest.attendee)
         return OK
 
     def _next(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None
         told = frame.header
-        return self.lead.next(guest.worker, told["epoch"], told["have"], bool(told["feeds"]))
+        return self.lead.next(_member(guest), told["epoch"], told["have"], bool(told["feeds"]))
 
     def _push(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None
         self._take_gradient(guest, frame)
         told = frame.header
         push = Push(guest.worker, int(told["serial"]), int(told["version"]), float(told["weight"]))
-        return self.lead.push(push, told), ()
+        return self.lead.push(_member(guest), push, told), ()
 
     def _abandon(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None
-        self.lead.abandon(guest.worker, int(frame.header["serial"]))
+        self.lead.abandon(_member(guest), int(frame.header["serial"]))
         return OK
 
     def _deal(self, guest: Guest, frame: Frame) -> Answer:
@@ -454,7 +531,7 @@ class Server:
     def _report(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None
         tree = guest.connection.read(TREE_LIMIT)
-        self.lead.report(guest.worker, int(frame.header["epoch"]), tree)
+        self.lead.report(_member(guest), int(frame.header["epoch"]), tree)
         return OK
 
     def _gather(self, guest: Guest, frame: Frame) -> Answer:
@@ -480,13 +557,21 @@ class Server:
         return OK
 
     def _failed(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        self.lead.failed(guest.name, str(frame.header["text"]))
+        self._fail(failed(guest.name, str(frame.header["text"])))
         return OK
 
 
-def _refusal(error: StratagemError) -> dict[str, Any]:
-    return {"error": type(error).__name__, "text": str(error), "who": getattr(error, "who", "")}
+def _member(guest: Guest) -> Attendee:
+    if guest.attendee is None:
+        raise UsageError(f"{guest.name} asks for work, but has not joined a training")
+    return guest.attendee
+
+
+#: what the silence of a task means for the others
+_SILENCE = {
+    "ps": "(stopped, or its machine hangs?); everybody waits for it",
+    "worker": "(stopped, or its machine hangs?); the others go on as far as the rule lets them",
+}
 
 
 _REQUESTS: dict[str, Callable[[Server, Guest, Frame], Answer]] = {
@@ -495,7 +580,8 @@ _REQUESTS: dict[str, Callable[[Server, Guest, Frame], Answer]] = {
     "host": Server._host,
 }  # fmt: skip
 _LEADS: dict[str, Callable[[Server, Guest, Frame], Answer]] = {
-    "begin": Server._begin, "enter": Server._enter, "join": Server._join, "next": Server._next,
+    "begin": Server._begin, "clear": Server._clear, "leave": Server._leave,
+    "enter": Server._enter, "join": Server._join, "next": Server._next,
     "push": Server._push, "abandon": Server._abandon, "deal": Server._deal,
     "report": Server._report, "so far": Server._so_far, "gather": Server._gather,
     "settings": Server._settings, "snapshot": Server._snapshot, "finish": Server._finish,

@@ -56,12 +56,20 @@ class Session:
             self.told = beside[0]
             _take(self._beside, beside[1])
             torch.manual_seed((self.plan.seed + _MIX * worker.index) % 2**63)
+        self._handles: list[Any] = []
+        worker.at_fall = self._fall
         worker.join(self.params)
         self.cancels = isinstance(self.plan.updates, Synchronous) and self.plan.updates.spares > 0
-        self._handles: list[Any] = [
+        self._handles += [
             p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(self.params)
         ]
+
+    def _fall(self) -> None:
+        """After a failure: the model is the user's own again, with the values that it has."""
+        for handle in self._handles:
+            handle.remove()
+        self.forget_gradients()
 
     def _open(self, plan: Plan) -> None:
         states = None
@@ -114,12 +122,14 @@ class Session:
             return
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         if self.worker.is_chief:
             self.read_state()
             buffers = [t.detach() for t in self._beside]
             self.worker.finish([told, buffers])
         else:
             self.worker.refresh()
+        self.worker.at_fall = None
         self.worker.leave()
         self.forget_gradients()
 

@@ -52,7 +52,7 @@ class Shard:
         #: the fit that is under way, None between fits
         self.plan: Plan | None = None
         self.failure: ReplicaError | None = None
-        self._desks: dict[int, Desk] = {}
+        self._desks: dict[str, Desk] = {}
         self._published: tuple[int, Tensor] | None = None
         self._snapshots: dict[int, Snapshot] = {}
 
@@ -92,14 +92,18 @@ class Shard:
 
     # --- what workers do --------------------------------------------------------------------
 
-    def sit(self, worker: int, handle: str | None) -> None:
-        """Give a worker a desk: in its own memory, if this machine can map it."""
+    def sit(self, seat: str, handle: str | None) -> None:
+        """Give a worker a desk: in its own memory, if this machine can map it.
+
+        It stays until the lead orders it away, or a fit begins: orders may still be on their way
+        that mean a gradient of a worker which has died since.
+        """
         with self.changed:
             plan = self._open()
             layout = plan.layout
             load = layout.loads[self.index]
             if handle is None:
-                self._desks[worker] = Desk(torch.empty(load, dtype=plan.wire_dtype))
+                self._desks[seat] = Desk(torch.empty(load, dtype=plan.wire_dtype))
                 return
             segment = Segment.attach(handle)
             values, outbox = memory_of(segment, plan)
@@ -108,23 +112,22 @@ class Shard:
                 values[e.lo : e.hi].view(view.shape)
                 for e, view in zip(layout.extents[self.index], self.store.views, strict=True)
             ]
-            self._desks[worker] = Desk(outbox[first : first + load], targets)
+            self._desks[seat] = Desk(outbox[first : first + load], targets)
 
-    def leave(self, worker: int) -> None:
-        with self.changed:
-            self._desks.pop(worker, None)
+    def find(self, seat: str) -> Desk | None:
+        """A worker's desk; None if it had one in a fit that is over."""
+        return self._desks.get(seat)
 
-    def desk(self, worker: int) -> Desk:
-        try:
-            return self._desks[worker]
-        except KeyError:
-            raise UsageError(f"worker {worker} has no desk at ps {self.index}") from None
+    def desk(self, seat: str) -> Desk:
+        return self._desks[seat]
 
-    def fetch(self, worker: int, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
+    def fetch(self, seat: str, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
         """The answer for a worker that has version `have`: a header, and what to send with it."""
         with self.changed:
-            self._await(lambda: self.done >= after)
-            store, desk = self.store, self.desk(worker)
+            self._await(lambda: self.done >= after or seat not in self._desks)
+            if seat not in self._desks:
+                return {"version": have}, []  # its fit is over
+            store, desk = self.store, self.desk(seat)
             header: dict[str, Any] = {"version": store.version}
             if desk.edition != self._edition:
                 desk.edition, have = self._edition, -1
@@ -199,8 +202,8 @@ class Shard:
                 self.done += 1
                 self.changed.notify_all()
 
-    def _add(self, worker: int, factor: float, used: Sequence[bool] | None) -> None:
-        desk = self.desk(worker)
+    def _add(self, seat: str, factor: float, used: Sequence[bool] | None) -> None:
+        desk = self.desk(seat)
         gradient = self._compensated(desk)
         self.store.add(gradient, factor, self._used(used, desk))
         self._add_rows(desk, factor)
@@ -210,13 +213,13 @@ class Shard:
             self.store.add_rows(piece, rows, values, factor)
         desk.rows = []
 
-    def _one(self, worker: int, factor: float, rate: float, used: Sequence[bool] | None) -> None:
+    def _one(self, seat: str, factor: float, rate: float, used: Sequence[bool] | None) -> None:
         """A push that makes an update by itself."""
-        desk = self.desk(worker)
+        desk = self.desk(seat)
         clip = self._open().clip_value
         with self._measured():
             if desk.rows or desk.gradient.dtype != self.store.values.dtype:
-                self._add(worker, factor, used)
+                self._add(seat, factor, used)
                 self.store.apply(1.0, rate, clip)
             else:
                 gradient = self._compensated(desk).to(self.device)
@@ -242,8 +245,8 @@ class Shard:
     def _norm(self, scale: float) -> float:
         return self.store.norm_squared(scale)
 
-    def _distance(self, worker: int) -> float:
-        then = self.desk(worker).then
+    def _distance(self, seat: str) -> float:
+        then = self.desk(seat).then
         return 0.0 if then is None else self.store.distance_squared(then)
 
     def _compensated(self, desk: Desk) -> Tensor:
@@ -265,6 +268,13 @@ class Shard:
             for i, e in enumerate(extents)
         ]
 
+    def _leave(self, seat: str) -> None:
+        self._desks.pop(seat, None)
+
+    def _flush(self) -> float:
+        """Whoever has the answer knows that everything before is done."""
+        return 0.0
+
     def _settings(self, groups: list[dict[str, Any]]) -> None:
         self.store.set_settings(groups)
 
@@ -281,7 +291,7 @@ class Shard:
 _ORDERS: dict[str, Callable[..., Any]] = {
     "add": Shard._add, "one": Shard._one, "apply": Shard._apply, "norm": Shard._norm,
     "distance": Shard._distance, "step": Shard._step, "settings": Shard._settings,
-    "snapshot": Shard._snapshot,
+    "snapshot": Shard._snapshot, "leave": Shard._leave, "flush": Shard._flush,
 }  # fmt: skip
 
 

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stratagem import errors
-from stratagem.errors import ReplicaError, StratagemError, UsageError
+from stratagem.errors import ReplicaError, StratagemError
 from stratagem.rules.push import Ticket
 from stratagem.rules.stats import Stats
 from stratagem.strategies.agreement import Patience
@@ -25,13 +26,16 @@ from stratagem.strategies.parameters.memory import Memory
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.pulse import PulseThread
 from stratagem.strategies.parameters.reach import reach
-from stratagem.strategies.parameters.server import TREE_LIMIT, lost
+from stratagem.strategies.parameters.server import KNOWS_BETTER, TREE_LIMIT
+from stratagem.strategies.parameters.trouble import error_of, headline, lost
 from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import Connection, Frame
 from stratagem.wire.tree import decode, encode
 
 #: "0" has tensors travel over sockets on one machine, too
 SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
+
+log = logging.getLogger("stratagem")
 
 
 @dataclass(frozen=True)
@@ -69,30 +73,38 @@ class Worker:
     """One worker of a job with parameter servers."""
 
     def __init__(
-        self, index: int, name: str, chief: bool, address: Address, patience: Patience
-    ) -> None:
+        self, index: int, name: str, chief: bool, address: Address, patience: Patience,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`watch` is called while servers do not answer yet, and may raise."""
         self.index, self.name, self.is_chief = index, name, chief
         self.address = address
         self.plan: Plan | None = None
         self._epoch = 0
         self._snapshots = 0
-        hello = {"worker": index, "name": name, "chief": chief, "host": host_identity()}
-        tasks = [(f"ps {i}", where) for i, where in enumerate(address.servers)]
-        self._servers = reach(
-            tasks, address.secret, {"hello": "worker", **hello}, patience.arrive
-        )
-        (beats,) = reach(
-            tasks[:1], address.secret, {"hello": "pulse", **hello}, patience.arrive
-        )
-        self._pulse = PulseThread(beats, patience.answer)
-        #: whether every server can map this process' memory
-        self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and all(
-            self._call(i, {"t": "host"}).header["host"] == hello["host"] for i in range(len(tasks))
-        )
         #: how many trainings this process has taken part in
         self.fits = 0
         #: ends a training that is still open: a prepared loop's
         self.at_end: Callable[[], None] | None = None
+        #: gives the model back as it is, after a training that has failed
+        self.at_fall: Callable[[], None] | None = None
+        hello = {"worker": index, "name": name, "chief": chief, "token": secrets.token_hex(8)}
+        tasks = [(f"ps {i}", where) for i, where in enumerate(address.servers)]
+        limit = patience.arrive
+        self._servers = reach(tasks, address.secret, {"hello": "worker", **hello}, limit, watch)
+        try:
+            (beats,) = reach(
+                tasks[:1], address.secret, {"hello": "pulse", **hello}, limit, watch
+            )
+            self._pulse = PulseThread(beats, patience.answer, self._cut_off)
+            here = host_identity()
+            #: whether every server can map this process' memory
+            self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and all(
+                self._call(i, {"t": "host"}).header["host"] == here for i in range(len(tasks))
+            )
+        except BaseException:
+            self._hang_up()
+            raise
 
     # --- a fit ------------------------------------------------------------------------------
 
@@ -104,6 +116,7 @@ class Worker:
 
         `beside` is what the other workers get to know besides: the weights that are not trained.
         """
+        self._call(0, {"t": "clear"})
         self.plan = plan
         for i, values in enumerate(self._cut(params)):
             body = [values]
@@ -147,12 +160,23 @@ class Worker:
     def interrupt(self, error: BaseException) -> None:
         """From another thread: have whatever waits here end with this error."""
         if isinstance(error, ReplicaError):
-            self._pulse.trouble = error
-        self._servers[0].close()
+            self._pulse.fall(error)
+        else:
+            self._hang_up()
+
+    def fall(self) -> None:
+        """Nothing comes of the training: the model is the user's own again."""
+        self.at_end = None
+        if self.at_fall is not None:
+            fall, self.at_fall = self.at_fall, None
+            fall()
+            if hasattr(self, "memory"):
+                self.memory.close()
 
     def leave(self) -> None:
         """The fit is over: parameters get memory of their own again."""
         self.memory.close()
+        self._call(0, {"t": "leave"})
 
     @property
     def version(self) -> int:
@@ -222,7 +246,7 @@ class Worker:
         while self._servers[0].readable():
             frame = self._servers[0].receive()
             if frame is None:
-                raise lost("ps 0")
+                raise self._why(0)
             self._news = max(self._news, int(frame.header["news"]))
         self._check()
         return self._news > self.version
@@ -346,16 +370,40 @@ class Worker:
         """Tell the others why this worker stops."""
         self._call(0, {"t": "failed", "text": text})
 
-    def close(self) -> None:
-        """Say goodbye to every server."""
-        for i in reversed(range(len(self._servers))):
+    @property
+    def silent(self) -> set[str]:
+        """As the chief: the names of tasks that the lead does not hear."""
+        return self._pulse.silent
+
+    @property
+    def given_up(self) -> set[str]:
+        """As the chief: the names of workers that the lead has given up."""
+        return self._pulse.given_up
+
+    def close(self, *, goodbye: bool = True) -> None:
+        """Say goodbye to every server, the lead last."""
+        for i in reversed(range(len(self._servers) if goodbye else 0)):
             try:
                 self._call(i, {"t": "bye"})
             except (OSError, StratagemError):
                 continue  # it has gone first
-            finally:
-                self._servers[i].close()
+        if not goodbye:
+            self._hang_up()
         self._pulse.stop()
+        self._hang_up()
+
+    def desert(self) -> None:
+        """The servers are about to be ended: what becomes of them is no news."""
+        self._pulse.mute()
+
+    def _cut_off(self, trouble: ReplicaError) -> None:
+        """The job cannot go on: say so, and wake whoever waits for a server."""
+        log.warning("%s", headline(trouble))
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for connection in self._servers:
+            connection.close()
 
     # --- talking ------------------------------------------------------------------------------
 
@@ -383,7 +431,7 @@ class Worker:
                 self._news = max(self._news, int(frame.header["news"]))
                 continue
             if "error" in frame.header:
-                raise _told(frame.header)
+                raise error_of(frame.header)
             return frame
 
     def _check(self) -> None:
@@ -392,12 +440,5 @@ class Worker:
 
     def _why(self, i: int) -> ReplicaError:
         """A connection ended: the pulse may know better whose fault it was."""
-        return self._pulse.trouble or lost(f"ps {i}")
+        return self._pulse.explain(KNOWS_BETTER) or lost(f"ps {i}")
 
-
-def _told(note: Mapping[str, Any]) -> StratagemError:
-    kind = getattr(errors, str(note["error"]), UsageError)
-    if not (isinstance(kind, type) and issubclass(kind, StratagemError)):
-        kind = UsageError
-    text = str(note["text"])
-    return kind(text, str(note.get("who", ""))) if issubclass(kind, ReplicaError) else kind(text)
