@@ -143,6 +143,8 @@ class Model:
             between_steps=CallbackList(callbacks, self, {}).between_steps,
             wants_state=any(callback.reads_optimizer_state for callback in callbacks),
         )  # fmt: skip
+        if self.strategy.served:
+            served.check(job)
         self._fits += 1
         try:
             self._everywhere(served.fit if self.strategy.served else loop.fit, job)

@@ -28,7 +28,6 @@ from stratagem.strategies.replica import Replica, alone, current_replica
 def fit(job: Fit) -> None:
     """Train; every worker's module ends with the same values."""
     replica = current_replica()
-    _refuse(job)
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
     served = job.settings.served
@@ -49,7 +48,8 @@ def fit(job: Fit) -> None:
         hand.follow()
 
 
-def _refuse(job: Fit) -> None:
+def check(job: Fit) -> None:
+    """Refuse what servers cannot do, before anybody is asked to."""
     if job.recipe.accumulate > 1:
         raise NotDistributable(
             "accumulate cannot go with parameter servers, which decide themselves how many "
