@@ -92,7 +92,7 @@ class Hand:
     def follow(self) -> None:
         """Work until the chief ends it."""
         while True:
-            work = self.worker.next()
+            work = self.worker.next(wait=False)
             if isinstance(work, FitOver):
                 self.session.end()
                 _believe(self.job, self.session, work)
@@ -110,6 +110,7 @@ class Hand:
                 self.begin()  # it was absent when the last one ended
             self._epoch = work.epoch
         portion = self.dealer.portion(work, self.job.epochs.start, self.replica.device)
+        self.worker.arrive()
         try:
             loss, weight, output, y = self._gradients(portion)
         except Late:
@@ -140,6 +141,7 @@ class Hand:
                 loss, weight = self._part(portion, output, y, sample_weight)
         if self.session.cancels and self.worker.is_late:
             raise Late
+        self.worker.begin_backward(listens=self.session.cancels)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), weight, output, y
 
@@ -205,7 +207,7 @@ class Chief:
         hand.dealer.open(self.worker, number, epoch, job.steps_per_epoch)
         batch = 0
         while True:
-            work = self.worker.next(hand.dealer.fill)
+            work = self.worker.next(hand.dealer.fill, wait=False)
             if isinstance(work, EpochOver | FitOver):
                 break
             job.callbacks.batch_begin(batch)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import ssl
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -67,6 +67,25 @@ class Connection:
         with self._sending, self._use():
             self._channel.send([memoryview(start), *pieces])
 
+    def stream(self, header: Mapping[str, Any], size: int, parts: Iterable[Tensor]) -> None:
+        """Send a frame whose body of `size` bytes is still being made: part by part, as it comes.
+
+        The parts must add up to it. Whoever makes them must end, or close the connection: others
+        that want to send wait meanwhile.
+        """
+        start = encode(header, size)
+        if self._channel.closed:
+            raise self._closed_here()
+        with self._sending, self._use():
+            self._channel.send([memoryview(start)])
+            for part in parts:
+                pieces = bytes_of([part])
+                size -= sum(map(len, pieces))
+                self._channel.send(list(pieces))
+        if size:
+            self.close()
+            raise UsageError(f"a frame's parts differ from its size by {size} bytes")
+
     def receive(self) -> Frame | None:
         """Wait for a frame; None if the peer, or this side, closed between two frames."""
         if self._left:
@@ -97,14 +116,17 @@ class Connection:
         self._left = left
         return Frame(header, left)
 
-    def read_into(self, tensors: Sequence[Tensor]) -> None:
-        """Read the body straight into these tensors; its size must be theirs."""
+    def read_into(self, tensors: Sequence[Tensor], *, more: bool = False) -> None:
+        """Read the body straight into these tensors; its size must be theirs.
+
+        With `more` they take the beginning of it, and the rest is read later.
+        """
         pieces = bytes_of(tensors)
         wanted = sum(map(len, pieces))
-        if wanted != self._left:
+        if wanted > self._left or (wanted < self._left and not more):
             self._refuse(f"it sent a body of {self._left} bytes where {wanted} belong")
         self._fill(pieces, wanted)
-        self._left = 0
+        self._left -= wanted
 
     def read(self, limit: int) -> Tensor:
         """Read the body as bytes; more than `limit` of them are refused."""

@@ -357,3 +357,39 @@ def test_own_optimizers_are_refused() -> None:
     x, y, _, _ = digits()
     with pytest.raises(sg.NotDistributable, match="Mine"):
         model(strategy("1 ps", "asynchronous"), lambda p: Mine(p, lr=0.1)).fit(x, y, verbose=0)
+
+
+class Wide(nn.Module):
+    """Large enough that gradients leave while backward makes others; the first layer is slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = nn.Linear(64, 400), nn.Linear(400, 700)
+        self.unused, self.last = nn.Linear(5, 5), nn.Linear(700, 10)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+@pytest.mark.parametrize("rule", ["synchronous", "spares", "asynchronous"])
+def test_bytes_travel_beside_the_computation(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over sockets, with threads that carry: the same answer, and no frame out of step."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
+    x, y, _, _ = digits()
+    where = sg.ParameterServerStrategy(
+        sg.LocalCluster(workers=1 if rule == "asynchronous" else 2, ps=2), updates=RULES[rule]
+    )
+    made = []
+    try:
+        for at in (where, None):
+            one = model(at, OPTIMIZERS["momentum"], Wide())
+            torch.manual_seed(5)
+            one.fit(DataLoader(TensorDataset(x[:400], y[:400]), batch_size=32), epochs=2, verbose=0)
+            made.append(one)
+        books = where.stats()
+        assert books.received == books.applied + books.dropped
+    finally:
+        where.close()
+    if rule != "spares":
+        assert apart(made[0].module, made[1].module) < 2e-5

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -56,6 +58,41 @@ def test_large_and_small_tensors_in_one_frame(ends: tuple[Connection, Connection
     server.read_into(found)
     sending.result()
     assert all(map(torch.equal, found, tensors))
+
+
+def test_a_body_is_sent_while_it_is_made_and_read_in_two(
+    ends: tuple[Connection, Connection],
+) -> None:
+    server, client = ends
+    begun, made = threading.Event(), threading.Event()
+
+    def parts() -> Iterator[Tensor]:
+        yield noise(MB)
+        begun.set()
+        assert made.wait(10)  # the peer has the first part before there is a second
+        yield noise(5, 2)
+
+    sending = Outcome(lambda: client.stream({"t": 1}, MB + 5, parts()))
+    frame = server.receive()
+    assert frame == Frame({"t": 1}, MB + 5)
+    first, second = torch.zeros(MB, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)
+    server.read_into([first], more=True)
+    assert begun.wait(10) and sending.is_alive()
+    made.set()
+    server.read_into([second])
+    sending.result()
+    assert torch.equal(first, noise(MB)) and torch.equal(second, noise(5, 2))
+    client.send({"next": 1})
+    assert server.receive() == Frame({"next": 1}, 0)
+
+
+def test_parts_that_do_not_add_up_end_the_connection() -> None:
+    with pair("unix") as (server, client):
+        with pytest.raises(UsageError, match="differ from its size by 3 bytes"):
+            client.stream({}, 8, iter([noise(5)]))
+        assert server.receive() == Frame({}, 8)
+        with pytest.raises(WireError):
+            server.read(8)
 
 
 def test_more_tensors_than_one_call_takes(ends: tuple[Connection, Connection]) -> None:

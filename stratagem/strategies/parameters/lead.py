@@ -280,7 +280,7 @@ class Lead:
             payload = self._payloads.get((ticket.batch, ticket.part))
             if payload is not None:
                 header["payload"] = payload.numel()
-                body = [*body, payload]
+                body = [payload, *body]  # first, so that it can be unpacked while the rest comes
             return header, body
 
     def abandon(self, attendee: Attendee, serial: int) -> None:

@@ -8,7 +8,8 @@ Where servers run on the same machine both lie in shared memory and nothing is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ class Memory:
                 self._piece_numbers[e.piece.variable].append((server, number, e.piece.start))
                 at += size
         self._rows: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in layout.loads]
+        self._ready = [False] * len(params)
+        self._news = threading.Condition()
+        #: whether gradients may leave while backward still makes others
+        self.streams = False
         self._bind()
 
     def _bind(self) -> None:
@@ -112,8 +117,17 @@ class Memory:
         flat = grad.detach().reshape(-1)
         for _, target, start, end in self._slots[index]:
             target.copy_(flat[start:end])
+        if self.streams:
+            with self._news:
+                self._ready[index] = True
+                self._news.notify_all()
 
     def _take_rows(self, index: int, grad: Tensor) -> None:
+        if self.streams:
+            raise NotDistributable(
+                "a gradient that was dense before has become sparse; a parameter's gradients must "
+                "stay of one kind while it is trained."
+            )
         grad = grad.coalesce()
         if grad.sparse_dim() != 1:
             raise NotDistributable(
@@ -136,13 +150,63 @@ class Memory:
         used = [p.grad is not None for p in self.params]
         return None if all(used) else used
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether some of the gradients are sparse."""
+        return any(self._rows)
+
+    def begin(self) -> None:
+        """A new gradient will be made; nothing of it is there yet."""
+        with self._news:
+            self._ready = [False] * len(self.params)
+
+    def complete(self) -> None:
+        """Backward has ended: variables without a gradient are waited for no longer."""
+        with self._news:
+            self._ready = [True] * len(self.params)
+            self._news.notify_all()
+
+    def parts(self, server: int) -> Iterator[Tensor]:
+        """The server's gradients in the order in which they are made, each as soon as it is."""
+        extents, at, sent = self.plan.layout.extents[server], 0, 0
+        for number, e in enumerate(extents):
+            with self._news:
+                self._news.wait_for(lambda: self._ready[e.piece.variable])  # noqa: B023
+                coming = number + 1 < len(extents) and (
+                    self._ready[extents[number + 1].piece.variable]
+                )
+            at += e.hi - e.lo
+            if not coming:  # the next one is not there yet: let go of all that is
+                yield self._parts[server][sent:at]
+                sent = at
+
+    def nbytes(self, server: int) -> int:
+        return self._parts[server].nbytes
+
     def outgoing(self, server: int) -> tuple[list[list[int]], list[Tensor]]:
-        """What to send: rows of sparse gradients by piece, and the bytes."""
+        """What to send: rows of sparse gradients by piece, and the bytes.
+
+        Dense gradients that there are not take no room, unless the rule compares all values.
+        """
         rows, self._rows[server] = self._rows[server], []
-        body: list[Tensor] = [] if self._segment is not None else [self._parts[server]]
+        body: list[Tensor] = []
+        if self._segment is None:
+            body = self._dense(server, {number for number, _, _ in rows})
         for _, numbers, values in rows:
             body += [numbers, values]
         return [[number, len(numbers)] for number, numbers, _ in rows], body
+
+    def _dense(self, server: int, sparse: set[int]) -> list[Tensor]:
+        part, at = self._parts[server], 0
+        if (not sparse and self.used() is None) or self.plan.compares:
+            return [part]
+        body = []
+        for number, e in enumerate(self.plan.layout.extents[server]):
+            size = e.hi - e.lo
+            if number not in sparse and self.params[e.piece.variable].grad is not None:
+                body.append(part[at : at + size])
+            at += size
+        return body
 
     def close(self) -> None:
         """Give the parameters memory of their own again; may be called again."""

@@ -52,6 +52,11 @@ class Plan:
             return max(1, self.workers - self.updates.spares)
         return 1
 
+    @property
+    def compares(self) -> bool:
+        """Whether a gradient is held against the values that it was computed with."""
+        return any(policy.needs_then for policy in getattr(self.updates, "staleness", ()))
+
     @cached_property
     def layout(self) -> Layout:
         return Layout(self.shapes, self.pieces, self.servers)
@@ -97,8 +102,9 @@ class Layout:
         self.sizes = [math.prod(shape) for shape in shapes]
         self.starts = [sum(self.sizes[:i]) for i in range(len(shapes))]
         self.count = sum(self.sizes)
+        #: by server, the last variable first: that is how backward makes gradients
         self.extents: list[list[Extent]] = [[] for _ in range(servers)]
-        for piece in pieces:
+        for piece in reversed(pieces):
             self.extents[piece.server].append(self._extent(piece))
         self.loads = [sum(e.hi - e.lo for e in part) for part in self.extents]
 

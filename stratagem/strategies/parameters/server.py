@@ -427,7 +427,7 @@ class Server:
         if desk is None:  # of a fit that is over
             guest.connection.skip(TREE_LIMIT)
             return
-        into: list[Tensor] = [] if desk.targets is not None else [desk.gradient]
+        into: list[Tensor] = []
         plan = self.shard.plan
         assert plan is not None
         rows: list[tuple[int, Tensor, Tensor]] = []
@@ -439,6 +439,10 @@ class Server:
             values = torch.empty((count, *view.shape[1:]), dtype=plan.wire_dtype)
             rows.append((piece, numbers, values))
             into += [numbers, values]
+        if desk.targets is None:
+            dense = frame.size - sum(tensor.nbytes for tensor in into)
+            desk.filled = dense // desk.gradient.itemsize
+            into.insert(0, desk.gradient[: max(0, desk.filled)])
         guest.connection.read_into(into)
         for piece, numbers, _ in rows:
             length = len(self.shard.store.views[piece])

@@ -32,6 +32,8 @@ class Desk:
 
     #: the dense gradient of this server's pieces, one after the other
     gradient: Tensor
+    #: how many elements of it were sent: all, or those of the pieces that were used
+    filled: int
     #: the worker's own memory, where it can be reached
     targets: list[Tensor] | None = None
     #: rows of sparse gradients: piece, row numbers, values
@@ -103,7 +105,7 @@ class Shard:
             layout = plan.layout
             load = layout.loads[self.index]
             if handle is None:
-                self._desks[seat] = Desk(torch.empty(load, dtype=plan.wire_dtype))
+                self._desks[seat] = Desk(torch.empty(load, dtype=plan.wire_dtype), load)
                 return
             segment = Segment.attach(handle)
             values, outbox = memory_of(segment, plan)
@@ -112,7 +114,7 @@ class Shard:
                 values[e.lo : e.hi].view(view.shape)
                 for e, view in zip(layout.extents[self.index], self.store.views, strict=True)
             ]
-            self._desks[seat] = Desk(outbox[first : first + load], targets)
+            self._desks[seat] = Desk(outbox[first : first + load], load, targets)
 
     def find(self, seat: str) -> Desk | None:
         """A worker's desk; None if it had one in a fit that is over."""
@@ -250,7 +252,7 @@ class Shard:
         return 0.0 if then is None else self.store.distance_squared(then)
 
     def _compensated(self, desk: Desk) -> Tensor:
-        gradient = desk.gradient
+        gradient = desk.gradient[: desk.filled]
         for policy in self._policies:
             if policy.needs_then and desk.then is not None:
                 gradient = gradient.to(desk.then)

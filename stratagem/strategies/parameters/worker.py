@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from stratagem.errors import ReplicaError, StratagemError
 from stratagem.rules.push import Ticket
 from stratagem.rules.stats import Stats
 from stratagem.strategies.agreement import Patience
+from stratagem.strategies.parameters.courier import Courier
 from stratagem.strategies.parameters.memory import Memory
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.pulse import PulseThread
@@ -36,6 +38,9 @@ from stratagem.wire.tree import decode, encode
 SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
 
 log = logging.getLogger("stratagem")
+
+
+_MUCH = 1 << 20  # bytes of values, from which on threads pay off
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,9 @@ class Worker:
         self.at_end: Callable[[], None] | None = None
         #: gives the model back as it is, after a training that has failed
         self.at_fall: Callable[[], None] | None = None
+        self._couriers: list[Courier] = []
+        #: servers to which gradients are on their way while they are made
+        self._streamed: set[int] = set()
         hello = {"worker": index, "name": name, "chief": chief, "token": secrets.token_hex(8)}
         tasks = [(f"ps {i}", where) for i, where in enumerate(address.servers)]
         limit = patience.arrive
@@ -147,9 +155,22 @@ class Worker:
         self._have = [-1] * len(self._servers)
         self._epoch = self._news = self._after = 0
         self._told: Any = None
+        self._hire_couriers()
         for i in range(len(self._servers)):
             self._call(i, {"t": "sit", "memory": self.memory.handle})
         self._call(0, {"t": "join"})
+
+    def _hire_couriers(self) -> None:
+        """Where much has to travel it does so beside the computation."""
+        assert self.plan is not None
+        self._dismiss_couriers()
+        if not self.near and self.memory.values.nbytes >= _MUCH:
+            self._couriers = [Courier(f"courier-{i}") for i in range(len(self._servers))]
+
+    def _dismiss_couriers(self) -> None:
+        for courier in self._couriers:
+            courier.end()
+        self._couriers = []
 
     def settle(self) -> None:
         """End a training that a prepared loop has left open."""
@@ -185,8 +206,13 @@ class Worker:
 
     # --- a step -----------------------------------------------------------------------------
 
-    def next(self, feed: Callable[[], None] | None = None) -> Work | EpochOver | FitOver:
-        """Wait for something to do, with the newest values; `feed` puts more batches up."""
+    def next(
+        self, feed: Callable[[], None] | None = None, *, wait: bool = True
+    ) -> Work | EpochOver | FitOver:
+        """Wait for something to do, with the newest values; `feed` puts more batches up.
+
+        Without `wait` the values may still be on their way: `arrive` waits for them.
+        """
         told: dict[str, Any] = {"hungry": True}
         while "hungry" in told:
             if feed is not None:
@@ -202,13 +228,51 @@ class Worker:
             self._epoch = int(told["over"])
             return EpochOver(self._epoch)
         payload = torch.empty(int(told.get("payload", 0)), dtype=torch.uint8)
-        self._take_values(0, frame, [payload] if "payload" in told else [])
+        if "payload" in told:
+            self._servers[0].read_into([payload], more=True)
         self._ask_others(int(told["after"]))
-        self._take_others()
-        self.memory.arrived()
+        self._carry(0, lambda: self._take_values(0, frame))
+        for i in range(1, len(self._servers)):
+            self._carry(i, partial(self._take_from, i))
+        if wait:
+            self.arrive()
         ticket = Ticket(*(int(n) for n in told["ticket"]))
-        self._news = max(self._news, self.version)
         return Work(ticket, int(told["epoch"]), decode(payload) if "payload" in told else None)
+
+    def arrive(self) -> None:
+        """Wait for the values that come with a ticket."""
+        self._await_couriers()
+        self.memory.arrived()
+        self._news = max(self._news, self.version)
+
+    def begin_backward(self, *, listens: bool = False) -> None:
+        """Gradients are about to be made, once each: send each as soon as it is there.
+
+        Who listens for news of the others keeps the lead's connection free for that.
+        """
+        if self._couriers and self.memory.streams:
+            self.memory.begin()
+            self._streamed = set(range(int(listens), len(self._servers)))
+            for i in self._streamed:
+                self._carry(i, partial(self._stream, i))
+
+    def _stream(self, i: int) -> None:
+        memory = self.memory
+        try:
+            self._servers[i].stream({"t": "stage"}, memory.nbytes(i), memory.parts(i))
+        except OSError as problem:
+            raise self._why(i) from problem
+        self._receive(i)
+
+    def _carry(self, i: int, errand: Callable[[], None]) -> None:
+        if self._couriers:
+            self._couriers[i].send(errand)
+        else:
+            errand()
+
+    def _await_couriers(self) -> None:
+        for courier in self._couriers:
+            courier.wait()
 
     def push(
         self, ticket: Ticket, weight: float, loss: float, examples: int,
@@ -216,8 +280,9 @@ class Worker:
     ) -> bool:  # fmt: skip
         """Hand in the gradients that lie in memory; whether they count."""
         used = self.memory.used()
-        staged = [i for i in range(1, len(self._servers)) if self._stage(i, {"t": "stage"})]
-        for i in staged:
+        streamed = self._finish_stream()
+        others = [i for i in range(1, len(self._servers)) if i not in streamed]
+        for i in [i for i in others if self._stage(i, {"t": "stage"})]:
             self._receive(i)
         header = {
             "t": "push", "serial": ticket.serial, "version": self.version, "weight": weight,
@@ -225,10 +290,25 @@ class Worker:
         }  # fmt: skip
         if settings is not None and settings != self._told:
             self._told, header["settings"] = settings, settings
-        self._stage(0, header)
+        if 0 in streamed:
+            self._write(0, header)
+        else:
+            self._stage(0, header)
         answer = self._receive(0).header
         self._after = int(answer["after"])
         return bool(answer["kept"])
+
+    def _finish_stream(self) -> set[int]:
+        """The servers whose gradients left while they were made; now they are all there."""
+        if not self._couriers:
+            return set()
+        streamed, self._streamed = self._streamed, set()
+        if streamed:
+            self.memory.complete()
+            self._await_couriers()
+        # From the second time on: by then it is known that none of them is sparse.
+        self.memory.streams = not self.memory.has_rows
+        return streamed
 
     def _stage(self, i: int, header: dict[str, Any]) -> bool:
         """Send a server its part of the gradient, unless that lies in its reach already."""
@@ -253,6 +333,7 @@ class Worker:
 
     def abandon(self, ticket: Ticket) -> None:
         """Stop working on a ticket that came too late."""
+        self._finish_stream()
         self._call(0, {"t": "abandon", "serial": ticket.serial})
 
     def refresh(self) -> None:
@@ -269,15 +350,17 @@ class Worker:
         for i in range(1, len(self._servers)):
             self._write(i, {"t": "fetch", "have": self._have[i], "after": after})
 
-    def _take_others(self) -> None:
-        for i in range(1, len(self._servers)):
-            self._take_values(i, self._receive(i))
+    def _take_from(self, i: int) -> None:
+        self._take_values(i, self._receive(i))
 
-    def _take_values(self, i: int, frame: Frame, more: Sequence[Tensor] = ()) -> None:
+    def _take_values(self, i: int, frame: Frame) -> None:
         told = frame.header
         into, settle = self.memory.incoming(i, told)
-        if frame.size:
-            self._servers[i].read_into([*into, *more])
+        if into:
+            try:
+                self._servers[i].read_into(into)
+            except OSError as problem:
+                raise self._why(i) from problem
         settle()
         self._have[i] = int(told["version"])
 
@@ -368,6 +451,7 @@ class Worker:
 
     def report_failure(self, text: str) -> None:
         """Tell the others why this worker stops."""
+        self._finish_stream()
         self._call(0, {"t": "failed", "text": text})
 
     @property
@@ -382,6 +466,9 @@ class Worker:
 
     def close(self, *, goodbye: bool = True) -> None:
         """Say goodbye to every server, the lead last."""
+        if goodbye:
+            self._finish_stream()
+        self._dismiss_couriers()
         for i in reversed(range(len(self._servers) if goodbye else 0)):
             try:
                 self._call(i, {"t": "bye"})
