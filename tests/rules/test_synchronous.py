@@ -342,3 +342,21 @@ def test_an_empty_epoch_is_over() -> None:
 def test_parts_are_at_least_one() -> None:
     with pytest.raises(UsageError, match="at least one"):
         Ledger(Synchronous()).deal(0, 0)
+
+
+def test_a_copy_that_is_dropped_leaves_the_ticket_with_the_other() -> None:
+    book = ledger(Synchronous(spares=1), 2, batches=1)
+    take(book, 0), take(book, 1)
+    assert not push(book, 1, version=-1)[0].kept
+    assert book.stats().requeued == 0 and book._table.left == 1
+    assert push(book, 0)[1] is not None and book.over
+
+
+def test_those_who_wait_are_told_when_backups_are_possible() -> None:
+    book = ledger(Synchronous(spares=1), 4, batches=2)
+    take(book, 0)
+    push(book, 0)
+    assert book.take(0) is None
+    turn = book.turn
+    take(book, 1)
+    assert book.turn != turn and take(book, 0).serial == 1
