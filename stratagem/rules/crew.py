@@ -47,7 +47,7 @@ class Crew:
 
     def join(self, worker: int, version: int) -> Member:
         """A new member, behind all others."""
-        member = self._members[worker] = Member(worker, clock=self.clocks.low)
+        member = self._members[worker] = Member(worker)
         self._order.append(member)
         self.admit(version)
         return member

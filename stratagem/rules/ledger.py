@@ -37,7 +37,7 @@ class Ledger:
         self._gate = gate_of(updates, workers)
         self._table = Table(version, free.warmup)
         self._books = Books()
-        self._rate = 1.0
+        self._rate = 1.0  # the smallest that the pushes kept ask for
         #: changes whenever somebody who was refused by `take` may have to be asked again
         self.turn = 0
 
@@ -165,8 +165,7 @@ class Ledger:
         if gate.synchronous:
             for serial in list(table.hands):
                 self._requeue_or_lose(table.revoke(serial))
-        rate, self._rate = self._rate, 1.0
-        return Update(table.version, pushes, fsum(push.weight for push in pushes), rate)
+        return Update(table.version, pushes, fsum(push.weight for push in pushes), self._rate)
 
     # accounting
 

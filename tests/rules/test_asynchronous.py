@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratagem.rules.ledger import Ledger
 from stratagem.rules.push import Push
 from stratagem.rules.ramp import Ramp
 from stratagem.rules.staleness import (
@@ -259,6 +260,54 @@ def test_who_is_kept_out_does_not_hold_up_the_others_nor_when_let_in() -> None:
     push(book, 0)
     assert take(book, 0) and take(book, 1)
     assert book._table.crew.clocks.low == 10
+
+
+def clocks_that_count(book: Ledger) -> list[int]:
+    crew = book._table.crew
+    return sorted(clock for clock, count in crew.clocks._at.items() for _ in range(count))
+
+
+def warmed_up_to_two_of_three() -> Ledger:
+    book = ledger(Asynchronous(warmup=Ramp(8), bound=0), 3, batches=40)
+    for _ in range(4):
+        take(book, 0)
+        push(book, 0)
+    take(book, 1)
+    assert book.take(2) is None
+    assert clocks_that_count(book) == [4, 4], "the second came in at the lowest clock"
+    return book
+
+
+def test_a_worker_that_is_put_out_finishes_what_it_has() -> None:
+    """With fewer workers the warm-up allows fewer; who has a ticket still counts as the last."""
+    book = warmed_up_to_two_of_three()
+    book.leave(2)
+    assert clocks_that_count(book) == [4, 4], "put out, but it has a ticket"
+    take(book, 0)
+    push(book, 0)
+    assert book.take(0) is None, "ahead of what is still being done"
+    push(book, 1, 4)
+    assert book.take(1) is None and clocks_that_count(book) == [5]
+    assert take(book, 0)
+
+
+def test_a_worker_that_is_put_out_and_let_in_again_counts_once() -> None:
+    book = warmed_up_to_two_of_three()
+    book.leave(2)
+    book.join(2)
+    assert clocks_that_count(book) == [4, 4]
+    push(book, 1, 4)
+    assert clocks_that_count(book) == [4, 5] and book.take(1) is None
+
+
+def test_who_is_put_out_with_nothing_in_hand_holds_up_nobody() -> None:
+    book = warmed_up_to_two_of_three()
+    book.abandon(1, 4)
+    book.leave(2)
+    assert clocks_that_count(book) == [4]
+    take(book, 0)
+    push(book, 0)
+    assert take(book, 0)
 
 
 def test_policies_count_the_workers_that_are_let_in() -> None:

@@ -168,11 +168,12 @@ def test_one_ticket_a_version() -> None:
 
 def test_a_step_that_is_complete_takes_no_more() -> None:
     book = ledger(Synchronous(spares=1), 3, batches=9)
+    book.join(3)
     for worker in range(3):
         take(book, worker)
     for worker in (0, 1):
         assert book.push(Push(worker, worker, 0, 1.0)).kept
-    assert not book.may_take(0)
+    assert not book.may_take(3), "though it had none yet"
     verdict = book.push(Push(2, 2, 0, 1.0))  # nobody called ripe() in between
     assert not verdict.kept and "complete" in verdict.why
     update = book.ripe()
@@ -342,3 +343,43 @@ def test_an_empty_epoch_is_over() -> None:
 def test_parts_are_at_least_one() -> None:
     with pytest.raises(UsageError, match="at least one"):
         Ledger(Synchronous()).deal(0, 0)
+
+
+def test_a_copy_that_is_dropped_leaves_the_ticket_with_the_other() -> None:
+    book = ledger(Synchronous(spares=1), 2, batches=1)
+    take(book, 0), take(book, 1)
+    assert not push(book, 1, version=-1)[0].kept
+    assert book.stats().requeued == 0 and book._table.left == 1
+    assert push(book, 0)[1] is not None and book.over
+
+
+def test_those_who_wait_are_told_when_backups_are_possible() -> None:
+    book = ledger(Synchronous(spares=1), 4, batches=2)
+    take(book, 0)
+    push(book, 0)
+    assert book.take(0) is None
+    turn = book.turn
+    take(book, 1)
+    assert book.turn != turn and take(book, 0).serial == 1
+
+
+def test_backups_are_spread() -> None:
+    book = ledger(Synchronous(spares=2), 4, batches=2)
+    assert [take(book, worker).serial for worker in range(4)] == [0, 1, 0, 1]
+
+
+def test_no_backup_for_a_step_that_is_complete() -> None:
+    book = ledger(Synchronous(spares=1), 4, batches=4)
+    for worker in range(4):
+        take(book, worker)
+    for worker in range(3):
+        assert book.push(Push(worker, worker, 0, 1.0)).kept
+    assert not book.may_take(0)
+    assert book.ripe() is not None and take(book, 0).serial == 3
+
+
+def test_who_was_dropped_may_try_again_at_the_same_version() -> None:
+    book = ledger(Synchronous(spares=1), 4, batches=9)
+    take(book, 0)
+    assert not push(book, 0, version=-1)[0].kept
+    assert take(book, 0).serial == 0
