@@ -256,6 +256,14 @@ def test_a_killed_peer_is_an_end_between_frames_and_an_error_inside() -> None:
             server.receive()
 
 
+def test_hanging_up_does_not_forget_the_keys() -> None:
+    """A thread that is about to send while another closes must not send in the clear."""
+    with pair("tls") as (_, client):
+        assert isinstance(client._channel, tls.TlsChannel)
+        client._channel.hang_up()
+        assert client._channel._sock.version() == "TLSv1.3"
+
+
 def test_two_directions_and_many_senders_at_once() -> None:
     """OpenSSL is touched by six threads; each frame arrives whole."""
     with pair("tls") as ends:
