@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.elementwise import ROW_WISE
 
+_LIBRARIES = ("torch", "keras")
 #: of torch's optimizers, those whose CPU kernels do the whole update in one pass
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 _ADAGRAD = "initial_accumulator_value"
@@ -43,7 +44,7 @@ class OptimizerRecipe:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OptimizerRecipe:
         """Refuses everything but plain values; `build` refuses names that are no optimizer's."""
-        if data.keys() != {"library", "name", "groups"} or data["library"] != "torch":
+        if data.keys() != {"library", "name", "groups"} or data["library"] not in _LIBRARIES:
             raise UsageError(f"not an optimizer's recipe: it has the names {sorted(data)}.")
         if not isinstance(data["name"], str) or not isinstance(data["groups"], list):
             raise UsageError("an optimizer's recipe needs its class's name and a list of groups.")
@@ -55,7 +56,7 @@ class OptimizerRecipe:
             ):
                 raise UsageError("a group of an optimizer's recipe lists its variables by number.")
             groups.append({**settings_of(group), "variables": list(variables)})
-        return cls("torch", data["name"], tuple(groups))
+        return cls(data["library"], data["name"], tuple(groups))
 
 
 def describe(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> OptimizerRecipe:
@@ -94,6 +95,8 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def elementwise(recipe: OptimizerRecipe) -> bool:
     """Whether pieces of a variable may be updated apart with the result of the whole."""
+    if recipe.library == "keras":
+        return bool(recipe.groups[0]["by_rows"])
     return any(recipe.name == c.__name__ for c in ROW_WISE)
 
 

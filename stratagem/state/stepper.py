@@ -6,9 +6,10 @@ move rows alone, and where a fused kernel must stand aside.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,6 +18,41 @@ from stratagem.state.recipe import OptimizerRecipe, build, settings_of, tuned
 
 #: their step is no multiple of the learning rate: it is state, or bounded
 _OWN_RATE = {"ASGD", "Rprop", "Adafactor"}
+
+
+class Steps(Protocol):
+    """An optimizer of any library over one server's pieces."""
+
+    @property
+    def rows_only(self) -> bool:
+        """Whether it takes sparse gradients only."""
+
+    def step(self, grads: Sequence[Tensor | None], rate: float) -> dict[int, Tensor | None]:
+        """Step; returns which pieces moved: in all, or in just these rows."""
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Each group's settings as the user gave them."""
+
+    def set_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Change settings; a group may name just those that change."""
+
+    def states(self) -> list[dict[str, Any]]:
+        """A copy of the state of every piece."""
+
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over copies."""
+
+
+def stepper_for(
+    recipe: OptimizerRecipe, pieces: Sequence[tuple[int, Tensor]], values: Tensor
+) -> Steps:
+    """The optimizer that a recipe tells of; Keras is imported for one of Keras only."""
+    if recipe.library == "keras":
+        os.environ.setdefault("KERAS_BACKEND", "torch")
+        from stratagem.state.keras_stepper import KerasStepper
+
+        return KerasStepper(recipe, pieces, values)
+    return Stepper(recipe, pieces, values)
 
 
 class Stepper:

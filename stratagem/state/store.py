@@ -26,7 +26,7 @@ from stratagem.state.layout import Layout
 from stratagem.state.partition import Piece
 from stratagem.state.recipe import OptimizerRecipe
 from stratagem.state.row_versions import RowVersions
-from stratagem.state.stepper import Stepper
+from stratagem.state.stepper import Steps, stepper_for
 from stratagem.state.sums import GradientSum, distance_squared
 
 
@@ -77,7 +77,7 @@ class Store:
         self.views = self.layout.views(self.values)
         self._sum = GradientSum(self.layout, dtype, values.device)
         named = [(p.variable, v) for p, v in zip(pieces, self.views, strict=True)]
-        self._stepper = Stepper(recipe, named, self.values) if recipe is not None else None
+        self._stepper = stepper_for(recipe, named, self.values) if recipe is not None else None
         #: by piece, the version that last changed all of it, and by row for those sparsely changed
         self._changed = [0] * len(pieces)
         self._row_versions: dict[int, RowVersions] = {}
@@ -141,7 +141,7 @@ class Store:
             grads = self._sum.take_one(grad, factor, used, clip_value)
             self._step(stepper, grads, rate)
 
-    def _step(self, stepper: Stepper, grads: list[Tensor | None], rate: float) -> None:
+    def _step(self, stepper: Steps, grads: list[Tensor | None], rate: float) -> None:
         moved = stepper.step(grads, rate)
         self.version += 1
         for i, rows in moved.items():
@@ -150,7 +150,7 @@ class Store:
             else:
                 self._rows_of(i).note(self.version, rows)
 
-    def _optimizer(self) -> Stepper:
+    def _optimizer(self) -> Steps:
         if self._stepper is None:
             raise UsageError("this store was made without an optimizer: it only keeps values.")
         return self._stepper

@@ -13,7 +13,8 @@ import inspect
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +139,7 @@ class Conductor:
                 return own(*args, **kwargs)
             finally:
                 self._needs = before
-        if _leader is not None:  # in a callback of another model: here alone, on whole batches
+        if busy():  # in a callback of another model: here alone, on whole batches
             return own(*args, **kwargs)
         if team.size == 1:
             with keras.device(environment.device_name(team.start())):
@@ -191,20 +192,25 @@ class Conductor:
 
     def lead(self, call: Callable[[], Any], needs: Needs) -> Any:
         """In the chief, with all replicas listening."""
-        global _leader
         assert self.player is not None
-        self._leading, self._needs, _leader = True, needs, self
         if not self._ready:
             user_metrics.watch(self.model)
-        try:
-            with keras.device(environment.device_name(self.player.replica)):
-                result = call()
-                self._gather_statistics()
-        finally:
-            self._leading, _leader = False, None
+        with self.leads(needs), keras.device(environment.device_name(self.player.replica)):
+            result = call()
+            self._gather_statistics()
         told = None if self.strategy.team.place is None else portable(result)
         broadcast_tree(self.player.replica.collective, ["end", told])
         return result
+
+    @contextmanager
+    def leads(self, needs: Needs) -> Iterator[None]:
+        """While its own call is under way."""
+        global _leader
+        self._leading, self._needs, _leader = True, needs, self
+        try:
+            yield
+        finally:
+            self._leading, _leader = False, None
 
     # --- steps ------------------------------------------------------------------------------
 
@@ -240,8 +246,8 @@ class Conductor:
         return {**logs, **{k: v for k, v in counted.items() if k in logs}, **self._mean_of(own)}
 
     def _play(self, name: str, data: Any) -> Any:
-        data = keras.tree.map_structure(_tensor, data)
-        total = _rows_of(data)
+        data = keras.tree.map_structure(as_tensor, data)
+        total = rows_of(data)
         self._get_ready(data)
         self._in_step = True
         try:
@@ -360,6 +366,11 @@ class Conductor:
         return self.player.logs(logs)
 
 
+def busy() -> bool:
+    """Whether a conductor's call is under way in this process."""
+    return _leader is not None
+
+
 def _perform(mine: tuple[Callable[[], Any], Conductor, Needs] | None, part: Part) -> Any:
     """On every replica: lead, or listen to the one that leads."""
     replica = current_replica()
@@ -393,7 +404,7 @@ def _seated(part: Part, replica: Replica) -> Player:
     return player
 
 
-def _rows_of(data: Any) -> int:
+def rows_of(data: Any) -> int:
     """Examples in a batch, of which every part of it must have a row each."""
     parts = [t for t in keras.tree.flatten(data) if isinstance(t, torch.Tensor) and t.dim()]
     lengths = sorted({len(part) for part in parts})
@@ -405,7 +416,7 @@ def _rows_of(data: Any) -> int:
     return lengths[0]
 
 
-def _tensor(leaf: Any) -> Any:
+def as_tensor(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, torch.Tensor):
         return leaf
     return torch.as_tensor(keras.ops.convert_to_tensor(leaf))

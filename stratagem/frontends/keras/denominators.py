@@ -22,16 +22,17 @@ import keras
 import torch
 from torch import Tensor
 
+from stratagem.frontends.keras.parts import Part, refuse_mask_in_weights
 from stratagem.frontends.proof import check_mean
 from stratagem.strategies.replica import Replica
 
-_playing: Replica | None = None
+_playing: Replica | Part | None = None
 #: losses of the user's own that were found to be means over rows
 _proven: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
-def made_exact(replica: Replica) -> Iterator[None]:
+def made_exact(replica: Replica | Part) -> Iterator[None]:
     """Within the block every Keras loss is this replica's part of the global one."""
     global _playing
     _install()
@@ -94,7 +95,9 @@ def _install_loss() -> None:
 
 
 @torch.no_grad()
-def _prove(loss: Any, own: Any, y_true: Any, y_pred: Any, whole: Tensor, replica: Replica) -> None:
+def _prove(
+    loss: Any, own: Any, y_true: Any, y_pred: Any, whole: Tensor, replica: Replica | Part
+) -> None:
     """One number for a share must be the mean over its rows; the chief tries that once."""
     count = replica.share.examples
     if not replica.is_chief or loss in _proven or count < 2:
@@ -115,13 +118,16 @@ def _joint_mask(*values: Any) -> Tensor | None:
 
 
 def _retouch(
-    weight: Tensor, written: Tensor, mask: Tensor | None, reduction: str, replica: Replica
+    weight: Tensor, written: Tensor, mask: Tensor | None, reduction: str, replica: Replica | Part
 ) -> None:
     """Some versions of Keras multiply a mask into the sample weights in place, together with the
     factor places / unmasked places, and metrics read them afterwards: as on one device, but with
     the factor of the global batch."""
     factor = 1.0
     if mask is not None and reduction in ("mean", "sum_over_batch_size"):
+        if isinstance(replica, Part):
+            refuse_mask_in_weights()
+            return
         own = torch.tensor([mask.numel(), float(mask.sum())], dtype=torch.float64)
         if not replica.share.examples:
             own.zero_()
@@ -132,16 +138,19 @@ def _retouch(
 
 
 def _factor(
-    reduction: str | None, values: Any, mask: Any, sample_weight: Any, replica: Replica
+    reduction: str | None, values: Any, mask: Any, sample_weight: Any, replica: Replica | Part
 ) -> float | None:
     """What this share's loss is multiplied by; None if Keras had nothing to divide by, where the
     global batch has. Collective where a sum is needed."""
     share = replica.share
-    if not values.shape or reduction in (None, "none"):
-        return 1.0
-    if reduction == "sum":
-        return share.total / share.examples if share.examples else 1.0
-    own = _divisor(reduction, values, mask, sample_weight)
+    plain = not values.shape or reduction in (None, "none", "sum")
+    own = None if plain else _divisor(str(reduction), values, mask, sample_weight)
+    if isinstance(replica, Part):
+        factor = replica.divided(own)
+        return share.total / share.examples if values.shape and reduction == "sum" else factor
+    if plain:
+        grows = values.shape and reduction == "sum" and share.examples
+        return share.total / share.examples if grows else 1.0
     if own is None:
         return 1.0
     sums = replica.all_gather(torch.tensor(own if share.examples else 0.0, dtype=torch.float64))
@@ -152,7 +161,7 @@ def _factor(
 
 
 @contextmanager
-def whole_activity(model: Any, replica: Replica) -> Iterator[None]:
+def whole_activity(model: Any, replica: Replica | Part) -> Iterator[None]:
     """Older Keras adds activity regularisers up over the batch: a share stands for all of it.
 
     Only for a step: a layer that is saved must have its own regulariser.

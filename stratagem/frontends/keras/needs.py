@@ -15,11 +15,16 @@ class Needs:
     train_logs: bool = False
     test_logs: bool = False
     attributes: bool = False
+    #: whether something may be looked at, or changed, between two steps of a training
+    steps: bool = False
+    #: whether it is a call of one step, which ends when the step is done
+    single: bool = False
 
     def joined(self, other: Needs) -> Needs:
         return Needs(
             self.train_logs or other.train_logs, self.test_logs or other.test_logs,
-            self.attributes or other.attributes,
+            self.attributes or other.attributes, self.steps or other.steps,
+            self.single or other.single,
         )  # fmt: skip
 
     @classmethod
@@ -44,7 +49,7 @@ def _needs(callback: Any) -> Needs:
             or (isinstance(callback, kinds.ModelCheckpoint) and callback.save_freq != "epoch")
             or (isinstance(callback, kinds.TensorBoard) and callback.update_freq != "epoch")
         )
-        return Needs(train_logs=steps, test_logs=steps)
+        return Needs(train_logs=steps, test_logs=steps, steps=steps)
 
     def overridden(*names: str) -> bool:
         return any(
@@ -53,10 +58,10 @@ def _needs(callback: Any) -> Needs:
             for name in names
         )
 
-    return Needs(
-        overridden("on_train_batch_end", "on_batch_end"), overridden("on_test_batch_end"), True
-    )
+    after = overridden("on_train_batch_end", "on_batch_end")
+    before = overridden("on_train_batch_begin", "on_batch_begin")
+    return Needs(after, overridden("on_test_batch_end"), True, after or before)
 
 
 #: a call of one step, after and before which anything may be looked at and changed
-ONE_STEP = Needs(True, True, True)
+ONE_STEP = Needs(True, True, True, True, single=True)

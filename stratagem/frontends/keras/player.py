@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stratagem.data.shard import rows, share
 from stratagem.errors import NotDistributable
-from stratagem.frontends.keras import attributes, fused, normalization
+from stratagem.frontends.keras import attributes, environment, fused, normalization
 from stratagem.frontends.keras.denominators import made_exact, whole_activity
 from stratagem.frontends.keras.parcel import optimizers
 from stratagem.frontends.keras.user_metrics import user_metrics
@@ -62,7 +62,7 @@ class Player:
             self.reset()  # the copy came with what the chief had counted
             for metric in user_metrics(self.model):
                 metric.reset_state()
-            self._own_dice(seed)
+            environment.own_dice(self.model, seed, self.replica.index)
 
     def weights(self, changed: list[tuple[int, Tensor]]) -> None:
         """Take over what a callback or the user changed on the chief."""
@@ -94,30 +94,14 @@ class Player:
         variables = [*self.model.weights]
         for optimizer in self._optimizers:
             variables += optimizer.variables
-        return [v.value for v in variables] + self._buffers()
-
-    def _buffers(self) -> list[Tensor]:
-        """What torch modules inside the model keep beside their parameters."""
-        layers = self.model._flatten_layers()
-        return list({id(b): b for layer in layers for b in layer.buffers()}.values())
+        return [v.value for v in variables] + environment.buffers(self.model)
 
     def _move(self) -> None:
         device = self.replica.device
         everything = [*self.model.variables, *self.model.metrics_variables]
         for optimizer in self._optimizers:
             everything += optimizer.variables
-        for variable in everything:
-            if variable.value.device != device:
-                variable.value.data = variable.value.data.to(device)
-
-    def _own_dice(self, seed: int) -> None:
-        """Other random numbers than on the other replicas, following from the chief's."""
-        keras.utils.set_random_seed((seed + 7919 * self.replica.index) % 2**31)
-        known = {id(v) for v in (*self.model.weights, *self.model.metrics_variables)}
-        for variable in self.model.non_trainable_variables:
-            if id(variable) not in known and "seed" in variable.path:
-                with torch.no_grad():
-                    variable.value[0] = (variable.value[0] + 104729 * self.replica.index) % 2**31
+        environment.move(everything, device)
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -147,7 +131,7 @@ class Player:
 
     def _share_state(self) -> None:
         """Replicas that had no example take over what the chief's layers have kept in mind."""
-        state = [*(v.value for v in self.model.non_trainable_weights), *self._buffers()]
+        state = environment.kept(self.model)
         if state:
             told = broadcast_tree(self.replica.collective, [t.detach() for t in state])
             if not self.replica.share.examples:
@@ -244,7 +228,7 @@ class Player:
 
     def settle(self) -> None:
         """One defined answer for moving statistics: the mean over replicas."""
-        state = [*(v.value for v in self.model.non_trainable_weights), *self._buffers()]
+        state = environment.kept(self.model)
         floats = [tensor for tensor in state if tensor.is_floating_point()]
         if not floats or not self._trained:
             return

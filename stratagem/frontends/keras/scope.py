@@ -112,8 +112,10 @@ def _wrap_compile(keras: Any) -> None:
 
 def _distribute(model: Any, strategy: Strategy) -> None:
     from stratagem.frontends.keras.conductor import Conductor
+    from stratagem.frontends.keras.served import ServedConductor
 
-    Conductor(model, strategy).lay_over()
+    kind = Conductor if strategy.settings.served is None else ServedConductor
+    kind(model, strategy).lay_over()
 
 
 on_scope(_open)

@@ -251,11 +251,12 @@ class Lead:
             return {"left": books.left}
 
     def next(
-        self, attendee: Attendee, epoch: int, have: int, feeds: bool
+        self, attendee: Attendee, epoch: int, have: int, feeds: int | None
     ) -> tuple[dict[str, Any], list[Tensor]]:
         """A ticket for the worker together with the newest values; or the end of something.
 
-        Who feeds is told when there is nothing left to deal out, instead of waiting for itself.
+        Who feeds is told when no more than so many tickets are left to take, instead of waiting
+        for itself.
         """
         with self.changed:
             begun = time.monotonic()
@@ -269,7 +270,7 @@ class Lead:
                         break
                     if books.over:
                         return {"over": self.epoch}, []
-                    if feeds and not self._dealt and not books.left:
+                    if feeds is not None and not self._dealt and books.left <= feeds:
                         return {"hungry": True}, []
                 self.changed.wait(0.5)
             attendee.told = False
@@ -298,8 +299,11 @@ class Lead:
             books = self._books()
             if told.get("settings"):
                 self._order(["settings", told["settings"]])
+            ticket = books.holds(push.worker)
             verdict = books.push(push)
             if verdict.kept:
+                assert ticket is not None
+                self._payloads.pop((ticket.batch, ticket.part), None)  # nobody will ask for it
                 loss, examples = told["notes"]
                 self._tally.waiting.append((float(loss), push.weight, int(examples)))
                 self._take_in(attendee.seat, push, verdict, told.get("used"), books.ripe())
@@ -330,7 +334,7 @@ class Lead:
         if limit is not None:
             norm = sum(self._ask(["norm", scale])) ** 0.5
             if norm > limit:
-                scale *= limit / (norm + 1e-6)
+                scale *= limit / (norm + self.plan.clip_margin)
         self._order(["apply", scale, update.rate])
         self._updated()
 

@@ -36,6 +36,8 @@ class Plan:
     wire: str | None = None
     #: from which every worker makes its own random numbers
     seed: int = 0
+    #: what is added to a norm before the limit is divided by it: torch's way; Keras adds nothing
+    clip_margin: float = 1e-6
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,7 +69,7 @@ class Plan:
             "pieces": [piece.to_json() for piece in self.pieces], "recipe": self.recipe.to_json(),
             "updates": self.updates.to_json(), "workers": self.workers, "servers": self.servers,
             "clip_norm": self.clip_norm, "clip_value": self.clip_value, "wire": self.wire,
-            "seed": self.seed,
+            "seed": self.seed, "clip_margin": self.clip_margin,
         }  # fmt: skip
 
     @classmethod
@@ -77,7 +79,7 @@ class Plan:
             tuple(Piece.from_json(piece) for piece in told["pieces"]),
             OptimizerRecipe.from_json(told["recipe"]), rule.from_json(told["updates"]),
             int(told["workers"]), int(told["servers"]), told["clip_norm"], told["clip_value"],
-            told["wire"], int(told["seed"]),
+            told["wire"], int(told["seed"]), float(told["clip_margin"]),
         )  # fmt: skip
 
 

@@ -510,7 +510,7 @@ class Server:
     def _next(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None
         told = frame.header
-        return self.lead.next(_member(guest), told["epoch"], told["have"], bool(told["feeds"]))
+        return self.lead.next(_member(guest), told["epoch"], told["have"], told["feeds"])
 
     def _push(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None

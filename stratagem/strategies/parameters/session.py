@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable
 from stratagem.rules.updates import Synchronous
 from stratagem.state import assembly
 from stratagem.state.partition import partition
-from stratagem.state.recipe import describe, elementwise, settings_of
+from stratagem.state.recipe import OptimizerRecipe, describe, elementwise, settings_of
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.worker import FitOver, Worker
 from stratagem.strategies.settings import Served
@@ -26,27 +25,33 @@ class Late(Exception):
 
 
 class Session:
-    """What the loops of all front ends share. `over` is set if the training had already ended."""
+    """What the loops of all front ends share. `over` is set if the training had already ended.
+
+    A front end whose optimizers are not torch's overrides what is marked so.
+    """
+
+    params: list[nn.Parameter]
+    #: tensors that are not trained, and that everybody has alike when the training begins and ends
+    beside: list[Tensor]
 
     def __init__(
-        self, worker: Worker, module: nn.Module, optimizer: Optimizer, served: Served, *,
+        self, worker: Worker, module: nn.Module, optimizer: Any, served: Served, *,
         wire: str | None = None, clip_norm: float | None = None, clip_value: float | None = None,
-        told: Any = None,
+        clip_margin: float = 1e-6, told: Any = None,
     ) -> None:  # fmt: skip
         """`told` is what the chief tells the others besides: they find it there afterwards."""
         self.told = told
         self.worker, self.module, self.optimizer = worker, module, optimizer
-        self.params = [p for p in module.parameters() if p.requires_grad]
-        if not self.params:
-            raise NotDistributable("the model has no parameter that requires a gradient.")
-        self._beside = [p for p in module.parameters() if not p.requires_grad] + [*module.buffers()]
+        self._clip = (clip_norm, clip_value, clip_margin)
+        self._wire = None if wire in (None, "float32") else wire
+        self._find()
         self.number = worker.fits
         worker.fits += 1
         self.over: FitOver | None = None
         #: whether a gradient that comes too late need not be finished
         self.cancels = False
         if worker.is_chief:
-            self._open(_plan(worker, self.params, optimizer, served, wire, clip_norm, clip_value))
+            self._open(self._plan(served))
         found = worker.enter(self.number)
         if isinstance(found, FitOver):
             self.over = found
@@ -54,8 +59,7 @@ class Session:
         self.plan, beside = found
         if not worker.is_chief:
             self.told = beside[0]
-            _take(self._beside, beside[1])
-            torch.manual_seed((self.plan.seed + _MIX * worker.index) % 2**63)
+            self._arrive(beside[1])
         self._handles: list[Any] = []
         worker.at_fall = self._fall
         worker.join(self.params)
@@ -71,15 +75,74 @@ class Session:
             handle.remove()
         self.forget_gradients()
 
+    # --- overridden for other optimizers than torch's -------------------------------------------
+
+    def _find(self) -> None:
+        """Find what is trained, and what is not."""
+        self.params = [p for p in self.module.parameters() if p.requires_grad]
+        if not self.params:
+            raise NotDistributable("the model has no parameter that requires a gradient.")
+        fixed = [p for p in self.module.parameters() if not p.requires_grad]
+        self.beside = [*fixed, *self.module.buffers()]
+
+    def _arrive(self, beside: Sequence[Tensor]) -> None:
+        """As another worker: become like the chief, with random numbers of one's own."""
+        _take(self.beside, beside)
+        torch.manual_seed((self.plan.seed + _MIX * self.worker.index) % 2**63)
+
+    def _recipe(self) -> OptimizerRecipe:
+        return describe(self.optimizer, self.params)
+
+    def _states(self, plan: Plan) -> Mapping[int, Mapping[str, Any]] | None:
+        """The optimizer's state by variable; None if it has none yet."""
+        if not self.optimizer.state:
+            return None
+        return assembly.states_of(self.optimizer.state_dict(), plan.recipe.groups)[0]
+
+    def _take_states(self, by_variable: Mapping[int, Mapping[str, Any]]) -> None:
+        groups = [
+            {**settings_of(own), "variables": group["variables"]}
+            for own, group in zip(self.optimizer.param_groups, self.plan.recipe.groups, strict=True)
+        ]
+        self.optimizer.load_state_dict(assembly.state_dict(by_variable, groups))
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The optimizer's settings, as servers take them."""
+        return [settings_of(group) for group in self.optimizer.param_groups]
+
+    # --- the same for all -------------------------------------------------------------------------
+
+    def _plan(self, served: Served) -> Plan:
+        types = {p.dtype for p in self.params}
+        if len(types) > 1:
+            names = ", ".join(sorted(str(t) for t in types))
+            raise NotDistributable(
+                f"the trained parameters are of several types ({names}), and a server keeps one; "
+                "convert the model to one type."
+            )
+        (dtype,) = types
+        recipe = self._recipe()
+        shapes = tuple(tuple(p.shape) for p in self.params)
+        pieces = partition(
+            shapes, dtype.itemsize, served.servers, served.partitioner,
+            whole=not elementwise(recipe),
+        )  # fmt: skip
+        clip_norm, clip_value, margin = self._clip
+        seed = torch.initial_seed() & (2**62 - 1)
+        return Plan(
+            shapes, str(dtype).removeprefix("torch."), pieces, recipe, served.updates,
+            served.workers, served.servers, clip_norm, clip_value, self._wire, seed, margin,
+        )  # fmt: skip
+
     def _open(self, plan: Plan) -> None:
         states = None
-        if self.optimizer.state:
-            whole, _ = assembly.states_of(self.optimizer.state_dict(), plan.recipe.groups)
+        whole = self._states(plan)
+        if whole is not None:
             states = [
                 assembly.cut(whole, [e.piece for e in extents], plan.shapes)
                 for extents in plan.layout.extents
             ]
-        beside = [self.told, [t.detach() for t in self._beside]]
+        beside = [self.told, [t.detach() for t in self.beside]]
         self.worker.open(self.number, plan, self.params, states, beside)
 
     def _hook(self, index: int) -> Any:
@@ -94,10 +157,6 @@ class Session:
         for param in self.params:
             param.grad = None
 
-    def settings(self) -> list[dict[str, Any]]:
-        """The optimizer's settings, as servers take them."""
-        return [settings_of(group) for group in self.optimizer.param_groups]
-
     def read_state(self) -> int:
         """As the chief: one version of values and optimizer state, into the user's own objects."""
         version, values, states = self.worker.snapshot()
@@ -108,12 +167,7 @@ class Session:
             for param, value in zip(self.params, whole, strict=True):
                 param.copy_(value)
         flat = [state for each in states for state in each]
-        by_variable = assembly.assemble(pieces, flat, plan.shapes)
-        groups = [
-            {**settings_of(own), "variables": group["variables"]}
-            for own, group in zip(self.optimizer.param_groups, plan.recipe.groups, strict=True)
-        ]
-        self.optimizer.load_state_dict(assembly.state_dict(by_variable, groups))
+        self._take_states(assembly.assemble(pieces, flat, plan.shapes))
         return version
 
     def end(self, told: Any = None) -> None:
@@ -125,8 +179,7 @@ class Session:
         self._handles = []
         if self.worker.is_chief:
             self.read_state()
-            buffers = [t.detach() for t in self._beside]
-            self.worker.finish([told, buffers])
+            self.worker.finish([told, [t.detach() for t in self.beside]])
         else:
             self.worker.refresh()
         self.worker.at_fall = None
@@ -137,7 +190,7 @@ class Session:
         """As another worker: what the chief has said at the end."""
         told, beside = over.told if over.told is not None else (None, None)
         if beside is not None:
-            _take(self._beside, beside)
+            _take(self.beside, beside)
         return told
 
 
@@ -145,28 +198,3 @@ def _take(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for mine, theirs in zip(tensors, values, strict=True):
             mine.copy_(theirs)
-
-
-def _plan(
-    worker: Worker, params: Sequence[nn.Parameter], optimizer: Optimizer, served: Served,
-    wire: str | None, clip_norm: float | None, clip_value: float | None,
-) -> Plan:  # fmt: skip
-    types = {p.dtype for p in params}
-    if len(types) > 1:
-        names = ", ".join(sorted(str(t) for t in types))
-        raise NotDistributable(
-            f"the trained parameters are of several types ({names}), and a server keeps one; "
-            "convert the model to one type."
-        )
-    (dtype,) = types
-    recipe = describe(optimizer, params)
-    shapes = tuple(tuple(p.shape) for p in params)
-    pieces = partition(
-        shapes, dtype.itemsize, served.servers, served.partitioner, whole=not elementwise(recipe)
-    )
-    seed = torch.initial_seed() & (2**62 - 1)
-    return Plan(
-        shapes, str(dtype).removeprefix("torch."), pieces, recipe, served.updates,
-        served.workers, served.servers, clip_norm, clip_value,
-        None if wire in (None, "float32") else wire, seed,
-    )  # fmt: skip

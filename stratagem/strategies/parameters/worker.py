@@ -213,15 +213,26 @@ class Worker:
 
         Without `wait` the values may still be on their way: `arrive` waits for them.
         """
-        told: dict[str, Any] = {"hungry": True}
-        while "hungry" in told:
+        found: Work | EpochOver | FitOver | None = None
+        while found is None:
             if feed is not None:
                 feed()
-            frame = self._call(0, {
-                "t": "next", "epoch": self._epoch, "have": self._have[0],
-                "feeds": feed is not None,
-            })  # fmt: skip
-            told = frame.header
+            found = self.next_above(None if feed is None else 0, wait=wait)
+        return found
+
+    def next_above(
+        self, low: int | None, *, wait: bool = True
+    ) -> Work | EpochOver | FitOver | None:
+        """As `next`, but None when no more than `low` tickets are left for anybody to take.
+
+        For a worker that deals and works in turn: nobody else deals while it waits.
+        """
+        frame = self._call(
+            0, {"t": "next", "epoch": self._epoch, "have": self._have[0], "feeds": low}
+        )
+        told = frame.header
+        if "hungry" in told:
+            return None
         if "end" in told:
             return FitOver(self._tree(frame))
         if "over" in told:

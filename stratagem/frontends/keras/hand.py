@@ -1,0 +1,228 @@
+"""One worker at work on a Keras model: tickets in, gradients out, nothing updated here.
+
+The model's own `train_step` is played on the rows of a ticket. Where it hands its gradients to the
+optimizer, they go to the servers instead, which decide whether they count; if they do not, what
+the metrics have counted on these rows is taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from stratagem.data.shard import count_rows
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends.keras import attributes, environment, user_metrics
+from stratagem.frontends.keras.denominators import made_exact, whole_activity
+from stratagem.frontends.keras.parts import Part
+from stratagem.frontends.keras.session import KerasSession
+from stratagem.rules.push import Ticket
+from stratagem.strategies.parameters.session import Late
+from stratagem.strategies.parameters.worker import EpochOver, FitOver, Work
+from stratagem.strategies.prepare import to_device
+from stratagem.strategies.replica import Replica
+
+
+class Hand:
+    """Bound to one model for one training."""
+
+    def __init__(self, model: Any, session: KerasSession, replica: Replica) -> None:
+        self.model, self.session, self.replica = model, session, replica
+        self.worker = session.worker
+        self.part = Part(replica)
+        #: whether `train_step` is the user's own, which may return any numbers
+        self.custom = type(model).train_step is not keras.Model.train_step
+        #: what the last step returned
+        self.logs: Any = None
+        self._edition = 0
+        self._ticket: Ticket | None = None
+        self._kept: bool | None = None
+        self._loss: float | None = None
+        self._tracker = getattr(model, "_loss_tracker", None)
+        self.begin()
+        user_metrics.watch(model)
+        model.optimizer.__dict__["apply"] = self._hand_in
+        if self._tracker is not None:
+            self._tracker.__dict__["update_state"] = self._listening(self._tracker)
+
+    def close(self) -> None:
+        """The optimizer is the user's own again."""
+        self.model.optimizer.__dict__.pop("apply", None)
+        if self._tracker is not None:
+            self._tracker.__dict__.pop("update_state", None)
+
+    def begin(self) -> None:
+        """Nothing of what is counted from now on has been reported."""
+        self.worked, self.examples, self.tracked = 0, 0, False
+        self._sums: dict[str, float] = {}
+        self._base = [v.value.detach().clone() for v in self._tracked()]
+
+    def follow(self) -> Any:
+        """Work until the chief ends the training; returns what it tells."""
+        self.model.train()
+        while True:
+            work = self.worker.next()
+            if isinstance(work, FitOver):
+                self.session.end()
+                return self.session.take_last(work)
+            if isinstance(work, EpochOver):
+                self.worker.report(self.report())
+                self.begin()
+            else:
+                self.do(work)
+
+    # --- one ticket -----------------------------------------------------------------------------
+
+    def do(self, work: Work) -> None:
+        """Compute on the rows of a ticket, and hand in."""
+        data, total = work.payload["rows"], int(work.payload["total"])
+        self._follow_changes(work.payload.get("news"))
+        examples = count_rows(data)
+        self.part.begin(examples, total)
+        self._ticket, self._kept, self._loss = work.ticket, None, None
+        counted = [(v.value, v.value.detach().clone()) for v in self.model.metrics_variables]
+        try:
+            logs = self._play(data)
+        except Late:
+            self.worker.abandon(work.ticket)
+            self._kept = False
+        finally:
+            self._ticket = None
+            self.session.forget_gradients()
+        if self._kept is None:
+            raise NotDistributable(
+                "train_step did not hand its gradients to self.optimizer.apply, so nothing came "
+                "to the servers; call loss.backward(), then self.optimizer.apply(gradients, "
+                "self.trainable_variables)."
+            )
+        if not self._kept:
+            self._take_back(counted)
+            return
+        self.logs = logs
+        self.worked += 1
+        self.examples += examples
+        if self.custom and isinstance(logs, dict):
+            for name, value in logs.items():
+                self._sums[name] = self._sums.get(name, 0.0) + float(value) * examples
+
+    def _play(self, data: Any) -> Any:
+        device = self.replica.device
+        here = data if device.type == "cpu" else to_device(data, device)
+        step: Callable[..., Any] = type(self.model).train_step.__get__(self.model)
+        if self.part.whole:
+            return step(here)
+        with made_exact(self.part), whole_activity(self.model, self.part):
+            return step(here)
+
+    @torch.no_grad()
+    def _take_back(self, counted: list[tuple[Tensor, Tensor]]) -> None:
+        before = {id(now): then for now, then in counted}
+        for variable in self.model.metrics_variables:
+            if id(variable.value) in before:
+                variable.value.copy_(before[id(variable.value)])
+            else:
+                variable.value.zero_()
+
+    def _hand_in(self, grads: Any, trainable_variables: Any = None) -> None:
+        """In the place of the optimizer's `apply`."""
+        optimizer, session = self.model.optimizer, self.session
+        if self._ticket is None or self._kept is not None:
+            raise UsageError(
+                "optimizer.apply was called outside of train_step, or twice in it; with parameter "
+                "servers each batch makes one gradient, of a batch that this worker was dealt."
+            )
+        variables = optimizer._trainable_variables if trainable_variables is None else (
+            trainable_variables
+        )
+        given = {id(v.value): g for v, g in zip(variables, grads, strict=True)}
+        for i, param in enumerate(session.params):
+            self._give(i, param, given.get(id(param)))
+        weight = self.part.weight(self.model)
+        loss = self._loss if self._loss is not None else 0.0
+        self._kept = self.worker.push(self._ticket, weight, loss, self.part.share.examples)
+
+    def _give(self, index: int, param: Any, grad: Any) -> None:
+        """See to it that this gradient is what the servers get."""
+        made = self.session.made[index]
+        if grad is not None and (id(grad), grad._version) == made:
+            return  # as backward made it, and it is there already
+        if not self.part.whole and grad is not None:
+            raise NotDistributable(
+                "train_step changed the gradients before it handed them to the optimizer, and "
+                "this worker has a part of the batch only; let the optimizer clip them "
+                "(global_clipnorm=...), or use Asynchronous(), whose workers get whole batches."
+            )
+        param.grad = None if grad is None else grad.detach()
+        self.session.worker.memory.take(index)
+
+    def _listening(self, tracker: Any) -> Callable[..., Any]:
+        plain = type(tracker).update_state.__get__(tracker)
+
+        def update_state(values: Any, sample_weight: Any = None) -> Any:
+            if self._ticket is not None:
+                self._loss, self.tracked = float(torch.as_tensor(values).detach()), True
+            return plain(values, sample_weight=sample_weight)
+
+        return update_state
+
+    # --- what was counted -------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """What was counted since the last report; other workers than the chief hand it over."""
+        report: dict[str, Any] = {
+            "worker": self.worker.index, "tracked": self.tracked, "logs": self._sums,
+            "examples": self.examples, "counts": None, "kept": None,
+        }  # fmt: skip
+        if not self.worked:
+            return report
+        report["kept"] = [t.detach() for t in environment.kept(self.model) if _real(t)]
+        if not self.worker.is_chief:
+            report["counts"] = self._counts()
+        return report
+
+    def _counts(self) -> list[Tensor]:
+        """What the metrics hold, but for the loss, of which the lead keeps the books."""
+        variables = self.model.metrics_variables
+        loss = {id(v) for v in self._tracked()}
+        before = [v.value.detach().clone() for v in variables]
+        type(self.model).reset_metrics(self.model)
+        return [
+            torch.zeros_like(then) if id(v) in loss else then - v.value.detach()
+            for then, v in zip(before, variables, strict=True)
+        ]
+
+    @torch.no_grad()
+    def merge(self, reports: list[Any], loss: float, examples: int) -> None:
+        """As the chief: add what the others have counted to what was counted here."""
+        variables = self.model.metrics_variables
+        for report in reports:
+            if report["counts"] is not None:
+                for variable, part in zip(variables, report["counts"], strict=True):
+                    variable.value.add_(part.to(variable.value.device))
+        if any(report["tracked"] for report in reports):
+            for variable, base, new in zip(
+                self._tracked(), self._base, (loss, float(examples)), strict=True
+            ):
+                variable.value.copy_(base + new)
+
+    def _tracked(self) -> list[Any]:
+        return [] if self._tracker is None else list(self._tracker.variables)
+
+    # --- what the chief has changed ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def _follow_changes(self, news: Any) -> None:
+        if news is None or self.worker.is_chief or news["edition"] <= self._edition:
+            return
+        self._edition = news["edition"]
+        attributes.follow(self.model, news["attributes"])
+        for index, value in news["weights"]:
+            self.session.beside[index].copy_(value)
+
+
+def _real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point()

@@ -1,0 +1,371 @@
+"""The chief's side with parameter servers: Keras' own loop deals out work and takes part in it.
+
+    train_step      the batch is dealt, in parts if the rule is synchronous; then the chief works
+                    like everybody else until few enough tickets wait, and Keras goes on
+    metrics         whoever reads them waits until all that was dealt has been applied; then what
+                    every worker has counted is added up
+    everything else evaluate, predict and so on: here alone, with the newest values
+
+Nothing is updated on workers. The optimizer runs on the servers, and its state comes back when the
+model is saved and when the training ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from stratagem.data.shard import rows
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends.keras import conductor, environment, parcel
+from stratagem.frontends.keras.attributes import Attributes
+from stratagem.frontends.keras.conductor import Conductor, Part
+from stratagem.frontends.keras.hand import Hand
+from stratagem.frontends.keras.needs import Needs
+from stratagem.frontends.keras.results import from_chief, portable
+from stratagem.frontends.keras.session import KerasSession, dismiss
+from stratagem.rules.updates import Synchronous
+from stratagem.state import keras_recipe
+from stratagem.strategies.parameters.crew import current_worker
+from stratagem.strategies.parameters.source import AHEAD, parts_of_rows
+from stratagem.strategies.parameters.worker import EpochOver, FitOver, Worker
+from stratagem.strategies.replica import Replica, current_replica
+
+_TRAINS = ("fit", "train_on_batch")
+
+
+class ServedConductor(Conductor):
+    """Distributes one model over the workers of parameter servers."""
+
+    session: KerasSession | None = None
+    hand: Hand | None = None
+
+    # --- calls ------------------------------------------------------------------------------
+
+    def _lead(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], needs: Needs, *,
+        again: bool = False,
+    ) -> Any:  # fmt: skip
+        own = self._own(name)
+        if self._leading:  # a validation, or a callback's call
+            before, self._needs = self._needs, self._needs.joined(needs)
+            try:
+                self._settle()
+                return own(*args, **kwargs)
+            finally:
+                self._needs = before
+        if name not in _TRAINS or conductor.busy():
+            with keras.device(environment.device_name(self.strategy.team.start())):
+                return own(*args, **kwargs)
+        self._refuse()
+        part = Part(self._number, self.model, self.strategy.settings, environment.config())
+        mine = (lambda: own(*args, **kwargs), self, needs)
+        return self.strategy.team.call(_perform, (mine, part), sent=(None, part))[0]
+
+    def _refuse(self) -> None:
+        super()._refuse()
+        if len(parcel.optimizers(self.model)) > 1:
+            raise NotDistributable(
+                "the model has several optimizers, or one inside of another (LossScaleOptimizer, "
+                "made by mixed_float16), and parameter servers run a single one; use one "
+                "optimizer, and mixed_bfloat16."
+            )
+
+    def lead(self, call: Callable[[], Any], needs: Needs) -> Any:
+        """In the chief, while the others wait for tickets."""
+        self._replica, self._worker = current_replica(), current_worker()
+        self.session = self.hand = None
+        try:
+            with self.leads(needs), keras.device(environment.device_name(self._replica)):
+                result = call()
+                self._settle(state=True)
+                self._follow_changes()
+            self._end(result)
+        finally:
+            self._release()
+        return result
+
+    def _end(self, result: Any) -> None:
+        """Have everybody end with the same."""
+        apart = self.strategy.team.place is not None
+        told: list[Any] = [portable(result) if apart else None, None]
+        served = self.strategy.settings.served
+        assert served is not None
+        if self.session is None:
+            dismiss(self._worker, served, told)
+            return
+        session = self.session
+        if apart:
+            told[1] = keras_recipe.states(session.optimizer, session.variables)
+        session.end(told)
+
+    def _release(self) -> None:
+        """The model and its optimizer are the user's own again."""
+        if self.hand is not None:
+            self.hand.close()
+        self.hand = self.session = None
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def train_step(self, data: Any) -> Any:
+        if not self._leading or self._in_step:
+            return self._own("train_step")(data)
+        data = keras.tree.map_structure(conductor.as_tensor, data)
+        conductor.rows_of(data)  # refuses a batch that cannot be cut
+        if self.session is None:
+            self._begin(data)
+        hand, session = self.hand, self.session
+        assert hand is not None and session is not None
+        self._follow_changes()
+        parts = parts_of_rows(data)(session.plan.parts)
+        if self._news["edition"]:
+            parts = [{**part, "news": self._news} for part in parts]
+        if self._in_step_with_each(hand):
+            self._deal(parts, last=True)
+            return self._logs(self._drain())
+        left = self._deal(parts, last=False)
+        while left > self._ahead:
+            work = self._worker.next_above(self._ahead)
+            if work is None or isinstance(work, EpochOver | FitOver):
+                break
+            self._do(work)
+            left = self._worker.deal(self._epoch, self._batch, [], False)
+        self._mark_versions()
+        return hand.logs if hand.logs is not None else self._own("get_metrics_result")()
+
+    def test_step(self, data: Any) -> Any:
+        return self._own("test_step")(data)
+
+    def predict_step(self, data: Any) -> Any:
+        return self._own("predict_step")(data)
+
+    def _in_step_with_each(self, hand: Hand) -> bool:
+        """Whether to wait for this batch to be applied before Keras goes on.
+
+        A synchronous rule gives exact numbers to whoever looks at single steps. Without one there
+        is no such thing; a step of the user's own is waited for once, to know what it returns.
+        """
+        if isinstance(self._updates, Synchronous):
+            return hand.custom or self._needs.steps
+        return self._needs.single or (hand.custom and hand.logs is None)
+
+    def _begin(self, data: Any) -> None:
+        """The first step of a training: the servers get everything, and the others get to work."""
+        model, settings = self.model, self.strategy.settings
+        assert settings.served is not None
+        if not model.built:
+            model(keras.utils.unpack_x_y_sample_weight(rows(data, 0, 1))[0])
+        optimizer = model.optimizer
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        self._attributes = Attributes(model)
+        self._news: dict[str, Any] = {"edition": 0, "attributes": [], "weights": []}
+        told = {
+            "example": rows(data, 0, 1), "seed": self._seed(),
+            "attributes": [list(each) for each in self._attributes.everything()],
+            "trainable": [bool(v.trainable) for v in model.weights],
+        }  # fmt: skip
+        self._updates = settings.served.updates
+        self.session = session = KerasSession(
+            self._worker, model, settings, self._replica.device, told
+        )
+        self.hand = Hand(model, session, self._replica)
+        self._optimizer, self._trainable = optimizer, [v.trainable for v in model.weights]
+        others = session.plan.workers - 1
+        self._ahead = min(others, 1) * session.plan.parts if session.plan.parts > 1 else (
+            AHEAD * others
+        )
+        self._epoch = self._batch = 0
+        self._is_open = False
+        self._first = int(optimizer._iterations)
+        self._means: dict[int, list[Tensor]] = {}
+        self._mark_versions()
+
+    def _deal(self, parts: list[Any], *, last: bool) -> int:
+        assert self.hand is not None
+        if not self._is_open:
+            self._epoch += 1
+            self._batch, self._is_open = 0, True
+            self.hand.begin()
+        left = self._worker.deal(self._epoch, self._batch, [(1, len(parts))], last, parts)
+        self._batch += 1
+        self._closed = last
+        return left
+
+    def _do(self, work: Any) -> None:
+        assert self.hand is not None
+        self._in_step = True
+        try:
+            self.hand.do(work)
+        finally:
+            self._in_step = False
+        if self._needs.attributes:
+            self._watched().changed()  # every worker's steps change them alike
+
+    def _drain(self) -> list[Any]:
+        """Wait until all that was dealt is applied, and add up what was counted meanwhile."""
+        if self.session is None or not self._is_open:
+            return []
+        hand, worker = self.hand, self._worker
+        assert hand is not None
+        if not self._closed:
+            worker.deal(self._epoch, self._batch, [], True)
+        while not isinstance(work := worker.next(), EpochOver | FitOver):
+            self._do(work)
+        worker.report(hand.report())
+        reports, loss, examples = worker.gather()
+        hand.merge(reports, loss, examples)
+        hand.begin()
+        self._is_open = False
+        self._means |= {r["worker"]: r["kept"] for r in reports if r["kept"] is not None}
+        worker.refresh()
+        self.model.optimizer._iterations.assign(self._first + worker.version)
+        self._mark_versions()
+        return reports
+
+    def _logs(self, reports: list[Any]) -> Any:
+        """What a step returns: the metrics, and the mean of numbers of the user's own."""
+        assert self.hand is not None
+        counted = self._own("get_metrics_result")()
+        sums: dict[str, float] = {}
+        for report in reports:
+            for name, value in report["logs"].items():
+                sums[name] = sums.get(name, 0.0) + value
+        if not sums or set(sums) == set(counted):
+            return counted
+        examples = sum(report["examples"] for report in reports)
+        counted |= {m.name: m.result() for m in self.model.metrics if m.name in sums}
+        logs = {name: counted.get(name, value / examples) for name, value in sums.items()}
+        self.hand.logs = logs
+        return logs
+
+    # --- what callbacks change ----------------------------------------------------------------
+
+    def _follow_changes(self) -> None:
+        """Tell servers and workers what a callback has changed here."""
+        session = self.session
+        if session is None:
+            return
+        if self.model.optimizer is not self._optimizer:
+            raise UsageError(
+                "the model's optimizer was replaced while it trains, which the servers cannot "
+                "follow; compile the model again between two calls of fit."
+            )
+        self._worker.set_settings(session.settings())
+        if self._needs.attributes and (changes := self._watched().changed()):
+            if [v.trainable for v in self.model.weights] != self._trainable:
+                raise UsageError(
+                    "what is trainable was changed while the model trains, which the servers "
+                    "cannot follow; change it between two calls of fit."
+                )
+            self._announce("attributes", [list(change) for change in changes])
+        written = self._written()
+        if written != self._versions:
+            self._take_up(session)
+            self._mark_versions()
+
+    def _take_up(self, session: KerasSession) -> None:
+        """Weights were written to."""
+        was = self._versions
+        if any(p._version != was[id(p)] for p in session.params):
+            self._worker.assign(session.params)
+        if changed := [
+            [i, t.detach().clone()] for i, t in enumerate(session.beside)
+            if t._version != was[id(t)]
+        ]:  # fmt: skip
+            self._announce("weights", changed)
+
+    def _announce(self, kind: str, changes: list[Any]) -> None:
+        """Tickets bring it to the others from now on, whoever gets one."""
+        news = dict(self._news)
+        news["edition"] += 1
+        news[kind] = news[kind] + changes
+        self._news = news
+
+    def _written(self) -> dict[int, int]:
+        assert self.session is not None
+        return {id(t): t._version for t in (*self.session.params, *self.session.beside)}
+
+    def _mark_versions(self) -> None:
+        self._versions = self._written()
+
+    # --- reading ----------------------------------------------------------------------------
+
+    def _settle(self, *, state: bool = False) -> None:
+        """Everything that was dealt is applied, and the model here has what came of it."""
+        if not self._listening():
+            return
+        assert self.session is not None and self._optimizer is not None
+        self._follow_changes()
+        self._drain()
+        self._average()
+        if state or self._needs.attributes or self._optimizer.use_ema:
+            self.session.read_state()
+        self._mark_versions()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """One defined answer for moving statistics: the mean over the workers that worked."""
+        assert self.session is not None
+        floats = [t for t in self.session.beside if t.is_floating_point()]
+        everybody, self._means = list(self._means.values()), {}
+        if floats and len(everybody) > 1:
+            for i, tensor in enumerate(floats):
+                total = torch.stack([part[i].double().cpu() for part in everybody]).sum(0)
+                tensor.copy_(total / len(everybody))
+
+    def reset_metrics(self) -> None:
+        if self._listening():
+            self._drain()
+        self._own("reset_metrics")()
+
+    def get_metrics_result(self) -> Any:
+        self._settle()
+        return self._own("get_metrics_result")()
+
+    def get_weights(self) -> Any:
+        self._settle()
+        return self._own("get_weights")()
+
+    def _gather_statistics(self) -> None:
+        self._settle(state=True)  # something is saved
+
+    def _listening(self) -> bool:
+        return self._leading and not self._in_step and self.session is not None
+
+
+def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, part: Part) -> Any:
+    """On every worker: lead, or work until the one that leads ends it."""
+    replica, worker = current_replica(), current_worker()
+    if mine is not None and worker.is_chief:
+        call, leader, needs = mine
+        return leader.lead(call, needs)
+    if mine is not None:
+        model = mine[1].model  # another client of the cluster has its own
+    else:
+        model = part.model
+        environment.configure(part.config)
+        parcel.settle(model)
+    with keras.device(environment.device_name(replica)):
+        return _attend(worker, model, part, replica)
+
+
+def _attend(worker: Worker, model: Any, part: Part, replica: Replica) -> Any:
+    session = KerasSession(worker, model, part.settings, replica.device)
+    if session.over is not None:
+        result, states = session.take_last(session.over) or (None, None)
+    else:
+        hand = Hand(model, session, replica)
+        try:
+            result, states = hand.follow() or (None, None)
+        finally:
+            hand.close()
+    if states is not None:
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        keras_recipe.restore(model.optimizer, model.trainable_variables, states)
+    return from_chief(result, model)

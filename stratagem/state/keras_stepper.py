@@ -1,0 +1,137 @@
+"""A Keras optimizer over one server's pieces, stepped with gradients that come by piece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from torch import Tensor
+
+from stratagem.errors import UsageError
+from stratagem.state import keras_recipe
+from stratagem.state.keras_adam import fuse
+from stratagem.state.recipe import OptimizerRecipe
+
+#: its step is no multiple of the learning rate
+_OWN_RATE = {"Adafactor"}
+#: settings that another step of the server sees to, or that are in a variable's name only
+_NOT_FOLLOWED = {"learning_rate", "name"}
+
+
+class KerasStepper:
+    """As `Stepper`, over (variable, tensor) pieces that are views of `values`."""
+
+    rows_only = False
+
+    def __init__(
+        self, recipe: OptimizerRecipe, pieces: Sequence[tuple[int, Tensor]], values: Tensor
+    ) -> None:
+        if keras.config.backend() != "torch":
+            raise UsageError(
+                f"Keras runs on {keras.config.backend()} in this ps task; set KERAS_BACKEND=torch "
+                "in its environment."
+            )
+        self.values, self._recipe = values, recipe
+        device = values.device
+        self._device = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+        about = json.loads(recipe.groups[0]["about"])
+        home = keras.constraints
+        self._config: str = recipe.groups[0]["config"]
+        with keras.device(self._device):
+            self._variables = [
+                keras_recipe.value_of(
+                    tensor, about["paths"][i],
+                    keras_recipe.made(about["constraints"][i], home, home.Constraint),
+                )
+                for i, tensor in pieces
+            ]  # fmt: skip
+            self.optimizer = keras_recipe.make(recipe)
+            self.optimizer.build(self._variables)
+        decaying = {
+            id(v) for v, (i, _) in zip(self._variables, pieces, strict=True) if about["decays"][i]
+        }
+        plain = self.optimizer._apply_weight_decay
+
+        def decay(variables: Sequence[Any]) -> None:
+            if chosen := [v for v in variables if id(v) in decaying]:
+                plain(chosen)
+
+        self.optimizer.__dict__["_apply_weight_decay"] = decay
+        fuse(self.optimizer)
+
+    def step(self, grads: Sequence[Tensor | None], rate: float) -> dict[int, Tensor | None]:
+        """Step; returns which pieces moved."""
+        given = [
+            (_dense(grad, v.value), v)
+            for grad, v in zip(grads, self._variables, strict=True) if grad is not None
+        ]  # fmt: skip
+        optimizer = self.optimizer
+        with keras.device(self._device), self._rate(rate):
+            if given:
+                optimizer.apply([grad for grad, _ in given], [v for _, v in given])
+            else:
+                self._idle()
+        everything = optimizer.use_ema
+        return {i: None for i, grad in enumerate(grads) if everything or grad is not None}
+
+    def _idle(self) -> None:
+        """None of this server's pieces were used: the step counts, and averages go on."""
+        optimizer = self.optimizer
+        if optimizer.use_ema:
+            optimizer._update_model_variables_moving_average(self._variables)
+            every = optimizer.ema_overwrite_frequency
+            if every and (int(optimizer.iterations) + 1) % every == 0:
+                optimizer._overwrite_model_variables_with_average_value(self._variables)
+        optimizer._iterations.assign_add(1)
+
+    @contextmanager
+    def _rate(self, rate: float) -> Iterator[None]:
+        """Another learning rate, for this step only."""
+        if rate == 1.0:
+            yield
+        elif self._recipe.name in _OWN_RATE:
+            before = self.values.clone()
+            yield
+            self.values.copy_(before.lerp_(self.values, rate))
+        else:
+            plain = self.optimizer._get_current_learning_rate
+            self.optimizer.__dict__["_get_current_learning_rate"] = lambda: plain() * rate
+            try:
+                yield
+            finally:
+                del self.optimizer.__dict__["_get_current_learning_rate"]
+
+    # --- settings and state ---------------------------------------------------------------------
+
+    def settings(self) -> list[dict[str, Any]]:
+        return [{"config": self._config}]
+
+    def set_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        (group,) = groups
+        if group["config"] == self._config:
+            return
+        before = keras_recipe.read_settings(self._config)
+        self._config = str(group["config"])
+        config = keras_recipe.read_settings(self._config)
+        if config["learning_rate"] != before["learning_rate"]:
+            self.optimizer.learning_rate = keras_recipe.made_rate(config["learning_rate"])
+        for name, value in config.items():
+            if name not in _NOT_FOLLOWED and value != before.get(name):
+                setattr(self.optimizer, name, value)
+
+    def states(self) -> list[dict[str, Any]]:
+        """A copy of the state of every piece."""
+        return keras_recipe.states(self.optimizer, self._variables)
+
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over copies."""
+        if len(states) != len(self._variables):
+            raise UsageError(f"states of {len(states)} pieces for {len(self._variables)}.")
+        keras_recipe.restore(self.optimizer, self._variables, states)
+
+
+def _dense(grad: Tensor, like: Tensor) -> Tensor:
+    return (grad.to_dense() if grad.is_sparse else grad).to(like.dtype).contiguous()

@@ -1,0 +1,203 @@
+"""Keras with parameter servers: every rule trains, and the exact ones give one device's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import stratagem as sg
+from tests.frontends.keras.served_support import close_served, handwriting, served
+from tests.keras_support import apart, digits, history_apart, moved, train
+
+LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+RULES = {
+    "synchronous": sg.Synchronous(),
+    "spares": sg.Synchronous(spares=1),
+    "asynchronous": sg.Asynchronous(staleness=[sg.ScaleDown(), sg.Drop(older_than=16)]),
+    "bounded": sg.Asynchronous(bound=2),
+    "buffered": sg.Asynchronous(buffer=2),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clusters_end_with_the_file() -> Iterator[None]:
+    yield
+    close_served()
+
+
+def mlp() -> Any:
+    return keras.Sequential(
+        [keras.Input((8,)), layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
+         layers.Dense(3)]
+    )  # fmt: skip
+
+
+def same_answer(
+    build: Any, compile: Any, fit: dict[str, Any], where: sg.Strategy, tolerance: float = 2e-6
+) -> Any:
+    alone, expected = train(build, compile, fit)
+    assert moved(build, alone)
+    spread, history = train(build, compile, fit, where)
+    assert apart(alone, spread) < tolerance
+    assert history_apart(expected, history) < max(1e-5, tolerance)
+    for ours, theirs in zip(alone.optimizer.variables, spread.optimizer.variables, strict=True):
+        assert np.abs(ours.numpy() - theirs.numpy()).max() < tolerance, ours.path
+    return spread
+
+
+# --- every rule ---------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ps", [1, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_digits(rule: str, ps: int) -> None:
+    """At least 95% on rows that were not trained on; books that balance; every example counted."""
+    x, y, held_x, held_y = handwriting()
+    strategy = served(RULES[rule], 3 if rule == "spares" else 2, ps)
+    keras.utils.set_random_seed(4)
+    with strategy.scope():
+        model = keras.Sequential([layers.Dense(64, activation="relu"), layers.Dense(10)])
+        model.compile(optimizer=keras.optimizers.Adam(0.01), loss=LOGITS,
+                      metrics=["accuracy", "sparse_categorical_accuracy"])  # fmt: skip
+    history = model.fit(x, y, batch_size=60, epochs=8, verbose=0,
+                        validation_data=(held_x, held_y)).history  # fmt: skip
+    assert history["val_accuracy"][-1] >= 0.95
+    assert history["loss"][-1] < history["loss"][0]
+    assert history["accuracy"] == history["sparse_categorical_accuracy"]
+    stats = strategy.stats()
+    assert stats.received == stats.applied + stats.dropped + stats.buffered
+    parts = 2 if rule in ("synchronous", "spares") else 1
+    assert stats.applied == 8 * 25 * parts and not stats.buffered
+    assert int(model.optimizer.iterations.numpy()) == stats.updates
+    loss, accuracy, _ = model.evaluate(held_x, held_y, verbose=0)
+    assert accuracy == pytest.approx(history["val_accuracy"][-1])
+    right = np.mean(model.predict(held_x, verbose=0).argmax(-1) == held_y)
+    assert right == pytest.approx(accuracy)
+    if rule not in ("synchronous", "asynchronous"):
+        strategy.close()
+
+
+# --- the answer of one device -------------------------------------------------------------------
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, epsilon=1e-3),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ps", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_synchronous_is_one_device(optimizer: str, ps: int) -> None:
+    """83 rows in batches of 16: nothing divides, and the last batch has 3."""
+    x, y = digits(83)
+    compile = lambda: {"optimizer": OPTIMIZERS[optimizer](), "loss": LOGITS,  # noqa: E731
+                       "metrics": ["accuracy"]}  # fmt: skip
+    fit = {"x": x, "y": y, "batch_size": 16, "epochs": 2, "validation_split": 0.1}
+    same_answer(mlp, compile, fit, served(sg.Synchronous(), 2, ps))
+
+
+@pytest.mark.timeout(120)
+def test_a_last_batch_smaller_than_the_workers() -> None:
+    x, y = digits(34)
+    compile = lambda: {"optimizer": "adam", "loss": LOGITS, "metrics": ["accuracy"]}  # noqa: E731
+    fit = {"x": x, "y": y, "batch_size": 16, "epochs": 2}
+    same_answer(mlp, compile, fit, served(sg.Synchronous(), 3, 1))
+
+
+def tagger() -> Any:
+    """A mask that reaches the loss."""
+    return keras.Sequential(
+        [keras.Input((7,), dtype="int32"), layers.Embedding(20, 6, mask_zero=True),
+         layers.LSTM(5, return_sequences=True), layers.Dense(4)]
+    )  # fmt: skip
+
+
+def sentences(rows: int = 43) -> Any:
+    dice = np.random.default_rng(1)
+    x = dice.integers(1, 20, (rows, 7))
+    for row, length in zip(x, dice.integers(1, 8, rows), strict=True):
+        row[length:] = 0
+    return x
+
+
+@pytest.mark.timeout(120)
+def test_masked_losses_weigh_what_the_mask_leaves() -> None:
+    x = sentences()
+    compile = lambda: {"optimizer": keras.optimizers.SGD(0.5), "loss": LOGITS,  # noqa: E731
+                       "metrics": ["accuracy"]}  # fmt: skip
+    fit = {"x": x, "y": x % 4, "batch_size": 8, "epochs": 2}
+    same_answer(tagger, compile, fit, served(sg.Synchronous(), 2, 2))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+def test_sample_weights(reduction: str) -> None:
+    x, y = digits(43)
+    weights = np.random.default_rng(5).uniform(0, 3, 43)
+    loss = lambda: keras.losses.SparseCategoricalCrossentropy(  # noqa: E731
+        from_logits=True, reduction=reduction
+    )
+    rate = 0.002 if reduction == "sum" else 0.1
+    compile = lambda: {"optimizer": keras.optimizers.SGD(rate, momentum=0.5),  # noqa: E731
+                       "loss": loss(), "weighted_metrics": ["accuracy"]}  # fmt: skip
+    fit = {"x": x, "y": y, "sample_weight": weights, "batch_size": 8, "epochs": 2}
+    same_answer(mlp, compile, fit, served(sg.Synchronous(), 2, 1))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("clip", [{"global_clipnorm": 1e-3}, {"clipnorm": 0.05},
+                                  {"clipvalue": 0.01}], ids=str)  # fmt: skip
+def test_clipping_is_exact_over_two_servers(clip: dict[str, float]) -> None:
+    x, y = digits(43)
+    rate = 100.0 if "global_clipnorm" in clip else 1.0
+    compile = lambda: {"optimizer": keras.optimizers.SGD(rate, **clip), "loss": LOGITS}  # noqa: E731
+    fit = {"x": x, "y": y, "batch_size": 16, "epochs": 2}
+    same_answer(mlp, compile, fit, served(sg.Synchronous(), 2, 2))
+
+
+@pytest.mark.timeout(120)
+def test_several_inputs_and_outputs() -> None:
+    def build() -> Any:
+        a, b = keras.Input((8,), name="a"), keras.Input((8,), name="b")
+        h = layers.Dense(6, activation="tanh")(layers.Concatenate()([a, b]))
+        return keras.Model({"a": a, "b": b}, {
+            "class": layers.Dense(3, name="class")(h), "number": layers.Dense(1, name="number")(h),
+        })  # fmt: skip
+
+    x, y = digits(43)
+    compile = lambda: {  # noqa: E731
+        "optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3),
+        "loss": {"class": LOGITS, "number": "mse"}, "loss_weights": {"class": 0.3, "number": 2.0},
+        "metrics": {"class": ["accuracy"], "number": ["mae"]},
+    }  # fmt: skip
+    fit = {"x": {"a": x, "b": -x}, "y": {"class": y, "number": x[:, :1]}, "batch_size": 8,
+           "epochs": 2}  # fmt: skip
+    same_answer(build, compile, fit, served(sg.Synchronous(), 2, 2))
+
+
+POLICIES = {
+    "none": [], "lower rate": [sg.LowerRate()], "drop": [sg.Drop()], "scale": [sg.ScaleDown()],
+    "delay": [sg.DelayCompensated()], "gap": [sg.GapAware()],
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_asynchronous_worker_is_plain_keras(policy: str) -> None:
+    x, y = digits(43)
+    compile = lambda: {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9),  # noqa: E731
+                       "loss": LOGITS, "metrics": ["accuracy"]}  # fmt: skip
+    fit = {"x": x, "y": y, "batch_size": 8, "epochs": 2}
+    strategy = served(sg.Asynchronous(staleness=POLICIES[policy]), 1, 2)
+    same_answer(mlp, compile, fit, strategy, tolerance=1e-7)
+    strategy.close()
