@@ -380,6 +380,7 @@ def test_no_backup_for_a_step_that_is_complete() -> None:
 
 def test_who_was_dropped_may_try_again_at_the_same_version() -> None:
     book = ledger(Synchronous(spares=1), 4, batches=9)
+    book.join(4)
     take(book, 0)
     assert not push(book, 0, version=-1)[0].kept
     assert take(book, 0).serial == 0
