@@ -53,7 +53,7 @@ class Attendee:
     name: str
     seat: str
     tell: Callable[[Mapping[str, Any]], None]
-    fit: int = -1
+    fit: int
     #: not heard of for a while: stopped, or cut off
     silent: bool = False
     #: given up; set without the lock
@@ -170,16 +170,20 @@ class Lead:
 
     # --- who is here ------------------------------------------------------------------------
 
-    def join(self, attendee: Attendee) -> None:
+    def join(self, attendee: Attendee) -> tuple[dict[str, Any], list[Tensor]]:
+        """A worker takes part from now on, unless the fit has ended since it entered."""
         with self.changed:
+            self._check()
+            if not self.running or attendee.fit != self.fit:
+                return {"over": True}, [self._told]
             books = self._books()
             before = self.attendees.get(attendee.worker)
             if before is not None:
                 self._leave(before)
-            attendee.fit = self.fit
             self.attendees[attendee.worker] = attendee
             books.join(attendee.worker)
             self.changed.notify_all()
+            return {}, []
 
     def leave(self, attendee: Attendee) -> None:
         """A worker has gone: its work goes back, and the gates count anew."""

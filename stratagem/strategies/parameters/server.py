@@ -396,7 +396,7 @@ class Server:
 
     def _open(self, guest: Guest, frame: Frame) -> Answer:
         plan = Plan.from_json(frame.header["plan"])
-        self.shard.open(plan)
+        self.shard.open(plan, int(frame.header["fit"]))
         with self.shard.changed:
             store = self.shard.store
             values = torch.empty(store.count, dtype=plan.dtype)
@@ -412,7 +412,7 @@ class Server:
         return OK
 
     def _sit(self, guest: Guest, frame: Frame) -> Answer:
-        self.shard.sit(guest.token, frame.header["memory"])
+        self.shard.sit(guest.token, frame.header["memory"], int(frame.header["fit"]))
         return OK
 
     def _stage(self, guest: Guest, frame: Frame) -> Answer:
@@ -491,10 +491,10 @@ class Server:
         assert self.lead is not None
 
         guest.attendee = Attendee(
-            guest.worker, guest.name, guest.token, partial(self._tell, guest)
-        )
-        self.lead.join(guest.attendee)
-        return OK
+            guest.worker, guest.name, guest.token, partial(self._tell, guest),
+            int(frame.header["fit"]),
+        )  # fmt: skip
+        return self.lead.join(guest.attendee)
 
     def _leave(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None

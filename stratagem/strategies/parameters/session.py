@@ -62,7 +62,10 @@ class Session:
             self._arrive(beside[1])
         self._handles: list[Any] = []
         worker.at_fall = self._fall
-        worker.join(self.params)
+        self.over = worker.join(self.number, self.params)
+        if self.over is not None:
+            worker.at_fall = None
+            return
         self.cancels = isinstance(self.plan.updates, Synchronous) and self.plan.updates.spares > 0
         self._handles += [
             p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]

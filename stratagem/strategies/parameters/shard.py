@@ -53,6 +53,7 @@ class Shard:
         self.done = 0
         #: the fit that is under way, None between fits
         self.plan: Plan | None = None
+        self.fit = -1
         self.failure: ReplicaError | None = None
         self._desks: dict[str, Desk] = {}
         self._published: tuple[int, Tensor] | None = None
@@ -60,8 +61,9 @@ class Shard:
 
     # --- a fit begins -----------------------------------------------------------------------
 
-    def open(self, plan: Plan) -> None:
+    def open(self, plan: Plan, fit: int) -> None:
         with self.changed:
+            self.fit = fit
             layout = plan.layout
             pieces = [extent.piece for extent in layout.extents[self.index]]
             self.store = Store(pieces, plan.shapes, plan.dtype, plan.recipe, device=self.device)
@@ -94,7 +96,7 @@ class Shard:
 
     # --- what workers do --------------------------------------------------------------------
 
-    def sit(self, seat: str, handle: str | None) -> None:
+    def sit(self, seat: str, handle: str | None, fit: int) -> None:
         """Give a worker a desk: in its own memory, if this machine can map it.
 
         It stays until the lead orders it away, or a fit begins: orders may still be on their way
@@ -102,6 +104,8 @@ class Shard:
         """
         with self.changed:
             plan = self._open()
+            if fit != self.fit:
+                return  # it comes too late, and the lead will say so
             layout = plan.layout
             load = layout.loads[self.index]
             if handle is None:

@@ -128,7 +128,7 @@ class Worker:
         self.plan = plan
         for i, values in enumerate(self._cut(params)):
             body = [values]
-            header: dict[str, Any] = {"t": "open", "plan": plan.to_json()}
+            header: dict[str, Any] = {"t": "open", "fit": fit, "plan": plan.to_json()}
             if states is not None:
                 tree = encode(states[i])
                 body.append(tree)
@@ -148,7 +148,7 @@ class Worker:
     def _tree(self, frame: Frame) -> Any:
         return decode(self._servers[0].read(TREE_LIMIT)) if frame.size else None
 
-    def join(self, params: Sequence[nn.Parameter]) -> None:
+    def join(self, fit: int, params: Sequence[nn.Parameter]) -> FitOver | None:
         """Take a desk at every server, and have the parameters live in memory they can reach."""
         assert self.plan is not None
         self.memory = Memory(self.plan, params, near=self.near)
@@ -157,8 +157,12 @@ class Worker:
         self._told: Any = None
         self._hire_couriers()
         for i in range(len(self._servers)):
-            self._call(i, {"t": "sit", "memory": self.memory.handle})
-        self._call(0, {"t": "join"})
+            self._call(i, {"t": "sit", "fit": fit, "memory": self.memory.handle})
+        frame = self._call(0, {"t": "join", "fit": fit})
+        if "over" not in frame.header:
+            return None
+        self.memory.close()
+        return FitOver(self._tree(frame))
 
     def _hire_couriers(self) -> None:
         """Where much has to travel it does so beside the computation."""

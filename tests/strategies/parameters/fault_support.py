@@ -1,0 +1,130 @@
+"""Clusters that are hurt on purpose, and models whose weights tell how often each row counted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import stratagem as sg
+from stratagem.rules.stats import Stats
+from stratagem.strategies.parameters.crew import Crew
+
+ROWS = 480
+BATCH = 24
+
+
+class Counter(nn.Module):
+    """One weight for each row; every time a row is trained on, its weight falls by one."""
+
+    def __init__(self, rows: int = ROWS, pause: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, 2))
+        self.pause = pause
+
+    def forward(self, rows: Tensor) -> Tensor:
+        time.sleep(self.pause)
+        return self.weight[rows].sum(1)
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
+
+
+def by_one(params: Any) -> torch.optim.Optimizer:
+    """With batches of BATCH rows, a step of one for each of them."""
+    return torch.optim.SGD(params, lr=float(BATCH))
+
+
+def count(
+    strategy: sg.Strategy, epochs: int = 2, pause: float = 0.0,
+    loss: Callable[[Tensor, Tensor], Tensor] = mean, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Train; how often each row counted."""
+    rows = torch.arange(ROWS)
+    with strategy.scope():
+        model = sg.Model(Counter(pause=pause))
+        model.compile(optimizer=by_one, loss=loss)
+    model.fit(rows, torch.zeros(ROWS), batch_size=BATCH, epochs=epochs, verbose=0, **options)
+    return -model.module.weight.detach()
+
+
+def local(workers: int = 3, ps: int = 2, **options: Any) -> sg.ParameterServerStrategy:
+    """A local cluster; the counter's rows lie on all servers."""
+    options.setdefault("partitioner", sg.FixedShards(ps))
+    return sg.ParameterServerStrategy(sg.LocalCluster(workers=workers, ps=ps), **options)
+
+
+def crew_of(strategy: sg.Strategy) -> Crew:
+    assert isinstance(strategy.team, Crew)
+    return strategy.team
+
+
+def worker_pids(strategy: sg.Strategy) -> list[int]:
+    """The children that work now; the first worker is this process."""
+    return [hand.pool.pids[0] for hand in crew_of(strategy)._hands]
+
+
+def ps_pids(strategy: sg.Strategy) -> list[int]:
+    return [pool.pids[0] for pool in crew_of(strategy)._servers]
+
+
+def balanced(stats: Stats) -> bool:
+    """Received = applied + dropped + buffered, in sum and for every worker."""
+    lines = [vars(stats), *stats.by_worker.values()]
+    return all(
+        line["received"] == line["applied"] + line["dropped"] + line["buffered"] for line in lines
+    ) and stats.received == sum(line["received"] for line in stats.by_worker.values())
+
+
+def shoot(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
+    """Send a signal to one that may have ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Do something in another thread, until the block ends."""
+    stop = threading.Event()
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work(stop)
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if problems:
+        raise problems[0]
+
+
+class Killer:
+    """Kills a child that works every now and then."""
+
+    def __init__(self, strategy: sg.Strategy, seed: int, least: float, most: float) -> None:
+        self.strategy, self.kills = strategy, 0
+        self._dice, self._between = random.Random(seed), (least, most)
+
+    def __call__(self, stop: threading.Event) -> None:
+        while not stop.wait(self._dice.uniform(*self._between)):
+            pids = worker_pids(self.strategy)
+            if pids:
+                self.kills += shoot(self._dice.choice(pids))

@@ -1,0 +1,514 @@
+"""Processes of a local cluster are killed, stopped and fail: the rest does the work, or says why.
+
+Followers misbehave for real. A model counts how often each row was applied, so a lost or doubled
+gradient shows, whatever the rule.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import stratagem as sg
+from stratagem.strategies.parameters import crew
+from tests.replicas.scripts import Nursery, family, nursery, runs, wait_for
+from tests.strategies.parameters.fault_support import (
+    BATCH,
+    ROWS,
+    Killer,
+    balanced,
+    beside,
+    count,
+    crew_of,
+    local,
+    ps_pids,
+    shoot,
+    worker_pids,
+)
+from tests.support import by_hand, data, distance, mlp
+
+pytestmark = pytest.mark.timeout(60)
+
+SOON = 5.0  # seconds; the promise is 2, the rest is for a busy machine
+NAMED = 6.5  # seconds until one that stands still is named; the promise is 4
+STEPS = ROWS // BATCH
+
+RULES = {
+    "in step": sg.Synchronous(),
+    "with a spare": sg.Synchronous(spares=1),
+    "free": sg.Asynchronous(),
+}
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., sg.ParameterServerStrategy]]:
+    """Local clusters that end with the test."""
+    several: list[sg.ParameterServerStrategy] = []
+
+    def make(**options: Any) -> sg.ParameterServerStrategy:
+        several.append(local(**options))
+        return several[-1]
+
+    yield make
+    for strategy in several:
+        for pid in [*worker_pids(strategy), *ps_pids(strategy)]:
+            shoot(pid, signal.SIGCONT)
+        strategy.close()
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if re.search(words, record.getMessage())]
+
+
+def works(strategy: sg.Strategy) -> bool:
+    return bool((count(strategy, epochs=1) == 1).all())
+
+
+# --- killed workers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "shared"), [("in step", "1"), ("with a spare", "1"), ("free", "1"), ("free", "0")]
+)
+def test_workers_are_killed_at_any_moment(
+    made: Any, rule: str, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of every epoch counts once, and the books balance; with sockets, too."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
+    strategy = made(updates=RULES[rule])
+    killer = Killer(strategy, seed=len(rule), least=0.0, most=0.4)
+    with beside(killer):
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            counts = count(strategy, epochs=2, pause=0.002)
+            assert torch.allclose(counts, torch.full_like(counts, 2.0), atol=1e-4), counts.unique()
+            stats = strategy.stats()
+            assert balanced(stats) and stats.buffered == 0, stats
+            assert stats.updates == 2 * STEPS, stats
+    assert killer.kills >= 3
+    assert works(strategy)
+    assert set(strategy.stats().by_worker) <= {0, 1, 2}
+
+
+def test_in_step_the_answer_is_that_of_one_device(made: Any) -> None:
+    """Kills change neither the updates nor their order."""
+    strategy = made(updates=sg.Synchronous())
+    x, y = data(300)
+
+    def adam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=0.01)
+
+    with strategy.scope():
+        model = sg.Model(mlp())
+        model.compile(optimizer=adam, loss="cross_entropy", metrics=["accuracy"])
+    killer = Killer(strategy, seed=5, least=0.05, most=0.3)
+    with beside(killer):
+        history = model.fit(x, y, batch_size=30, epochs=20, shuffle=False, verbose=0).history
+    assert killer.kills >= 2
+    expected = by_hand(mlp(), adam, F.cross_entropy, x, y, batch=30, epochs=20)
+    assert distance(model.module, expected) < 1e-5
+    assert history["updates"] == [10.0] * 20
+
+
+def test_one_that_was_killed_is_replaced_and_takes_part(
+    made: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = made(workers=2, updates=sg.Asynchronous())
+    assert works(strategy)
+    (before,) = worker_pids(strategy)
+
+    def kill(stop: threading.Event) -> None:
+        wait_for(lambda: strategy.stats().by_worker.get(1, {}).get("applied", 0) > 3)
+        shoot(before)
+        wait_for(lambda: said(caplog, "worker 1 .*another takes its place"), SOON)
+        known = strategy.stats().by_worker[1]["applied"]
+        wait_for(lambda: strategy.stats().by_worker[1]["applied"] > known + 3)
+
+    with beside(kill):
+        counts = count(strategy, epochs=20, pause=0.01)
+    assert (counts == 20).all()
+    assert said(caplog, "worker 1 is gone .*the others go on without it")
+    assert worker_pids(strategy) != [before] and not runs(before)
+
+
+def test_one_that_is_killed_between_two_trainings(made: Any) -> None:
+    strategy = made(updates=sg.Synchronous())
+    assert works(strategy)
+    for pid in worker_pids(strategy):
+        shoot(pid)
+    assert works(strategy)
+    assert strategy.run(lambda: sg.current_replica().index) == [0, 1, 2]
+
+
+def test_one_that_ends_again_and_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something is wrong with it; the others do not try for ever."""
+    monkeypatch.setattr(crew, "_IN_VAIN", 5)
+    strategy = made(workers=2, ps=1)
+
+    with pytest.raises(sg.ReplicaLost, match="worker 1 ended again and again") as caught:
+        count(strategy, epochs=1000, loss=lambda output, target: end_on(1, output))
+    assert caught.value.who == "worker 1"
+    assert works(strategy)
+
+
+def end_on(worker: int, output: Tensor) -> Tensor:
+    if sg.current_replica().index == worker:
+        os._exit(3)
+    time.sleep(0.1)
+    return output.mean()
+
+
+# --- stopped workers -----------------------------------------------------------------------------
+
+
+class Stop:
+    """A loss in which one worker stops itself, once, and notes when."""
+
+    def __init__(self, note: Path, worker: int = 1) -> None:
+        self.note, self.worker, self.step = note, worker, 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.step += 1
+        if sg.current_replica().index == self.worker and not self.note.exists() and self.step > 2:
+            self.note.write_text(f"{os.getpid()} {time.time()}")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return output.mean()
+
+    @property
+    def when(self) -> float:
+        return float(self.note.read_text().split()[1])
+
+    @property
+    def pid(self) -> int:
+        return int(self.note.read_text().split()[0])
+
+
+def test_a_stopped_worker_holds_nobody_up_who_has_a_spare(
+    made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training ends while it still stands; many versions later nothing has filled up."""
+    strategy = made(updates=sg.Synchronous(spares=1))
+    stop = Stop(tmp_path / "note")
+    counts = count(strategy, epochs=25, loss=stop)
+    assert stop.note.exists() and (counts == 25).all()
+    assert balanced(strategy.stats()) and strategy.stats().updates == 25 * STEPS
+    named = said(caplog, "worker 1 has been silent .*stopped")
+    assert named and named[0].created - stop.when < NAMED
+    assert time.time() - stop.when < 30
+    assert not runs(stop.pid), "it would have kept its place for ever"
+    assert works(strategy)
+
+
+def test_without_a_spare_a_stopped_worker_is_waited_for(
+    made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = made(updates=sg.Synchronous())
+    stop = Stop(tmp_path / "note")
+
+    def wake(over: threading.Event) -> None:
+        wait_for(lambda: said(caplog, "worker 1 has been silent"), 20)
+        updates = strategy.stats().updates
+        time.sleep(0.5)
+        assert strategy.stats().updates == updates, "somebody went on"
+        shoot(stop.pid, signal.SIGCONT)
+
+    with beside(wake):
+        counts = count(strategy, loss=stop)
+    assert (counts == 2).all()
+    assert said(caplog, "worker 1 has been silent")[0].created - stop.when < NAMED
+    assert not said(caplog, "another takes its place")
+    assert strategy.stats().requeued == 0
+
+
+def test_a_worker_that_stands_too_long_is_given_up(
+    made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its work is done by the others, and another takes its place."""
+    strategy = made(updates=sg.Asynchronous(), patience=sg.Patience(answer=4))
+    stop = Stop(tmp_path / "note")
+    counts = count(strategy, loss=stop)
+    assert (counts == 2).all() and balanced(strategy.stats())
+    given_up = said(caplog, "worker 1 has been silent for . s and is given up")
+    assert given_up and 3.5 < given_up[0].created - stop.when < 4 + SOON
+    assert said(caplog, "worker 1 does not answer any more; another takes its place")
+    assert not runs(stop.pid)
+    assert works(strategy)
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_killed_server_ends_the_training(
+    made: Any, which: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named, and the same strategy trains again, with fresh processes."""
+    strategy = made(updates=sg.Synchronous())
+    assert works(strategy)
+    everybody = [*worker_pids(strategy), *ps_pids(strategy)]
+    fell: list[float] = []
+
+    def kill(stop: threading.Event) -> None:
+        wait_for(lambda: strategy.stats().updates > 5)
+        fell.append(time.monotonic())
+        shoot(ps_pids(strategy)[which])
+
+    words = f"ps {which} is gone.*last checkpoint"
+    with pytest.raises(sg.ReplicaLost, match=words) as caught, beside(kill):
+        count(strategy, epochs=1000, pause=0.01)
+    assert time.monotonic() - fell[0] < SOON
+    assert caught.value.who == f"ps {which}"
+    wait_for(lambda: not any(runs(pid) for pid in everybody), SOON)
+    assert said(caplog, f"ps {which} is gone")
+    assert works(strategy)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_stopped_server_is_named_then_given_up(
+    made: Any, which: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether its lock is held meanwhile (clipping asks every server) or not."""
+    strategy = made(updates=sg.Synchronous(), patience=sg.Patience(answer=4.5))
+    assert works(strategy)
+    stopped: list[float] = []
+
+    def halt(stop: threading.Event) -> None:
+        wait_for(lambda: strategy.stats().updates > 5)
+        stopped.append(time.time())
+        shoot(ps_pids(strategy)[which], signal.SIGSTOP)
+
+    with pytest.raises(sg.ReplicaStalled, match=f"ps {which} has") as caught, beside(halt):
+        with strategy.scope():
+            model = sg.Model(mlp())
+            model.compile(optimizer="sgd", loss=slow_loss, clip_norm=0.1)
+        x, y = data(600)
+        model.fit(x, y, batch_size=6, epochs=1000, verbose=0)
+    assert caught.value.who == f"ps {which}"
+    assert time.time() - stopped[0] < 4.5 + SOON
+    assert said(caplog, f"ps {which} has been silent")[0].created - stopped[0] < NAMED
+    assert works(strategy)
+
+
+def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+    time.sleep(0.005)
+    return F.cross_entropy(output, target)
+
+
+def test_a_stopped_server_goes_on(made: Any, caplog: pytest.LogCaptureFixture) -> None:
+    strategy = made(updates=sg.Synchronous())
+    assert works(strategy)
+
+    def halt(stop: threading.Event) -> None:
+        wait_for(lambda: strategy.stats().updates > 5)
+        pid = ps_pids(strategy)[1]
+        shoot(pid, signal.SIGSTOP)
+        wait_for(lambda: said(caplog, "ps 1 has been silent"), 20)
+        shoot(pid, signal.SIGCONT)
+
+    with beside(halt):
+        counts = count(strategy, epochs=6, pause=0.01)
+    assert (counts == 6).all()
+
+
+def test_a_mistake_of_the_lead_ends_the_job_with_its_traceback(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may wait for an answer that will not come."""
+    strategy = made()
+    assert works(strategy)
+    worker = crew_of(strategy).worker
+    assert worker is not None
+    whole = worker.next
+
+    def ask(*args: Any) -> Any:
+        worker._call(0, {"t": "push", "serial": "not a number"})
+        return whole(*args)
+
+    monkeypatch.setattr(worker, "next", ask)
+    with pytest.raises(sg.ReplicaFailed, match="ps 0 raised an exception") as caught:
+        count(strategy)
+    assert "Traceback" in str(caught.value) and "in _push" in str(caught.value)
+    monkeypatch.undo()
+    assert works(strategy)
+
+
+# --- exceptions ----------------------------------------------------------------------------------
+
+
+class Mine(Exception):
+    """An exception of the user's."""
+
+
+def raise_on(worker: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if sg.current_replica().index == worker:
+            raise Mine("a bad day", 7)
+        time.sleep(0.01)
+        return output.mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_exception_on_a_worker(made: Any, rule: str) -> None:
+    strategy = made(ps=1, updates=RULES[rule])
+    with pytest.raises(sg.ReplicaFailed, match=r"^worker 2 raised an exception") as caught:
+        count(strategy, loss=raise_on(2))
+    assert caught.value.who == "worker 2"
+    assert "raise Mine" in str(caught.value), "its own traceback is missing"
+    assert works(strategy)
+
+
+def test_an_exception_on_the_chief_is_its_own(made: Any) -> None:
+    strategy = made()
+    assert works(strategy)
+    everybody = [*worker_pids(strategy), *ps_pids(strategy)]
+    with pytest.raises(Mine, match="a bad day"):
+        count(strategy, loss=raise_on(0))
+    assert not any(runs(pid) for pid in everybody)
+    assert works(strategy)
+
+
+def test_the_model_is_the_users_own_after_a_failure(made: Any) -> None:
+    """Neither hooks nor borrowed memory stay behind: it trains on, elsewhere and here."""
+    strategy = made(updates=sg.Synchronous(spares=1))
+    with strategy.scope():
+        model = sg.Model(mlp())
+        model.compile(optimizer="sgd", loss=F.cross_entropy)
+    x, y = data(64)
+
+    class Fail(sg.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise Mine("a bad day")
+
+    with pytest.raises(Mine):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[Fail()])
+    assert not any(p._post_accumulate_grad_hooks for p in model.module.parameters())
+    F.cross_entropy(model.module(x), y).backward()
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert balanced(strategy.stats())
+
+
+# --- the script ----------------------------------------------------------------------------------
+
+LONG = """
+import os, time
+import torch
+import stratagem as sg
+from tests.strategies.parameters.fault_support import count, local
+
+class Show(sg.callbacks.Callback):
+    def __init__(self, round):
+        self.round = round
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            print("in mid-fit", self.round, flush=True)
+
+def fit(epochs, round):
+    count(made, epochs, pause=0.01, callbacks=[Show(round)])
+
+made = local(updates=sg.Synchronous())
+"""
+
+
+@pytest.fixture
+def scripts() -> Iterator[Nursery]:
+    yield nursery()
+    nursery().clear()
+
+
+def test_ctrl_c(scripts: Nursery, tmp_path: Path) -> None:
+    """Once it is an exception like any other: the strategy lives. Uncaught, all ends at once."""
+    script = scripts.start(tmp_path, LONG + """
+try:
+    fit(4000, "one")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+fit(4000, "two")
+""")  # fmt: skip
+    script.says("in mid-fit one", 40)
+    before = family(script.pid)
+    script.keyboard()
+    assert script.says("interrupted") < SOON
+    script.says("in mid-fit two", 40)
+    assert "Traceback" not in script.err and "gone" not in script.err, script
+    everybody = family(script.pid)
+    assert len(everybody) == 5, "a zygote, two workers, two servers"
+    assert not set(before[1:]) & set(everybody), "one of the interrupted lives on"
+    script.keyboard()
+    assert script.ends(SOON) == -signal.SIGINT
+    wait_for(lambda: not any(runs(pid) for pid in everybody), SOON, "for the others to end")
+    assert script.err.count("Traceback") == 1, script
+
+
+def test_the_script_is_terminated_or_killed(scripts: Nursery, tmp_path: Path) -> None:
+    numbers = signal.SIGTERM, signal.SIGKILL
+    both = [scripts.start(tmp_path, LONG + "fit(4000, 'one')", str(int(n))) for n in numbers]
+    for number, script in zip(numbers, both, strict=True):
+        script.says("in mid-fit one", 40)
+        everybody = family(script.pid)
+        assert len(everybody) == 5
+        script.signal(number)
+        assert script.ends(SOON) == -number
+        wait_for(lambda: not any(map(runs, everybody)), SOON, "for the others to end")  # noqa: B023
+        assert "Traceback" not in script.err, script
+
+
+# --- nothing leaks -------------------------------------------------------------------------------
+
+
+def trace(pid: int | str = "self") -> tuple[int, int, int]:
+    """Open descriptors, threads and mapped segments of a process."""
+    folder = Path(f"/proc/{pid}")
+    segments = (folder / "maps").read_text().count("/memfd:")
+    return len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), segments
+
+
+def test_twenty_trainings_and_twenty_deaths_leave_nothing(made: Any) -> None:
+    strategy = made(workers=2, updates=sg.Asynchronous())
+    for _ in range(2):
+        assert works(strategy)
+    gc.collect()
+    before = trace(), [trace(pid) for pid in ps_pids(strategy)]
+    for _ in range(20):
+        shoot(*worker_pids(strategy))
+        count(strategy, epochs=1)
+    gc.collect()
+    time.sleep(0.3)
+    after = trace(), [trace(pid) for pid in ps_pids(strategy)]
+    grown = [
+        (name, a, b)
+        for name, a, b in zip(("chief", "ps 0", "ps 1"), [before[0], *before[1]],
+                              [after[0], *after[1]], strict=True)
+        if any(y > x + 3 for x, y in zip(a, b, strict=True))
+    ]  # fmt: skip
+    assert not grown, "descriptors, threads and segments, before and after"
+
+
+def test_two_strategies_in_one_process(made: Any) -> None:
+    """Each has servers of its own; one trains while the other is open, and beside it."""
+    one, two = made(workers=2, ps=1), made(workers=2, ps=1, updates=sg.Synchronous())
+    assert works(one) and works(two) and works(one)
+    done: list[bool] = []
+    thread = threading.Thread(target=lambda: done.append(works(two)))
+    with one.scope():
+        model = sg.Model(mlp())
+        model.compile(optimizer="sgd", loss="cross_entropy")
+    thread.start()
+    thread.join()
+    assert done == [True]
+    two.close()
+    assert works(one)
