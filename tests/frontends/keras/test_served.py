@@ -75,7 +75,7 @@ def test_digits(rule: str, ps: int) -> None:
     parts = 2 if rule in ("synchronous", "spares") else 1
     assert stats.applied == 8 * 25 * parts and not stats.buffered
     assert int(model.optimizer.iterations.numpy()) == stats.updates
-    loss, accuracy, _ = model.evaluate(held_x, held_y, verbose=0)
+    _, accuracy, _ = model.evaluate(held_x, held_y, verbose=0)
     assert accuracy == pytest.approx(history["val_accuracy"][-1])
     right = np.mean(model.predict(held_x, verbose=0).argmax(-1) == held_y)
     assert right == pytest.approx(accuracy)
