@@ -52,6 +52,8 @@ class MetricSet:
     """The metrics of one model, by name."""
 
     def __init__(self, metrics: Any) -> None:
+        #: whether anything has been taken in since the last reset
+        self.counted = False
         self._makers: dict[str, Maker] = {}
         self._metrics: dict[str, torchmetrics.Metric] = {}
         for name, metric in _listed(metrics):
@@ -73,6 +75,7 @@ class MetricSet:
         """Take one share in."""
         if self._makers:
             self._make(_classes(output, target), output.device)
+        self.counted = True
         with torch.no_grad():
             for metric in self._metrics.values():
                 metric.update(_detached(output), target)
@@ -130,6 +133,7 @@ class MetricSet:
         return any(gather_tree(replica.collective, bool(self._makers)))
 
     def reset(self) -> None:
+        self.counted = False
         for metric in self._metrics.values():
             metric.reset()
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from stratagem.errors import NotDistributable
 from stratagem.frontends.deals import Dealer, dealer
 from stratagem.frontends.feeds import Portion, check_enough
+from stratagem.frontends.group import Leader, assist
 from stratagem.frontends.loop import Evaluation, Fit, evaluate_here
 from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Solo
+from stratagem.strategies.parameters.apart import Apart
 from stratagem.strategies.parameters.crew import current_worker
 from stratagem.strategies.parameters.session import Late, Session
 from stratagem.strategies.parameters.worker import EpochOver, FitOver, Work
@@ -28,6 +30,10 @@ from stratagem.strategies.replica import Replica, alone, current_replica
 def fit(job: Fit) -> None:
     """Train; every worker's module ends with the same values."""
     replica = current_replica()
+    grouped = replica.count > 1 and not isinstance(replica.collective, Apart)
+    if grouped and not replica.is_chief:
+        assist(job, replica)
+        return
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
     served = job.settings.served
@@ -41,11 +47,14 @@ def fit(job: Fit) -> None:
         _believe(job, session, session.over)
         return
     job.feed.take_dice(session.told)
-    hand = Hand(job, session, replica)
+    group = Leader(job, session.params, replica) if grouped else None
+    hand = Hand(job, session, replica, group)
     if session.worker.is_chief:
         Chief(job, hand).lead()
     else:
         hand.follow()
+    if group is not None:
+        group.end()
 
 
 def check(job: Fit) -> None:
@@ -73,12 +82,15 @@ def _believe(job: Fit, session: Session, over: FitOver) -> None:
 class Hand:
     """One worker at work."""
 
-    def __init__(self, job: Fit, session: Session, replica: Replica) -> None:
-        self.job, self.session, self.replica = job, session, replica
+    def __init__(
+        self, job: Fit, session: Session, replica: Replica, group: Leader | None = None
+    ) -> None:
+        self.job, self.session, self.replica, self.group = job, session, replica, group
         self.worker = session.worker
         self.dealer: Dealer = dealer(job.feed, session.plan.parts)
         self._solo = Solo(job.module, job.optimizer, job.recipe, replica)
-        self._proof = Proof(job.recipe.loss, replica) if session.plan.parts > 1 else None
+        several = session.plan.parts > 1 and group is None  # a group looks after that itself
+        self._proof = Proof(job.recipe.loss, replica) if several else None
         self.handed_in = 0
         self._epoch = 0
         self.begin()
@@ -111,6 +123,8 @@ class Hand:
             self._epoch = work.epoch
         portion = self.dealer.portion(work, self.job.epochs.start, self.replica.device)
         self.worker.arrive()
+        if self.group is not None:
+            return self._do_together(self.group, work, portion)
         try:
             loss, weight, output, y = self._gradients(portion)
         except Late:
@@ -125,6 +139,16 @@ class Hand:
             self.handed_in += 1
             if self.job.recipe.metrics:
                 self.job.recipe.metrics.update(output, y)
+        return kept
+
+    def _do_together(self, group: Leader, work: Work, portion: Portion) -> bool:
+        loss, weight = group.gradients(work, portion)
+        self.worker.memory.take_all()
+        kept = self.worker.push(
+            work.ticket, weight, float(loss), portion.examples, self._settings()
+        )
+        group.settle(kept)
+        self.handed_in += kept
         return kept
 
     def _settings(self) -> list[dict[str, Any]] | None:
@@ -159,7 +183,11 @@ class Hand:
 
     def report(self) -> None:
         """What this worker has counted in the epoch that is over."""
-        counted = self.job.recipe.metrics.state() if self.handed_in else None
+        metrics = self.job.recipe.metrics
+        if self.group is not None:
+            counted = self.group.states()
+        else:
+            counted = [metrics.state()] if self.handed_in else []
         floats = [b.detach() for b in self.job.module.buffers() if b.is_floating_point()]
         self.worker.report([counted, floats if self.handed_in else None])
 
@@ -238,7 +266,7 @@ class Chief:
         hand, metrics = self.hand, self.job.recipe.metrics
         hand.report()
         reports, total, examples = self.worker.gather()
-        counted = [report[0] for report in reports if report[0] is not None]
+        counted = [state for report in reports for state in report[0]]
         logs = {"loss": total / examples if examples else math.nan}
         logs |= metrics.merged(counted)
         logs["examples_per_second"] = examples / max(seconds, 1e-9)

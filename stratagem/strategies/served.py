@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
 from stratagem.strategies.company import Company
@@ -61,6 +61,12 @@ class ServedStrategy(Strategy):
                 "with parameter servers prepare takes the model, its optimizer and the loader that "
                 "is trained on: model, optimizer, loader = strategy.prepare(model, optimizer, "
                 "loader)."
+            )
+        if isinstance(self.team, Crew) and self.team.cluster is None and len(self.devices) > 1:
+            raise NotDistributable(
+                f"this worker has {len(self.devices)} devices, and one's own loop runs on one; give "
+                'it one: ParameterServerStrategy(devices="cuda:0"), or use sg.Model, whose fit '
+                "shares every batch among them."
             )
         device = self.replica().device
         return prepare_served(

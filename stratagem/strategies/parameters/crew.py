@@ -39,6 +39,8 @@ from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.parameters.trouble import failed
 from stratagem.strategies.parameters.worker import Address, Worker
 from stratagem.strategies.replica import Replica, be, be_no_more, called_replica, set_called
+from stratagem.strategies.settings import Settings
+from stratagem.strategies.team import Team
 from stratagem.wire.tcp import local_address
 
 log = logging.getLogger("stratagem")
@@ -129,6 +131,10 @@ class Crew:
         self._segments: list[Any] = []
         self._last: Stats | None = None
         self._left = False
+        #: the devices of one worker of a cluster, where it has several
+        self._group: Team | None = None
+        if cluster is None and len(self.devices) > 1:
+            self._group = Team(self.devices, Settings(), None, patience)
         if cluster is not None:
             ZygoteProcess.get()  # imports torch while the caller builds a model
         else:
@@ -265,6 +271,8 @@ class Crew:
             if self._threads():
                 torch.set_num_threads(self._threads())
         try:
+            if self._group is not None:
+                return self._call_group(worker, self._group, function, args, sent)
             mine = function(*args)
             worker.settle()
             self._last = worker.stats()
@@ -275,6 +283,19 @@ class Crew:
                 overseer.join()
         self._collect(trained)
         return [mine, *(hand.value for hand in self._hands)]
+
+    def _call_group(
+        self, worker: Worker, group: Team, function: Callable[..., Any], args: tuple[Any, ...],
+        sent: tuple[Any, ...],
+    ) -> list[Any]:  # fmt: skip
+        """On all devices of this worker, which work together."""
+        before = set_called(None)
+        try:
+            results = group.call(function, args, sent)
+            self._last = worker.stats()
+            return results
+        finally:
+            set_called(before)
 
     def _wait_for_hands(self) -> None:
         """Let everybody begin together; but who takes long comes later."""
@@ -407,6 +428,8 @@ class Crew:
             worker.desert()
         for pool in [*(hand.pool for hand in self._hands), *self._servers]:
             pool.end()
+        if self._group is not None:
+            self._group.close()
         if worker is not None:
             worker.close(goodbye=self.cluster is None and not self._left)
         if _present is worker:

@@ -8,6 +8,7 @@ Where servers run on the same machine both lie in shared memory and nothing is s
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from stratagem.errors import NotDistributable
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.shard import memory_of, memory_size
 from stratagem.wire.segment import Segment
+
+log = logging.getLogger("stratagem")
 
 
 class Memory:
@@ -35,7 +38,7 @@ class Memory:
         else:
             self.values = torch.empty(layout.count, dtype=plan.dtype)
             outbox = torch.empty(layout.count, dtype=plan.wire_dtype)
-        self._wire = outbox.dtype
+        self._outbox, self._wire = outbox, outbox.dtype
         self._parts = [
             outbox[layout.offset(i) : layout.offset(i) + load]
             for i, load in enumerate(layout.loads)
@@ -65,6 +68,7 @@ class Memory:
     def _bind(self) -> None:
         self._homes = [p.data for p in self.params]
         self._elsewhere = any(p.device.type != "cpu" for p in self.params)
+        self._pinned = _pin([self.values, self._outbox]) if self.params[0].is_cuda else []
         with torch.no_grad():
             for param, view in zip(self.params, self._views, strict=True):
                 view.copy_(param)
@@ -116,7 +120,7 @@ class Memory:
             return
         flat = grad.detach().reshape(-1)
         for _, target, start, end in self._slots[index]:
-            target.copy_(flat[start:end])
+            target.copy_(flat[start:end], non_blocking=True)
         if self.streams:
             with self._news:
                 self._ready[index] = True
@@ -140,6 +144,11 @@ class Memory:
             here = (rows >= first) & (rows < piece.stop)
             chosen = values[here].to(self._wire).contiguous()
             self._rows[server].append((number, (rows[here] - first).contiguous(), chosen))
+
+    def landed(self) -> None:
+        """Wait for gradients that are still on their way from a GPU."""
+        if self._pinned:
+            torch.cuda.current_stream(self.params[0].device).synchronize()
 
     def take_all(self) -> None:
         for index in range(len(self.params)):
@@ -215,6 +224,8 @@ class Memory:
             for param, home, view in zip(self.params, homes, self._views, strict=False):
                 home.copy_(view)
                 param.data = home
+        _unpin(self._pinned)
+        self._pinned = []
 
 
 def _check(plan: Plan, params: Sequence[nn.Parameter]) -> None:
@@ -230,6 +241,22 @@ def _check(plan: Plan, params: Sequence[nn.Parameter]) -> None:
 def _short(shapes: Sequence[tuple[int, ...]]) -> str:
     shown = ", ".join(str(list(shape)) for shape in shapes[:4])
     return shown + (", ..." if len(shapes) > 4 else "")
+
+
+def _pin(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Lock memory, so that a GPU copies to and from it at full speed; those that could be."""
+    pinned = []
+    for tensor in tensors:
+        if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
+            pinned.append(tensor)
+        else:
+            log.info("%d bytes of memory could not be pinned; copies will be slower", tensor.nbytes)
+    return pinned
+
+
+def _unpin(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 def _nothing() -> None:

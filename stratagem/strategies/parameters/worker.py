@@ -294,6 +294,7 @@ class Worker:
         settings: list[dict[str, Any]] | None = None,
     ) -> bool:  # fmt: skip
         """Hand in the gradients that lie in memory; whether they count."""
+        self.memory.landed()
         used = self.memory.used()
         streamed = self._finish_stream()
         others = [i for i in range(1, len(self._servers)) if i not in streamed]
