@@ -64,7 +64,7 @@ class ServedStrategy(Strategy):
             )
         if isinstance(self.team, Crew) and self.team.cluster is None and len(self.devices) > 1:
             raise NotDistributable(
-                f"this worker has {len(self.devices)} devices, and one's own loop runs on one; give "
+                f"this worker has {len(self.devices)} devices, and one's own loop one; give "
                 'it one: ParameterServerStrategy(devices="cuda:0"), or use sg.Model, whose fit '
                 "shares every batch among them."
             )
