@@ -246,8 +246,9 @@ def _short(shapes: Sequence[tuple[int, ...]]) -> str:
 def _pin(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Lock memory, so that a GPU copies to and from it at full speed; those that could be."""
     pinned = []
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for tensor in tensors:
-        if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
+        if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
             pinned.append(tensor)
         else:
             log.info("%d bytes of memory could not be pinned; copies will be slower", tensor.nbytes)
@@ -255,8 +256,9 @@ def _pin(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _unpin(tensors: Sequence[Tensor]) -> None:
+    runtime: Any = torch.cuda.cudart() if tensors else None  # type: ignore[no-untyped-call]
     for tensor in tensors:
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        runtime.cudaHostUnregister(tensor.data_ptr())
 
 
 def _nothing() -> None:
