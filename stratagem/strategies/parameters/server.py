@@ -115,6 +115,7 @@ class Server:
         self._pulse: PulseThread | None = None
         self._guests: list[Guest] = []
         self._ending: float | None = None
+        self._fell = threading.Event()
         self._chief_came = False
         self._lock = threading.Lock()
 
@@ -189,6 +190,7 @@ class Server:
                 return
             self._ending = time.monotonic()
         self.failure = self.shard.failure = failure
+        self._fell.set()
         log.warning("%s", headline(failure))
         if self._pulse is not None:
             self._pulse.last_words(failure)
@@ -264,6 +266,8 @@ class Server:
                 if self.lead is not None:
                     self.lead.close()
         elif guest.chief:
+            # It may have gone because it noticed before us that another has; the lead asks first.
+            self._fell.wait(KNOWS_BETTER * (0.5 if self.lead is not None else 1.0))
             self._fail(ReplicaLost(
                 f"{guest.name}, the chief, is gone ({why}), so the job ends. Start it again from "
                 "the last checkpoint.", guest.name,

@@ -1,0 +1,351 @@
+"""One client per worker: every task of a TF_CONFIG cluster is a process of its own, on loopback.
+
+Whoever is late, missing, killed or restarted is named where a person looks, the rest goes on or
+ends with a reason, and everything ends by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.replicas.scripts import ROOT, Nursery, Script, free_ports, nursery
+
+pytestmark = pytest.mark.timeout(60)
+
+SOON = 5.0  # seconds; the promise is 2, the rest is for a busy machine
+
+HEAD = """
+import json, os, signal, sys, time
+import torch
+import stratagem as sg
+from tests.strategies.parameters.fault_support import ROWS, balanced, count, mean
+
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+me = task["type"], task["index"]
+in_step, free = sg.Synchronous(), sg.Asynchronous()
+
+def made(updates, **options):
+    patience = sg.Patience(arrive=20, answer=options.pop("answer", 20))
+    return sg.ParameterServerStrategy(updates=updates, patience=patience,
+                                      partitioner=sg.FixedShards(2))
+
+class Tell(sg.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        print("epoch", epoch, flush=True)
+
+def report(strategy, counts, epochs):
+    stats = strategy.stats()
+    print("counted =", json.dumps(bool((counts - epochs).abs().max() < 1e-3)))
+    print("balanced =", json.dumps(balanced(stats) and not stats.buffered))
+    print("applied =", json.dumps([stats.by_worker.get(i, {}).get("applied", 0) for i in (0, 1)]))
+
+def explain(error):
+    print("raised", type(error).__name__, "about", error.who, "::", error, flush=True)
+    sys.exit(3)
+"""
+
+TRAIN = """
+strategy = made({updates})
+counts = count(strategy, {epochs}, pause={pause}, callbacks=[Tell()])
+if me == ("worker", 0):
+    report(strategy, counts, {epochs})
+"""
+
+
+def train(updates: str = "free", epochs: int = 3, pause: float = 0.005) -> str:
+    return TRAIN.format(updates=updates, epochs=epochs, pause=pause)
+
+
+class Cluster:
+    """Tasks on ports of 127.0.0.1, started when the test wants; each runs the same script."""
+
+    def __init__(self, scripts: Nursery, where: Path, workers: int = 2, ps: int = 2) -> None:
+        ports = [f"127.0.0.1:{port}" for port in free_ports(workers + ps)]
+        self.jobs = {"worker": ports[:workers], "ps": ports[workers:]}
+        self._scripts, self._where, self._started = scripts, where, 0
+
+    def environ(self, task: str) -> dict[str, str]:
+        role, _, index = task.partition(" ")
+        told = {"cluster": self.jobs, "task": {"type": role, "index": int(index)}}
+        return {"TF_CONFIG": json.dumps(told)}
+
+    def start(self, task: str, source: str) -> Script:
+        self._started += 1
+        name = f"{task.replace(' ', '')}-{self._started}"
+        source = HEAD + textwrap.dedent(source)
+        return self._scripts.start(self._where, source, name, **self.environ(task))
+
+    def all(self, source: str, but: str = "") -> dict[str, Script]:
+        tasks = [f"{role} {i}" for role, there in self.jobs.items() for i in range(len(there))]
+        return {task: self.start(task, source) for task in tasks if task != but}
+
+
+@pytest.fixture
+def scripts() -> Iterator[Nursery]:
+    yield nursery()
+    nursery().clear()
+
+
+@pytest.fixture
+def cluster(scripts: Nursery, tmp_path: Path) -> Cluster:
+    return Cluster(scripts, tmp_path)
+
+
+def went_well(chief: Script) -> None:
+    assert chief.noted("counted") is True, chief
+    assert chief.noted("balanced") is True, chief
+
+
+def all_end(tasks: dict[str, Script], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    for task, script in tasks.items():
+        code = script.ends(max(0.1, until - time.monotonic()))
+        assert code == 0, f"{task}: {script}"
+
+
+# --- as it should be -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updates", ["in_step", "free"])
+def test_a_client_for_each_worker(cluster: Cluster, updates: str) -> None:
+    """Both take part, everything ends by itself and well: ps tasks in the strategy's line."""
+    tasks = cluster.all(train(updates) + "print('still here', flush=True)")
+    all_end(tasks)
+    went_well(tasks["worker 0"])
+    applied: Any = tasks["worker 0"].noted("applied")
+    assert min(applied) > 0, applied
+    for task, script in tasks.items():
+        assert ("still here" in script.out) == task.startswith("worker")
+        assert script.err == "", script
+
+
+def test_two_trainings_one_after_the_other(cluster: Cluster) -> None:
+    """Nothing keeps the chief from beginning before the others have left the first."""
+    tasks = cluster.all("""
+    strategy = made(sg.Synchronous(spares=1))
+    for _ in range(4):
+        counts = count(strategy, 2)
+        slow = me == ("worker", 1)
+        time.sleep(0.1 * slow)
+        assert (counts == 2).all() or slow, counts
+    """)
+    all_end(tasks)
+
+
+def test_servers_without_user_code(cluster: Cluster) -> None:
+    """`python -m stratagem.ps`."""
+    serve = "from stratagem.ps import main\nsys.exit(main([]))"
+    tasks = {task: cluster.start(task, serve) for task in ("ps 0", "ps 1")}
+    tasks |= {task: cluster.start(task, train()) for task in ("worker 0", "worker 1")}
+    all_end(tasks)
+    went_well(tasks["worker 0"])
+
+
+def test_under_the_launcher(tmp_path: Path) -> None:
+    """`stratagem run --workers 2 --ps 1 train.py`."""
+    (tmp_path / "train.py").write_text(HEAD + train("in_step", pause=0.02))
+    done = subprocess.run(
+        [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--ps", "1", "train.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=50,
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    assert "counted = true" in done.stdout and "balanced = true" in done.stdout, done
+
+
+# --- who comes late, or again --------------------------------------------------------------------
+
+
+def test_a_worker_that_is_missing_comes_late_dies_and_is_restarted(cluster: Cluster) -> None:
+    """The chief begins without it, and goes on whatever becomes of it."""
+    source = train("free", epochs=30, pause=0.02)
+    tasks = cluster.all(source, but="worker 1")
+    chief = tasks["worker 0"]
+    chief.says("epoch 0", 20)
+    late = cluster.start("worker 1", source)
+    time.sleep(1.0)
+    late.signal(signal.SIGKILL)
+    assert chief.says("worker 1 is gone") < SOON
+    assert chief.status is None
+    tasks["worker 1"] = cluster.start("worker 1", source)
+    all_end(tasks, 40)
+    went_well(chief)
+    applied: Any = chief.noted("applied")
+    assert applied[1] > 5, applied
+
+
+def test_another_takes_the_place_of_one_that_lives(cluster: Cluster) -> None:
+    """The old one is told, and only it ends."""
+    source = f"""
+try:
+    {textwrap.indent(train("free", epochs=20, pause=0.02).strip(), "    ").lstrip()}
+except sg.ReplicaError as error:
+    explain(error)
+"""
+    tasks = cluster.all(source)
+    tasks["worker 0"].says("epoch 1", 20)
+    first = tasks["worker 1"]
+    tasks["worker 1"] = cluster.start("worker 1", source)
+    assert first.ends(20) == 3
+    assert "raised ReplicaLost about worker 1" in first.out, first
+    all_end(tasks, 40)
+    went_well(tasks["worker 0"])
+
+
+@pytest.mark.parametrize("missing", ["ps 0", "ps 1", "worker 0"])
+def test_who_is_missing_is_named(cluster: Cluster, missing: str) -> None:
+    tasks = cluster.all(train(epochs=1), but=missing)
+    name = "the chief" if missing == "worker 0" else missing
+    assert tasks["worker 1"].says(f"waiting for {name}", 10) < 6
+    tasks[missing] = cluster.start(missing, train(epochs=1))
+    all_end(tasks)
+    went_well(tasks["worker 0"])
+
+
+def test_a_chief_that_does_not_come_at_all(cluster: Cluster) -> None:
+    tasks = cluster.all("""
+    try:
+        count(sg.ParameterServerStrategy(patience=sg.Patience(arrive=3)), 1)
+    except sg.ReplicaError as error:
+        explain(error)
+    """, but="worker 0")  # fmt: skip
+    assert tasks["worker 1"].ends(15) == 3
+    assert "raised ReplicaMissing about chief" in tasks["worker 1"].out, tasks
+    for task in ("ps 0", "ps 1"):
+        assert tasks[task].ends(15) == 1
+        assert "the chief has not come" in tasks[task].err, tasks
+
+
+# --- who dies ------------------------------------------------------------------------------------
+
+CAUTIOUS = """
+try:
+    strategy = made(in_step, answer={answer})
+    count(strategy, 4000, pause=0.01, callbacks=[Tell()])
+except sg.ReplicaError as error:
+    explain(error)
+"""
+
+
+@pytest.mark.parametrize("which", ["ps 0", "ps 1"])
+def test_a_killed_server_is_named_everywhere(cluster: Cluster, which: str) -> None:
+    tasks = cluster.all(CAUTIOUS.format(answer=20))
+    tasks["worker 0"].says("epoch 0", 20)
+    tasks.pop(which).signal(signal.SIGKILL)
+    start = time.monotonic()
+    for task, script in tasks.items():
+        script.says(f"{which} is gone", SOON)
+        assert script.ends(SOON) == (3 if "worker" in task else 1), script
+        if "worker" in task:
+            assert f"raised ReplicaLost about {which}" in script.out, script
+            assert "Start the job again" in script.out, script
+    assert time.monotonic() - start < SOON
+
+
+def test_a_stopped_server_is_given_up(cluster: Cluster) -> None:
+    tasks = cluster.all(CAUTIOUS.format(answer=4))
+    tasks["worker 0"].says("epoch 0", 20)
+    stopped = tasks.pop("ps 1")
+    stopped.signal(signal.SIGSTOP)
+    start = time.monotonic()
+    tasks["worker 0"].says("ps 1 has been silent", 6.5)
+    for task, script in tasks.items():
+        assert script.ends(10) == (3 if "worker" in task else 1), script
+    assert "raised ReplicaStalled about ps 1" in tasks["worker 1"].out, tasks
+    assert time.monotonic() - start < 4 + SOON
+    stopped.signal(signal.SIGCONT)
+    assert stopped.ends(10) == 1, stopped
+
+
+def test_a_worker_that_stood_too_long_is_told(cluster: Cluster) -> None:
+    """The others have done its work; when it wakes it ends with the reason."""
+    source = """
+try:
+    strategy = made(free, answer=4)
+    def loss(output, target):
+        print("at work", flush=True)
+        return output.mean()
+    counts = count(strategy, 5, pause=0.02, loss=loss)
+    if me == ("worker", 0):
+        report(strategy, counts, 5)
+except sg.ReplicaError as error:
+    explain(error)
+"""
+    tasks = cluster.all(source)
+    chief, stopped = tasks["worker 0"], tasks.pop("worker 1")
+    stopped.says("at work", 20)
+    stopped.signal(signal.SIGSTOP)
+    assert chief.says("worker 1 has been silent", 10) < 6.5
+    all_end(tasks, 40)
+    went_well(chief)
+    stopped.signal(signal.SIGCONT)
+    assert stopped.ends(10) == 3
+    assert "about worker 1" in stopped.out or "about ps 0" in stopped.out, stopped
+
+
+def test_a_killed_chief_is_named_everywhere(cluster: Cluster) -> None:
+    tasks = cluster.all(CAUTIOUS.format(answer=20))
+    chief = tasks.pop("worker 0")
+    chief.says("epoch 0", 20)
+    chief.signal(signal.SIGKILL)
+    start = time.monotonic()
+    for task, script in tasks.items():
+        script.says("worker 0, the chief, is gone", SOON)
+        assert script.ends(SOON) == (3 if "worker" in task else 1), script
+    assert "raised ReplicaLost about worker 0" in tasks["worker 1"].out, tasks
+    assert time.monotonic() - start < SOON
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_exception_reaches_the_others(cluster: Cluster, which: int) -> None:
+    """With its traceback; uncaught where it was raised."""
+    tasks = cluster.all(f"""
+class Mine(Exception):
+    pass
+
+def loss(output, target):
+    if me == ("worker", {which}):
+        raise Mine("a bad day")
+    time.sleep(0.01)
+    return output.mean()
+
+try:
+    strategy = made(in_step)
+    count(strategy, 4000, loss=loss)
+except sg.ReplicaError as error:
+    explain(error)
+""")
+    other = tasks[f"worker {1 - which}"]
+    assert other.ends(20) == 3
+    assert f"raised ReplicaFailed about worker {which}" in other.out, other
+    assert 'raise Mine("a bad day")' in other.out, other
+    assert tasks[f"worker {which}"].ends(10) == 1
+    assert "Mine: a bad day" in tasks[f"worker {which}"].err
+    assert tasks["ps 0"].ends(SOON) == tasks["ps 1"].ends(SOON) == 1
+
+
+def test_ctrl_c_on_a_worker_and_on_the_chief(cluster: Cluster) -> None:
+    """A worker that goes is not missed; without the chief nobody goes on."""
+    tasks = cluster.all(CAUTIOUS.format(answer=20))
+    chief, worker = tasks["worker 0"], tasks["worker 1"]
+    chief.says("epoch 0", 20)
+    worker.keyboard()
+    assert worker.ends(SOON) == -signal.SIGINT, worker
+    assert chief.says("worker 1 is gone") < SOON
+    chief.says("epoch 3", 30)
+    chief.keyboard()
+    assert chief.ends(SOON) == -signal.SIGINT, chief
+    for server in (tasks["ps 0"], tasks["ps 1"]):
+        assert server.ends(SOON) == 1
+        assert "worker 0, the chief, is gone" in server.err, server
