@@ -289,7 +289,10 @@ class Server:
         """Carry out the lead's orders."""
         try:
             while (frame := guest.connection.receive()) is not None:
-                value = self.shard.obey(frame.header["order"])
+                order = frame.header["order"]
+                value = self.shard.obey(order)
+                if order[0] == "leave":
+                    self._dismiss(order[1])
                 if value is not None:
                     guest.connection.send({"value": value})
         except OSError as problem:
@@ -355,16 +358,21 @@ class Server:
                 "checkpoint is whole; start the job again from there.", pulse.name,
             ))  # fmt: skip
             return
-        farewell = ReplicaStalled(
+        self._dismiss(pulse.token, ReplicaStalled(
             f"{text}; the others have gone on without it. Start it again to take part.", pulse.name
-        )
-        self._tell(pulse, note_of(farewell))
-        for guest in [*self._of(pulse), pulse]:
+        ))  # fmt: skip
+        self._say(f"{text}; the others do its work", {"given up": pulse.name})
+
+    def _dismiss(self, token: str, why: ReplicaError | None = None) -> None:
+        """A process counts no more; it is told why when it listens again."""
+        guests = [guest for guest in self._present() if guest.token == token]
+        for guest in sorted(guests, key=lambda guest: guest.role != "pulse"):
             guest.said_bye = True
             if guest.attendee is not None:
                 guest.attendee.gone = True
+            if guest.role == "pulse" and why is not None:
+                self._tell(guest, note_of(why))
             guest.connection.close()  # its own thread sees to the rest
-        self._say(f"{text}; the others do its work", {"given up": pulse.name})
 
     def _overslept(self, seconds: float) -> None:
         """This process itself was stopped: nobody else was silent meanwhile."""
@@ -498,7 +506,14 @@ class Server:
             guest.worker, guest.name, guest.token, partial(self._tell, guest),
             int(frame.header["fit"]),
         )  # fmt: skip
-        return self.lead.join(guest.attendee)
+        before = self.lead.attendees.get(guest.worker)
+        answer = self.lead.join(guest.attendee)
+        if before is not None and before.seat != guest.token:
+            self._dismiss(before.seat, ReplicaLost(
+                f"another process has taken the place of {guest.name}, and this one counts no "
+                "more. Has it been started twice?", guest.name,
+            ))  # fmt: skip
+        return answer
 
     def _leave(self, guest: Guest, frame: Frame) -> Answer:
         assert self.lead is not None

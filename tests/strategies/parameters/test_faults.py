@@ -24,13 +24,20 @@ from torch import Tensor
 
 import stratagem as sg
 from stratagem.strategies.parameters import crew
+from stratagem.strategies.parameters.server import Server
+from stratagem.strategies.parameters.session import Session
+from stratagem.strategies.parameters.worker import Address, Work, Worker
+from stratagem.strategies.settings import Served
+from stratagem.wire.tcp import local_address
 from tests.replicas.scripts import Nursery, family, nursery, runs, wait_for
 from tests.strategies.parameters.fault_support import (
     BATCH,
     ROWS,
+    Counter,
     Killer,
     balanced,
     beside,
+    by_one,
     count,
     crew_of,
     local,
@@ -169,6 +176,71 @@ def end_on(worker: int, output: Tensor) -> Tensor:
         os._exit(3)
     time.sleep(0.1)
     return output.mean()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    """Two servers in threads of this process."""
+    addresses, secret = [local_address() for _ in range(2)], b"s" * 32
+    both = [Server(i, addresses, secret) for i in range(2)]
+    threads = [threading.Thread(target=server.serve, daemon=True) for server in both]
+    for thread in threads:
+        thread.start()
+    yield both
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def take_part(servers: list[Server], index: int) -> Session:
+    """Be a worker, with a counter."""
+    address = Address(tuple(servers[0].addresses), servers[0].secret)
+    worker = Worker(index, f"worker {index}", index == 0, address, sg.Patience())
+    counter = Counter()
+    served = Served(sg.Synchronous(), sg.FixedShards(2), workers=2, servers=2)
+    return Session(worker, counter, by_one(counter.parameters()), served)
+
+
+def hand_in(session: Session, rows: Tensor) -> bool:
+    work = session.worker.next()
+    assert isinstance(work, Work)
+    half = rows[work.ticket.part :: 2]
+    session.module(half).mean().backward()
+    return session.worker.push(work.ticket, float(len(half)), 0.0, len(half))
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_gradient_outlives_its_worker(
+    servers: list[Server], shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts on every server, though its worker died before all had taken it in.
+
+    Another has the worker's number by then, and a gradient of its own on its desk.
+    """
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
+    carry_out, slow = servers[1].shard.obey, threading.Event()
+
+    def obey(order: Any) -> Any:
+        if order[0] == "add":
+            slow.wait(20)
+        return carry_out(order)
+
+    monkeypatch.setattr(servers[1].shard, "obey", obey)
+    chief, first = take_part(servers, 0), take_part(servers, 1)
+    chief.worker.deal(1, 0, [(1, 2)], True)
+    rows = torch.arange(BATCH)
+    assert hand_in(first, rows)
+    first.worker.close(goodbye=False)
+    second = take_part(servers, 1)
+    second.module(torch.arange(ROWS)).sum().mul(7).backward()
+    time.sleep(0.3)
+    slow.set()
+    assert hand_in(chief, rows)
+    chief.end()
+    counts = -chief.module.get_parameter("weight").detach()
+    assert (counts[:BATCH] == 1).all() and (counts[BATCH:] == 0).all()
+    for session in (second, chief):
+        session.worker.close()
 
 
 # --- stopped workers -----------------------------------------------------------------------------
