@@ -41,9 +41,9 @@ def main() -> None:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=0.5)
+    parser.add_argument("--rate", type=float, default=0.25)
     parser.add_argument("--momentum", type=float, default=0.0)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
