@@ -27,7 +27,7 @@ from stratagem.frontends.keras.conductor import Conductor, Part
 from stratagem.frontends.keras.hand import Hand
 from stratagem.frontends.keras.needs import Needs
 from stratagem.frontends.keras.results import from_chief, portable
-from stratagem.frontends.keras.session import KerasSession, dismiss
+from stratagem.frontends.keras.session import Dismissed, KerasSession, dismiss
 from stratagem.rules.updates import Synchronous
 from stratagem.state import keras_recipe
 from stratagem.strategies.parameters.crew import current_worker
@@ -355,7 +355,10 @@ def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, part
 
 
 def _attend(worker: Worker, model: Any, part: Part, replica: Replica) -> Any:
-    session = KerasSession(worker, model, part.settings, replica.device)
+    try:
+        session = KerasSession(worker, model, part.settings, replica.device)
+    except Dismissed as nothing:
+        return from_chief(nothing.told[0], model)
     if session.over is not None:
         result, states = session.take_last(session.over) or (None, None)
     else:
