@@ -38,7 +38,7 @@ class Hand:
         self.custom = type(model).train_step is not keras.Model.train_step
         #: what the last step returned
         self.logs: Any = None
-        self._edition = 0
+        self._edition = self._epoch = 0
         self._ticket: Ticket | None = None
         self._kept: bool | None = None
         self._loss: float | None = None
@@ -79,6 +79,11 @@ class Hand:
 
     def do(self, work: Work) -> None:
         """Compute on the rows of a ticket, and hand in."""
+        if work.epoch != self._epoch:
+            if self.worked and not self.worker.is_chief:  # it was absent when the last one ended
+                type(self.model).reset_metrics(self.model)
+                self.begin()
+            self._epoch = work.epoch
         data, total = work.payload["rows"], int(work.payload["total"])
         self._follow_changes(work.payload.get("news"))
         examples = count_rows(data)
@@ -165,6 +170,8 @@ class Hand:
         def update_state(values: Any, sample_weight: Any = None) -> Any:
             if self._ticket is not None:
                 self._loss, self.tracked = float(torch.as_tensor(values).detach()), True
+                if not self.custom:  # backward comes next, and just once
+                    self.worker.begin_backward(listens=self.session.cancels)
             return plain(values, sample_weight=sample_weight)
 
         return update_state

@@ -27,7 +27,7 @@ from stratagem.frontends.keras.conductor import Conductor, Part
 from stratagem.frontends.keras.hand import Hand
 from stratagem.frontends.keras.needs import Needs
 from stratagem.frontends.keras.results import from_chief, portable
-from stratagem.frontends.keras.session import Dismissed, KerasSession, dismiss
+from stratagem.frontends.keras.session import Dismissed, KerasSession, dismiss, refuse
 from stratagem.rules.updates import Synchronous
 from stratagem.state import keras_recipe
 from stratagem.strategies.parameters.crew import current_worker
@@ -74,6 +74,8 @@ class ServedConductor(Conductor):
                 "made by mixed_float16), and parameter servers run a single one; use one "
                 "optimizer, and mixed_bfloat16."
             )
+        if self.model.compiled:
+            refuse(self.model)
 
     def lead(self, call: Callable[[], Any], needs: Needs) -> Any:
         """In the chief, while the others wait for tickets."""

@@ -109,6 +109,13 @@ class KerasSession(Session):
         self.made = [None] * len(self.params)
 
 
+def refuse(model: Any) -> None:
+    """One sentence for an optimizer that servers cannot run, before anybody is asked to work."""
+    variables = model.trainable_variables if model.built else []
+    keras_recipe.describe(model.optimizer, variables)
+    _clip_norm(model.optimizer)
+
+
 def _clip_norm(optimizer: Any) -> float | None:
     """The limit of the whole gradient's norm, as gradients come to the servers: scaled."""
     limit = optimizer.global_clipnorm
