@@ -33,7 +33,7 @@ MAKE: dict[str, Callable[[], Any]] = {
     "ftrl": lambda: optimizers.Ftrl(0.1),
     "adafactor": lambda: optimizers.Adafactor(0.01),
     "lamb": lambda: optimizers.Lamb(0.01),
-    "schedule": lambda: optimizers.Adam(schedules.PiecewiseConstantDecay([2, 4], [0.1, 0.05, 1e-2])),
+    "schedule": lambda: optimizers.Adam(schedules.PiecewiseConstantDecay([2, 4], [0.1, 0.05, 0])),
     "clipnorm": lambda: optimizers.SGD(0.1, clipnorm=0.1),
     "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.01),
     "ema": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3),
