@@ -56,6 +56,9 @@ class OptimizerRecipe:
             ):
                 raise UsageError("a group of an optimizer's recipe lists its variables by number.")
             groups.append({**settings_of(group), "variables": list(variables)})
+        texts = [group.get(name) for group in groups for name in ("config", "about")]
+        if data["library"] == "keras" and [type(text) for text in texts] != [str, str]:
+            raise UsageError("the recipe of a Keras optimizer has one group, with its config.")
         return cls(data["library"], data["name"], tuple(groups))
 
 

@@ -38,7 +38,7 @@ class Hand:
         self.custom = type(model).train_step is not keras.Model.train_step
         #: what the last step returned
         self.logs: Any = None
-        self._edition = 0
+        self._edition = self._epoch = 0
         self._ticket: Ticket | None = None
         self._kept: bool | None = None
         self._loss: float | None = None
@@ -79,6 +79,11 @@ class Hand:
 
     def do(self, work: Work) -> None:
         """Compute on the rows of a ticket, and hand in."""
+        if work.epoch != self._epoch:
+            if self.worked and not self.worker.is_chief:  # it was absent when the last one ended
+                type(self.model).reset_metrics(self.model)
+                self.begin()
+            self._epoch = work.epoch
         data, total = work.payload["rows"], int(work.payload["total"])
         self._follow_changes(work.payload.get("news"))
         examples = count_rows(data)
@@ -165,6 +170,8 @@ class Hand:
         def update_state(values: Any, sample_weight: Any = None) -> Any:
             if self._ticket is not None:
                 self._loss, self.tracked = float(torch.as_tensor(values).detach()), True
+                if not self.custom:  # backward comes next, and just once
+                    self.worker.begin_backward(listens=self.session.cancels)
             return plain(values, sample_weight=sample_weight)
 
         return update_state
@@ -184,25 +191,36 @@ class Hand:
             report["counts"] = self._counts()
         return report
 
-    def _counts(self) -> list[Tensor]:
+    def _counts(self) -> dict[str, list[Tensor]]:
         """What the metrics hold, but for the loss, of which the lead keeps the books."""
-        variables = self.model.metrics_variables
-        loss = {id(v) for v in self._tracked()}
-        before = [v.value.detach().clone() for v in variables]
+        metrics = self._metrics()
+        before = {name: [v.value.detach().clone() for v in m.variables]
+                  for name, m in metrics.items()}  # fmt: skip
         type(self.model).reset_metrics(self.model)
-        return [
-            torch.zeros_like(then) if id(v) in loss else then - v.value.detach()
-            for then, v in zip(before, variables, strict=True)
-        ]
+        return {
+            name: [then - v.value.detach() for then, v in
+                   zip(before[name], metric.variables, strict=True)]
+            for name, metric in metrics.items()
+        }  # fmt: skip
+
+    def _metrics(self) -> dict[str, Any]:
+        """Every metric but the loss, under a name that is the same on all workers."""
+        found: dict[str, Any] = {}
+        for metric in self.model.metrics:
+            if metric is not self._tracker:
+                same = sum(name.partition("/")[2] == metric.name for name in found)
+                found[f"{same}/{metric.name}"] = metric
+        return found
 
     @torch.no_grad()
     def merge(self, reports: list[Any], loss: float, examples: int) -> None:
         """As the chief: add what the others have counted to what was counted here."""
-        variables = self.model.metrics_variables
+        metrics = self._metrics()
         for report in reports:
-            if report["counts"] is not None:
-                for variable, part in zip(variables, report["counts"], strict=True):
-                    variable.value.add_(part.to(variable.value.device))
+            for name, counts in (report["counts"] or {}).items():
+                if counts:  # one that was never given anything may have no variables yet
+                    for variable, part in zip(metrics[name].variables, counts, strict=True):
+                        variable.value.add_(part.to(variable.value.device))
         if any(report["tracked"] for report in reports):
             for variable, base, new in zip(
                 self._tracked(), self._base, (loss, float(examples)), strict=True

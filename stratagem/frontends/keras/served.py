@@ -27,7 +27,7 @@ from stratagem.frontends.keras.conductor import Conductor, Part
 from stratagem.frontends.keras.hand import Hand
 from stratagem.frontends.keras.needs import Needs
 from stratagem.frontends.keras.results import from_chief, portable
-from stratagem.frontends.keras.session import KerasSession, dismiss
+from stratagem.frontends.keras.session import Dismissed, KerasSession, dismiss, refuse
 from stratagem.rules.updates import Synchronous
 from stratagem.state import keras_recipe
 from stratagem.strategies.parameters.crew import current_worker
@@ -51,6 +51,9 @@ class ServedConductor(Conductor):
         again: bool = False,
     ) -> Any:  # fmt: skip
         own = self._own(name)
+        if getattr(self.strategy, "audience", None) is not None:
+            _refuse_the_evaluator(name)
+            return own(*args, **kwargs)
         if self._leading:  # a validation, or a callback's call
             before, self._needs = self._needs, self._needs.joined(needs)
             try:
@@ -74,6 +77,8 @@ class ServedConductor(Conductor):
                 "made by mixed_float16), and parameter servers run a single one; use one "
                 "optimizer, and mixed_bfloat16."
             )
+        if self.model.compiled:
+            refuse(self.model)
 
     def lead(self, call: Callable[[], Any], needs: Needs) -> Any:
         """In the chief, while the others wait for tickets."""
@@ -338,6 +343,14 @@ class ServedConductor(Conductor):
         return self._leading and not self._in_step and self.session is not None
 
 
+def _refuse_the_evaluator(name: str) -> None:
+    if name in _TRAINS:
+        raise NotDistributable(
+            "this is the evaluator task, which takes no part in the training; have it load what "
+            "ModelCheckpoint saves on the chief, and call evaluate on that."
+        )
+
+
 def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, part: Part) -> Any:
     """On every worker: lead, or work until the one that leads ends it."""
     replica, worker = current_replica(), current_worker()
@@ -355,7 +368,10 @@ def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, part
 
 
 def _attend(worker: Worker, model: Any, part: Part, replica: Replica) -> Any:
-    session = KerasSession(worker, model, part.settings, replica.device)
+    try:
+        session = KerasSession(worker, model, part.settings, replica.device)
+    except Dismissed as nothing:
+        return from_chief(nothing.told[0], model)
     if session.over is not None:
         result, states = session.take_last(session.over) or (None, None)
     else:

@@ -21,6 +21,14 @@ from stratagem.strategies.parameters.worker import Worker
 from stratagem.strategies.settings import Served, Settings
 
 
+class Dismissed(Exception):
+    """The training was over before it began; `told` is what the chief says of it."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__("a training without a step")
+        self.told = told
+
+
 class KerasSession(Session):
     """Keras' variables and optimizer where others have torch's.
 
@@ -57,6 +65,8 @@ class KerasSession(Session):
 
     def _arrive(self, beside: Sequence[Tensor]) -> None:
         model, told = self.model, self.told
+        if "dismissed" in told:
+            raise Dismissed(told["dismissed"])
         if not model.built:
             with torch.no_grad():
                 model(keras.utils.unpack_x_y_sample_weight(told["example"])[0])
@@ -99,6 +109,13 @@ class KerasSession(Session):
         self.made = [None] * len(self.params)
 
 
+def refuse(model: Any) -> None:
+    """One sentence for an optimizer that servers cannot run, before anybody is asked to work."""
+    variables = model.trainable_variables if model.built else []
+    keras_recipe.describe(model.optimizer, variables)
+    _clip_norm(model.optimizer)
+
+
 def _clip_norm(optimizer: Any) -> float | None:
     """The limit of the whole gradient's norm, as gradients come to the servers: scaled."""
     limit = optimizer.global_clipnorm
@@ -119,5 +136,5 @@ def dismiss(worker: Worker, served: Served, told: Any) -> None:
     pieces = partition([(1,)], 4, served.servers, None)
     recipe = OptimizerRecipe("torch", "SGD", ({"lr": 0.0, "variables": [0]},))
     plan = Plan(((1,),), "float32", pieces, recipe, served.updates, served.workers, served.servers)
-    worker.open(number, plan, [torch.zeros(1)], None)
+    worker.open(number, plan, [torch.zeros(1)], None, [{"dismissed": told}, []])
     worker.finish([told, None])

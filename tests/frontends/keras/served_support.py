@@ -17,7 +17,7 @@ _made: list[sg.ParameterServerStrategy] = []
 def served(
     updates: Any = None, workers: int = 2, ps: int = 1, **options: Any
 ) -> sg.ParameterServerStrategy:
-    """One cluster for all tests that need nothing else; that also shows it can be used again."""
+    """One cluster for all tests that need nothing else, used again and again."""
     cluster = sg.LocalCluster(workers=workers, ps=ps)
     _made.append(sg.ParameterServerStrategy(cluster, updates=updates, **options))
     return _made[-1]

@@ -50,6 +50,20 @@ def start(script: str, index: int, addresses: list[str], **more: str) -> subproc
     )  # fmt: skip
 
 
+def start_task(script: str, job: str, index: int, cluster: Any) -> subprocess.Popen[str]:
+    """A task of any job; a ps task needs no script."""
+    config = {"cluster": cluster, "task": {"type": job, "index": index}}
+    environ = {**os.environ, "TF_CONFIG": json.dumps(config), "PYTHONPATH": ROOT,
+               "OMP_NUM_THREADS": "1"}  # fmt: skip
+    if script:
+        environ["KERAS_BACKEND"] = "torch"
+    else:
+        environ.pop("KERAS_BACKEND", None)
+    words = ["-c", textwrap.dedent(script)] if script else ["-m", "stratagem.ps"]
+    return subprocess.Popen([sys.executable, *words], env=environ, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+
 WORKER = """
     import json, os
     import keras, numpy as np
@@ -112,6 +126,97 @@ def test_multi_worker_fit_in_two_processes() -> None:
     assert said[0]["callbacks"] == [0, 1] and said[1]["callbacks"] == []
     assert said[0]["apart"] < 1e-6
     assert history_apart(said[0]["plain"], said[0]["history"]) < 1e-5
+
+
+SERVED = """
+    import json, os
+    import keras, numpy as np
+    import stratagem as sg
+
+    strategy = sg.ParameterServerStrategy(updates=sg.Synchronous())
+    keras.utils.set_random_seed(os.getpid())  # the chief's values count
+
+    def build():
+        keras.utils.set_random_seed(1)
+        return keras.Sequential([keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(3)])
+
+    def compile(model):
+        model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                      optimizer=keras.optimizers.SGD(0.1, momentum=0.9), metrics=["accuracy"])
+
+    dice = np.random.default_rng(0)
+    x, y = dice.normal(size=(83, 8)).astype("float32"), dice.integers(0, 3, 83)
+    seen = []
+
+    class Seen(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(epoch)
+
+    with strategy.scope():
+        model = build()
+        compile(model)
+    fit = dict(batch_size=16, epochs=2, verbose=0, validation_split=0.2)
+    history = model.fit(x, y, callbacks=[Seen()], **fit).history
+    last = model.train_on_batch(x[:11], y[:11])
+    alone = build()
+    compile(alone)
+    plain = alone.fit(x, y, **fit).history
+    alone.train_on_batch(x[:11], y[:11])
+    far = [float(np.abs(a - b).max()) for a, b in zip(alone.get_weights(), model.get_weights())]
+    states = [float(np.abs(a.numpy() - b.numpy()).max())
+              for a, b in zip(alone.optimizer.variables, model.optimizer.variables)]
+    print(json.dumps({
+        "apart": max(far), "states": max(states), "chief": strategy.is_chief, "callbacks": seen,
+        "history": history, "plain": plain, "predictions": model.predict(x, verbose=0).shape,
+        "evaluate": model.evaluate(x, y, verbose=0), "last": last,
+    }))
+"""
+
+
+@pytest.mark.timeout(180)
+def test_parameter_servers_fit_evaluate_and_predict() -> None:
+    """TensorFlow: ValueError, pass this dataset to ClusterCoordinator. Two clients, one server."""
+    addresses = [f"127.0.0.1:{port}" for port in ports(3)]
+    cluster = {"worker": addresses[:2], "ps": addresses[2:]}
+    server = start_task("", "ps", 0, cluster)
+    tasks = [start_task(SERVED, "worker", i, cluster) for i in range(2)]
+    said = []
+    for task in tasks:
+        output, _ = task.communicate(timeout=150)
+        assert task.returncode == 0, output
+        said.append(json.loads(output.strip().splitlines()[-1]))
+    output, _ = server.communicate(timeout=20)
+    assert server.returncode == 0, output
+    for each in said:
+        assert each["history"] == said[0]["history"] and each["last"] == said[0]["last"]
+        assert each["evaluate"] == pytest.approx(said[0]["evaluate"])
+        assert each["predictions"] == [83, 3]
+        assert each["apart"] < 1e-6 and each["states"] < 1e-6
+    assert said[0]["chief"] and not said[1]["chief"]
+    assert said[0]["callbacks"] == [0, 1] and said[1]["callbacks"] == []
+    assert history_apart(said[0]["plain"], said[0]["history"]) < 1e-5
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("updates", [sg.Synchronous(), sg.Asynchronous()], ids=repr)
+def test_central_storage_reports_what_one_device_reports(updates: Any) -> None:
+    """TensorFlow with two replicas: weights right, loss and metrics wrong."""
+    x, y = digits(83)
+    build = lambda: keras.Sequential([keras.Input((8,)), layers.Dense(3)])  # noqa: E731
+    compile = lambda: {  # noqa: E731
+        "optimizer": keras.optimizers.SGD(0.0 if updates != sg.Synchronous() else 0.1),
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        "metrics": ["accuracy"],
+    }  # fmt: skip
+    fit = {"x": x, "y": y, "batch_size": 16, "epochs": 2}
+    central = sg.CentralStorageStrategy(cpus(2), "cpu:0", updates=updates)
+    try:
+        alone, expected = train(build, compile, fit)
+        spread, history = train(build, compile, fit, central)
+        assert apart(alone, spread) < 1e-6
+        assert history_apart(expected, history) < 1e-5
+    finally:
+        central.close()
 
 
 @pytest.mark.timeout(60)

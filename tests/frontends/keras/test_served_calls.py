@@ -1,0 +1,460 @@
+"""Keras' calls with parameter servers: callbacks, changes between steps, saving, single batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers
+
+import stratagem as sg
+from tests.frontends.keras.served_support import close_served, served
+from tests.keras_support import apart, digits, history_apart, strategy, train
+
+LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+SYNC = sg.Synchronous()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clusters_end_with_the_file() -> Iterator[None]:
+    yield
+    close_served()
+
+
+def mlp() -> Any:
+    return keras.Sequential([keras.Input((8,)), layers.Dense(6, activation="tanh"),
+                             layers.Dense(3)])  # fmt: skip
+
+
+def momentum(**more: Any) -> Any:
+    return {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9, **more), "loss": LOGITS,
+            "metrics": ["accuracy"]}  # fmt: skip
+
+
+def both(
+    compile: Any = momentum, fit: Any = None, where: sg.Strategy | None = None, build: Any = mlp
+) -> tuple[Any, Any]:
+    """A model trained plainly and one trained with servers; `fit` makes the arguments anew."""
+    x, y = digits(43)
+    given = lambda: {"x": x, "y": y, "batch_size": 8, "epochs": 3, **(fit() if fit else {})}  # noqa: E731
+    alone, expected = train(build, compile, given())
+    spread, history = train(build, compile, given(), where or served(SYNC, 2, 1))
+    assert apart(alone, spread) < 2e-6
+    assert history_apart(expected, history) < 1e-5
+    assert int(alone.optimizer.iterations.numpy()) == int(spread.optimizer.iterations.numpy())
+    return alone, spread
+
+
+# --- what changes during a training ---------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_a_schedule_runs_on_the_servers() -> None:
+    schedule = lambda: keras.optimizers.schedules.CosineDecay(0.3, 15)  # noqa: E731
+    both(lambda: {"optimizer": keras.optimizers.SGD(schedule()), "loss": LOGITS},
+         where=served(SYNC, 2, 2))  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+def test_callbacks_change_the_learning_rate() -> None:
+    alone, spread = both(fit=lambda: {"validation_split": 0.2, "callbacks": [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
+        keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.1, patience=0, min_delta=10),
+    ]})  # fmt: skip
+    assert float(spread.optimizer.learning_rate) == float(alone.optimizer.learning_rate) < 0.01
+
+
+class Watching(keras.callbacks.Callback):
+    """Sees the numbers of every step, and changes things between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+        self.epochs: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append({k: float(v) for k, v in logs.items()})
+        if batch == 2:
+            self.model.optimizer.learning_rate = 0.05
+            self.model.layers[0].bias.assign(self.model.layers[0].bias * 0.5)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(epoch)
+
+
+@pytest.mark.timeout(120)
+def test_synchronous_callbacks_see_exact_steps_and_change_weights_between_them() -> None:
+    watchers = []
+
+    def fit() -> dict[str, Any]:
+        watchers.append(Watching())
+        return {"callbacks": [watchers[-1]]}
+
+    both(fit=fit, where=served(SYNC, 2, 2))
+    ours, theirs = watchers
+    assert ours.epochs == theirs.epochs == [0, 1, 2]
+    assert len(ours.seen) == len(theirs.seen) == 18
+    for a, b in zip(ours.seen, theirs.seen, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_early_stopping_restores_the_best_weights() -> None:
+    both(fit=lambda: {"epochs": 6, "callbacks": [keras.callbacks.EarlyStopping(
+        monitor="loss", mode="max", patience=1, restore_best_weights=True)]})  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("updates", [SYNC, sg.Asynchronous()], ids=["synchronous", "asynchronous"])
+def test_stopped_in_mid_epoch(updates: Any) -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = batch == 2
+
+    x, y = digits(83)
+    with served(updates, 2, 1).scope():
+        model = mlp()
+        model.compile(**momentum())
+    history = model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[Stop()])
+    assert len(history.epoch) == 1
+    assert int(model.optimizer.iterations.numpy()) == 3
+    assert np.isfinite(history.history["loss"][0])
+
+
+class Scaled(keras.layers.Layer):
+    """Depends on an attribute and on a weight that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.offset = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return x * self.factor + self.offset
+
+
+class Annealing(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.layers[0].factor = 1.0 + epoch
+        self.model.layers[0].offset.assign(0.1 * epoch)
+
+
+@pytest.mark.timeout(120)
+def test_workers_follow_attributes_and_untrained_weights() -> None:
+    build = lambda: keras.Sequential([keras.Input((8,)), Scaled(), layers.Dense(3)])  # noqa: E731
+    both(fit=lambda: {"callbacks": [Annealing()]}, build=build)
+
+
+class Own(keras.Model):
+    """A step of one's own, with numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(3)
+        self.mean = keras.metrics.Mean(name="mean")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in weights], weights)
+        self.mean.update_state(loss)
+        return {"mean": self.mean.result(), "largest": x.abs().mean()}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("updates", [SYNC, sg.Asynchronous()], ids=["synchronous", "asynchronous"])
+def test_a_training_step_of_ones_own(updates: Any) -> None:
+    if isinstance(updates, sg.Synchronous):
+        both(build=Own, where=served(updates, 2, 2))
+        return
+    x, y = digits(43)
+    _, history = train(Own, momentum, {"x": x, "y": y, "batch_size": 8, "epochs": 3},
+                       served(updates, 2, 1))  # fmt: skip
+    assert set(history) == {"mean", "largest"} and history["mean"][-1] < history["mean"][0]
+
+
+@pytest.mark.timeout(120)
+def test_generators_and_class_weights() -> None:
+    def batches() -> Any:
+        dice = np.random.default_rng(3)
+        while True:
+            yield dice.normal(size=(7, 8)).astype("float32"), dice.integers(0, 3, 7)
+
+    both(fit=lambda: {"x": batches(), "y": None, "batch_size": None, "steps_per_epoch": 4})
+    both(fit=lambda: {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}})
+
+
+@pytest.mark.timeout(120)
+def test_exponential_averages_and_accumulation() -> None:
+    both(lambda: momentum(use_ema=True, ema_momentum=0.8), where=served(SYNC, 2, 2))
+    both(lambda: momentum(gradient_accumulation_steps=2), where=served(SYNC, 2, 2))
+
+
+@pytest.mark.timeout(120)
+def test_weight_decay_and_constraints() -> None:
+    def build() -> Any:
+        return keras.Sequential([keras.Input((8,)), layers.Dense(3, kernel_constraint="max_norm")])
+
+    def compile() -> Any:
+        optimizer = keras.optimizers.AdamW(0.02, weight_decay=0.5, epsilon=1e-2)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        return {"optimizer": optimizer, "loss": LOGITS}
+
+    both(compile, build=build, where=served(SYNC, 2, 2))
+
+
+# --- statistics and metrics -----------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_moving_statistics_are_the_mean_over_the_workers() -> None:
+    with served(SYNC, 2, 1).scope():
+        norm = layers.BatchNormalization(momentum=0.5)
+        model = keras.Sequential([keras.Input((1,)), norm, layers.Dense(1)])
+        model.compile(optimizer="sgd", loss="mse")
+    x = np.array([[0], [2], [10], [14]], "float32")
+    workers: set[float] = set()
+    for _ in range(20):  # one worker may do both halves; that is another, defined answer
+        norm.moving_mean.assign([0.0])
+        model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
+        workers.add(round(float(norm.moving_mean.numpy()[0]), 4))
+        if 3.25 in workers:
+            break
+    assert 3.25 in workers and workers <= {3.25, 6.25, 3.5}
+
+
+@pytest.mark.timeout(120)
+def test_what_is_dropped_is_not_counted() -> None:
+    """A metric that counts rows: each epoch has every row once, however often it was tried."""
+
+    class Rows(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="rows")
+            self.count = self.add_variable(shape=(), initializer="zeros")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.count.assign_add(float(len(y_true)))
+
+        def result(self) -> Any:
+            return self.count.value
+
+    class Wait(keras.callbacks.Callback):
+        """Lets a gradient grow old."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            time.sleep(0.002)
+
+    x, y = digits(200)
+    where = served(sg.Asynchronous(staleness=[sg.Drop(older_than=0)]), 3, 1)
+    with where.scope():
+        model = mlp()
+        model.compile(optimizer="sgd", loss=LOGITS, metrics=[Rows()])
+    history = model.fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=[Wait()]).history
+    assert history["rows"] == [200.0, 200.0, 200.0]
+    stats = where.stats()
+    assert stats.dropped and stats.applied == 150
+    assert stats.received == stats.applied + stats.dropped
+    where.close()
+
+
+# --- single batches, saving -----------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_single_batches_are_exact() -> None:
+    x, y = digits(33)
+    keras.utils.set_random_seed(7)
+    alone = mlp()
+    alone.compile(**momentum())
+    keras.utils.set_random_seed(7)
+    with served(SYNC, 2, 1).scope():
+        spread = mlp()
+        spread.compile(**momentum())
+    for i in range(3):
+        batch = slice(11 * i, 11 * i + 11)
+        expected = alone.train_on_batch(x[batch], y[batch])
+        assert spread.train_on_batch(x[batch], y[batch]) == pytest.approx(expected, abs=1e-5)
+    assert spread.test_on_batch(x, y) == pytest.approx(alone.test_on_batch(x, y), abs=1e-5)
+    assert np.abs(spread.predict_on_batch(x) - alone.predict_on_batch(x)).max() < 1e-5
+    assert apart(alone, spread) < 2e-6
+
+
+@pytest.mark.timeout(120)
+def test_saved_in_mid_training_and_resumed_anywhere(tmp_path: Path) -> None:
+    x, y = digits(43)
+    fit = {"x": x, "y": y, "batch_size": 8, "shuffle": False}
+    alone, _ = train(mlp, momentum, {**fit, "epochs": 4})
+    path = str(tmp_path / "{epoch}.keras")
+    train(mlp, momentum, {**fit, "epochs": 2, "callbacks": [
+        keras.callbacks.ModelCheckpoint(path)]}, served(SYNC, 2, 2))  # fmt: skip
+    places: list[Any] = [None, strategy(2), served(SYNC, 2, 1)]
+    for where in places:
+        if where is None:
+            model = keras.models.load_model(path.format(epoch=2))
+        else:
+            with where.scope():
+                model = keras.models.load_model(path.format(epoch=2))
+        assert int(model.optimizer.iterations.numpy()) == 12
+        model.fit(**fit, epochs=2, verbose=0)
+        assert apart(alone, model) < 2e-6
+    strategy(2).close()
+    early = keras.models.load_model(path.format(epoch=1))
+    assert int(early.optimizer.iterations.numpy()) == 6
+
+
+@pytest.mark.timeout(120)
+def test_a_second_training_goes_on_from_the_first() -> None:
+    x, y = digits(43)
+    alone, _ = train(mlp, momentum, {"x": x, "y": y, "batch_size": 8, "epochs": 2})
+    spread, _ = train(mlp, momentum, {"x": x, "y": y, "batch_size": 8, "epochs": 2},
+                      served(SYNC, 2, 2))  # fmt: skip
+    for model in (alone, spread):
+        keras.utils.set_random_seed(1)
+        model.fit(x, y, batch_size=8, verbose=0)
+    assert apart(alone, spread) < 2e-6
+    assert spread.fit(x, y, epochs=0, verbose=0).history == {}
+    assert apart(alone, spread) < 2e-6
+    with torch.no_grad():  # the model is the user's own again
+        spread.optimizer.apply([v.value * 0 for v in spread.trainable_variables],
+                               spread.trainable_variables)  # fmt: skip
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_is_killed_is_replaced() -> None:
+    x, y = digits(400)
+    where = served(sg.Asynchronous(), 2, 1)
+    with where.scope():
+        model = mlp()
+        model.compile(optimizer=keras.optimizers.SGD(0.01), loss=LOGITS)
+    model.fit(x, y, batch_size=8, verbose=0)
+    victim = where.team._hands[0].pool.followers[0].pid
+    killer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
+    killer.start()
+    history = model.fit(x, y, batch_size=8, epochs=10, verbose=0).history
+    killer.join()
+    assert len(history["loss"]) == 10 and history["loss"][-1] < history["loss"][0]
+    assert where.stats().applied == 10 * 50
+
+
+class Raising(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        raise RuntimeError("enough")
+
+
+@pytest.mark.timeout(120)
+def test_after_an_error_the_model_is_the_users_own() -> None:
+    x, y = digits(43)
+    with served(sg.Asynchronous(), 2, 1).scope():
+        model = mlp()
+        model.compile(**momentum())
+    with pytest.raises(RuntimeError, match="enough"):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[Raising()])
+    assert "apply" not in model.optimizer.__dict__
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert np.isfinite(model.evaluate(x, y, verbose=0)[0])
+    model.fit(x, y, batch_size=8, verbose=0)
+
+
+class MySGD(keras.optimizers.SGD):
+    pass
+
+
+class Twice(Own):
+    def train_step(self, data: Any) -> Any:
+        super().train_step(data)
+        return super().train_step(data)
+
+
+class Silent(Own):
+    def train_step(self, data: Any) -> Any:
+        return {"loss": self.compute_loss(x=data[0], y=data[1], y_pred=self(data[0]))}
+
+
+class Clipping(Own):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.zero_grad()
+        self.compute_loss(x=x, y=y, y_pred=self(x, training=True)).backward()
+        torch.nn.utils.clip_grad_norm_([v.value for v in self.trainable_weights], 0.01)
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in self.trainable_weights],
+                                 self.trainable_weights)  # fmt: skip
+        return {"loss": 0.0}
+
+
+def odd(weights: Any) -> Any:
+    return weights
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "optimizer of one's own": (mlp, lambda: {"optimizer": MySGD(), "loss": LOGITS}, "by name"),
+    "loss scaling": (mlp, lambda: {"optimizer": keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD()), "loss": LOGITS}, "mixed_bfloat16"),
+    "a callable rate": (mlp, lambda: {"optimizer": keras.optimizers.SGD(lambda: 0.1),
+                                      "loss": LOGITS}, "learning rate"),
+    "a constraint of one's own": (lambda: keras.Sequential([
+        keras.Input((8,)), layers.Dense(3, kernel_constraint=odd)]), momentum, "constraint"),
+    "clipping what is accumulated": (mlp, lambda: momentum(
+        global_clipnorm=1.0, gradient_accumulation_steps=2), "leave one of them out"),
+    "apply twice": (Twice, momentum, "twice"),
+    "no apply": (Silent, momentum, "did not hand its gradients"),
+    "changed gradients": (Clipping, momentum, "changed the gradients"),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_a_sentence(case: str) -> None:
+    build, compile, words = REFUSED[case]
+    x, y = digits(43)
+    with served(SYNC, 2, 1).scope():
+        model = build()
+        model.compile(**compile())
+    with pytest.raises(sg.errors.StratagemError, match=words):
+        model.fit(x, y, batch_size=8, verbose=0)
+
+
+@pytest.mark.timeout(120)
+def test_masks_with_several_losses_are_refused() -> None:
+    tokens = keras.Input((7,), dtype="int32")
+    h = layers.Embedding(20, 6, mask_zero=True)(tokens)
+    with served(SYNC, 2, 1).scope():
+        model = keras.Model(tokens, {"each": layers.Dense(4, name="each")(h),
+                                     "all": layers.Dense(1, name="all")(layers.LSTM(3)(h))})
+        model.compile(optimizer="sgd", loss={"each": LOGITS, "all": "mse"})
+    x = np.random.default_rng(0).integers(0, 20, (16, 7))
+    with pytest.raises(sg.errors.StratagemError, match="several losses"):
+        model.fit(x, {"each": x % 4, "all": x[:, :1].astype("float32")}, batch_size=8, verbose=0)
+
+
+@pytest.mark.timeout(120)
+def test_asynchronous_workers_may_change_their_gradients() -> None:
+    x, y = digits(43)
+    with served(sg.Asynchronous(), 1, 1).scope():
+        model = Clipping()
+        model.compile(optimizer=keras.optimizers.SGD(1.0), loss=LOGITS)
+    keras.utils.set_random_seed(7)
+    model(x[:1])
+    before = np.concatenate([w.ravel() for w in model.get_weights()])
+    model.fit(x, y, batch_size=43, verbose=0)
+    after = np.concatenate([w.ravel() for w in model.get_weights()])
+    assert np.linalg.norm(after - before) == pytest.approx(0.01, rel=1e-3)
