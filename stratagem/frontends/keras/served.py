@@ -138,7 +138,9 @@ class ServedConductor(Conductor):
             if work is None or isinstance(work, EpochOver | FitOver):
                 break
             self._do(work)
-            left = self._worker.deal(self._epoch, self._batch, [], False)
+            left -= 1
+            if left > self._ahead:  # unless others have taken some meanwhile
+                left = self._worker.deal(self._epoch, self._batch, [], False)
         self._mark_versions()
         return hand.logs if hand.logs is not None else self._own("get_metrics_result")()
 
