@@ -320,7 +320,7 @@ class ServedConductor(Conductor):
         assert self.session is not None
         floats = [t for t in self.session.beside if t.is_floating_point()]
         everybody, self._means = list(self._means.values()), {}
-        if floats and len(everybody) > 1:
+        if floats and everybody:
             for i, tensor in enumerate(floats):
                 total = torch.stack([part[i].double().cpu() for part in everybody]).sum(0)
                 tensor.copy_(total / len(everybody))
