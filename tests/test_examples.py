@@ -26,7 +26,13 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PAGES = sorted([*ROOT.glob("*.md"), *EXAMPLES.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 #: pages whose Python blocks run one after the other
-LIVE = [ROOT / name for name in ("README.md", "docs/guide.md", "docs/own-loop.md", "docs/keras.md")]
+LIVE = [
+    ROOT / name
+    for name in (
+        "README.md", "docs/guide.md", "docs/own-loop.md", "docs/keras.md",
+        "docs/parameter-servers.md",
+    )
+]  # fmt: skip
 LAUNCHER = [sys.executable, "-m", "stratagem", "run"]
 
 Plainly = Callable[..., str]
