@@ -415,9 +415,9 @@ def test_a_mistake_of_the_lead_ends_the_job_with_its_traceback(
     assert worker is not None
     whole = worker.next
 
-    def ask(*args: Any) -> Any:
+    def ask(*args: Any, **options: Any) -> Any:
         worker._call(0, {"t": "push", "serial": "not a number"})
-        return whole(*args)
+        return whole(*args, **options)
 
     monkeypatch.setattr(worker, "next", ask)
     with pytest.raises(sg.ReplicaFailed, match="ps 0 raised an exception") as caught:
