@@ -66,6 +66,8 @@ class Guest:
     worker: int = -1
     chief: bool = False
     said_bye: bool = False
+    #: its end has been spoken of
+    dismissed: bool = False
     #: as the lead knows this worker, once it has joined
     attendee: Attendee | None = None
     #: when its pulse was last felt, and whether it has been called silent since
@@ -272,8 +274,8 @@ class Server:
                 f"{guest.name}, the chief, is gone ({why}), so the job ends. Start it again from "
                 "the last checkpoint.", guest.name,
             ))  # fmt: skip
-        elif self.lead is not None and self._ending is None:
-            guest.said_bye = True  # say it once
+        elif self.lead is not None and self._ending is None and not guest.dismissed:
+            guest.dismissed = True
             self._say(f"{guest.name} is gone ({why}); the others go on without it")
 
     def _let_watch(self, guest: Guest) -> None:
@@ -367,7 +369,7 @@ class Server:
         """A process counts no more; it is told why when it listens again."""
         guests = [guest for guest in self._present() if guest.token == token]
         for guest in sorted(guests, key=lambda guest: guest.role != "pulse"):
-            guest.said_bye = True
+            guest.dismissed = True
             if guest.attendee is not None:
                 guest.attendee.gone = True
             if guest.role == "pulse" and why is not None:

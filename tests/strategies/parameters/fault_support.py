@@ -46,13 +46,14 @@ def by_one(params: Any) -> torch.optim.Optimizer:
 
 def count(
     strategy: sg.Strategy, epochs: int = 2, pause: float = 0.0,
-    loss: Callable[[Tensor, Tensor], Tensor] = mean, **options: Any,
+    loss: Callable[[Tensor, Tensor], Tensor] = mean, clip_norm: float | None = None,
+    **options: Any,
 ) -> Tensor:  # fmt: skip
     """Train; how often each row counted."""
     rows = torch.arange(ROWS)
     with strategy.scope():
         model = sg.Model(Counter(pause=pause))
-        model.compile(optimizer=by_one, loss=loss)
+        model.compile(optimizer=by_one, loss=loss, clip_norm=clip_norm)
     model.fit(rows, torch.zeros(ROWS), batch_size=BATCH, epochs=epochs, verbose=0, **options)
     return -model.module.weight.detach()
 
