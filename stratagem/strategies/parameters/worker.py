@@ -196,6 +196,7 @@ class Worker:
             fall, self.at_fall = self.at_fall, None
             fall()
             if hasattr(self, "memory"):
+                self.memory.complete()  # couriers wait for no more gradients
                 self.memory.close()
 
     def leave(self) -> None:

@@ -93,6 +93,11 @@ class Until(sg.callbacks.Callback):
         self.model.stop_training = self.stop
 
 
+def applied(strategy: sg.ParameterServerStrategy) -> int:
+    """How many gradients of worker 1 have been applied."""
+    return strategy.stats().by_worker.get(1, {}).get("applied", 0)
+
+
 # --- killed workers ------------------------------------------------------------------------------
 
 
@@ -147,11 +152,11 @@ def test_one_that_was_killed_is_replaced_and_takes_part(
     (before,) = worker_pids(strategy)
 
     def kill(stop: threading.Event) -> None:
-        wait_for(lambda: strategy.stats().by_worker.get(1, {}).get("applied", 0) > 3)
+        wait_for(lambda: applied(strategy) > 3)
         shoot(before)
         wait_for(lambda: said(caplog, "worker 1 .*another takes its place"), SOON)
-        known = strategy.stats().by_worker[1]["applied"]
-        wait_for(lambda: strategy.stats().by_worker[1]["applied"] > known + 3)
+        known = applied(strategy)
+        wait_for(lambda: applied(strategy) > known + 3)
         over.stop = True
 
     with beside(kill):
@@ -571,11 +576,11 @@ def test_twenty_trainings_and_twenty_deaths_leave_nothing(made: Any) -> None:
         return {"chief": trace(), **{f"ps {i}": trace(pid) for i, pid in enumerate(servers)}}
 
     def kill(stop: threading.Event) -> None:
-        wait_for(lambda: strategy.stats().by_worker.get(1, {}).get("applied"))
+        wait_for(lambda: applied(strategy))
         for _ in range(6):
-            known = strategy.stats().by_worker[1]["applied"]
+            known = applied(strategy)
             shoot(*worker_pids(strategy))
-            wait_for(lambda: strategy.stats().by_worker[1]["applied"] > known)  # noqa: B023
+            wait_for(lambda: applied(strategy) > known)  # noqa: B023
         seen.append(traces())
         over.stop = True
 
