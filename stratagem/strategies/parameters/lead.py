@@ -273,7 +273,7 @@ class Lead:
                     if ticket is not None:
                         break
                     if books.over:
-                        return {"over": self.epoch}, []
+                        return {"over": self.epoch, "after": self._orders}, []
                     if feeds is not None and not self._dealt and books.left <= feeds:
                         return {"hungry": True}, []
                 self.changed.wait(0.5)

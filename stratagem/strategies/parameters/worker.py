@@ -241,7 +241,7 @@ class Worker:
         if "end" in told:
             return FitOver(self._tree(frame))
         if "over" in told:
-            self._epoch = int(told["over"])
+            self._epoch, self._after = int(told["over"]), int(told["after"])
             return EpochOver(self._epoch)
         payload = torch.empty(int(told.get("payload", 0)), dtype=torch.uint8)
         if "payload" in told:
