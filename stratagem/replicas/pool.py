@@ -72,6 +72,7 @@ class ZygoteProcess:
         theirs.close()
         self._channel = ours
         self._lock = threading.Lock()
+        self._asked = 0
         self._owner = os.getpid()
 
     @classmethod
@@ -104,15 +105,21 @@ class ZygoteProcess:
 
     def _ask(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         with self._lock:
+            self._asked += 1
+            number = self._asked
+            request = {**request, "number": number}
             frames.send_with_fds(self._channel, json.dumps(request).encode(), fds)
-            data = frames.receive(self._channel)
-        if data is None:
-            raise ChildProcessError(
-                "the helper process that starts replicas has ended; its own message stands above "
-                "this one. Most often the package cannot be imported by a fresh interpreter."
-            )
-        answer: dict[str, Any] = json.loads(data)
-        return answer
+            while True:
+                data = frames.receive(self._channel)
+                if data is None:
+                    raise ChildProcessError(
+                        "the helper process that starts replicas has ended; its own message stands "
+                        "above this one. Most often the package cannot be imported by a fresh "
+                        "interpreter."
+                    )
+                answer: dict[str, Any] = json.loads(data)
+                if answer["number"] == number:  # not that to a question cut short by Ctrl-C
+                    return answer
 
 
 class Follower:

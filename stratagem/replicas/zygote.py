@@ -57,13 +57,14 @@ class Zygote:
                 os.environ.update(_keras_settings(request["fork"]["environ"]))
                 for name in request["modules"]:
                     importlib.import_module(name)
-                self._reply({"pid": self._fork(request["fork"], fds)})
+                self._reply(request, {"pid": self._fork(request["fork"], fds)})
             else:
                 self._end(request["end"])
                 status = {str(pid): self.children.pop(pid, None) for pid in request["end"]}
-                self._reply({"status": status})
+                self._reply(request, {"status": status})
 
-    def _reply(self, answer: dict[str, Any]) -> None:
+    def _reply(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
+        answer["number"] = request["number"]
         frames.send(self.channel, json.dumps(answer).encode())
 
     def _fork(self, setting: dict[str, Any], fds: list[int]) -> int:

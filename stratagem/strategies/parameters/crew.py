@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -87,6 +87,8 @@ class _Hand:
     index: int
     name: str
     pool: Pool
+    #: when it was started
+    hired: float = field(default_factory=time.monotonic)
     #: it has said that it is connected
     seated: bool = False
     #: it has been given the call that is under way
@@ -341,8 +343,9 @@ class Crew:
         given_up = self.worker.given_up | (set() if spare_the_silent else self.worker.silent)
         for hand in self._hands:
             if hand.waiting and hand.name in given_up:
-                self.worker.given_up.discard(hand.name)
                 self._replace(hand, "does not answer any more")
+            elif not hand.seated and time.monotonic() - hand.hired > self.patience.arrive:
+                self._replace(hand, "has not come")  # the lead does not know it yet
 
     def _hand_over(self, hand: _Hand, watch: Callable[[], None]) -> None:
         try:
@@ -379,8 +382,10 @@ class Crew:
             )  # fmt: skip
         log.warning("%s %s; another takes its place", hand.name, why)
         hand.pool.end()
+        self.worker.given_up.discard(hand.name)
+        self.worker.silent.discard(hand.name)
         hand.seated = hand.called = False
-        hand.pool = self._hire(hand.index)
+        hand.pool, hand.hired = self._hire(hand.index), time.monotonic()
 
     def _received(self, hand: _Hand) -> int:
         """How many gradients have come from a child's place so far."""

@@ -211,9 +211,12 @@ class Server:
 
     def _welcome(self, connection: Connection) -> None:
         """In a thread of its own: hear who it is, then serve it until it goes."""
-        frame = connection.receive()
+        try:
+            frame = connection.receive()
+        except OSError as problem:
+            log.info("%s has hung up: %s", connection.peer, problem)
+            return
         if frame is None:
-            connection.close()
             return
         hello = frame.header
         guest = Guest(
@@ -317,6 +320,7 @@ class Server:
                 guest.connection.send({"beat": 1})
         except OSError as problem:
             log.info("no pulse of %s: %s", guest.name, problem)
+        guest.silent = False  # it is dead, or was dismissed
         if self._ending is not None:
             return
         if guest.worker < 0:
@@ -369,7 +373,7 @@ class Server:
         """A process counts no more; it is told why when it listens again."""
         guests = [guest for guest in self._present() if guest.token == token]
         for guest in sorted(guests, key=lambda guest: guest.role != "pulse"):
-            guest.dismissed = True
+            guest.dismissed, guest.silent = True, False
             if guest.attendee is not None:
                 guest.attendee.gone = True
             if guest.role == "pulse" and why is not None:

@@ -7,6 +7,7 @@ gradient shows, whatever the rule.
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import re
@@ -23,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import stratagem as sg
+from stratagem.replicas import frames
+from stratagem.replicas.pool import ZygoteProcess
 from stratagem.strategies.parameters import crew
 from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.parameters.session import Session
@@ -539,6 +542,14 @@ fit(4000, "two")
     assert script.ends(SOON) == -signal.SIGINT
     wait_for(lambda: not any(runs(pid) for pid in everybody), SOON, "for the others to end")
     assert script.err.count("Traceback") == 1, script
+
+
+def test_a_question_to_the_zygote_that_was_cut_short(made: Any) -> None:
+    """Ctrl-C while a child is being started: the answer comes later, and is nobody's."""
+    strategy = made(workers=2, ps=1)
+    request = json.dumps({"end": [], "number": 0}).encode()
+    frames.send_with_fds(ZygoteProcess.get()._channel, request, [])
+    assert works(strategy)
 
 
 def test_the_script_is_terminated_or_killed(scripts: Nursery, tmp_path: Path) -> None:
