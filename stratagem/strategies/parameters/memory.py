@@ -20,6 +20,7 @@ from stratagem.errors import NotDistributable
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.shard import memory_of, memory_size
 from stratagem.wire.segment import Segment
+from stratagem.wire.tcp import WireError
 
 log = logging.getLogger("stratagem")
 
@@ -94,6 +95,8 @@ class Memory:
             e = extents[number]
             shape = self.plan.shapes[e.piece.variable]
             target = self.values[e.lo : e.hi].view(e.piece.stop - e.piece.start, *shape[1:])
+            if count > len(target):  # before memory is taken
+                raise WireError(f"{count} rows were announced for a piece of {len(target)}")
             rows = torch.empty(count, dtype=torch.int64) if count >= 0 else None
             length = len(target) if rows is None else count
             new = torch.empty((length, *shape[1:]), dtype=self._wire)

@@ -10,13 +10,11 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stratagem.cluster.patience import Patience as Waiting
 from stratagem.cluster.pulse import BEAT, OVERSLEPT, STALL
@@ -29,51 +27,20 @@ from stratagem.errors import (
     StratagemError,
     UsageError,
 )
-from stratagem.rules.push import Push
 from stratagem.strategies.agreement import Patience
-from stratagem.strategies.parameters.lead import Attendee, Lead
-from stratagem.strategies.parameters.plan import Plan
+from stratagem.strategies.parameters.clerk import Clerk, LeadClerk
+from stratagem.strategies.parameters.guest import Guest
+from stratagem.strategies.parameters.lead import Lead
 from stratagem.strategies.parameters.pulse import PulseThread
 from stratagem.strategies.parameters.reach import reach
 from stratagem.strategies.parameters.shard import Order, Shard
 from stratagem.strategies.parameters.trouble import error_of, failed, headline, lost, note_of
-from stratagem.wire.segment import host_identity
-from stratagem.wire.tcp import Connection, Frame, Listener
-from stratagem.wire.tree import decode, encode
+from stratagem.wire.tcp import Connection, Listener
 
 log = logging.getLogger("stratagem")
 
-TREE_LIMIT = 1 << 36  # bytes of optimizer state, of a report, of a batch
 LINGER = 10.0  # seconds that the others may take to leave after a failure
 KNOWS_BETTER = 1.0  # seconds until the pulse knows why a connection has closed
-
-Answer = tuple[Mapping[str, Any], Sequence[Tensor]]
-OK: Answer = ({}, ())
-
-
-@dataclass(eq=False)
-class Guest:
-    """One connection and who is at its other end.
-
-    The token is that of the process: its pulse and its work have the same, whoever comes in its
-    place has another.
-    """
-
-    connection: Connection
-    role: str
-    name: str
-    token: str
-    worker: int = -1
-    chief: bool = False
-    said_bye: bool = False
-    #: its end has been spoken of
-    dismissed: bool = False
-    #: as the lead knows this worker, once it has joined
-    attendee: Attendee | None = None
-    #: when its pulse was last felt, and whether it has been called silent since
-    heard: float = field(default_factory=time.monotonic)
-    silent: bool = False
-
 
 @dataclass
 class FarServer:
@@ -112,6 +79,7 @@ class Server:
         self.name = f"ps {self.index}"
         self.shard = Shard(self.index, self.device)
         self.lead: Lead | None = None
+        self._clerk = Clerk(self.shard)
         self.failure: ReplicaError | None = None
         self._far: list[FarServer] = []
         self._pulse: PulseThread | None = None
@@ -148,7 +116,9 @@ class Server:
             hello = {"hello": "lead", "name": self.name}
             found = reach(tasks[1:], self.secret, hello, limit)
             self._far = [FarServer(name, c) for (name, _), c in zip(tasks[1:], found, strict=True)]
-            self.lead = Lead(self.shard, self._far, self._fail)
+            lead = Lead(self.shard, self._far, self._fail)
+            self._clerk = LeadClerk(self.shard, lead, self._dismiss, self._fail)
+            self.lead = lead
             return
         hello = {"hello": "pulse", "name": self.name}
         (beats,) = reach(tasks[:1], self.secret, hello, limit)
@@ -252,7 +222,7 @@ class Server:
             connection = guest.connection
             while not guest.said_bye and (frame := connection.receive()) is not None:
                 try:
-                    header, body = self._answer(guest, frame)
+                    header, body = self._clerk.answer(guest, frame)
                 except StratagemError as error:
                     header, body = note_of(error), ()
                 connection.send(header, body)
@@ -377,7 +347,7 @@ class Server:
             if guest.attendee is not None:
                 guest.attendee.gone = True
             if guest.role == "pulse" and why is not None:
-                self._tell(guest, note_of(why))
+                guest.tell(note_of(why))
             guest.connection.close()  # its own thread sees to the rest
 
     def _overslept(self, seconds: float) -> None:
@@ -395,205 +365,8 @@ class Server:
     def _tell_pulses(self, note: Mapping[str, Any], chief: bool = False) -> None:
         for guest in self._present():
             if guest.role == "pulse" and (guest.chief or not chief):
-                self._tell(guest, note)
+                guest.tell(note)
 
-    def _tell(self, guest: Guest, note: Mapping[str, Any]) -> None:
-        try:
-            guest.connection.send(note)
-        except OSError as problem:
-            log.info("%s does not listen: %s", guest.name, problem)
-
-    # --- requests -----------------------------------------------------------------------------
-
-    def _answer(self, guest: Guest, frame: Frame) -> Answer:
-        name = str(frame.header.get("t"))
-        handle = _REQUESTS.get(name) or (_LEADS.get(name) if self.lead is not None else None)
-        if handle is None:
-            raise UsageError(f"{self.name} does not know what {name!r} asks for")
-        return handle(self, guest, frame)
-
-    def _open(self, guest: Guest, frame: Frame) -> Answer:
-        plan = Plan.from_json(frame.header["plan"])
-        self.shard.open(plan, int(frame.header["fit"]))
-        with self.shard.changed:
-            store = self.shard.store
-            values = torch.empty(store.count, dtype=plan.dtype)
-            states = None
-            size = values.nbytes
-            if frame.size == size:
-                guest.connection.read_into([values])
-            else:
-                tree = torch.empty(int(frame.header["states"]), dtype=torch.uint8)
-                guest.connection.read_into([values, tree])
-                states = decode(tree)
-            store.restore(values, states)
-        return OK
-
-    def _sit(self, guest: Guest, frame: Frame) -> Answer:
-        self.shard.sit(guest.token, frame.header["memory"], int(frame.header["fit"]))
-        return OK
-
-    def _stage(self, guest: Guest, frame: Frame) -> Answer:
-        self._take_gradient(guest, frame)
-        return OK
-
-    def _take_gradient(self, guest: Guest, frame: Frame) -> None:
-        """A gradient onto the worker's desk; rows of sparse ones beside it."""
-        if not frame.size:
-            return
-        desk = self.shard.find(guest.token)
-        if desk is None:  # of a fit that is over
-            guest.connection.skip(TREE_LIMIT)
-            return
-        into: list[Tensor] = []
-        plan = self.shard.plan
-        assert plan is not None
-        rows: list[tuple[int, Tensor, Tensor]] = []
-        for piece, count in frame.header.get("rows", ()):
-            view = self.shard.store.views[piece]
-            if not 0 <= count <= 1 << 40:
-                raise UsageError("a gradient of a negative number of rows")
-            numbers = torch.empty(count, dtype=torch.int64)
-            values = torch.empty((count, *view.shape[1:]), dtype=plan.wire_dtype)
-            rows.append((piece, numbers, values))
-            into += [numbers, values]
-        if desk.targets is None:
-            dense = frame.size - sum(tensor.nbytes for tensor in into)
-            desk.filled = dense // desk.gradient.itemsize
-            into.insert(0, desk.gradient[: max(0, desk.filled)])
-        guest.connection.read_into(into)
-        for piece, numbers, _ in rows:
-            length = len(self.shard.store.views[piece])
-            if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < length:
-                raise UsageError(f"a gradient of rows that piece {piece} does not have")
-        desk.rows = rows
-
-    def _fetch(self, guest: Guest, frame: Frame) -> Answer:
-        return self.shard.fetch(guest.token, frame.header["have"], frame.header["after"])
-
-    def _restored(self, guest: Guest, frame: Frame) -> Answer:
-        """A snapshot that the lead has ordered."""
-        taken = self.shard.snapshot(frame.header["number"], frame.header["after"])
-        tree = encode(taken.states)
-        return {"version": taken.version, "states": tree.numel()}, [taken.values.cpu(), tree]
-
-    def _assign(self, guest: Guest, frame: Frame) -> Answer:
-        plan = self.shard.plan
-        if plan is None:
-            raise UsageError("no training is under way here")
-        values = torch.empty(plan.layout.loads[self.index], dtype=plan.dtype)
-        guest.connection.read_into([values])
-        self.shard.assign(values)
-        return OK
-
-    def _host(self, guest: Guest, frame: Frame) -> Answer:
-        return {"host": host_identity()}, ()
-
-    def _bye(self, guest: Guest, frame: Frame) -> Answer:
-        guest.said_bye = True
-        return OK
-
-    # --- requests to the lead -----------------------------------------------------------------
-
-    def _begin(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None and self.shard.plan is not None
-        beside = guest.connection.read(TREE_LIMIT)
-        self.lead.open(int(frame.header["fit"]), self.shard.plan, beside)
-        return OK
-
-    def _enter(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        return self.lead.enter(int(frame.header["fit"]))
-
-    def _join(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-
-        guest.attendee = Attendee(
-            guest.worker, guest.name, guest.token, partial(self._tell, guest),
-            int(frame.header["fit"]),
-        )  # fmt: skip
-        before = self.lead.attendees.get(guest.worker)
-        answer = self.lead.join(guest.attendee)
-        if before is not None and before.seat != guest.token:
-            self._dismiss(before.seat, ReplicaLost(
-                f"another process has taken the place of {guest.name}, and this one counts no "
-                "more. Has it been started twice?", guest.name,
-            ))  # fmt: skip
-        return answer
-
-    def _leave(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        if guest.attendee is not None:
-            self.lead.leave(guest.attendee)
-        return OK
-
-    def _clear(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        self.lead.clear(guest.attendee)
-        return OK
-
-    def _next(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        told = frame.header
-        return self.lead.next(_member(guest), told["epoch"], told["have"], told["feeds"])
-
-    def _push(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        self._take_gradient(guest, frame)
-        told = frame.header
-        push = Push(guest.worker, int(told["serial"]), int(told["version"]), float(told["weight"]))
-        return self.lead.push(_member(guest), push, told), ()
-
-    def _abandon(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        self.lead.abandon(_member(guest), int(frame.header["serial"]))
-        return OK
-
-    def _deal(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        parcels: list[Tensor] = []
-        if frame.size:
-            whole = guest.connection.read(TREE_LIMIT)
-            parcels = list(torch.split(whole, frame.header["sizes"]))
-        return self.lead.deal(frame.header, parcels), ()
-
-    def _report(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        tree = guest.connection.read(TREE_LIMIT)
-        self.lead.report(_member(guest), int(frame.header["epoch"]), tree)
-        return OK
-
-    def _gather(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        return self.lead.gather()
-
-    def _so_far(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        return self.lead.so_far(), ()
-
-    def _settings(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        self.lead.settings(frame.header["groups"])
-        return OK
-
-    def _snapshot(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        return {"after": self.lead.snapshot(int(frame.header["number"]))}, ()
-
-    def _finish(self, guest: Guest, frame: Frame) -> Answer:
-        assert self.lead is not None
-        self.lead.finish(guest.connection.read(TREE_LIMIT))
-        return OK
-
-    def _failed(self, guest: Guest, frame: Frame) -> Answer:
-        self._fail(failed(guest.name, str(frame.header["text"])))
-        return OK
-
-
-def _member(guest: Guest) -> Attendee:
-    if guest.attendee is None:
-        raise UsageError(f"{guest.name} asks for work, but has not joined a training")
-    return guest.attendee
 
 
 #: what the silence of a task means for the others
@@ -601,18 +374,3 @@ _SILENCE = {
     "ps": "(stopped, or its machine hangs?); everybody waits for it",
     "worker": "(stopped, or its machine hangs?); the others go on as far as the rule lets them",
 }
-
-
-_REQUESTS: dict[str, Callable[[Server, Guest, Frame], Answer]] = {
-    "open": Server._open, "sit": Server._sit, "stage": Server._stage, "fetch": Server._fetch,
-    "restored": Server._restored, "bye": Server._bye, "assign": Server._assign,
-    "host": Server._host,
-}  # fmt: skip
-_LEADS: dict[str, Callable[[Server, Guest, Frame], Answer]] = {
-    "begin": Server._begin, "clear": Server._clear, "leave": Server._leave,
-    "enter": Server._enter, "join": Server._join, "next": Server._next,
-    "push": Server._push, "abandon": Server._abandon, "deal": Server._deal,
-    "report": Server._report, "so far": Server._so_far, "gather": Server._gather,
-    "settings": Server._settings, "snapshot": Server._snapshot, "finish": Server._finish,
-    "failed": Server._failed,
-}  # fmt: skip

@@ -23,15 +23,16 @@ from stratagem.errors import ReplicaError, StratagemError
 from stratagem.rules.push import Ticket
 from stratagem.rules.stats import Stats
 from stratagem.strategies.agreement import Patience
+from stratagem.strategies.parameters.clerk import TREE_LIMIT
 from stratagem.strategies.parameters.courier import Courier
 from stratagem.strategies.parameters.memory import Memory
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.pulse import PulseThread
 from stratagem.strategies.parameters.reach import reach
-from stratagem.strategies.parameters.server import KNOWS_BETTER, TREE_LIMIT
+from stratagem.strategies.parameters.server import KNOWS_BETTER
 from stratagem.strategies.parameters.trouble import error_of, headline, lost
 from stratagem.wire.segment import host_identity
-from stratagem.wire.tcp import Connection, Frame
+from stratagem.wire.tcp import Connection, Frame, WireError
 from stratagem.wire.tree import decode, encode
 
 #: "0" has tensors travel over sockets on one machine, too
@@ -243,7 +244,7 @@ class Worker:
         if "over" in told:
             self._epoch, self._after = int(told["over"]), int(told["after"])
             return EpochOver(self._epoch)
-        payload = torch.empty(int(told.get("payload", 0)), dtype=torch.uint8)
+        payload = _room(int(told.get("payload", 0)), frame)
         if "payload" in told:
             self._servers[0].read_into([payload], more=True)
         self._ask_others(int(told["after"]))
@@ -398,7 +399,7 @@ class Worker:
     def gather(self) -> tuple[list[Any], float, int]:
         """Every worker's report on the epoch, the loss added up, and over how many examples."""
         frame = self._call(0, {"t": "gather"})
-        trees = [torch.empty(size, dtype=torch.uint8) for size in frame.header["sizes"]]
+        trees = [_room(int(size), frame) for size in frame.header["sizes"]]
         if frame.size:
             self._servers[0].read_into(trees)
         told = frame.header
@@ -429,7 +430,7 @@ class Worker:
         for i in range(len(self._servers)):
             frame = self._call(i, {"t": "restored", "number": number, "after": after})
             flat = torch.empty(self.plan.layout.loads[i], dtype=self.plan.dtype)
-            tree = torch.empty(int(frame.header["states"]), dtype=torch.uint8)
+            tree = _room(int(frame.header["states"]), frame)
             self._servers[i].read_into([flat, tree])
             values.append(flat)
             states.append(decode(tree))
@@ -546,3 +547,10 @@ class Worker:
         """A connection ended: the pulse may know better whose fault it was."""
         return self._pulse.explain(KNOWS_BETTER) or lost(f"ps {i}")
 
+
+
+def _room(size: int, frame: Frame) -> Tensor:
+    """Memory for a part of a frame's body, which cannot be larger than that."""
+    if not 0 <= size <= frame.size:
+        raise WireError(f"a part of {size} bytes was announced in a body of {frame.size}")
+    return torch.empty(size, dtype=torch.uint8)
