@@ -163,13 +163,14 @@ def test_servers_without_user_code(cluster: Cluster) -> None:
     went_well(tasks["worker 0"])
 
 
+@pytest.mark.timeout(120)
 def test_under_the_launcher(tmp_path: Path) -> None:
     """`stratagem run --workers 2 --ps 1 train.py`."""
     (tmp_path / "train.py").write_text(HEAD + train("in_step", pause=0.02))
     done = subprocess.run(
         [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--ps", "1", "train.py"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=50,
+        capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done
     assert "counted = true" in done.stdout and "balanced = true" in done.stdout, done

@@ -456,7 +456,7 @@ def raise_on(worker: int) -> Callable[[Tensor, Tensor], Tensor]:
 def test_an_exception_on_a_worker(made: Any, rule: str) -> None:
     strategy = made(ps=1, updates=RULES[rule])
     with pytest.raises(sg.ReplicaFailed, match=r"^worker 2 raised an exception") as caught:
-        count(strategy, loss=raise_on(2))
+        count(strategy, epochs=1000, loss=raise_on(2))
     assert caught.value.who == "worker 2"
     assert "raise Mine" in str(caught.value), "its own traceback is missing"
     assert works(strategy)
