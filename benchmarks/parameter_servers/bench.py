@@ -7,7 +7,8 @@ The first form: a cluster on this machine in every combination of model, rule, w
 workers and servers. The second: asynchronous training against tf.distribute's
 ParameterServerStrategy with a ClusterCoordinator and a loop of one's own, 1 server, arms taking
 turns. Every arm is a fresh process tree with one thread a worker; it warms up, and then the updates
-that a fixed time sees are counted. Printed are medians over the rounds, and of the rounds' ratios.
+that a fixed time sees are counted, and the processor time of all processes that one takes (a
+gradient's, for ours). Printed are medians over the rounds, and of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -41,6 +42,28 @@ class Arm(NamedTuple):
     way: str
     workers: int
     servers: int
+
+
+def processor_time() -> float:
+    """Seconds that this process and all that come from it have computed; says more than the clock
+    where other work is on the machine. 0 where there is no /proc."""
+    parents: dict[int, int] = {}
+    spent: dict[int, float] = {}
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                fields = file.read().rsplit(")", 1)[1].split()
+        except OSError:
+            continue  # it has ended
+        parents[int(name)] = int(fields[1])
+        spent[int(name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def ours(process: int) -> bool:
+        while process not in (os.getpid(), 0):
+            process = parents.get(process, 0)
+        return process != 0
+
+    return sum(seconds for process, seconds in spent.items() if ours(process))
 
 
 # --- ours ---------------------------------------------------------------------------------------
@@ -87,7 +110,7 @@ def ours(arm: Arm, warm: float, seconds: float) -> dict[str, float]:
     with strategy.scope():
         model = sg.Model(module)
         model.compile("sgd" if arm.model == "sparse" else "adam", loss="cross_entropy")
-    seen: list[tuple[float, Any]] = []
+    seen: list[tuple[float, Any, float]] = []
 
     class Until(sg.callbacks.Callback):
         """Ends the training at the end of an epoch."""
@@ -100,14 +123,14 @@ def ours(arm: Arm, warm: float, seconds: float) -> dict[str, float]:
             time.sleep(0.1)
         for wait in (warm, seconds):
             time.sleep(wait)
-            seen.append((time.perf_counter(), strategy.stats()))
+            seen.append((time.perf_counter(), strategy.stats(), processor_time()))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     batch = BATCH * (arm.workers if arm.kind == "sync" else 1)
     model.fit(x, y, batch_size=batch, epochs=10**9, callbacks=[Until()], verbose=0)
     watcher.join()
-    (begun, before), (ended, after) = seen
+    (begun, before, spent), (ended, after, in_all) = seen
     took = ended - begun
     pushes = after.received - before.received
     ages = sum(tau * (n - before.staleness.get(tau, 0)) for tau, n in after.staleness.items())
@@ -115,6 +138,7 @@ def ours(arm: Arm, warm: float, seconds: float) -> dict[str, float]:
     return {
         "updates/s": (after.updates - before.updates) / took,
         "gradients/s": pushes / took,
+        "cpu ms": (in_all - spent) / max(1, pushes) * 1e3,
         "staleness": ages / max(1, pushes),
         "waiting": waited / took / arm.workers,
     }
@@ -214,8 +238,9 @@ def coordinate(arm: Arm, warm: float, seconds: float) -> dict[str, float]:
         coordinator.schedule(step, args=(batches,))
     coordinator.join()
     go_on(warm)
+    spent = processor_time()
     made, took = go_on(seconds)
-    return {"updates/s": made / took}
+    return {"updates/s": made / took, "cpu ms": (processor_time() - spent) / made * 1e3}
 
 
 # --- in the parent ------------------------------------------------------------------------------
@@ -263,8 +288,8 @@ def scaling(args: Any) -> list[dict[str, Any]]:
         for kind in args.rules.split(","):
             for way in args.ways.split(","):
                 print(f"\n{model}, {kind}, {way}\n{'servers':>8}{'workers':>8}{'updates/s':>11}"
-                      f"{'gradients/s':>13}{'to the first':>14}{'staleness':>11}"
-                      f"{'waiting':>9}")  # fmt: skip
+                      f"{'gradients/s':>13}{'to the first':>14}{'cpu ms':>8}"
+                      f"{'staleness':>11}{'waiting':>9}")  # fmt: skip
                 arms = {
                     f"{k} {w}": Arm(kind, model, way, w, k) for k in servers for w in workers
                 }  # fmt: skip
@@ -276,8 +301,8 @@ def scaling(args: Any) -> list[dict[str, Any]]:
                            **{key: median(found, name, key) for key in found[0][name]},
                            "rounds": [r[name] for r in found]}  # fmt: skip
                     print(f"{arm.servers:8}{arm.workers:8}{row['updates/s']:11.1f}"
-                          f"{row['gradients/s']:13.1f}{ratio:14.2f}{row['staleness']:11.2f}"
-                          f"{row['waiting']:9.2f}", flush=True)  # fmt: skip
+                          f"{row['gradients/s']:13.1f}{ratio:14.2f}{row['cpu ms']:8.2f}"
+                          f"{row['staleness']:11.2f}{row['waiting']:9.2f}", flush=True)  # fmt: skip
                     rows.append(row)
     return rows
 
@@ -301,6 +326,12 @@ def against_the_peer(args: Any) -> list[dict[str, Any]]:
                   f"{median(found, 'sockets'):9.1f}{median(found, 'tf'):9.1f}"
                   f"{median(found, 'tf10'):15.1f}{ratios['ours/tf']:9.2f}"
                   f"{ratios['sockets/tf']:12.2f}{ratios['ours/tf10']:11.2f}",
+                  flush=True)  # fmt: skip
+            spent = {name: median(found, name, "cpu ms") for name in arms}
+            print(f"{'':8}{'cpu ms':>8}{spent['ours']:9.2f}{spent['sockets']:9.2f}"
+                  f"{spent['tf']:9.2f}{spent['tf10']:15.2f}"
+                  + "".join(f"{median(found, b, 'cpu ms', a):{width}.2f}" for a, b, width in (
+                      ("ours", "tf", 9), ("sockets", "tf", 12), ("ours", "tf10", 11))),
                   flush=True)  # fmt: skip
             rows.append({"model": model, "workers": workers, **ratios, "rounds": found})
     return rows
