@@ -15,7 +15,12 @@ from stratagem.cluster.rendezvous import form
 from stratagem.cluster.spec import Place
 from stratagem.errors import ClusterError
 from stratagem.strategies import cross_device
-from stratagem.strategies.cross_device import CrossDeviceOps, Ground, SharedMemoryAllReduce
+from stratagem.strategies.cross_device import (
+    CrossDeviceOps,
+    Ground,
+    ReductionToOneDevice,
+    SharedMemoryAllReduce,
+)
 from stratagem.strategies.devices import identity
 from stratagem.strategies.seat import Seat, Store
 from stratagem.strategies.settings import Settings
@@ -108,6 +113,8 @@ def agree(party: Party, cluster: Membership) -> tuple[Seat, Offer]:
         apart=len(set(zip(hosts, places, strict=True))) == len(places),
     )
     op = party.choose(ground)
+    if isinstance(op, ReductionToOneDevice):
+        op.root(list(devices))  # raises here, before any other replica is asked
     offer = _offer(party, op, len(devices)) if cluster.rank == 0 else Offer()
     told = _settle(party, cluster, op, offer)
     first = sum(counts[: cluster.rank])

@@ -331,7 +331,7 @@ def test_a_worker_that_stands_too_long_is_given_up(
     stop = Stop(tmp_path / "note")
     counts = count(strategy, loss=stop)
     assert (counts == 2).all() and balanced(strategy.stats())
-    given_up = said(caplog, "worker 1 has been silent for . s and is given up")
+    given_up = said(caplog, "worker 1 has been silent for \\d+ s and is given up")
     assert given_up and 3.5 < given_up[0].created - stop.when < 4 + SOON
     assert said(caplog, "worker 1 does not answer any more; another takes its place")
     assert not runs(stop.pid)
