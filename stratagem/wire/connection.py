@@ -86,6 +86,23 @@ class Connection:
             self.close()
             raise UsageError(f"a frame's parts differ from its size by {size} bytes")
 
+    def offer(self, header: Mapping[str, Any]) -> bool:
+        """Send a small frame unless another is on its way just now; whether it was sent.
+
+        For a word in between, which must not wait for a peer that does not read.
+        """
+        start = encode(header, 0)
+        if self._channel.closed:
+            raise self._closed_here()
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            with self._use():
+                self._channel.send([memoryview(start)])
+        finally:
+            self._sending.release()
+        return True
+
     def receive(self) -> Frame | None:
         """Wait for a frame; None if the peer, or this side, closed between two frames."""
         if self._left:

@@ -157,7 +157,7 @@ class LeadClerk(Clerk):
 
     def _join(self, guest: Guest, frame: Frame) -> Answer:
         guest.attendee = Attendee(
-            guest.worker, guest.name, guest.token, guest.tell,
+            guest.worker, guest.name, guest.token, guest.offer,
             int(frame.header["fit"]),
         )  # fmt: skip
         before = self.lead.attendees.get(guest.worker)

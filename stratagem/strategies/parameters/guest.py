@@ -43,3 +43,11 @@ class Guest:
             self.connection.send(note)
         except OSError as problem:
             log.info("%s does not listen: %s", self.name, problem)
+
+    def offer(self, note: Mapping[str, Any]) -> bool:
+        """The same for who holds a lock, and may wait for nobody; False: try again later."""
+        try:
+            return self.connection.offer(note)
+        except OSError as problem:
+            log.info("%s does not listen: %s", self.name, problem)
+            return True

@@ -43,7 +43,9 @@ class Far(Protocol):
 
 @dataclass(eq=False)
 class Attendee:
-    """A worker that takes part in a fit; `tell` sends it a word between two answers.
+    """A worker that takes part in a fit.
+
+    `tell` sends it a word between two answers, if that can be done at once; whether it was.
 
     Another process may take over the worker's number, after which this one counts no more. The
     seat is the process's own: under it servers keep the gradients that it has laid down.
@@ -52,7 +54,7 @@ class Attendee:
     worker: int
     name: str
     seat: str
-    tell: Callable[[Mapping[str, Any]], None]
+    tell: Callable[[Mapping[str, Any]], bool]
     fit: int
     #: not heard of for a while: stopped, or cut off
     silent: bool = False
@@ -354,8 +356,7 @@ class Lead:
             self._apply(update)
         for worker, attendee in self.attendees.items():
             if not attendee.told and self.ledger.late(worker):
-                attendee.told = True
-                attendee.tell({"news": self.ledger.version})
+                attendee.told = attendee.tell({"news": self.ledger.version})
 
     def _gap_factor(self, seat: str) -> float:
         factor = 1.0

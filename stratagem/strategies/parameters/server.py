@@ -368,7 +368,6 @@ class Server:
                 guest.tell(note)
 
 
-
 #: what the silence of a task means for the others
 _SILENCE = {
     "ps": "(stopped, or its machine hangs?); everybody waits for it",

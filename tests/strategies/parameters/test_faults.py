@@ -210,12 +210,12 @@ def servers() -> Iterator[list[Server]]:
         assert not thread.is_alive()
 
 
-def take_part(servers: list[Server], index: int) -> Session:
+def take_part(servers: list[Server], index: int, rows: int = ROWS, spares: int = 0) -> Session:
     """Be a worker, with a counter."""
     address = Address(tuple(servers[0].addresses), servers[0].secret)
     worker = Worker(index, f"worker {index}", index == 0, address, sg.Patience())
-    counter = Counter()
-    served = Served(sg.Synchronous(), sg.FixedShards(2), workers=2, servers=2)
+    counter = Counter(rows)
+    served = Served(sg.Synchronous(spares), sg.FixedShards(2), workers=2, servers=2)
     return Session(worker, counter, by_one(counter.parameters()), served)
 
 
@@ -259,6 +259,29 @@ def test_a_gradient_outlives_its_worker(
     assert (counts[:BATCH] == 1).all() and (counts[BATCH:] == 0).all()
     for session in (second, chief):
         session.worker.close()
+
+
+def test_one_that_does_not_read_holds_nobody_up(
+    servers: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped while values are on their way to it; the others' news for it are not waited for."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
+    chief = take_part(servers, 0, rows=500_000, spares=1)
+    deaf = take_part(servers, 1, rows=500_000, spares=1)
+    chief.worker.deal(1, 0, [(4, 1)], True)
+    deaf.worker._write(0, {"t": "next", "epoch": 0, "have": -1, "feeds": None})
+    wait_for(lambda: not servers[0].lead or servers[0].lead.ledger.holds(1))
+    kept: list[bool] = []
+    rest = threading.Thread(
+        target=lambda: kept.extend(hand_in(chief, torch.arange(BATCH)) for _ in range(4)),
+        daemon=True,
+    )
+    rest.start()
+    rest.join(20)
+    deaf.worker.close(goodbye=False)
+    assert kept == [True] * 4
+    chief.end()
+    chief.worker.close()
 
 
 # --- stopped workers -----------------------------------------------------------------------------
