@@ -1,7 +1,7 @@
 """Parameter servers: updates a second by workers and servers; TensorFlow's beside them.
 
     python benchmarks/parameter_servers/bench.py [--workers 1,2,4,8] [--servers 1,2,4]
-    python benchmarks/parameter_servers/bench.py --peer --tensorflow /tmp/tfenv/bin/python
+    python benchmarks/parameter_servers/bench.py --peer --tensorflow PYTHON
 
 The first form: a cluster on this machine in every combination of model, rule, way of the tensors,
 workers and servers. The second: asynchronous training against tf.distribute's
