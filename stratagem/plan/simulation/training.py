@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from stratagem.data.shard import share
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.plan.scenario import Run, Scenario
-from stratagem.plan.servers import Office
+from stratagem.plan.simulation.office import Office
+from stratagem.plan.simulation.scenario import Run, Scenario
 from stratagem.rules.push import Ticket
 from stratagem.state.partition import partition
 from stratagem.state.recipe import describe, elementwise

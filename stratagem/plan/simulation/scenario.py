@@ -9,9 +9,9 @@ from math import isfinite
 from typing import Any
 
 from stratagem.errors import UsageError
-from stratagem.plan import faults as bad
-from stratagem.plan.faults import Fault
-from stratagem.plan.spread import Spread
+from stratagem.plan.simulation import faults as bad
+from stratagem.plan.simulation.faults import Fault
+from stratagem.plan.simulation.spread import Spread
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
 from stratagem.wire.simulated import Topology
