@@ -64,6 +64,10 @@ class _Stage:
     recipe: Recipe
     solo: Solo
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To other replicas, without this one's place among them."""
+        return _stage_here, (self.module, self.optimizer, self.recipe)
+
     def loss(self, batch: Any) -> Tensor:
         x, y, weight = batch
         with self.solo.autocast():
@@ -92,6 +96,11 @@ class _Stage:
             self.recipe.loss, MetricSet(None), self.recipe.clip_norm, self.recipe.clip_value,
             autocast=self.recipe.autocast,
         )  # fmt: skip
+
+
+def _stage_here(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> _Stage:
+    solo = Solo(module, optimizer, recipe, alone(current_replica()))
+    return _Stage(module, optimizer, recipe, solo)
 
 
 def _repeated(tree: Any, chosen: Tensor) -> Any:

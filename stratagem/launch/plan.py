@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max", type=whole(1), metavar="N", help="the most replicas to plan for (all)")
     add("--batch", type=whole(1), metavar="B", help="examples that a replica computes at once "
         "(what the script gives to each)")  # fmt: skip
+    add("--quick", action="store_true", help="do not measure replicas of this machine at once")
     add("--json", metavar="FILE", help="everything, for programs")
     add("--html", metavar="FILE", help="a page with the figures under the pointer")
     add("--png", metavar="FILE", help="a picture (needs the extra plots)")
@@ -62,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     from stratagem.plan.choose import choose
     from stratagem.plan.measure import rehearse
 
-    profile = rehearse(trial, batch=args.batch, say=_say)
+    profile = rehearse(trial, batch=args.batch, crowded=not args.quick, say=_say)
     plan = choose(profile, _hardware(args, profile), most=args.max)
     _print(plan, args)
     _write(plan, outputs)

@@ -115,12 +115,11 @@ def sizes(most: int) -> list[int]:
 
 
 def _placements(n: int, hardware: Hardware) -> list[tuple[int, int]]:
-    """Hosts and replicas on each, all alike; whatever goes on fewer hosts first."""
-    found = [
+    """Hosts and replicas on each, all alike, the fewest hosts first; none if n cannot be split."""
+    return [
         (n // each, each) for each in range(min(n, hardware.per_host), 0, -1)
         if n % each == 0 and n // each <= hardware.hosts
     ]  # fmt: skip
-    return found or [(-(-n // hardware.per_host), hardware.per_host)]
 
 
 def _mirrored(hosts: int, per_host: int) -> Iterator[Configuration]:

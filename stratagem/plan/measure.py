@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
+from stratagem.plan.crowd import counts, crowd
 from stratagem.plan.profile import Bucket, Profile, Table
 from stratagem.strategies.exchange import BUCKET_BYTES
 from stratagem.strategies.rehearsal import Rehearsal
@@ -35,6 +36,7 @@ def profile(
     loss: Callable[[Any, Any], Tensor],
     optimizer: Optimizer,
     steps: int | None = None,
+    crowded: bool = False,
     say: Say = lambda text: None,
 ) -> Profile:
     """Measure steps of `loss(module(x), y)` on batch (x, y); the module is left as it was."""
@@ -45,14 +47,17 @@ def profile(
         return loss(module(*x) if isinstance(x, tuple) else module(x), y)
 
     trial = Rehearsal(module, batch, value, optimizer.step, optimizer, device=str(device))
-    return rehearse(trial, steps=steps, say=say)
+    return rehearse(trial, steps=steps, crowded=crowded, say=say)
 
 
 def rehearse(
     trial: Rehearsal, *, batch: int | None = None, steps: int | None = None,
-    say: Say = lambda text: None,
+    crowded: bool = True, say: Say = lambda text: None,
 ) -> Profile:  # fmt: skip
-    """Measure `batch` examples a replica: by default what the script gives to each."""
+    """Measure `batch` examples a replica: by default what the script gives to each.
+
+    crowded: also among other replicas on this machine, where they share its processors.
+    """
     whole = count_rows(trial.batch)
     if whole < 1:
         raise UsageError("the batch to plan with has no example; give one with some rows.")
@@ -68,9 +73,13 @@ def rehearse(
         runner.forget()
         runner.run(_MOST if steps is None else max(1, steps), seconds)
         measured = runner.profile(size)
-        single = _single_thread(runner, measured, device)
         say(f"{len(measured.samples)} steps, {measured.compute * 1e3:.2f} ms each")
-    return Profile(**{**vars(measured), "single_thread": single})
+        single = _single_thread(runner, measured, device)
+        among: tuple[tuple[int, float], ...] = ()
+        if crowded and device.type == "cpu" and counts():
+            say(f"the same with {' and '.join(map(str, counts()))} replicas at once")
+            among = crowd(trial, given)
+    return replace(measured, single_thread=single, crowd=among)
 
 
 def batch_of(trial: Rehearsal, size: int, device: torch.device) -> Any:
@@ -176,13 +185,14 @@ class _Runner:
         return time.perf_counter()
 
     def compute(self) -> float:
-        return statistics.median(t.forward + t.backward for t in self.taken)
+        """The mean: that is what the speed of a long training comes from."""
+        return statistics.fmean(t.forward + t.backward for t in self.taken)
 
     def profile(self, size: int) -> Profile:
         """What the steps say together."""
         taken = self.taken
-        forward = statistics.median(t.forward for t in taken)
-        compute = self.compute()
+        compute, usual = self.compute(), statistics.median(t.forward + t.backward for t in taken)
+        forward = compute * statistics.median(t.forward for t in taken) / max(usual, 1e-12)
         dense = [i for i in range(len(self.params)) if i not in self.touched]
         return Profile(
             type(self.trial.module).__name__, size, forward, max(0.0, compute - forward),
@@ -252,9 +262,9 @@ def _explained(module: nn.Module, size: int) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise _too_big(module, size) from error
     except RuntimeError as error:
-        if "allocate memory" in str(error):
-            raise _too_big(module, size) from error
-        raise
+        if "not enough memory" not in str(error) and "allocate memory" not in str(error):
+            raise
+        raise _too_big(module, size) from error
 
 
 def _too_big(module: nn.Module, size: int) -> UsageError:

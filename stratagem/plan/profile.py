@@ -54,7 +54,7 @@ class Profile:
     #: of the dense variables, for cutting them up
     shapes: tuple[Shape, ...] = ()
     sparse: tuple[Table, ...] = ()
-    #: measured forward and backward passes, for their spread; the median is forward + backward
+    #: measured forward and backward passes, for their spread; the mean is forward + backward
     samples: tuple[float, ...] = ()
     device: str = "cpu"
     threads: int = 1
@@ -92,12 +92,9 @@ class Profile:
 
     @property
     def spread(self) -> tuple[float, ...]:
-        """Samples relative to their median, so that they fit any speed."""
-        if not self.samples:
-            return (1.0,)
-        ordered = sorted(self.samples)
-        middle = ordered[len(ordered) // 2]
-        return tuple(s / middle for s in ordered) if middle > 0 else (1.0,)
+        """Samples relative to their mean, in order, so that they fit any speed."""
+        mean = math.fsum(self.samples) / len(self.samples) if self.samples else 0.0
+        return tuple(s / mean for s in sorted(self.samples)) if mean > 0 else (1.0,)
 
     def with_threads(self, threads: int) -> float:
         """Forward and backward with so many threads: a serial part, and one that they share."""

@@ -70,7 +70,7 @@ def heading(profile: Profile) -> str:
 def warnings(profile: Profile) -> list[str]:
     """What makes the figures doubtful."""
     spread = profile.spread
-    high = spread[int(0.9 * (len(spread) - 1))]
+    high = spread[int(0.9 * (len(spread) - 1))] / spread[len(spread) // 2]
     if len(spread) >= 10 and high > 1.3:
         return [
             f"one step in ten took {high:.1f}x the usual time here: other work on this machine? "
