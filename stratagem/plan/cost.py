@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -149,6 +150,8 @@ class _Case:
         there = (hw.latency + message / 4, min(self.link, inside))
         if cfg.hosts == 1:
             return message + ring(size, cfg.replicas, *here)
+        if cfg.wire and self.on_cpu:
+            message += self.cal.second
         if cfg.hierarchical:
             return message + hierarchical(
                 size, cfg.hosts, cfg.per_host, inside=here, between=there
@@ -193,8 +196,9 @@ class _Case:
         """Of a worker's way to the servers, and of a server's to the workers."""
         if self.cfg.hosts == 1:
             return self.hw.local, self.hw.local
-        rate = min(self.link, self.cal.cipher)
-        return min(self.link / self.cfg.per_host, self.cal.cipher), rate
+        slower = 1 / self.cal.cipher
+        worker = self.link / self.cfg.per_host
+        return 1 / (1 / worker + slower), 1 / (1 / self.link + slower)
 
     def _update(self) -> float:
         """The fullest server's optimizer, once."""
@@ -203,7 +207,7 @@ class _Case:
     def _talk(self) -> float:
         """Messages of one step: push, its answer, a ticket, its values."""
         latency = self.hw.local_latency if self.cfg.hosts == 1 else self.hw.latency
-        return 4 * latency + self.cal.exchange
+        return 4 * latency + self.cal.exchange * max(1, self.cfg.servers)
 
     def synchronous(self) -> Prediction:
         cfg = self.cfg
@@ -211,7 +215,9 @@ class _Case:
         end = self.compute + slow
         size, largest = self._sizes()
         pull = transfer(size, largest, cfg.replicas, *self._rates())
-        pushed = self._pushed(slow, pull / size if size else 0.0)
+        at_once = 1 + (cfg.replicas - 1) * (1 - self.cal.turns * (cfg.hosts > 1))
+        push = transfer(size, largest, at_once, *self._rates())
+        pushed = self._pushed(slow, push / size if size else 0.0)
         adding = cfg.counted * largest / self.hw.local if cfg.hosts == 1 else 0.0
         parts = {
             "compute": self.compute, "stragglers": slow,
@@ -227,7 +233,7 @@ class _Case:
             return end + per_byte * self.profile.bytes * self.cfg.travelling
         parts = [
             (b.size * self.cfg.travelling, self.forward + slow + b.ready * self.scale)
-            for b in self.profile.buckets
+            for b in self.profile.stream
         ]
         return max(end, overlapped(parts, lambda size: size * per_byte))
 
@@ -240,7 +246,8 @@ class _Case:
         pushed = max(0.0, self._pushed(0.0, pull / size if size else 0.0) - self.compute)
         update = self._update() + (2 * largest / self.hw.local if cfg.hosts == 1 else 0.0)
         round_ = self.compute + pushed + pull + update + self._talk()
-        # In the time of a step every worker hands in once: n of everything for a server.
+        # In the time of a step every worker hands in once: n of everything for a server. Workers
+        # meet there by chance, so that it is felt before it is busy all the time.
         busy = {
             self._server_link(size, cfg.replicas * largest): cfg.replicas * largest / server,
             "the servers' update": cfg.replicas * update,
@@ -250,9 +257,9 @@ class _Case:
         parts["the servers' update"] = update
         link = self._server_link(size, largest)
         parts[link] = parts.get(link, 0.0) + pushed + pull
-        if longest > round_:
-            parts[name] = parts.get(name, 0.0) + longest - round_
-        return self.told(parts, max(round_, longest))
+        step = math.hypot(round_, longest) if cfg.replicas > 1 else round_
+        parts[name] = parts.get(name, 0.0) + step - round_
+        return self.told(parts, step)
 
     def _server_link(self, size: float, largest: float) -> str:
         if self.cfg.hosts == 1:

@@ -29,7 +29,7 @@ def hierarchical(
     return ring(size, per_host, *inside) + ring(size, hosts, *between)
 
 
-def transfer(size: float, largest: float, workers: int, worker: float, server: float) -> float:
+def transfer(size: float, largest: float, workers: float, worker: float, server: float) -> float:
     """A push or a pull of all workers: theirs or the fullest server's link, whichever is slower."""
     return max(size / worker, workers * largest / server)
 

@@ -201,7 +201,7 @@ class _Runner:
             tuple(self._table(i) for i in self.touched),
             tuple(t.forward + t.backward for t in taken), self.device.type,
             torch.get_num_threads() if self.device.type == "cpu" else 1,
-            itemsize=self.params[0].element_size(),
+            itemsize=self.params[0].element_size(), gradients=self._stream(dense),
         )  # fmt: skip
 
     def _table(self, index: int) -> Table:
@@ -220,6 +220,14 @@ class _Runner:
             latest = max([latest, *times])  # buckets leave in order
             found.append(Bucket(size, latest))
         return tuple(found)
+
+    def _stream(self, dense: list[int]) -> tuple[Bucket, ...]:
+        """Every variable's gradient by itself, in the order of backward."""
+        found = [
+            Bucket(self.params[i].numel() * self.params[i].element_size(), self._when(i))
+            for i in reversed(dense)
+        ]
+        return tuple(sorted(found, key=lambda each: each.ready))
 
     def _when(self, index: int) -> float:
         seen = [t.ready[index] for t in self.taken if index in t.ready]

@@ -63,6 +63,8 @@ class Profile:
     #: (n, forward and backward) while n replicas of this machine compute at the same time
     crowd: tuple[tuple[int, float], ...] = ()
     itemsize: int = 4
+    #: as `buckets`, for every dense variable by itself: servers take each as soon as it is there
+    gradients: tuple[Bucket, ...] = ()
 
     def __post_init__(self) -> None:
         times = [self.forward, self.backward, self.optimizer, *self.samples]
@@ -71,6 +73,11 @@ class Profile:
                 f"the profile of {self.name!r} has a batch, a thread count or a time that cannot "
                 "be; measure it again."
             )
+
+    @property
+    def stream(self) -> tuple[Bucket, ...]:
+        """Gradients as they leave for servers."""
+        return self.gradients or self.buckets
 
     @property
     def dense_bytes(self) -> int:
@@ -114,11 +121,14 @@ class Profile:
         try:
             if given.keys() - known:
                 raise ValueError(f"unknown: {', '.join(sorted(given.keys() - known))}")
-            given["buckets"] = tuple(Bucket(**each) for each in given["buckets"])
+            for name in ("buckets", "gradients"):
+                given[name] = tuple(Bucket(**each) for each in given.get(name, ()))
             given["sparse"] = tuple(Table(**each) for each in given.get("sparse", ()))
             given["shapes"] = tuple(tuple(shape) for shape in given.get("shapes", ()))
             given["samples"] = tuple(given.get("samples", ()))
             given["crowd"] = tuple((int(n), float(t)) for n, t in given.get("crowd", ()))
+            if not given["buckets"] and not given["sparse"]:
+                raise ValueError("it has no gradient")
             return cls(**given)
         except (KeyError, TypeError, ValueError) as flaw:
             raise UsageError(f"this is no profile of a model ({flaw}); measure it again.") from None

@@ -79,7 +79,8 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for option in ("--link RATE", "--latency TIME", "--hosts H", "--gpus-per-host G", "--max N",
-                   "--batch B", "--json FILE", "--html FILE", "--png FILE", "--validate"):  # fmt: skip
+                   "--batch B", "--json FILE", "--html FILE", "--png FILE",
+                   "--validate"):  # fmt: skip
         assert option in done.stdout
 
 

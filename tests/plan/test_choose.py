@@ -71,7 +71,7 @@ def test_saturation_names_the_link() -> None:
     at = plan.saturations["ParameterServer, 1 server"]
     row = plan.families["ParameterServer, 1 server"]
     assert at.reached and "a server's link (1Gbit)" in at.reason
-    after = [p for p in row if p.configuration.replicas > at.replicas][0]
+    after = next(p for p in row if p.configuration.replicas > at.replicas)
     here = next(p for p in row if p.configuration.replicas == at.replicas)
     gained = (after.speedup - here.speedup) / (
         after.configuration.replicas - here.configuration.replicas
