@@ -21,8 +21,6 @@ from stratagem.plan.cost import Prediction
 from stratagem.plan.profile import Profile
 from stratagem.plan.units import say_bytes
 
-_ROWS = 14  # of a table that people read; JSON has all
-
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """Everything that was measured and predicted."""
@@ -80,12 +78,14 @@ def warnings(profile: Profile) -> list[str]:
 
 
 def shown(plan: Plan) -> list[tuple[str, list[Prediction], Saturation]]:
-    """The strategies worth a line, the fastest first."""
+    """The best of each kind, whatever its servers and wire, the fastest first; JSON has all."""
     best = plan.recommendation.configuration.family
     rows = sorted(
         plan.families.items(), key=lambda item: (item[0] != best, -max(p.rate for p in item[1]))
     )
-    return [(name, row, plan.saturations[name]) for name, row in rows[:_ROWS]]
+    first = {row[0].configuration.kind: name for name, row in reversed(rows)}
+    return [(name, row, plan.saturations[name]) for name, row in rows
+            if first[row[0].configuration.kind] == name]  # fmt: skip
 
 
 def render(plan: Plan, console: Console) -> None:
