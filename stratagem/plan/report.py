@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stratagem.plan import advice
-from stratagem.plan.choose import Plan, Saturation
+from stratagem.plan.choose import Plan, Saturation, sizes
 from stratagem.plan.cost import Prediction
 from stratagem.plan.profile import Profile
 from stratagem.plan.units import say_bytes
@@ -102,14 +102,15 @@ def render(plan: Plan, console: Console) -> None:
 
 
 def _table(plan: Plan) -> Table:
-    counts = sorted({each.configuration.replicas for each in plan.predictions})
+    best = plan.recommendation.configuration
+    counts = sorted({*sizes(max(each.configuration.replicas for each in plan.predictions)),
+                     best.replicas})  # fmt: skip
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("strategy", overflow="fold")
     for n in counts:
         table.add_column(str(n), justify="right")
     table.add_column("worth it to")
     table.add_column("then binds")
-    best = plan.recommendation.configuration
     for name, row, at in shown(plan):
         table.add_row(
             f"[bold]{name}[/]" if name == best.family else name, *_cells(row, counts, best.replicas
