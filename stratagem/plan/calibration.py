@@ -15,6 +15,8 @@ class Calibration:
 
     #: starting one reduction, or one hop of it, besides the link's latency
     message: float = 120e-6
+    #: the same between GPUs; an estimate, for want of several to measure
+    kernel: float = 20e-6
     #: a step of mirrored replicas: meeting twice, the notes, the loop around
     step: float = 250e-6
     #: a worker's ticket, its push and the answers, besides latency
@@ -27,14 +29,14 @@ class Calibration:
     sockets: float = 1.2e9
     #: what one end of an encrypted connection gets through
     cipher: float = 1.1e9
-    #: how far a server's link serves one worker after the other: who has its values first computes
-    #: and pushes while the others still pull
+    #: how far a lone server serves one worker after the other: who has its values first computes
+    #: and pushes while the others still pull; of several servers a worker waits for the last
     turns: float = 0.25
     #: rounding gradients to 16 bits and back
-    cast: float = 4e9
-    #: a ring of 16-bit numbers over links: Gloo makes two collectives of it, and the second waits
-    #: for an acknowledgement that the kernel holds back
-    second: float = 0.035
+    cast: float = 2e9
+    #: how much longer than a ring 16-bit sums take between two hosts, and the less the more hosts:
+    #: they are scattered and gathered, and Gloo's two ways of one connection get in each other's
+    half: float = 0.75
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -49,7 +51,7 @@ _REACH = 30.0
 def fit(
     measured: Sequence[tuple[float, Callable[[Calibration], float]]],
     start: Calibration | None = None,
-    names: Sequence[str] = ("message", "step", "exchange", "goodput", "turns", "second"),
+    names: Sequence[str] = ("message", "step", "exchange", "goodput", "turns", "half"),
 ) -> Calibration:
     """The constants with the least squares of relative error.
 

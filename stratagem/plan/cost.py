@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -144,19 +143,19 @@ class _Case:
 
     def all_reduce(self, size: float) -> float:
         """Seconds of one bucket."""
-        cfg, hw, message = self.cfg, self.hw, self.cal.message
+        cfg, hw = self.cfg, self.hw
+        message = self.cal.message if self.on_cpu else self.cal.kernel
         inside = min(hw.local, self.cal.sockets) if self.on_cpu else hw.local
         here = (hw.local_latency + message / 4, inside)
         there = (hw.latency + message / 4, min(self.link, inside))
         if cfg.hosts == 1:
             return message + ring(size, cfg.replicas, *here)
-        if cfg.wire and self.on_cpu:
-            message += self.cal.second
         if cfg.hierarchical:
             return message + hierarchical(
                 size, cfg.hosts, cfg.per_host, inside=here, between=there
             )
-        return message + ring(size, cfg.replicas, *there)
+        longer = 1 + 2 * self.cal.half / cfg.replicas if cfg.wire and self.on_cpu else 1.0
+        return message + ring(size, cfg.replicas, *there) * longer
 
     def _wire(self) -> str:
         if self.cfg.hosts == 1:
@@ -215,7 +214,8 @@ class _Case:
         end = self.compute + slow
         size, largest = self._sizes()
         pull = transfer(size, largest, cfg.replicas, *self._rates())
-        at_once = 1 + (cfg.replicas - 1) * (1 - self.cal.turns * (cfg.hosts > 1))
+        in_turn = self.cal.turns if cfg.hosts > 1 and cfg.servers == 1 else 0.0
+        at_once = 1 + (cfg.replicas - 1) * (1 - in_turn)
         push = transfer(size, largest, at_once, *self._rates())
         pushed = self._pushed(slow, push / size if size else 0.0)
         adding = cfg.counted * largest / self.hw.local if cfg.hosts == 1 else 0.0
@@ -238,28 +238,25 @@ class _Case:
         return max(end, overlapped(parts, lambda size: size * per_byte))
 
     def asynchronous(self) -> Prediction:
-        """Every worker goes round by itself, until a server or its link is busy all the time."""
-        cfg = self.cfg
+        """Workers go round by themselves, past a server's link in, its update, its link out.
+
+        Who comes there meets as many as there are on average with one worker less (mean value
+        analysis); alone it meets nobody, and many fill the slowest of the three.
+        """
         size, largest = self._sizes()
-        worker, server = self._rates()
-        pull = transfer(size, largest, 1, worker, server)
-        pushed = max(0.0, self._pushed(0.0, pull / size if size else 0.0) - self.compute)
-        update = self._update() + (2 * largest / self.hw.local if cfg.hosts == 1 else 0.0)
-        round_ = self.compute + pushed + pull + update + self._talk()
-        # In the time of a step every worker hands in once: n of everything for a server. Workers
-        # meet there by chance, so that it is felt before it is busy all the time.
-        busy = {
-            self._server_link(size, cfg.replicas * largest): cfg.replicas * largest / server,
-            "the servers' update": cfg.replicas * update,
-        }
-        name, longest = max(busy.items(), key=lambda item: item[1])
-        parts = {"compute": self.compute, "overhead": self._talk()}
-        parts["the servers' update"] = update
-        link = self._server_link(size, largest)
-        parts[link] = parts.get(link, 0.0) + pushed + pull
-        step = math.hypot(round_, longest) if cfg.replicas > 1 else round_
-        parts[name] = parts.get(name, 0.0) + step - round_
-        return self.told(parts, step)
+        update = self._update() + (2 * largest / self.hw.local if self.cfg.hosts == 1 else 0.0)
+        met = waiting = took = pushed = updated = 0.0
+        for n in range(1, self.cfg.replicas + 1):
+            took = transfer(size, largest, 1 + met, *self._rates())
+            pushed = max(0.0, self._pushed(0.0, took / size if size else 0.0) - self.compute)
+            updated = update * (1 + waiting)
+            cycle = self.compute + pushed + updated + took + self._talk()
+            met, waiting = n * took / cycle, n * updated / cycle
+        parts = {
+            "compute": self.compute, self._server_link(size, (1 + met) * largest): pushed + took,
+            "the servers' update": updated, "overhead": self._talk(),
+        }  # fmt: skip
+        return self.told(parts, sum(parts.values()))
 
     def _server_link(self, size: float, largest: float) -> str:
         if self.cfg.hosts == 1:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
 from stratagem.plan.crowd import counts, crowd
-from stratagem.plan.profile import Bucket, Profile, Table
+from stratagem.plan.profile import Bucket, Profile, Table, merged
 from stratagem.strategies.exchange import BUCKET_BYTES
 from stratagem.strategies.rehearsal import Rehearsal
 from stratagem.wire.buckets import plan_buckets
@@ -239,7 +239,7 @@ class _Runner:
             Bucket(self.params[i].numel() * self.params[i].element_size(), self._when(i) * scale)
             for i in reversed(dense)
         ]
-        return tuple(sorted(found, key=lambda each: each.ready))
+        return merged(sorted(found, key=lambda each: each.ready))
 
     def _when(self, index: int) -> float:
         """Seconds after the beginning of a usual backward pass."""

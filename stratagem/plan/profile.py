@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -38,6 +38,13 @@ class Bucket:
 
     size: int
     ready: float
+
+
+def merged(gradients: Sequence[Bucket], most: int = 32) -> tuple[Bucket, ...]:
+    """Neighbours put together: the gradients of a deep model in a short list."""
+    group = -(-len(gradients) // most) if gradients else 1
+    parts = [gradients[i : i + group] for i in range(0, len(gradients), group)]
+    return tuple(Bucket(sum(b.size for b in part), part[-1].ready) for part in parts)
 
 
 @dataclass(frozen=True)

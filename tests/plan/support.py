@@ -13,8 +13,8 @@ from stratagem.plan.profile import Bucket, Profile
 
 #: nothing but the closed forms
 IDEAL = Calibration(
-    message=0.0, step=0.0, exchange=0.0, goodput=1.0, contention=0.0, sockets=1e15, cipher=1e15,
-    cast=1e15, second=0.0, turns=0.0,
+    message=0.0, kernel=0.0, step=0.0, exchange=0.0, goodput=1.0, contention=0.0, sockets=1e15,
+    cipher=1e15, cast=1e15, half=0.0, turns=0.0,
 )  # fmt: skip
 
 
