@@ -177,6 +177,8 @@ class _Case:
     @property
     def crowding(self) -> float:
         """How much slower memory is with all replicas of a host at work."""
+        if self.profile.crowd and self.profile.compute > 0:
+            return max(1.0, self._crowded() / (self.profile.single_thread or self.profile.compute))
         return 1 + self.cal.contention * (min(self.cfg.per_host, self.hw.cores) - 1)
 
     # --- servers ------------------------------------------------------------------------------

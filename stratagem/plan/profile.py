@@ -67,7 +67,7 @@ class Profile:
     threads: int = 1
     #: forward and backward with one thread, where `threads` is more
     single_thread: float | None = None
-    #: (n, forward and backward) while n replicas of this machine compute at the same time
+    #: (n, forward and backward) of the slowest while n replicas of this machine compute at once
     crowd: tuple[tuple[int, float], ...] = ()
     itemsize: int = 4
     #: as `buckets`, for every dense variable by itself: servers take each as soon as it is there
