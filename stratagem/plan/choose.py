@@ -108,6 +108,8 @@ def candidates(profile: Profile, hardware: Hardware, most: int) -> Iterator[Conf
             if not profile.sparse:
                 yield from _mirrored(hosts, per_host)
             if hosts == 1 and n > 1:
+                if not profile.sparse or profile.device != "cpu":
+                    yield Configuration(CENTRAL, per_host=per_host)
                 yield from _at_home(per_host)
     yield from _among_hosts(hardware, most)
 
@@ -136,8 +138,7 @@ def _mirrored(hosts: int, per_host: int) -> Iterator[Configuration]:
 
 
 def _at_home(per_host: int) -> Iterator[Configuration]:
-    """One home for the parameters on one host."""
-    yield Configuration(CENTRAL, per_host=per_host)
+    """Servers of one host."""
     yield Configuration(CENTRAL, per_host=per_host, asynchronous=True)
     for servers in sizes(min(per_host, _SERVERS)):
         yield from _rules(Configuration(SERVERS, 1, per_host, servers))

@@ -55,11 +55,15 @@ def rows_touched(chances: Iterable[float], batch: int) -> float:
 
 
 @lru_cache(maxsize=1024)
-def largest_share(shapes: tuple[tuple[int, ...], ...], itemsize: int, servers: int) -> float:
-    """The part of all elements that the fullest server keeps."""
-    loads = [0] * servers
+def largest_share(
+    shapes: tuple[tuple[int, ...], ...], itemsize: int, servers: int,
+    parts: tuple[float, ...] = (),
+) -> float:  # fmt: skip
+    """Of all that travels, what the fullest server takes; `parts`: of each variable, if not all."""
+    loads = [0.0] * servers
     for piece in partition(shapes, itemsize, servers):
-        loads[piece.server] += piece.size(shapes[piece.variable])
+        part = parts[piece.variable] if parts else 1.0
+        loads[piece.server] += piece.size(shapes[piece.variable]) * part
     return max(loads) / sum(loads) if sum(loads) else 1 / servers
 
 

@@ -26,10 +26,11 @@ class Table:
     row_bytes: int
     touched: float
 
-    @property
-    def sent_bytes(self) -> float:
-        """What travels of its gradient: rows, and the number of each."""
-        return self.touched * (self.row_bytes + 8)
+    def sent(self, workers: int = 1, travelling: float = 1.0) -> float:
+        """Bytes of the rows that so many workers touch, and the number of each row."""
+        missed = math.log1p(-min(self.touched / self.rows, 1 - 1e-12))
+        rows = -self.rows * math.expm1(workers * missed)
+        return rows * (self.row_bytes * travelling + 8)
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,13 @@ class Profile:
     @property
     def sparse_bytes(self) -> float:
         """What travels of the sparse gradients of one batch."""
-        return sum(table.sent_bytes for table in self.sparse)
+        return sum(table.sent() for table in self.sparse)
 
-    @property
-    def bytes(self) -> float:
-        """What travels of one gradient."""
-        return self.dense_bytes + self.sparse_bytes
+    def travels(self, workers: int = 1, travelling: float = 1.0) -> float:
+        """Bytes of a gradient, or of the values that so many workers' gradients have changed."""
+        return self.dense_bytes * travelling + sum(
+            table.sent(workers, travelling) for table in self.sparse
+        )
 
     @property
     def compute(self) -> float:

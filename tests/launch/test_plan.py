@@ -160,3 +160,34 @@ def test_errors_of_the_script_keep_their_traceback(script: Path) -> None:
     script.write_text("1 / 0")
     with pytest.raises(ZeroDivisionError):
         cli.main(["plan", "train.py"])
+
+
+def test_validate_runs_what_fits(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Really: one replica here, and a server with two workers, each training a copy."""
+    from stratagem.launch import validate
+    from stratagem.plan.configuration import SERVERS, Configuration
+
+    chosen = [Configuration(), Configuration(SERVERS, per_host=2, servers=1)]
+    monkeypatch.setattr(validate, "fitting", lambda plan: chosen)
+    monkeypatch.setattr(validate, "_SECONDS", 0.05)
+    words = ["plan", "--quick", "--hosts", "1", "--validate", "train.py", "--width", "8"]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "predicted against measured" in shown and "median error" in shown
+    assert "ParameterServer, 1 server" in shown
+
+
+def test_what_fits_is_of_this_machine() -> None:
+    from stratagem.launch.validate import fitting
+    from stratagem.plan.choose import choose
+    from stratagem.plan.hardware import Hardware, cores
+    from stratagem.plan.profile import Table
+    from tests.plan.support import profile
+
+    machine = Hardware(hosts=8, per_host=64, cores=64)
+    found = fitting(choose(profile(), machine, most=8))
+    assert all(each.hosts == 1 and each.replicas <= cores() for each in found)
+    sparse = fitting(choose(profile(sparse=(Table(100, 64, 5.0),)), machine, most=8))
+    assert all(each.strategy == "ParameterServerStrategy" for each in sparse)

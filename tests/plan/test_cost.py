@@ -156,7 +156,8 @@ def test_sparse_rows_travel_instead_of_tables() -> None:
     assert rows_touched([1.0, 0.0], 10) == pytest.approx(1.0)
     assert rows_touched([0.01] * 100, 64) == pytest.approx(100 * (1 - 0.99**64))
     model = profile(sparse=(Table(1_000_000, 256, 64.0),))
-    assert model.sparse_bytes == 64 * 264
+    assert model.sparse_bytes == pytest.approx(64 * 264)
+    assert model.travels(10) - model.dense_bytes == pytest.approx(640 * 264, rel=1e-3)
     machine = Hardware(hosts=4)
     table = Bucket(256_000_000, 0.02)
     dense = profile(buckets=(*profile().buckets, table), shapes=((1_000_000, 64), (2_000_000,)))
@@ -164,8 +165,9 @@ def test_sparse_rows_travel_instead_of_tables() -> None:
         predict(each, machine, Configuration(SERVERS, 4, servers=1)).step for each in (model, dense)
     )
     assert rows < all_ / 10
-    with pytest.raises(UsageError, match="sparse gradients"):
-        predict(model, machine, Configuration(MULTI_WORKER, 4))
+    for cfg in (Configuration(MULTI_WORKER, 4), Configuration(CENTRAL, per_host=2)):
+        with pytest.raises(UsageError, match="sparse gradients"):
+            predict(model, machine, cfg)
 
 
 def test_measured_crowds_are_believed() -> None:
