@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
@@ -22,7 +23,7 @@ _BURST = 1e-3
 _FRAME, _LARGEST = 1514, 65536
 #: bytes that a port of the switch keeps before it drops
 _QUEUE = 1 << 20
-#: the one that every kernel lets a namespace choose; cubic, the usual one, differs on long ways only
+#: of the ways to share a link, the one that every kernel lets a namespace choose
 _CONGESTION = "reno"
 
 
@@ -80,8 +81,8 @@ class Hosts:
         for i, name in enumerate(self.names):
             for where, device in ((name, "e0"), (self._switch, f"p{i}")):
                 _run("ip", "-n", where, "link", "set", device, "gso_max_size", whole)
-                _run("tc", "-n", where, "qdisc", "replace", "dev", device, "root", "tbf",
-                     "rate", f"{bits:.0f}bit", "burst", str(burst), "limit", str(_QUEUE))  # fmt: skip
+                _run("tc", "-n", where, "qdisc", "replace", "dev", device, "root", "tbf", "rate",
+                     f"{bits:.0f}bit", "burst", str(burst), "limit", str(_QUEUE))  # fmt: skip
 
     def drops(self) -> int:
         """Packets that the buckets have dropped so far."""
@@ -89,9 +90,8 @@ class Hosts:
         for where in (*self.names, self._switch):
             told = _run("tc", "-n", where, "-s", "qdisc", "show").split()
             found += sum(
-                int(count.strip(",")) for word, count in zip(told, told[1:], strict=False)
-                if word == "(dropped"
-            )  # fmt: skip
+                int(count.strip(",")) for word, count in pairwise(told) if word == "(dropped"
+            )
         return found
 
     def inside(self, host: int, *command: str) -> list[str]:

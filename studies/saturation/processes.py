@@ -138,7 +138,9 @@ class Troupe:
         cast, hosts = self.cast, self.hosts
         jobs = {"worker": range(cast.hosts), "ps": range(cast.hosts, cast.hosts + cast.servers)}
         cluster = {
-            job: [f"{hosts.address(i)}:{PORT}" for i in where] for job, where in jobs.items() if where
+            job: [f"{hosts.address(i)}:{PORT}" for i in where]
+            for job, where in jobs.items()
+            if where
         }
         environ = {
             "STRATAGEM_SECRET": "of a study",

@@ -6,6 +6,7 @@ of JSON, the moments at which its forward passes began.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -66,8 +67,7 @@ def strategy(kind: str, wire: str | None) -> Any:
 
 def preload() -> None:
     """Import what a training needs, which takes seconds: before a process is forked, not in it."""
-    import torch._dynamo  # optimizers do, when the first is made
-
+    importlib.import_module("torch._dynamo")  # optimizers do, when the first is made
     for name in ("Model", "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "Synchronous"):
         getattr(sg, name)
 
