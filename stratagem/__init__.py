@@ -38,7 +38,7 @@ _HOMES = {
     "stratagem.strategies.agreement": ["Patience"],
 }  # fmt: skip
 _WHERE = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"callbacks": "stratagem.frontends.callbacks"}
+_MODULES = {"callbacks": "stratagem.frontends.callbacks", "plan": "stratagem.plan"}
 
 if TYPE_CHECKING:
     from stratagem.cluster.spec import ClusterSpec as ClusterSpec
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     )
     from stratagem.frontends import callbacks as callbacks
     from stratagem.frontends.model import Model as Model
+    from stratagem.plan.notebook import plan as plan
     from stratagem.rules.ramp import Ramp as Ramp
     from stratagem.rules.staleness import DelayCompensated as DelayCompensated
     from stratagem.rules.staleness import Drop as Drop

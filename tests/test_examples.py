@@ -105,8 +105,8 @@ def test_a_loop_by_hand_gives_the_same_however_it_is_started(
     )  # fmt: skip
     accuracy, weight = numbers(plainly("digits_plain.py", "--epochs", 2))
     assert 0.1 < accuracy <= 1
-    assert numbers(own) == pytest.approx([accuracy, weight], abs=1e-5)
-    assert numbers(launched) == pytest.approx([accuracy, weight], abs=1e-5)
+    assert numbers(own)[-2:] == pytest.approx([accuracy, weight], abs=1e-5)
+    assert numbers(launched)[-2:] == pytest.approx([accuracy, weight], abs=1e-5)
 
 
 @pytest.mark.timeout(180)

@@ -89,7 +89,7 @@ PUBLIC = [
     "Replica", "ReplicaError", "ReplicaFailed", "ReplicaLost", "ReplicaMissing", "ReplicaStalled",
     "RingAllReduce", "ScaleDown", "SharedMemoryAllReduce", "Stats", "StratagemError", "Strategy",
     "Synchronous", "Task", "UsageError", "__version__", "callbacks", "current_replica",
-    "get_strategy",
+    "get_strategy", "plan",
 ]  # fmt: skip
 
 

@@ -19,8 +19,10 @@ from stratagem.frontends.meter import Meter, Verbosity, check_verbose
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.optimizers import make_optimizer
 from stratagem.frontends.progress import ProgressBar
+from stratagem.frontends.rehearse import rehearse
 from stratagem.frontends.steps import Recipe
 from stratagem.state import checkpoint
+from stratagem.strategies import rehearsal
 from stratagem.strategies.gpu_memory import explain_out_of_memory
 from stratagem.strategies.mirrored import single_device
 from stratagem.strategies.strategy import Strategy, get_strategy, here
@@ -127,6 +129,8 @@ class Model:
         source = feed(
             x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=_draw_seed()
         )
+        if rehearsal.wanted():
+            rehearse(self.module, optimizer, recipe, source, self.strategy)
         steps = _fewer(source.steps, steps_per_epoch)
         validation = self._validation(validation_data, batch_size)
         self.stop_training = False

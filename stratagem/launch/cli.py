@@ -19,12 +19,14 @@ from stratagem.errors import StratagemError, UsageError
 COMMANDS = {
     "run": ("stratagem.launch.run", "start a cluster on this machine"),
     "check": ("stratagem.launch.check", "see whether every task can reach every other"),
+    "plan": ("stratagem.launch.plan", "predict which strategy pays on how many machines"),
 }
 
 _DESCRIPTION = "Spread neural-network training over devices and machines."
 _EXAMPLES = """examples:
   stratagem run --replicas 2 train.py --epochs 10   two workers on this machine
   stratagem check --wait 10                         on each machine, in place of the training
+  stratagem plan --link 10Gbit train.py             how many machines are worth having
   stratagem run --help                              every option, with examples
 """
 

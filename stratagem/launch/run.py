@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from stratagem.cluster.spec import ClusterSpec
@@ -26,6 +26,7 @@ from stratagem.errors import UsageError
 from stratagem.launch import gpus
 from stratagem.launch.escalation import Inbox
 from stratagem.launch.job import Job, addresses, command
+from stratagem.launch.options import whole
 from stratagem.launch.output import Relay, Sink, wants_colour
 from stratagem.launch.processes import Guard, Process
 from stratagem.launch.supervise import Supervisor, ending
@@ -37,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "%(prog)s [options] train.py [args...]\n       %(prog)s [options] -m module [args...]"
     )
-    add("--replicas", type=_whole(1), metavar="N", help="N workers of one GPU each (or the CPU); "
+    add("--replicas", type=whole(1), metavar="N", help="N workers of one GPU each (or the CPU); "
         "where there are fewer GPUs, several share one")  # fmt: skip
-    add("--workers", type=_whole(1), metavar="W", help="W workers, which divide the GPUs among "
+    add("--workers", type=whole(1), metavar="W", help="W workers, which divide the GPUs among "
         "them (1 if neither this nor --replicas is given)")  # fmt: skip
-    add("--ps", type=_whole(0), default=0, metavar="P", help="P parameter servers besides")
+    add("--ps", type=whole(0), default=0, metavar="P", help="P parameter servers besides")
     add("--evaluator", action="store_true", help="an evaluator besides")
-    add("--port", type=_whole(1), metavar="BASE", help="the tasks listen at BASE, BASE + 1, ... "
+    add("--port", type=whole(1), metavar="BASE", help="the tasks listen at BASE, BASE + 1, ... "
         "(else at ports that are free)")  # fmt: skip
     add("--gpu-memory", type=_limit, metavar="LIMIT", help="what each task may take of a GPU: "
         "8GiB, 50%% or 0.5 (handed on as STRATAGEM_GPU_MEMORY)")  # fmt: skip
@@ -126,17 +127,6 @@ def _verdict(first: Process, tail: Sequence[str]) -> str:
     if not tail:
         return f"{what}; it wrote nothing to stderr.\n"
     return "\n".join([f"{what}; its last lines:", *(f"    {line}" for line in tail), ""])
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers from `least` on."""
-
-    def read(text: str) -> int:
-        if text.strip().isdecimal() and int(text) >= least:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} or more")
-
-    return read
 
 
 def _seconds(text: str) -> float:

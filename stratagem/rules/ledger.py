@@ -124,6 +124,11 @@ class Ledger:
         member = self._table.crew.find(worker)
         return member is not None and member.revoked is not None
 
+    def overtaken(self) -> list[int]:
+        """Workers that have become late since this was last asked."""
+        found, self._table.overtaken = self._table.overtaken, []
+        return found
+
     # what comes of it
 
     def push(self, push: Push) -> Verdict:

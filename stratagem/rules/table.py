@@ -35,6 +35,8 @@ class Table:
         self.served = 0
         #: the batch of the ticket given last (Ticket.first)
         self.batch = -1
+        #: workers whose ticket was taken from them, until somebody asks
+        self.overtaken: list[int] = []
 
     @property
     def left(self) -> int:
@@ -84,6 +86,7 @@ class Table:
         for member in hand.members:
             self._free(member)
             member.revoked = serial
+            self.overtaken.append(member.worker)
         return hand.ticket
 
     def advance(self) -> tuple[Push, ...]:

@@ -43,7 +43,7 @@ class Buckets:
     ) -> None:
         self.params = list(params)
         self.notes_size = notes + len(self.params)
-        plan = _plan(self.params, capacity)
+        plan = plan_buckets(self.params, capacity)
         self.views: list[Tensor] = [torch.empty(0)] * len(self.params)
         self.buckets: list[Bucket] = []
         ride = notes_apart is None and self.params[plan[-1][0]].dtype is torch.float32
@@ -113,7 +113,7 @@ class Buckets:
         return self.buckets[start : self._next]
 
 
-def _plan(params: Sequence[nn.Parameter], capacity: int) -> list[list[int]]:
+def plan_buckets(params: Sequence[nn.Parameter], capacity: int) -> list[list[int]]:
     """Parameters in reverse order, by type; a new bucket when one is full."""
     plan: list[list[int]] = []
     order = list(reversed(range(len(params))))

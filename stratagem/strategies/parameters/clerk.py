@@ -186,7 +186,7 @@ class LeadClerk(Clerk):
         self._take_gradient(guest, frame)
         told = frame.header
         push = Push(guest.worker, int(told["serial"]), int(told["version"]), float(told["weight"]))
-        return self.lead.push(_member(guest), push, told), ()
+        return self.lead.push(_member(guest), push, told, told.get("next"))
 
     def _abandon(self, guest: Guest, frame: Frame) -> Answer:
         self.lead.abandon(_member(guest), int(frame.header["serial"]))

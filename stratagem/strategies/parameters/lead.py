@@ -9,6 +9,7 @@ connection that asks, so a worker that waits keeps nobody else from being served
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +26,23 @@ from stratagem.rules.push import Push, Update, Verdict
 from stratagem.rules.staleness import StepNorm
 from stratagem.rules.updates import Asynchronous
 from stratagem.strategies.parameters.plan import Plan
-from stratagem.strategies.parameters.shard import Order, Shard
+from stratagem.strategies.parameters.shard import Order
 from stratagem.strategies.parameters.trouble import failed
 
 log = logging.getLogger("stratagem")
+
+
+class Near(Protocol):
+    """The lead's own shard."""
+
+    changed: threading.Condition
+    failure: ReplicaError | None
+
+    def obey(self, order: Order) -> Any:
+        """Carry an order out."""
+
+    def fetch(self, seat: str, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
+        """The newest values, for a worker that has version `have`."""
 
 
 class Far(Protocol):
@@ -60,8 +74,6 @@ class Attendee:
     silent: bool = False
     #: given up; set without the lock
     gone: bool = False
-    #: whether it knows that its ticket is too late; once is enough, it may not be listening
-    told: bool = False
 
 
 @dataclass
@@ -86,9 +98,10 @@ class Lead:
     """Decides, deals out work, keeps the books. Every method may be called from any thread."""
 
     def __init__(
-        self, shard: Shard, far: Sequence[Far], end_job: Callable[[ReplicaError], None]
-    ) -> None:
-        self.shard, self.far, self._end_job = shard, list(far), end_job
+        self, shard: Near, far: Sequence[Far], end_job: Callable[[ReplicaError], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.shard, self.far, self._end_job, self._clock = shard, list(far), end_job, clock
         self.changed = shard.changed
         self.attendees: dict[int, Attendee] = {}
         self.ledger: Ledger | None = None
@@ -105,6 +118,8 @@ class Lead:
         self._orders = 0
         self._payloads: dict[tuple[int, int], Tensor] = {}
         self._reports: dict[int, Tensor] = {}
+        #: workers to be told that their ticket is too late; once is enough, they may not listen
+        self._late: set[int] = set()
         self._tally = Tally()
         #: what the chief has put beside the parameters, and what it said at the end
         self._beside = self._told = torch.empty(0, dtype=torch.uint8)
@@ -121,6 +136,7 @@ class Lead:
             self._orders = self.epoch = 0
             self._payloads.clear()
             self._reports.clear()
+            self._late.clear()
             self._beside, self._told = beside, torch.empty(0, dtype=torch.uint8)
             policies = plan.updates.staleness if isinstance(plan.updates, Asynchronous) else ()
             self._gaps = [policy for policy in policies if policy.needs_gap]
@@ -259,28 +275,34 @@ class Lead:
     def next(
         self, attendee: Attendee, epoch: int, have: int, feeds: int | None
     ) -> tuple[dict[str, Any], list[Tensor]]:
-        """A ticket for the worker together with the newest values; or the end of something.
+        """A ticket for the worker together with the newest values; or the end of something."""
+        with self.changed:
+            begun = self._clock()
+            while (answer := self.offer(attendee, epoch, have, feeds, begun)) is None:
+                self.changed.wait(0.5)
+            return answer
+
+    def offer(
+        self, attendee: Attendee, epoch: int, have: int, feeds: int | None, since: float
+    ) -> tuple[dict[str, Any], list[Tensor]] | None:
+        """What there is for a worker that has waited since then; None: nothing yet.
 
         Who feeds is told when no more than so many tickets are left to take, instead of waiting
         for itself.
         """
         with self.changed:
-            begun = time.monotonic()
-            while True:
-                if not self._counts(attendee):
-                    return {"end": True}, [self._told]
-                books = self._books()
-                if self.epoch > epoch:
-                    ticket = books.take(attendee.worker)
-                    if ticket is not None:
-                        break
-                    if books.over:
-                        return {"over": self.epoch, "after": self._orders}, []
-                    if feeds is not None and not self._dealt and books.left <= feeds:
-                        return {"hungry": True}, []
-                self.changed.wait(0.5)
-            attendee.told = False
-            books.waited(attendee.worker, time.monotonic() - begun)
+            if not self._counts(attendee):
+                return {"end": True}, [self._told]
+            books = self._books()
+            if self.epoch <= epoch:
+                return None
+            ticket = books.take(attendee.worker)
+            if ticket is None:
+                if books.over:
+                    return {"over": self.epoch, "after": self._orders}, []
+                hungry = feeds is not None and not self._dealt and books.left <= feeds
+                return ({"hungry": True}, []) if hungry else None
+            books.waited(attendee.worker, self._clock() - since)
             header, body = self.shard.fetch(attendee.seat, have, 0)
             header["ticket"] = [ticket.serial, ticket.batch, ticket.part, ticket.parts]
             header["epoch"], header["after"] = self.epoch, self._orders
@@ -293,32 +315,56 @@ class Lead:
     def abandon(self, attendee: Attendee, serial: int) -> None:
         with self.changed:
             if self._counts(attendee):
-                self._books().abandon(attendee.worker, serial)
-                self._settle()
-                self.changed.notify_all()
+                books = self._books()
+                with self._turns(books):
+                    books.abandon(attendee.worker, serial)
+                    self._settle()
 
-    def push(self, attendee: Attendee, push: Push, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Decide on a gradient that lies on every server's desk."""
+    def push(
+        self, attendee: Attendee, push: Push, told: Mapping[str, Any],
+        ahead: tuple[int, int] | None = None,
+    ) -> tuple[dict[str, Any], list[Tensor]]:  # fmt: skip
+        """Decide on a gradient that lies on every server's desk.
+
+        With `ahead`, the worker's epoch and version, its next ticket comes with the answer, if
+        there is one: it would wait once more for its turn otherwise, behind others' updates.
+        """
         with self.changed:
             if not self._counts(attendee):
-                return {"kept": False, "tau": 0, "why": "the training is over", "after": 0}
+                why = "the training is over"
+                return {"kept": False, "tau": 0, "why": why, "after": 0, "version": 0}, []
             books = self._books()
             if told.get("settings"):
                 self._order(["settings", told["settings"]])
             ticket = books.holds(push.worker)
-            verdict = books.push(push)
-            if verdict.kept:
-                assert ticket is not None
-                self._payloads.pop((ticket.batch, ticket.part), None)  # nobody will ask for it
-                loss, examples = told["notes"]
-                self._tally.waiting.append((float(loss), push.weight, int(examples)))
-                self._take_in(attendee.seat, push, verdict, told.get("used"), books.ripe())
-            self._settle()
-            self.changed.notify_all()
-            return {
+            with self._turns(books):
+                verdict = books.push(push)
+                if verdict.kept:
+                    assert ticket is not None
+                    self._payloads.pop((ticket.batch, ticket.part), None)  # nobody will ask for it
+                    loss, examples = told["notes"]
+                    self._tally.waiting.append((float(loss), push.weight, int(examples)))
+                    self._take_in(attendee.seat, push, verdict, told.get("used"), books.ripe())
+                self._settle()
+            header = {
                 "kept": verdict.kept, "tau": verdict.tau, "why": verdict.why,
                 "after": self._orders, "version": books.version,
             }  # fmt: skip
+            if ahead is None or not books.may_take(attendee.worker):
+                return header, []
+            found = self.offer(attendee, *ahead, None, self._clock())
+            if found is None:
+                return header, []
+            header["next"], body = found
+            return header, body
+
+    @contextmanager
+    def _turns(self, books: Ledger) -> Iterator[None]:
+        """Wake those who wait, but only if what happens inside is news for them."""
+        turn = books.turn
+        yield
+        if books.turn != turn or books.over:
+            self.changed.notify_all()
 
     def _take_in(
         self, seat: str, push: Push, verdict: Verdict, used: Any, update: Update | None
@@ -354,9 +400,15 @@ class Lead:
         assert self.ledger is not None
         while (update := self.ledger.ripe()) is not None:
             self._apply(update)
-        for worker, attendee in self.attendees.items():
-            if not attendee.told and self.ledger.late(worker):
-                attendee.told = attendee.tell({"news": self.ledger.version})
+        self._late.update(self.ledger.overtaken())
+        for worker in sorted(self._late):
+            attendee = self.attendees.get(worker)
+            if attendee is not None and self.ledger.late(worker):
+                told = attendee.tell({"news": self.ledger.version})
+            else:
+                told = True
+            if told:
+                self._late.discard(worker)
 
     def _gap_factor(self, seat: str) -> float:
         factor = 1.0

@@ -111,9 +111,13 @@ class Shard:
             if handle is None:
                 self._desks[seat] = Desk(torch.empty(load, dtype=plan.wire_dtype), load)
                 return
-            segment = Segment.attach(handle)
-            values, outbox = memory_of(segment, plan)
-            first = layout.offset(self.index)
+            self.share(seat, *memory_of(Segment.attach(handle), plan))
+
+    def share(self, seat: str, values: Tensor, outbox: Tensor) -> None:
+        """Give a worker a desk in its own memory: all its values, and its outbox of gradients."""
+        with self.changed:
+            layout = self._open().layout
+            load, first = layout.loads[self.index], layout.offset(self.index)
             targets = [
                 values[e.lo : e.hi].view(view.shape)
                 for e, view in zip(layout.extents[self.index], self.store.views, strict=True)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from stratagem.errors import ReplicaError, StratagemError
 from stratagem.rules.push import Ticket
 from stratagem.rules.stats import Stats
+from stratagem.rules.updates import Asynchronous
 from stratagem.strategies.agreement import Patience
 from stratagem.strategies.parameters.clerk import TREE_LIMIT
 from stratagem.strategies.parameters.courier import Courier
@@ -156,6 +157,8 @@ class Worker:
         self._have = [-1] * len(self._servers)
         self._epoch = self._news = self._after = 0
         self._told: Any = None
+        #: what came with the answer to a push
+        self._ahead: Work | None = None
         self._hire_couriers()
         for i in range(len(self._servers)):
             self._call(i, {"t": "sit", "fit": fit, "memory": self.memory.handle})
@@ -233,26 +236,33 @@ class Worker:
 
         For a worker that deals and works in turn: nobody else deals while it waits.
         """
-        frame = self._call(
-            0, {"t": "next", "epoch": self._epoch, "have": self._have[0], "feeds": low}
-        )
-        told = frame.header
-        if "hungry" in told:
-            return None
-        if "end" in told:
-            return FitOver(self._tree(frame))
-        if "over" in told:
-            self._epoch, self._after = int(told["over"]), int(told["after"])
-            return EpochOver(self._epoch)
+        work, self._ahead = self._ahead, None
+        if work is None:
+            frame = self._call(
+                0, {"t": "next", "epoch": self._epoch, "have": self._have[0], "feeds": low}
+            )
+            told = frame.header
+            if "hungry" in told:
+                return None
+            if "end" in told:
+                return FitOver(self._tree(frame))
+            if "over" in told:
+                self._epoch, self._after = int(told["over"]), int(told["after"])
+                return EpochOver(self._epoch)
+            work = self._take(told, frame)
+        if wait:
+            self.arrive()
+        return work
+
+    def _take(self, told: Mapping[str, Any], frame: Frame) -> Work:
+        """A ticket has come; its values are on their way."""
         payload = _room(int(told.get("payload", 0)), frame)
         if "payload" in told:
             self._servers[0].read_into([payload], more=True)
         self._ask_others(int(told["after"]))
-        self._carry(0, lambda: self._take_values(0, frame))
+        self._carry(0, lambda: self._take_values(0, told))
         for i in range(1, len(self._servers)):
             self._carry(i, partial(self._take_from, i))
-        if wait:
-            self.arrive()
         ticket = Ticket(*(int(n) for n in told["ticket"]))
         return Work(ticket, int(told["epoch"]), decode(payload) if "payload" in told else None)
 
@@ -306,15 +316,28 @@ class Worker:
             "t": "push", "serial": ticket.serial, "version": self.version, "weight": weight,
             "notes": [loss, examples], "used": used,
         }  # fmt: skip
+        assert self.plan is not None
+        if isinstance(self.plan.updates, Asynchronous) and not self._couriers:
+            # what couriers bring would change the values while others may look at them
+            header["next"] = [self._epoch, self._have[0]]
         if settings is not None and settings != self._told:
             self._told, header["settings"] = settings, settings
         if 0 in streamed:
             self._write(0, header)
         else:
             self._stage(0, header)
-        answer = self._receive(0).header
+        frame = self._receive(0)
+        answer = frame.header
         self._after = int(answer["after"])
+        if "next" in answer:
+            self._ahead = self._take(answer["next"], frame)
         return bool(answer["kept"])
+
+    def _put_back(self) -> None:
+        """Have somebody else do what was to be done next."""
+        if self._ahead is not None:
+            work, self._ahead = self._ahead, None
+            self._call(0, {"t": "abandon", "serial": work.ticket.serial})
 
     def _finish_stream(self) -> set[int]:
         """The servers whose gradients left while they were made; now they are all there."""
@@ -358,7 +381,7 @@ class Worker:
         """Fetch the newest values from every server."""
         for i in range(len(self._servers)):
             header = {"t": "fetch", "have": self._have[i], "after": self._after_of(i)}
-            self._take_values(i, self._call(i, header))
+            self._take_values(i, self._call(i, header).header)
         self.memory.arrived()
 
     def _after_of(self, i: int) -> int:
@@ -369,10 +392,9 @@ class Worker:
             self._write(i, {"t": "fetch", "have": self._have[i], "after": after})
 
     def _take_from(self, i: int) -> None:
-        self._take_values(i, self._receive(i))
+        self._take_values(i, self._receive(i).header)
 
-    def _take_values(self, i: int, frame: Frame) -> None:
-        told = frame.header
+    def _take_values(self, i: int, told: Mapping[str, Any]) -> None:
         into, settle = self.memory.incoming(i, told)
         if into:
             try:
@@ -443,6 +465,7 @@ class Worker:
 
     def assign(self, params: Sequence[Tensor]) -> None:
         """Put other values into the servers: somebody has changed them here."""
+        self._put_back()  # it came with values that are not these
         for i, values in enumerate(self._cut(params)):
             self._call(i, {"t": "assign"}, [values])
 

@@ -507,8 +507,8 @@ def test_the_model_is_the_users_own_after_a_failure(made: Any) -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             raise Mine("a bad day")
 
-    with pytest.raises(Mine):
-        model.fit(x, y, batch_size=8, verbose=0, callbacks=[Fail()])
+    with pytest.raises(Mine):  # epochs enough that the chief is not the late one every time
+        model.fit(x, y, batch_size=8, epochs=50, verbose=0, callbacks=[Fail()])
     assert not any(p._post_accumulate_grad_hooks for p in model.module.parameters())
     F.cross_entropy(model.module(x), y).backward()
     model.fit(x, y, batch_size=8, verbose=0)

@@ -1,0 +1,163 @@
+"""How many machines, which strategy, is the network enough? Answered without training.
+
+Runs the script up to its first fit, measures a few steps of the model there on a batch of the real
+data, and predicts every strategy at every number of replicas. The script's fit does not train.
+
+examples:
+  stratagem plan train.py                                  this machine, and 10Gbit between hosts
+  stratagem plan --link 1Gbit --hosts 8 train.py --lr 0.1
+  stratagem plan --link 100Gbit --latency 5us --hosts 4 --gpus-per-host 8 train.py
+  stratagem plan --html plan.html --png plan.png --json plan.json train.py
+  stratagem plan --validate train.py                       also runs what fits on this machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stratagem.errors import UsageError
+from stratagem.launch.options import whole
+
+if TYPE_CHECKING:
+    from stratagem.plan.choose import Plan
+    from stratagem.plan.hardware import Hardware
+    from stratagem.plan.profile import Profile
+    from stratagem.strategies.rehearsal import Rehearsal
+
+_LINK, _LATENCY, _HOSTS = "10Gbit", "50us", 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stratagem plan`."""
+    add = parser.add_argument
+    parser.usage = "%(prog)s [options] train.py [args...]"
+    add("--link", metavar="RATE", help=f"between hosts, each way: 10Gbit, 1.5GB/s ({_LINK})")
+    add("--latency", metavar="TIME", help=f"between hosts, one way: 50us, 2ms ({_LATENCY})")
+    add("--hosts", type=whole(1), metavar="H", help=f"how many there could be ({_HOSTS})")
+    add("--gpus-per-host", type=whole(1), metavar="G", help="devices of each host, CPU replicas "
+        "where there is no GPU (as many as this machine has)")  # fmt: skip
+    add("--local", metavar="RATE", help="between devices of a host: 300GB/s (measured)")
+    add("--max", type=whole(1), metavar="N", help="the most replicas to plan for (all)")
+    add("--batch", type=whole(1), metavar="B", help="examples that a replica computes at once "
+        "(what the script gives to each)")  # fmt: skip
+    add("--quick", action="store_true", help="do not measure replicas of this machine at once")
+    add("--json", metavar="FILE", help="everything, for programs")
+    add("--html", metavar="FILE", help="a page with the figures under the pointer")
+    add("--png", metavar="FILE", help="a picture (needs the extra plots)")
+    add("--validate", action="store_true", help="run what fits on this machine, and compare")
+    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print a plan; 0 unless something was wrong with what was asked."""
+    words = _script(args.script)
+    _check_network(args)
+    outputs = {"json": args.json, "html": args.html, "png": args.png}
+    _check_outputs(outputs)
+    trial = _rehearsal(words)
+    from stratagem.plan.choose import choose
+    from stratagem.plan.measure import rehearse
+
+    profile = rehearse(trial, batch=args.batch, crowded=not args.quick, say=_say)
+    plan = choose(profile, _hardware(args, profile), most=args.max)
+    _print(plan, args)
+    _write(plan, outputs)
+    return _validate(plan, trial) if args.validate else 0
+
+
+def _script(words: Sequence[str]) -> list[str]:
+    words = list(words[1:] if words[:1] == ["--"] else words)
+    if not words:
+        raise UsageError("which script? As in: stratagem plan --link 10Gbit train.py")
+    if words[0].startswith("-"):
+        raise UsageError(f"there is no option {words[0]} (see stratagem plan --help)")
+    if not Path(words[0]).is_file():
+        raise UsageError(f"there is no script {words[0]!r} in {os.getcwd()}")
+    return words
+
+
+def _check_network(args: argparse.Namespace) -> None:
+    """Before anything is run that takes long."""
+    from stratagem.plan.units import rate, seconds
+
+    rate(args.link or _LINK, "--link")
+    rate(args.local or _LINK, "--local")
+    seconds(args.latency or _LATENCY, "--latency")
+
+
+def _check_outputs(outputs: Mapping[str, str | None]) -> None:
+    for option, file in outputs.items():
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise UsageError(f"--{option}: there is no folder {str(Path(file).parent)!r}; make it.")
+        if file is not None and Path(file).is_dir():
+            raise UsageError(f"--{option}: {file!r} is a folder; name a file.")
+    if outputs["png"] is not None:
+        from stratagem.plan.plot import library
+
+        library()
+
+
+def _rehearsal(words: Sequence[str]) -> Rehearsal:
+    """Run the script, as `python script args` would, up to its first fit."""
+    from stratagem.launch.script import run_to_fit
+
+    _say(f"running {words[0]} up to its first fit")
+    return run_to_fit(words)
+
+
+def _hardware(args: argparse.Namespace, profile: Profile) -> Hardware:
+    """This machine, many times over, behind the links that were named."""
+    from stratagem.plan.hardware import Hardware
+    from stratagem.plan.machine import measure
+
+    here = measure(profile.device)
+    counts = {"hosts": args.hosts or _HOSTS}
+    if args.gpus_per_host:
+        counts["per_host"] = args.gpus_per_host
+    return Hardware.of(
+        link=args.link or _LINK, latency=args.latency or _LATENCY, local=args.local, base=here,
+        **counts,
+    )  # fmt: skip
+
+
+def _print(plan: Plan, args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from stratagem.plan.report import render
+
+    render(plan, Console())
+    options = {"--link": args.link, "--latency": args.latency, "--hosts": args.hosts}
+    assumed = [name for name, value in options.items() if value is None]
+    if assumed:
+        _say(f"assumed: {plan.hardware}; say what you have with {', '.join(assumed)}")
+
+
+def _write(plan: Plan, outputs: Mapping[str, str | None]) -> None:
+    """Every file that was asked for; all are made before one is written."""
+    from stratagem.plan.page import page
+    from stratagem.plan.plot import png
+    from stratagem.plan.report import dumps, write
+
+    make: dict[str, Callable[[Plan], str | bytes]] = {"json": dumps, "html": page, "png": png}
+    made = {file: make[option](plan) for option, file in outputs.items() if file is not None}
+    for file, data in made.items():
+        try:
+            write(file, data)
+        except OSError as problem:
+            raise UsageError(f"{file}: it cannot be written ({problem.strerror}).") from None
+        _say(f"wrote {file}")
+
+
+def _validate(plan: Plan, trial: Rehearsal) -> int:
+    from stratagem.launch.validate import compare
+
+    return compare(plan, trial)
+
+
+def _say(text: str) -> None:
+    print(f"stratagem plan: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,115 @@
+"""Predicted against measured: what fits on this machine is really run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from stratagem.errors import UsageError
+from stratagem.plan.choose import Plan
+from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
+from stratagem.plan.cost import predict
+from stratagem.plan.hardware import cores
+from stratagem.plan.measure import batch_of
+from stratagem.rules.updates import Asynchronous, Synchronous
+from stratagem.strategies.central_storage import CentralStorageStrategy
+from stratagem.strategies.mirrored import MirroredStrategy
+from stratagem.strategies.parameter_server import ParameterServerStrategy
+from stratagem.strategies.parameters.crew import LocalCluster
+from stratagem.strategies.rehearsal import Rehearsal
+from stratagem.strategies.strategy import Strategy
+
+_SECONDS, _LEAST, _MOST = 1.0, 5, 100
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a step, both ways."""
+
+    configuration: Configuration
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def validate(plan: Plan, trial: Rehearsal) -> Iterator[Row]:
+    """Run every configuration that this machine can hold, one after the other."""
+    if trial.train is None:
+        raise UsageError(
+            "this script's training cannot be repeated with other strategies; --validate works "
+            "with fit of sg.Model."
+        )
+    for each in fitting(plan):
+        said = predict(plan.profile, plan.hardware, each, plan.calibration)
+        steps = int(min(max(_LEAST, _SECONDS / said.step), _MOST))
+        rows = plan.profile.batch * (1 if each.asynchronous else each.counted)
+        steps *= each.replicas if each.asynchronous else 1
+        batch = batch_of(trial, rows, torch.device("cpu"))
+        with _strategy(each, plan.profile.device) as strategy:
+            rate = trial.train(strategy, batch, steps)
+        yield Row(each, said.step, each.counted * plan.profile.batch / rate)
+
+
+def fitting(plan: Plan) -> list[Configuration]:
+    """What can be run here without sharing a device."""
+    gpus = torch.cuda.device_count() if plan.profile.device == "cuda" else 0
+    most = gpus or cores()
+    counts = [n for n in (2, 4, 8, 16) if n <= min(most, plan.hardware.size)]
+    found = [Configuration()] if not plan.profile.sparse else []
+    for n in counts:
+        if not plan.profile.sparse:
+            found += [Configuration(MIRRORED, per_host=n)]
+        found += [Configuration(SERVERS, per_host=n, servers=1)]
+    for n in counts[:1]:
+        found += [
+            Configuration(SERVERS, per_host=n, servers=1, asynchronous=True),
+            *([Configuration(CENTRAL, per_host=n)] if not plan.profile.sparse else []),
+        ]
+    return found
+
+
+@contextmanager
+def _strategy(cfg: Configuration, device: str) -> Iterator[Strategy]:
+    names = [f"{device}:{i}" for i in range(cfg.per_host)]
+    rule: Any = Asynchronous() if cfg.asynchronous else Synchronous(spares=cfg.spares)
+    made: Strategy
+    if cfg.strategy == SERVERS:
+        cluster = LocalCluster(workers=cfg.per_host, ps=cfg.servers)
+        made = ParameterServerStrategy(cluster, updates=rule, devices=names)
+    elif cfg.strategy == CENTRAL:
+        made = CentralStorageStrategy(names, updates=rule)
+    else:
+        made = MirroredStrategy(names)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def compare(plan: Plan, trial: Rehearsal) -> int:
+    """Print the table of `validate`."""
+    console = Console()
+    table = Table("configuration", box=SIMPLE, title="predicted against measured, ms a step")
+    for head in ("predicted", "measured", "error"):
+        table.add_column(head, justify="right")
+    found = []
+    for row in validate(plan, trial):
+        found.append(row)
+        table.add_row(str(row.configuration), f"{row.predicted * 1e3:.2f}",
+                      f"{row.measured * 1e3:.2f}", f"{row.error:+.0%}")  # fmt: skip
+    console.print(table)
+    errors = [abs(row.error) for row in found]
+    if errors:
+        console.print(f"median error {statistics.median(errors):.0%}, worst {max(errors):.0%}")
+    return 0

@@ -1,0 +1,172 @@
+"""Every strategy at every size: what each does, where it stops paying, and which to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from stratagem.errors import UsageError
+from stratagem.plan.calibration import Calibration
+from stratagem.plan.configuration import CENTRAL, MIRRORED, MULTI_WORKER, SERVERS, Configuration
+from stratagem.plan.cost import Prediction, predict
+from stratagem.plan.hardware import Hardware
+from stratagem.plan.profile import Profile
+
+#: one more replica that adds less than this part of a device is not worth having
+WORTH = 0.05
+#: asynchronous updates are not the equals of synchronous ones: they must be this much faster
+BETTER = 1.10
+#: of two that are this close, the smaller and simpler
+CLOSE = 0.95
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """From how many replicas on more of them are not worth having, and why."""
+
+    family: str
+    replicas: int
+    #: whether more were tried at all
+    reached: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was predicted, best placement first for each strategy and number of replicas."""
+
+    profile: Profile
+    hardware: Hardware
+    calibration: Calibration
+    predictions: tuple[Prediction, ...]
+
+    @cached_property
+    def families(self) -> dict[str, list[Prediction]]:
+        """By strategy: the best placement at each number of replicas, fewest first."""
+        found: dict[str, dict[int, Prediction]] = {}
+        for each in self.predictions:
+            row = found.setdefault(each.configuration.family, {})
+            best = row.get(each.configuration.replicas)
+            if best is None or each.rate > best.rate:
+                row[each.configuration.replicas] = each
+        return {name: [row[n] for n in sorted(row)] for name, row in found.items()}
+
+    @cached_property
+    def saturations(self) -> dict[str, Saturation]:
+        return {name: _saturation(name, row) for name, row in self.families.items()}
+
+    @cached_property
+    def recommendation(self) -> Prediction:
+        """The least that is about as fast as anything, synchronous unless that costs much."""
+        one = predict(self.profile, self.hardware, Configuration(), self.calibration)
+        worth = [one] + [
+            each for name, row in self.families.items()
+            for each in row if each.configuration.replicas <= self.saturations[name].replicas
+        ]  # fmt: skip
+        in_step = [each for each in worth if not each.configuration.asynchronous]
+        best = max(each.rate for each in in_step)
+        if max(each.rate for each in worth) > best * BETTER:
+            in_step = worth
+            best = max(each.rate for each in worth)
+        return min((each for each in in_step if each.rate >= best * CLOSE), key=_price)
+
+    def placements(self, like: Configuration) -> list[Prediction]:
+        """The other ways to place as many replicas, the best first."""
+        alike = [
+            each for each in self.predictions
+            if each.configuration.family == like.family
+            and each.configuration.replicas == like.replicas
+        ]  # fmt: skip
+        return sorted(alike, key=lambda each: -each.rate)
+
+
+def choose(
+    profile: Profile, hardware: Hardware, *, most: int | None = None,
+    calibration: Calibration | None = None,
+) -> Plan:  # fmt: skip
+    """Predict every strategy from one replica to `most`: by default, all that the hardware has."""
+    if most is not None and most < 1:
+        raise UsageError(f"plan for at most {most} replicas? It must be 1 or more.")
+    most = most or hardware.size
+    if most > hardware.size:
+        hardware = replace(hardware, hosts=-(-most // hardware.per_host))
+    constants = calibration or Calibration()
+    predictions = tuple(
+        predict(profile, hardware, each, constants) for each in candidates(profile, hardware, most)
+    )
+    return Plan(profile, hardware, constants, predictions)
+
+
+def candidates(profile: Profile, hardware: Hardware, most: int) -> Iterator[Configuration]:
+    """All that makes sense to try."""
+    dense = not profile.sparse
+    for n in sizes(most):
+        for hosts, per_host in _placements(n, hardware):
+            if dense:
+                yield from _mirrored(hosts, per_host)
+            yield from _served(hosts, per_host)
+
+
+def sizes(most: int) -> list[int]:
+    """1, 2, 4, ... and the last."""
+    return sorted({*(1 << i for i in range(most.bit_length())), most})
+
+
+def _placements(n: int, hardware: Hardware) -> list[tuple[int, int]]:
+    """Hosts and replicas on each, all alike, the fewest hosts first; none if n cannot be split."""
+    return [
+        (n // each, each) for each in range(min(n, hardware.per_host), 0, -1)
+        if n % each == 0 and n // each <= hardware.hosts
+    ]  # fmt: skip
+
+
+def _mirrored(hosts: int, per_host: int) -> Iterator[Configuration]:
+    if hosts == 1:
+        yield Configuration(MIRRORED, per_host=per_host)
+        return
+    for wire in (None, "bfloat16"):
+        yield Configuration(MULTI_WORKER, hosts, per_host, wire=wire)
+    if per_host > 1:
+        yield Configuration(MULTI_WORKER, hosts, per_host, hierarchical=True)
+
+
+def _served(hosts: int, per_host: int) -> Iterator[Configuration]:
+    n = hosts * per_host
+    if hosts == 1 and n > 1:
+        yield Configuration(CENTRAL, per_host=per_host)
+        yield Configuration(CENTRAL, per_host=per_host, asynchronous=True)
+    if n == 1:
+        return
+    for servers in sizes(min(n, 8)):
+        plain = Configuration(SERVERS, hosts, per_host, servers)
+        for each in (plain, replace(plain, wire="bfloat16")) if hosts > 1 else (plain,):
+            yield each
+            yield replace(each, asynchronous=True)
+            if n >= 4:
+                yield replace(each, spares=max(1, round(n / 10)))
+
+
+def _saturation(family: str, row: Sequence[Prediction]) -> Saturation:
+    """Where the next replicas add less than a twentieth of a device each."""
+    for here, after in pairwise(row):
+        more = after.configuration.replicas - here.configuration.replicas
+        if (after.speedup - here.speedup) / more < WORTH:
+            return Saturation(family, here.configuration.replicas, True, bottleneck(after))
+    return Saturation(family, row[-1].configuration.replicas, False, bottleneck(row[-1]))
+
+
+def bottleneck(of: Prediction) -> str:
+    """What keeps it from being as many times faster as it has replicas."""
+    lost = {name: each for name, each in of.parts.items() if name != "compute"}
+    name = max(lost, key=lambda each: lost[each], default="compute")
+    return name if lost.get(name, 0.0) > 0.1 * of.step else "compute"
+
+
+def _price(of: Prediction) -> tuple[int, int, int, float]:
+    """Machines first, then what is simple, then speed."""
+    cfg = of.configuration
+    parts = cfg.asynchronous * 4 + cfg.served * 2 + bool(cfg.wire) + cfg.hierarchical
+    machines = cfg.replicas + (cfg.servers if cfg.hosts > 1 else 0)
+    return machines, parts + cfg.spares, cfg.hosts, -of.rate

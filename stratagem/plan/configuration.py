@@ -1,0 +1,97 @@
+"""One way to spread a training: strategy, placement, servers, spares, and what travels."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stratagem.errors import UsageError
+
+MIRRORED = "MirroredStrategy"
+MULTI_WORKER = "MultiWorkerMirroredStrategy"
+CENTRAL = "CentralStorageStrategy"
+SERVERS = "ParameterServerStrategy"
+STRATEGIES = (MIRRORED, MULTI_WORKER, CENTRAL, SERVERS)
+_WIRES = (None, "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """`hosts` of `per_host` replicas; parameter servers of several hosts have hosts of their own.
+
+    >>> Configuration("MultiWorkerMirroredStrategy", hosts=4, per_host=8, wire="bfloat16")
+    >>> Configuration("ParameterServerStrategy", hosts=4, servers=2, spares=1)
+    """
+
+    strategy: str = MIRRORED
+    hosts: int = 1
+    per_host: int = 1
+    servers: int = 0
+    spares: int = 0
+    wire: str | None = None
+    asynchronous: bool = False
+    #: gradients are added up inside each host first
+    hierarchical: bool = False
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise UsageError(f"{self.strategy!r} is none of {', '.join(STRATEGIES)}.")
+        if self.hosts < 1 or self.per_host < 1:
+            raise UsageError(f"{self.hosts} hosts of {self.per_host}: there must be a replica.")
+        if self.wire not in _WIRES:
+            raise UsageError(f'wire={self.wire!r} is not planned for; use None or "bfloat16".')
+        if self.served and self.strategy == SERVERS and self.servers < 1:
+            raise UsageError("ParameterServerStrategy needs a server: servers=1.")
+        if not 0 <= self.spares < self.replicas:
+            raise UsageError(f"{self.spares} spares of {self.replicas} replicas leave nobody.")
+        if (self.spares or self.asynchronous) and not self.served:
+            raise UsageError(f"{self.strategy} waits for all: no spares, nothing asynchronous.")
+        if self.hosts > 1 and self.strategy in (MIRRORED, CENTRAL):
+            raise UsageError(f"{self.strategy} is of one host, not of {self.hosts}.")
+
+    @property
+    def served(self) -> bool:
+        """Whether parameters have one home."""
+        return self.strategy in (SERVERS, CENTRAL)
+
+    @property
+    def replicas(self) -> int:
+        return self.hosts * self.per_host
+
+    @property
+    def counted(self) -> int:
+        """How many replicas' gradients make an update."""
+        return self.replicas - self.spares
+
+    @property
+    def travelling(self) -> float:
+        """The part of fp32's bytes that travels."""
+        return 0.5 if self.wire == "bfloat16" else 1.0
+
+    @property
+    def family(self) -> str:
+        """What it has in common with the same at another number of replicas."""
+        words = [self.strategy.removesuffix("Strategy")]
+        if self.hierarchical:
+            words.append("hierarchical")
+        if self.strategy == SERVERS:
+            words.append(f"{self.servers} server{'s' * (self.servers > 1)}")
+        if self.asynchronous:
+            words.append("asynchronous")
+        if self.spares:
+            words.append("spares")
+        if self.wire == "bfloat16":
+            words.append("bf16")
+        return ", ".join(words)
+
+    @property
+    def placement(self) -> str:
+        if self.hosts == 1:
+            return f"{self.per_host} on one host" if self.per_host > 1 else "one device"
+        return f"{self.hosts} hosts of {self.per_host}"
+
+    def __str__(self) -> str:
+        return f"{self.family}, {self.placement}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,286 @@
+"""Predict a step: the closed forms, put together for one configuration.
+
+    predict(profile, hardware, Configuration(MULTI_WORKER, hosts=4)).step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stratagem.errors import UsageError
+from stratagem.plan.calibration import Calibration
+from stratagem.plan.configuration import SERVERS, Configuration
+from stratagem.plan.formulas import hierarchical, largest_share, overlapped, ring, transfer
+from stratagem.plan.hardware import Hardware
+from stratagem.plan.profile import Profile
+from stratagem.plan.stragglers import sampled
+from stratagem.plan.units import say_rate
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a configuration does; `parts` are the seconds of a step, and add up to it."""
+
+    configuration: Configuration
+    #: seconds in which every counted replica has handed in once
+    step: float
+    #: examples a second
+    rate: float
+    #: to one device, and what is left of it for each replica
+    speedup: float
+    #: updates of the parameters a second
+    updates: float
+    parts: Mapping[str, float]
+    #: what most of the step is spent on
+    limit: str
+
+    @property
+    def efficiency(self) -> float:
+        return self.speedup / self.configuration.replicas
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "configuration": self.configuration.to_json(), "name": str(self.configuration),
+            "replicas": self.configuration.replicas, "step_s": self.step,
+            "examples_per_s": self.rate, "speedup": self.speedup, "efficiency": self.efficiency,
+            "updates_per_s": self.updates, "parts_s": dict(self.parts), "limit": self.limit,
+        }  # fmt: skip
+
+
+def predict(
+    profile: Profile, hardware: Hardware, configuration: Configuration,
+    calibration: Calibration | None = None,
+) -> Prediction:  # fmt: skip
+    """One configuration on this hardware; the number of hosts may be more than it has."""
+    _check(profile, configuration)
+    case = _Case(profile, hardware, configuration, calibration or Calibration())
+    if configuration.replicas == 1 and configuration.strategy != SERVERS:
+        parts = {"compute": profile.compute, "optimizer": profile.optimizer}
+        return case.told(parts, sum(parts.values()))
+    if configuration.strategy == SERVERS or (configuration.served and not case.shares):
+        return case.asynchronous() if configuration.asynchronous else case.synchronous()
+    return case.mirrored()
+
+
+def single(profile: Profile) -> float:
+    """Examples a second of one device."""
+    return profile.batch / max(profile.compute + profile.optimizer, 1e-12)
+
+
+def _check(profile: Profile, configuration: Configuration) -> None:
+    if profile.sparse and not configuration.served and configuration.replicas > 1:
+        raise UsageError(
+            f"{profile.name} has sparse gradients, which {configuration.strategy} cannot add up; "
+            "plan ParameterServerStrategy."
+        )
+
+
+class _Case:
+    """One prediction on its way."""
+
+    def __init__(
+        self, profile: Profile, hardware: Hardware, configuration: Configuration,
+        calibration: Calibration,
+    ) -> None:  # fmt: skip
+        self.profile, self.hw = profile, hardware
+        self.cfg, self.cal = configuration, calibration
+        self.on_cpu = profile.device == "cpu"
+        self.scale = self._crowded() / profile.compute if profile.compute > 0 else 1.0
+        self.link = hardware.link * calibration.goodput
+        self.forward = profile.forward * self.scale
+        self.compute = profile.compute * self.scale
+
+    # --- computing ----------------------------------------------------------------------------
+
+    def _crowded(self) -> float:
+        """Forward and backward while the other replicas of the host compute, too."""
+        profile, here = self.profile, self.cfg.per_host
+        if not self.on_cpu or here == 1:
+            return profile.compute
+        known = dict(profile.crowd)
+        if known:
+            return _between(here, {1: profile.compute, **known})
+        cores = self.hw.cores
+        alone = profile.with_threads(max(1, cores // here)) * max(1.0, here / cores)
+        return alone * (1 + self.cal.contention * (min(here, cores) - 1))
+
+    def waiting(self) -> float:
+        """How much longer than usual the last replica that counts takes."""
+        spread = self.profile.spread
+        factor = sampled(self.cfg.counted, self.cfg.replicas, spread)
+        return self.compute * max(0.0, factor - 1)
+
+    # --- mirrored -----------------------------------------------------------------------------
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether gradients meet in memory that all replicas map."""
+        return self.on_cpu and self.cfg.hosts == 1
+
+    @property
+    def shares(self) -> bool:
+        """Whether central parameters lie in that memory, and no server is needed."""
+        return self.in_memory and not self.cfg.asynchronous and not self.cfg.spares
+
+    def mirrored(self) -> Prediction:
+        if self.in_memory and self.cfg.wire is None:
+            return self._shared_memory()
+        profile, cal = self.profile, self.cal
+        slow = self.waiting()
+        end = self.compute + slow
+        sizes = [(b.size * self.cfg.travelling, b.ready) for b in profile.buckets]
+        ready = [(s, self.forward + slow + t * self.scale) for s, t in sizes[:-1]]
+        ready += [(s, end) for s, _ in sizes[-1:]]  # its notes are known when backward has ended
+        done = overlapped(ready, self.all_reduce)
+        cast = 2 * profile.dense_bytes / cal.cast if self.cfg.wire and self.on_cpu else 0.0
+        parts = {
+            "compute": self.compute, "stragglers": slow, self._wire(): max(0.0, done - end),
+            "optimizer": profile.optimizer, "overhead": cal.step + cast,
+        }  # fmt: skip
+        return self.told(parts, sum(parts.values()))
+
+    def all_reduce(self, size: float) -> float:
+        """Seconds of one bucket."""
+        cfg, hw, message = self.cfg, self.hw, self.cal.message
+        inside = min(hw.local, self.cal.sockets) if self.on_cpu else hw.local
+        here = (hw.local_latency + message / 4, inside)
+        there = (hw.latency + message / 4, min(self.link, inside))
+        if cfg.hosts == 1:
+            return message + ring(size, cfg.replicas, *here)
+        if cfg.hierarchical:
+            return message + hierarchical(
+                size, cfg.hosts, cfg.per_host, inside=here, between=there
+            )
+        return message + ring(size, cfg.replicas, *there)
+
+    def _wire(self) -> str:
+        if self.cfg.hosts == 1:
+            return "links inside the host"
+        return f"links between hosts ({say_rate(self.hw.link)})"
+
+    def _shared_memory(self) -> Prediction:
+        """Every replica copies its gradient, adds up its slice of all, and updates that slice."""
+        profile, n = self.profile, self.cfg.replicas
+        size = profile.dense_bytes
+        # What one core copies and adds slows down with the rest when all do it at once.
+        adding = size * (2 + 1 / n) / self.hw.local * self.crowding
+        parts = {
+            "compute": self.compute, "stragglers": self.waiting(), "memory": adding,
+            "optimizer": profile.optimizer / n * self.crowding, "overhead": self.cal.step,
+        }  # fmt: skip
+        return self.told(parts, sum(parts.values()))
+
+    @property
+    def crowding(self) -> float:
+        """How much slower memory is with all replicas of a host at work."""
+        return 1 + self.cal.contention * (min(self.cfg.per_host, self.hw.cores) - 1)
+
+    # --- servers ------------------------------------------------------------------------------
+
+    def _share(self) -> float:
+        """Of a gradient, the part of the fullest server."""
+        servers = max(1, self.cfg.servers)
+        return largest_share(self.profile.shapes, self.profile.itemsize, servers)
+
+    def _sizes(self) -> tuple[float, float]:
+        """What a worker sends, and what of it the fullest server takes."""
+        size = self.profile.bytes * self.cfg.travelling
+        return size, size * self._share()
+
+    def _rates(self) -> tuple[float, float]:
+        """Of a worker's way to the servers, and of a server's to the workers."""
+        if self.cfg.hosts == 1:
+            return self.hw.local, self.hw.local
+        rate = min(self.link, self.cal.cipher)
+        return min(self.link / self.cfg.per_host, self.cal.cipher), rate
+
+    def _update(self) -> float:
+        """The fullest server's optimizer, once."""
+        return self.profile.bytes * self._share() / self.hw.update
+
+    def _talk(self) -> float:
+        """Messages of one step: push, its answer, a ticket, its values."""
+        latency = self.hw.local_latency if self.cfg.hosts == 1 else self.hw.latency
+        return 4 * latency + self.cal.exchange
+
+    def synchronous(self) -> Prediction:
+        cfg = self.cfg
+        slow = self.waiting()
+        end = self.compute + slow
+        size, largest = self._sizes()
+        pull = transfer(size, largest, cfg.replicas, *self._rates())
+        pushed = self._pushed(slow, pull / size if size else 0.0)
+        adding = cfg.counted * largest / self.hw.local if cfg.hosts == 1 else 0.0
+        parts = {
+            "compute": self.compute, "stragglers": slow,
+            self._server_link(size, largest): max(0.0, pushed - end) + pull,
+            "the servers' update": self._update() + adding, "overhead": self._talk(),
+        }  # fmt: skip
+        return self.told(parts, sum(parts.values()))
+
+    def _pushed(self, slow: float, per_byte: float) -> float:
+        """When the last gradient is with the servers; they travel while backward makes others."""
+        end = self.compute + slow
+        if self.profile.sparse or self.cfg.hosts == 1:
+            return end + per_byte * self.profile.bytes * self.cfg.travelling
+        parts = [
+            (b.size * self.cfg.travelling, self.forward + slow + b.ready * self.scale)
+            for b in self.profile.buckets
+        ]
+        return max(end, overlapped(parts, lambda size: size * per_byte))
+
+    def asynchronous(self) -> Prediction:
+        """Every worker goes round by itself, until a server or its link is busy all the time."""
+        cfg = self.cfg
+        size, largest = self._sizes()
+        worker, server = self._rates()
+        pull = transfer(size, largest, 1, worker, server)
+        pushed = max(0.0, self._pushed(0.0, pull / size if size else 0.0) - self.compute)
+        update = self._update() + (2 * largest / self.hw.local if cfg.hosts == 1 else 0.0)
+        round_ = self.compute + pushed + pull + update + self._talk()
+        # In the time of a step every worker hands in once: n of everything for a server.
+        busy = {
+            self._server_link(size, cfg.replicas * largest): cfg.replicas * largest / server,
+            "the servers' update": cfg.replicas * update,
+        }
+        name, longest = max(busy.items(), key=lambda item: item[1])
+        parts = {"compute": self.compute, "overhead": self._talk()}
+        parts["the servers' update"] = update
+        link = self._server_link(size, largest)
+        parts[link] = parts.get(link, 0.0) + pushed + pull
+        if longest > round_:
+            parts[name] = parts.get(name, 0.0) + longest - round_
+        return self.told(parts, max(round_, longest))
+
+    def _server_link(self, size: float, largest: float) -> str:
+        if self.cfg.hosts == 1:
+            return "memory"
+        worker, server = self._rates()
+        n = 1 if self.cfg.asynchronous else self.cfg.replicas
+        whose = "a worker's link" if size / worker >= n * largest / server else "a server's link"
+        return f"{whose} ({say_rate(self.hw.link)})"
+
+    # --- the result ---------------------------------------------------------------------------
+
+    def told(self, parts: dict[str, float], step: float) -> Prediction:
+        cfg = self.cfg
+        rate = cfg.counted * self.profile.batch / max(step, 1e-12)
+        updates = (cfg.replicas if cfg.asynchronous else 1) / max(step, 1e-12)
+        limit = max(parts, key=lambda name: parts[name])
+        return Prediction(
+            cfg, step, rate, rate / single(self.profile), updates, parts, limit
+        )
+
+
+def _between(n: int, known: Mapping[int, float]) -> float:
+    """Linear between the two nearest known numbers of replicas, and beyond the last."""
+    points = sorted(known.items())
+    if n in known:
+        return known[n]
+    if len(points) == 1:
+        return points[0][1]
+    right = next((i for i, (at, _) in enumerate(points) if at > n), len(points) - 1)
+    (x0, y0), (x1, y1) = points[max(0, right - 1)], points[max(1, right)]
+    return max(y0 + (y1 - y0) * (n - x0) / (x1 - x0), 0.0)

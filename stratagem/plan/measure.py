@@ -1,0 +1,285 @@
+"""Measure a model's step on this machine: the Profile of a rehearsal."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.data.shard import count_rows
+from stratagem.errors import UsageError
+from stratagem.plan.crowd import counts, crowd
+from stratagem.plan.profile import Bucket, Profile, Table
+from stratagem.strategies.exchange import BUCKET_BYTES
+from stratagem.strategies.rehearsal import Rehearsal
+from stratagem.wire.buckets import plan_buckets
+
+Say = Callable[[str], None]
+_WARM, _LEAST = 3, 5
+#: a spread wants many samples, a person wants an answer
+_SECONDS, _MOST = 4.0, 200
+
+
+def profile(
+    module: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], Tensor],
+    optimizer: Optimizer,
+    steps: int | None = None,
+    crowded: bool = False,
+    say: Say = lambda text: None,
+) -> Profile:
+    """Measure steps of `loss(module(x), y)` on batch (x, y); the module is left as it was."""
+    device = next(module.parameters()).device
+
+    def value(given: Any) -> Tensor:
+        x, y = given
+        return loss(module(*x) if isinstance(x, tuple) else module(x), y)
+
+    trial = Rehearsal(module, batch, value, optimizer.step, optimizer, device=str(device))
+    return rehearse(trial, steps=steps, crowded=crowded, say=say)
+
+
+def rehearse(
+    trial: Rehearsal, *, batch: int | None = None, steps: int | None = None,
+    crowded: bool = True, say: Say = lambda text: None,
+) -> Profile:  # fmt: skip
+    """Measure `batch` examples a replica: by default what the script gives to each.
+
+    crowded: also among other replicas on this machine, where they share its processors.
+    """
+    whole = count_rows(trial.batch)
+    if whole < 1:
+        raise UsageError("the batch to plan with has no example; give one with some rows.")
+    size = batch or max(1, whole // trial.replicas)
+    device = torch.device(trial.device)
+    given = batch_of(trial, size, device)
+    with _undone(trial), _explained(trial.module, size):
+        trial.module.to(device)
+        runner = _Runner(trial, given, device)
+        seconds = _SECONDS if steps is None else float("inf")
+        say(f"profiling {type(trial.module).__name__}, {size} examples a step, on {device}")
+        runner.run(_WARM, seconds)
+        runner.forget()
+        runner.run(_MOST if steps is None else max(1, steps), seconds)
+        measured = runner.profile(size)
+        say(f"{len(measured.samples)} steps, {measured.compute * 1e3:.2f} ms each")
+        single = _single_thread(runner, measured, device)
+        among: tuple[tuple[int, float], ...] = ()
+        if crowded and device.type == "cpu" and counts():
+            say(f"the same with {' and '.join(map(str, counts()))} replicas at once")
+            among = crowd(trial, given)
+    return replace(measured, single_thread=single, crowd=among)
+
+
+def batch_of(trial: Rehearsal, size: int, device: torch.device) -> Any:
+    """So many examples: the first of its batch, and again from the start if there are fewer."""
+    return _tensors_to(trial.batch, torch.arange(size) % count_rows(trial.batch), device)
+
+
+def _single_thread(runner: _Runner, measured: Profile, device: torch.device) -> float | None:
+    """The same with one thread, as CPU replicas that fill a machine have it."""
+    if device.type != "cpu" or measured.threads == 1:
+        return None
+    torch.set_num_threads(1)
+    try:
+        runner.run(1, 1.0)
+        runner.forget()
+        runner.run(15, 1.0)
+        return runner.compute()
+    finally:
+        torch.set_num_threads(measured.threads)
+
+
+@dataclass
+class _Times:
+    """Marks of one step."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    update: float = 0.0
+    ready: dict[int, float] = field(default_factory=dict)
+
+
+class _Runner:
+    """Runs steps with hooks that note when each gradient is there."""
+
+    def __init__(self, trial: Rehearsal, batch: Any, device: torch.device) -> None:
+        self.trial, self.batch, self.device = trial, batch, device
+        self.params = [p for p in trial.module.parameters() if p.requires_grad]
+        if not self.params:
+            raise UsageError("the model has no parameter that requires a gradient to plan for.")
+        self.taken: list[_Times] = []
+        self.touched: dict[int, list[int]] = {}
+        self._now = _Times()
+        self._began = 0.0
+
+    def forget(self) -> None:
+        """What was measured so far was warming up."""
+        self.taken.clear()
+
+    def run(self, most: int, seconds: float) -> None:
+        """So many steps, or as many as the time allows, but a few."""
+        self.trial.module.train()
+        handles = [
+            p.register_post_accumulate_grad_hook(partial(self._ready, i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(self.params)
+        ]
+        end = time.perf_counter() + seconds
+        try:
+            for number in range(most):
+                if number >= _LEAST and time.perf_counter() > end:
+                    break
+                self._step()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _ready(self, index: int, param: Tensor) -> None:
+        if self.device.type == "cpu":
+            self._now.ready[index] = time.perf_counter() - self._began
+        else:  # asynchronous devices: note it in their own stream
+            self._events[index] = self._event()
+        if param.grad is not None and param.grad.is_sparse:
+            count = len(set(param.grad._indices().flatten().tolist()))
+            self.touched.setdefault(index, []).append(count)
+
+    def _step(self) -> None:
+        self._now, self._events = _Times(), dict[int, Any]()
+        for param in self.params:
+            param.grad = None
+        start = self._clock()
+        loss = self.trial.loss(self.batch)
+        self._began = self._clock()
+        mark = self._event()
+        loss.backward()  # type: ignore[no-untyped-call]
+        done = self._clock()
+        self.trial.update()
+        end = self._clock()
+        self._now.forward, self._now.backward = self._began - start, done - self._began
+        self._now.update = end - done
+        for index, event in self._events.items():
+            self._now.ready[index] = mark.elapsed_time(event) / 1e3
+        self.taken.append(self._now)
+
+    def _event(self) -> Any:
+        if self.device.type != "cuda":
+            return None
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def compute(self) -> float:
+        """The mean: that is what the speed of a long training comes from."""
+        return statistics.fmean(t.forward + t.backward for t in self.taken)
+
+    def profile(self, size: int) -> Profile:
+        """What the steps say together."""
+        taken = self.taken
+        compute, usual = self.compute(), statistics.median(t.forward + t.backward for t in taken)
+        forward = compute * statistics.median(t.forward for t in taken) / max(usual, 1e-12)
+        dense = [i for i in range(len(self.params)) if i not in self.touched]
+        return Profile(
+            type(self.trial.module).__name__, size, forward, max(0.0, compute - forward),
+            statistics.median(t.update for t in taken), self._buckets(dense),
+            tuple(tuple(self.params[i].shape) for i in dense),
+            tuple(self._table(i) for i in self.touched),
+            tuple(t.forward + t.backward for t in taken), self.device.type,
+            torch.get_num_threads() if self.device.type == "cpu" else 1,
+            itemsize=self.params[0].element_size(),
+        )  # fmt: skip
+
+    def _table(self, index: int) -> Table:
+        param = self.params[index]
+        row = param[0].numel() * param.element_size()
+        return Table(len(param), row, statistics.fmean(self.touched[index]))
+
+    def _buckets(self, dense: list[int]) -> tuple[Bucket, ...]:
+        """The strategies' own layout, with the time at which each bucket is full."""
+        params = [self.params[i] for i in dense]
+        found = []
+        latest = 0.0
+        for members in plan_buckets(params, BUCKET_BYTES) if params else ():
+            size = sum(params[i].numel() * params[i].element_size() for i in members)
+            times = [self._when(dense[i]) for i in members]
+            latest = max([latest, *times])  # buckets leave in order
+            found.append(Bucket(size, latest))
+        return tuple(found)
+
+    def _when(self, index: int) -> float:
+        seen = [t.ready[index] for t in self.taken if index in t.ready]
+        return statistics.median(seen) if seen else 0.0
+
+
+@contextmanager
+def _undone(trial: Rehearsal) -> Iterator[None]:
+    """Put weights, gradients, optimizer state and random numbers back."""
+    module, optimizer = trial.module, trial.optimizer
+    training = module.training
+    before = {name: t.detach().clone() for name, t in _tensors(module)}
+    grads = [p.grad for p in module.parameters()]
+    state = deepcopy(optimizer.state_dict()) if optimizer is not None else None
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in _tensors(module):
+                    if name in before:
+                        tensor.copy_(before[name])
+            for param, grad in zip(module.parameters(), grads, strict=True):
+                param.grad = grad
+            if optimizer is not None and state is not None:
+                optimizer.load_state_dict(state)
+            module.train(training)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    found = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, t) for name, t in found if not nn.parameter.is_lazy(t)]
+
+
+@contextmanager
+def _explained(module: nn.Module, size: int) -> Iterator[None]:
+    """One sentence where there is too little memory."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _too_big(module, size) from error
+    except RuntimeError as error:
+        if "not enough memory" not in str(error) and "allocate memory" not in str(error):
+            raise
+        raise _too_big(module, size) from error
+
+
+def _too_big(module: nn.Module, size: int) -> UsageError:
+    return UsageError(
+        f"{type(module).__name__} does not fit in this device's memory with {size} examples a "
+        "step; try a smaller batch (--batch), or a device with more."
+    )
+
+
+def _tensors_to(tree: Any, chosen: Tensor, device: torch.device) -> Any:
+    """The chosen rows of every tensor, on the device."""
+    if isinstance(tree, Tensor):
+        return (tree[chosen.to(tree.device)] if tree.dim() else tree).to(device)
+    if isinstance(tree, dict):
+        return {key: _tensors_to(value, chosen, device) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return tuple(_tensors_to(value, chosen, device) for value in tree)
+    return tree

@@ -1,0 +1,74 @@
+"""The plan as a picture; matplotlib is an extra."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from stratagem.errors import UsageError
+from stratagem.plan.choose import Plan
+from stratagem.plan.report import shown
+
+_LINES = 8
+
+
+def library() -> Any:
+    """matplotlib, or a sentence that says how to get it."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError(
+            "a PNG needs matplotlib, which is not installed: pip install 'stratagem[plots]', or "
+            "ask for --html, which needs nothing."
+        ) from None
+    matplotlib.use("Agg", force=False)
+    return matplotlib
+
+
+def png(plan: Plan) -> bytes:
+    """Speedup over replicas, and where the time of a step goes at the recommended size."""
+    library()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), dpi=80, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    _speedups(plan, left)
+    _parts(plan, right)
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()
+
+
+def _speedups(plan: Plan, axes: Any) -> None:
+    rows = shown(plan)[:_LINES]
+    for name, row, _ in rows:
+        xs = [each.configuration.replicas for each in row]
+        axes.plot(xs, [each.speedup for each in row], marker="o", markersize=3, label=name)
+    most = max(each.configuration.replicas for _, row, _ in rows for each in row)
+    axes.plot([1, most], [1, most], linestyle=":", color="0.6")
+    best = plan.recommendation
+    axes.plot([best.configuration.replicas], [best.speedup], marker="o", markersize=10,
+              markerfacecolor="none", color="black")  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("replicas")
+    axes.set_ylabel("times one device")
+    axes.set_title(f"{plan.profile.name} on {plan.hardware}", fontsize=9)
+    axes.grid(True, color="0.92")
+    axes.legend(fontsize=6)
+
+
+def _parts(plan: Plan, axes: Any) -> None:
+    """One bar for each number of replicas of the recommended kind."""
+    row = plan.families.get(plan.recommendation.configuration.family, [plan.recommendation])
+    names = list(dict.fromkeys(name for each in row for name in each.parts))
+    low = [0.0] * len(row)
+    for name in names:
+        high = [each.parts.get(name, 0.0) * 1e3 for each in row]
+        axes.bar(range(len(row)), high, bottom=low, label=name)
+        low = [a + b for a, b in zip(low, high, strict=True)]
+    axes.set_xticks(range(len(row)), [str(each.configuration.replicas) for each in row])
+    axes.set_xlabel("replicas")
+    axes.set_ylabel("ms a step")
+    axes.set_title(plan.recommendation.configuration.family, fontsize=9)
+    axes.legend(fontsize=6)

@@ -1,0 +1,133 @@
+"""A plan for people and for programs: a table with one recommendation, and JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from stratagem.plan import advice
+from stratagem.plan.choose import Plan, Saturation
+from stratagem.plan.cost import Prediction
+from stratagem.plan.profile import Profile
+from stratagem.plan.units import say_bytes
+
+_ROWS = 14  # of a table that people read; JSON has all
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Everything that was measured and predicted."""
+    best = plan.recommendation
+    return {
+        "profile": plan.profile.to_json(), "hardware": plan.hardware.to_json(),
+        "calibration": plan.calibration.to_json(),
+        "predictions": [each.to_json() for each in plan.predictions],
+        "saturation": [asdict(each) for each in plan.saturations.values()],
+        "recommendation": {
+            **best.to_json(), "sentence": advice.sentence(plan), "code": advice.code(plan),
+        },
+    }  # fmt: skip
+
+
+def write(path: str | os.PathLike[str], data: str | bytes) -> None:
+    """All of it or nothing: to a name of its own first."""
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data.encode() if isinstance(data, str) else data)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def dumps(plan: Plan) -> str:
+    return json.dumps(to_json(plan), indent=1) + "\n"
+
+
+def heading(profile: Profile) -> str:
+    """What was measured, in a line."""
+    parts = [
+        f"{profile.name}: {profile.batch} examples a replica",
+        f"forward {profile.forward * 1e3:.3g} ms, backward {profile.backward * 1e3:.3g} ms, "
+        f"optimizer {profile.optimizer * 1e3:.3g} ms on {profile.device}",
+        f"gradients {say_bytes(profile.dense_bytes)}",
+    ]
+    if profile.sparse:
+        rows = sum(table.touched for table in profile.sparse)
+        parts.append(f"and {rows:.0f} sparse rows, {say_bytes(profile.sparse_bytes)}")
+    return "; ".join(parts)
+
+
+def warnings(profile: Profile) -> list[str]:
+    """What makes the figures doubtful."""
+    spread = profile.spread
+    high = spread[int(0.9 * (len(spread) - 1))] / spread[len(spread) // 2]
+    if len(spread) >= 10 and high > 1.3:
+        return [
+            f"one step in ten took {high:.1f}x the usual time here: other work on this machine? "
+            "Waiting for stragglers is predicted from that; measure again on a quiet one."
+        ]
+    return []
+
+
+def shown(plan: Plan) -> list[tuple[str, list[Prediction], Saturation]]:
+    """The strategies worth a line, the fastest first."""
+    best = plan.recommendation.configuration.family
+    rows = sorted(
+        plan.families.items(), key=lambda item: (item[0] != best, -max(p.rate for p in item[1]))
+    )
+    return [(name, row, plan.saturations[name]) for name, row in rows[:_ROWS]]
+
+
+def render(plan: Plan, console: Console) -> None:
+    """Print the table and the recommendation."""
+    console.print(escape(heading(plan.profile)), soft_wrap=True)
+    console.print(f"on {plan.hardware}; times faster than one device:", soft_wrap=True)
+    console.print(_table(plan))
+    for each in warnings(plan.profile):
+        console.print(f"[yellow]note:[/] {escape(each)}", soft_wrap=True)
+    console.print(f"[bold]{escape(advice.sentence(plan))}[/]", soft_wrap=True)
+    console.print()
+    for line in advice.code(plan).splitlines():
+        console.print(f"    {line}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _table(plan: Plan) -> Table:
+    counts = sorted({each.configuration.replicas for each in plan.predictions})
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("strategy", overflow="fold")
+    for n in counts:
+        table.add_column(str(n), justify="right")
+    table.add_column("worth it to")
+    table.add_column("then binds")
+    best = plan.recommendation.configuration
+    for name, row, at in shown(plan):
+        table.add_row(
+            f"[bold]{name}[/]" if name == best.family else name, *_cells(row, counts, best.replicas
+            if name == best.family else 0),
+            f"{at.replicas}{'' if at.reached else ' and more'}", at.reason,
+        )  # fmt: skip
+    return table
+
+
+def _cells(row: Sequence[Prediction], counts: Sequence[int], marked: int) -> list[str]:
+    by = {each.configuration.replicas: each.speedup for each in row}
+    cells = [f"{by[n]:.1f}" if n in by else "" for n in counts]
+    return [f"[reverse]{cell}[/]" if n == marked else cell
+            for cell, n in zip(cells, counts, strict=True)]  # fmt: skip
+
+
+def text(plan: Plan, width: int = 120) -> str:
+    """The same as plain text."""
+    out = io.StringIO()
+    render(plan, Console(file=out, width=width, no_color=True, force_terminal=False))
+    return out.getvalue()

@@ -1,0 +1,192 @@
+"""A simulated job with parameter servers: the real lead and its ledger, in virtual time.
+
+What is decided is decided by `strategies/parameters/lead.py`, as in real jobs; here are only the
+chief's and the workers' side of it, the time that everything takes, and faults.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from stratagem.errors import ReplicaError, StratagemError
+from stratagem.plan.simulation.desk import Desk
+from stratagem.plan.simulation.faults import Cut, Kill, ServerDeath, Stall
+from stratagem.plan.simulation.scenario import Event, Run, Scenario
+from stratagem.plan.simulation.trains import Trains
+from stratagem.plan.simulation.worker import Worker
+from stratagem.rules.push import Ticket
+from stratagem.strategies.parameters.lead import Attendee, Lead
+from stratagem.wire.simulated import Clock, Network
+
+_LOW = 4  # steps' worth of tickets under which more are dealt
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Office:
+    """All of one simulated job."""
+
+    def __init__(self, scenario: Scenario, trains: Trains, *, trace: bool = False) -> None:
+        self.scenario, self.trains = scenario, trains
+        self.clock = Clock()
+        self.network = Network(self.clock, scenario.topology)
+        self.trace: list[Event] | None = [] if trace else None
+        work, first = scenario.work, scenario.topology.host(scenario.workers - 1) + 1
+        self.desks = [
+            Desk(self.clock, first + i, shard, work.update * part, work.add * part)
+            for i, (part, shard) in enumerate(zip(scenario.parts, trains.shards(), strict=True))
+        ]
+        self.lead = Lead(self.desks[0], self.desks[1:], self._end, clock=self.clock)
+        self.workers = [Worker(self, number) for number in range(scenario.workers)]
+        self.failure = ""
+        self.updates: list[float] = []
+        self._parked: dict[int, Worker] = {}
+        self._turn = -1
+        self._epoch = self._dealt = self._left = 0
+
+    def run(self) -> Run:
+        """From the first ticket to the last update."""
+        self.lead.open(0, self.trains.plan, _NOTHING)
+        self._next_epoch()
+        for worker in self.workers:
+            worker.start()
+        for fault in self.scenario.faults:
+            self.clock.at(fault.at, partial(self._strike, fault))
+        with _no_collection():
+            while self.lead.running and not self.failure and self.clock.step():
+                pass
+        if self.lead.running and not self.failure:
+            self.failure = self._stuck()
+        return Run(
+            max([self.clock.now if self.failure else 0.0, *self.updates]), tuple(self.updates),
+            self.books.stats(), tuple(self.trace or ()), self.failure,
+        )  # fmt: skip
+
+    @property
+    def books(self) -> Any:
+        return self.lead.ledger
+
+    def note(self, what: str, worker: int, *numbers: Any) -> None:
+        if self.trace is not None:
+            self.trace.append((self.clock.now, what, worker, numbers))
+
+    # --- the chief: deals out the work ------------------------------------------------------
+
+    def _next_epoch(self) -> None:
+        self._epoch, self._dealt = self._epoch + 1, 0
+        self._left = self.trains.batches(self._epoch)
+        if self._left:
+            self.deal()
+        else:
+            self.lead.finish(_NOTHING)
+
+    def deal(self) -> None:
+        """Put up some more batches of the epoch, when those that are up run out."""
+        parts = self.trains.plan.parts
+        low = _LOW * max(parts, len(self.workers))
+        if not self._left or (self._dealt and self.books.left >= low):
+            return
+        count = min(self._left, max(1, 2 * low // parts))
+        self._left -= count
+        self.lead.deal(
+            {"epoch": self._epoch, "first": self._dealt, "runs": [[count, parts]],
+             "last": not self._left}, (),
+        )  # fmt: skip
+        self._dealt += count
+
+    # --- the lead: what workers get to hear -------------------------------------------------
+
+    def offer(self, worker: Worker) -> None:
+        """Give a worker a ticket, or let it wait."""
+        if not self.lead.running:
+            return
+        self.deal()
+        answer = self.lead.offer(
+            worker.attendee, worker.epoch, worker.have[0], None, worker.asked
+        )
+        if answer is None:
+            self._parked[worker.number] = worker
+            return
+        self._parked.pop(worker.number, None)
+        told = answer[0]
+        if "over" in told:
+            worker.epoch = told["over"]
+            if told["over"] == self._epoch:
+                self.trains.epoch_over(self._epoch, max([0.0, *self.updates[-1:]]))
+                self._next_epoch()
+                self.clock.after(0.0, self.changed)  # the others wait for it, too
+            self.offer(worker)
+        elif "ticket" in told:
+            worker.take(Ticket(*told["ticket"]), told["epoch"])
+
+    def changed(self) -> None:
+        """Something was pushed, or somebody went: updates may have been made, others may go on."""
+        now = max(self.clock.now, self.desks[0].free)
+        while len(self.updates) < self.books.version:
+            self.updates.append(now)
+            self.note("update", -1, len(self.updates))
+        if self._turn == self.books.turn and not self.books.over:
+            return
+        self._turn = self.books.turn
+        for worker in list(self._parked.values()):
+            self.offer(worker)
+
+    # --- faults -----------------------------------------------------------------------------
+
+    def _strike(self, fault: Kill | Stall | Cut | ServerDeath) -> None:
+        if isinstance(fault, ServerDeath):
+            self.failure = f"ps {fault.server} is gone, so the job ends"
+            return
+        worker = self.workers[fault.worker]
+        self.note(type(fault).__name__.lower(), fault.worker)
+        if isinstance(fault, Kill):
+            worker.die()
+            if fault.back is not None:
+                self.clock.after(fault.back, worker.start)
+        elif isinstance(fault, Stall):
+            worker.stall(fault.seconds)
+            self._give_up_after(worker, fault.seconds)
+        else:
+            self.network.cut(worker.host)
+            self.clock.after(fault.seconds, partial(self.network.mend, worker.host))
+            self._give_up_after(worker, fault.seconds)
+
+    def _give_up_after(self, worker: Worker, silence: float) -> None:
+        """A worker that is silent too long is given up, and starts anew when it can."""
+        if worker.alive and silence > self.scenario.patience:
+            life = worker.life
+            self.clock.after(self.scenario.patience, partial(worker.given_up, life))
+            self.clock.after(silence, partial(worker.come_back, life + 1))
+
+    def leave(self, attendee: Attendee) -> None:
+        self._parked.pop(attendee.worker, None)
+        self.lead.leave(attendee)
+        self.changed()
+
+    def _end(self, error: ReplicaError) -> None:
+        self.failure = str(error)
+
+    def _stuck(self) -> str:
+        if not any(worker.alive for worker in self.workers):
+            return "nobody is left to do the work"
+        raise StratagemError(
+            f"the simulation of seed {self.scenario.seed} stands still: "
+            f"{self.books.left} tickets are left, and nobody may take one"
+        )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nothing here makes circles, and looking for them takes longer than the simulation."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,245 @@
+"""A simulated worker: what it does next, and when it has done it.
+
+    ask ----> lead.offer ----> pull shards ----> compute ----> push ----> lead.push
+     ^                                                                       |
+     +-----------------------------------------------------------------------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from stratagem.plan.simulation.desk import Desk
+from stratagem.plan.simulation.scenario import Scenario
+from stratagem.plan.simulation.spread import Draws
+from stratagem.plan.simulation.trains import Trains
+from stratagem.rules.push import Push, Ticket
+from stratagem.rules.updates import Asynchronous
+from stratagem.strategies.parameters.lead import Attendee, Lead
+from stratagem.wire.simulated import Action, Clock, Flow, Network, Route
+
+
+class Job(Protocol):
+    """What a worker is part of."""
+
+    scenario: Scenario
+    trains: Trains
+    clock: Clock
+    network: Network
+    desks: list[Desk]
+    lead: Lead
+
+    def note(self, what: str, worker: int, *numbers: Any) -> None:
+        """Write into the trace what happened."""
+
+    def deal(self) -> None:
+        """Put more batches up, if few are left."""
+
+    def offer(self, worker: Worker) -> None:
+        """At the lead: give it a ticket, or let it wait."""
+
+    def changed(self) -> None:
+        """Something was decided: others may go on."""
+
+    def leave(self, attendee: Attendee) -> None:
+        """It is gone."""
+
+
+class Worker:
+    """One process at a time, and its steps."""
+
+    def __init__(self, office: Job, number: int) -> None:
+        scenario = office.scenario
+        self.office, self.number = office, number
+        self.host = scenario.topology.host(number)
+        #: grows when its process ends or starts, so that what was meant for the last one is void
+        self.life = 0
+        self.alive = False
+        self.epoch = 0
+        self.asked = 0.0
+        self.have: list[int] = []
+        self.attendee: Attendee
+        self._clock = office.clock
+        self._draws = Draws(
+            scenario.work.compute, scenario.seed, number, scenario.slow.get(number, 1.0)
+        )
+        self._stalled = 0.0
+        #: what it works on; grows with every ticket, so that what belongs to the last is void
+        self._ticket: Ticket | None = None
+        self._round = 0
+        self._pending = 0
+        self._looks_ahead = isinstance(scenario.updates, Asynchronous)
+        self._lay_routes()
+
+    def _lay_routes(self) -> None:
+        office, work = self.office, self.office.scenario.work
+        lead = office.desks[0].host
+        self._word = Route(office.network, [Flow(self.host, lead, 0.0, 0.0)])
+        self._word_back = Route(office.network, [Flow(lead, self.host, 0.0, 0.0)])
+        self._pulls = Route(office.network, [
+            Flow(host, self.host, work.fetched * theirs, work.fetched * mine)
+            for host, theirs, mine in self._shares()
+        ])  # fmt: skip
+        self._pushes = [
+            (ready, Route(office.network, [
+                Flow(self.host, host, work.push * part * mine, work.push * part * theirs)
+                for host, theirs, mine in self._shares()
+            ]))
+            for part, ready in work.buckets
+        ]  # fmt: skip
+
+    def _shares(self) -> list[tuple[int, float, float]]:
+        """By server: its host, its part of the bytes, and how much of them passes this end.
+
+        Servers that are all alike have the same traffic at the same time, so that of one is enough.
+        """
+        scenario, desks = self.office.scenario, self.office.desks
+        if scenario.topology.per_rack or len(set(scenario.parts)) > 1:
+            return [(d.host, p, p) for d, p in zip(desks, scenario.parts, strict=True)]
+        return [(desks[0].host, scenario.parts[0], 1.0)]
+
+    # --- its process ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A process comes up and joins the training."""
+        if self.alive or not self.office.lead.running:
+            return
+        self.life += 1
+        self.alive, self.epoch, self._ticket = True, 0, None
+        self.have = [-1] * len(self.office.desks)
+        name = f"worker {self.number} #{self.life}"
+        self.attendee = Attendee(self.number, name, name, self._hear, 0)
+        self.office.trains.seat(self.number, name)
+        self.office.lead.join(self.attendee)
+        self.office.note("join", self.number)
+        self._ask()
+        self.office.changed()
+
+    def die(self) -> None:
+        """The process ends; the lead notices at once that its connection is closed."""
+        if self.alive:
+            self.life += 1
+            self.alive = False
+            self.office.leave(self.attendee)
+
+    def stall(self, seconds: float) -> None:
+        """It stands still; whatever it would do is done afterwards."""
+        self._stalled = max(self._stalled, self._clock.now + seconds)
+
+    def given_up(self, life: int) -> None:
+        if life == self.life:
+            self.die()
+
+    def come_back(self, life: int) -> None:
+        if life == self.life:
+            self.start()
+
+    # --- a step -----------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        self._round += 1
+        self.asked = self._clock.now
+        self._word.send(self._from_me(partial(self.office.offer, self)))
+
+    def take(self, ticket: Ticket, epoch: int) -> None:
+        """A ticket, and with it new values from every server that has some."""
+        office = self.office
+        self.office.note("take", self.number, ticket.serial)
+        self._ticket, self._ticket_epoch = ticket, epoch
+        self._round += 1
+        before = self.have
+        self.have = [
+            office.trains.fetch(self.number, i, have) for i, have in enumerate(before)
+        ]
+        way = self._pulls if self.have != before else self._word_back
+        send = partial(way.send, self._mine(self._arrived))
+        free = max(desk.free for desk in office.desks)
+        if free > self._clock.now:
+            self._clock.at(free, send)
+        else:
+            send()
+
+    def _arrived(self) -> None:
+        seconds = self._draws.next()
+        self._pending = 1 + len(self._pushes)
+        for ready, way in self._pushes:
+            if ready < 1.0:
+                begin = partial(way.send, self._from_me(self._sent))
+                self._clock.after(seconds * ready, self._mine(begin))
+        self._clock.after(seconds, self._mine(self._computed))
+
+    def _computed(self) -> None:
+        assert self._ticket is not None
+        self._result = self.office.trains.gradient(self.number, self._ticket_epoch, self._ticket)
+        for ready, way in self._pushes:
+            if ready >= 1.0:
+                way.send(self._from_me(self._sent))
+        self._sent()
+
+    def _sent(self) -> None:
+        self._pending -= 1
+        if not self._pending:
+            self._push()
+
+    def _push(self) -> None:
+        """At the lead: all of the gradient has come."""
+        office, ticket = self.office, self._ticket
+        assert ticket is not None
+        office.deal()
+        weight, loss, examples = self._result
+        push = Push(self.number, ticket.serial, min(self.have), weight)
+        ahead = (self.epoch, self.have[0]) if self._looks_ahead else None
+        told, _ = office.lead.push(self.attendee, push, {"notes": [loss, examples]}, ahead)
+        office.note("push", self.number, ticket.serial, told["tau"], told["kept"])
+        self._ticket = None
+        self._round += 1
+        if "next" in told:
+            self.take(Ticket(*told["next"]["ticket"]), told["next"]["epoch"])
+        else:
+            answered = max(office.desks[0].free, self._clock.now)
+            self._clock.at(answered + self._word_back.latency, self._mine(self._ask))
+        office.changed()
+
+    # --- too late ---------------------------------------------------------------------------
+
+    def _hear(self, news: Any) -> bool:
+        """At the lead: word is sent that the step was made without this worker."""
+        if self.office.scenario.cancels and self._ticket is not None:
+            self._word_back.send(self._mine(self._stop))
+        return True
+
+    def _stop(self) -> None:
+        """Give the ticket up, tell the lead, and ask for another."""
+        assert self._ticket is not None
+        serial = self._ticket.serial
+        self._round += 1
+        self._word.send(self._from_me(partial(self._abandoned, serial)))
+
+    def _abandoned(self, serial: int) -> None:
+        self.office.lead.abandon(self.attendee, serial)
+        self.office.note("abandon", self.number, serial)
+        self._ticket = None
+        self.office.changed()
+        self._clock.after(self._word_back.latency, self._mine(self._ask))
+
+    # --- time -------------------------------------------------------------------------------
+
+    def _from_me(self, action: Callable[[], None]) -> Action:
+        """Happens elsewhere, if this process and its ticket are still the same then."""
+        return partial(self._if_same, self.life, self._round, action)
+
+    def _if_same(self, life: int, round: int, action: Action) -> None:
+        if life == self.life and round == self._round:
+            action()
+
+    def _mine(self, action: Callable[[], None]) -> Action:
+        """Happens here: not while the worker stands still."""
+        return partial(self._when_awake, self.life, self._round, action)
+
+    def _when_awake(self, life: int, round: int, action: Action) -> None:
+        if self._stalled > self._clock.now:
+            self._clock.at(self._stalled, partial(self._when_awake, life, round, action))
+        else:
+            self._if_same(life, round, action)

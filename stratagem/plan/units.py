@@ -1,0 +1,73 @@
+"""Rates and times as people write them: "10Gbit", "1.5GB/s", "50us".
+
+    rate("10Gbit")      1.25e9 bytes a second      rate("1.5GB/s")    1.5e9
+    seconds("50us")     5e-5                       seconds("2ms")     2e-3
+
+Links are sold in decimal bits, memory in decimal bytes; a small b or the word bit means bits, a
+capital B bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from stratagem.errors import UsageError
+
+_NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+_RATE = re.compile(_NUMBER + r"\s*([kKMGT]?)(bit|b|B)(/s|ps)?")
+_TIME = re.compile(_NUMBER + r"\s*(ns|us|µs|ms|s)")
+_PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def rate(text: str, what: str = "a link") -> float:
+    """Bytes a second."""
+    found = _RATE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(
+            f"{text!r} is not the speed of {what}; write 10Gbit, 100Mbit or 1.5GB/s, for example."
+        )
+    value = float(found[1]) * _PREFIX[found[2]] / (1.0 if found[3] == "B" else 8.0)
+    if not 0 < value < math.inf:
+        raise UsageError(f"{text!r}: the speed of {what} must be more than 0; write 10Gbit, say.")
+    return value
+
+
+def seconds(text: str, what: str = "a latency") -> float:
+    """Seconds; 0 is a time."""
+    found = _TIME.fullmatch(text.strip())
+    value = float(found[1]) * _SECONDS[found[2]] if found else math.inf
+    if not value < math.inf:
+        raise UsageError(f"{text!r} is not {what}; write 50us, 2ms or 0.1s, for example.")
+    return value
+
+
+def say_rate(value: float) -> str:
+    """As `rate` reads it, in bits."""
+    bits = value * 8
+    for prefix in ("T", "G", "M", "k"):
+        if bits >= _PREFIX[prefix]:
+            return f"{_plain(bits / _PREFIX[prefix])}{prefix}bit"
+    return f"{_plain(bits)}bit"
+
+
+def say_seconds(value: float) -> str:
+    """As `seconds` reads it."""
+    for unit in ("s", "ms", "us"):
+        if value >= _SECONDS[unit]:
+            return f"{_plain(value / _SECONDS[unit])}{unit}"
+    return f"{_plain(value * 1e9)}ns"
+
+
+def say_bytes(value: float) -> str:
+    """For people to read."""
+    for prefix in ("T", "G", "M", "k"):
+        if value >= _PREFIX[prefix]:
+            return f"{value / _PREFIX[prefix]:.3g} {prefix}B"
+    return f"{value:.0f} B"
+
+
+def _plain(value: float) -> str:
+    """Four digits are what a measurement is worth."""
+    return f"{value:.4g}"

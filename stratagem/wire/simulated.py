@@ -1,0 +1,269 @@
+"""A network that exists in time only: messages take as long as links and latencies say.
+
+    host ==up==> [ rack ==up==> core ==down==> rack ] ==down==> host
+
+A message has a fair share of every link on its way, as TCP streams do, and has passed when the
+slowest of them has let it through: one full link bounds a transfer exactly, and the down link of a
+server that everybody sends to at once is shared by all of them (incast). Nothing is random here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from math import inf, isfinite
+from typing import NamedTuple
+
+from stratagem.errors import UsageError
+
+Action = Callable[[], None]
+
+
+class Clock:
+    """Virtual time: what is due happens in order of time, then in the order it was asked for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Action]] = []
+        self._number = count()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def at(self, time: float, action: Action) -> None:
+        """Have something happen at a time, or now if that has passed."""
+        heappush(self._due, (max(time, self.now), next(self._number), action))
+
+    def after(self, seconds: float, action: Action) -> None:
+        """Have something happen later."""
+        heappush(self._due, (self.now + seconds, next(self._number), action))
+
+    def step(self) -> bool:
+        """Go on to the next thing that is due; whether there was one."""
+        if not self._due:
+            return False
+        self.now, _, action = heappop(self._due)
+        action()
+        return True
+
+
+class Link:
+    """One direction of a cable, shared evenly by whatever travels on it at the moment.
+
+    `_served` counts the bytes that each stream present all along would have had so far; a stream
+    ends when that has grown by its size. So streams end in the order of a heap, and one event is
+    enough for all of them.
+    """
+
+    def __init__(self, clock: Clock, rate: float) -> None:
+        self._clock, self._rate = clock, rate
+        self._streams: list[tuple[float, int, Action]] = []
+        self._served = self._since = 0.0
+        self._number = count()
+        self._open = True
+        self._alarm = inf  # when the next look is due
+
+    def send(self, size: float, then: Action) -> None:
+        """Let so many bytes pass, then act."""
+        self._progress()
+        stream = (self._served + size, next(self._number), then)
+        heappush(self._streams, stream)
+        if self._streams[0] is stream:  # else the look that is due comes early enough
+            self._look_later()
+
+    def stop(self) -> None:
+        """Nothing passes until `go`; what is under way waits."""
+        self._progress()
+        self._open = False
+
+    def go(self) -> None:
+        """Let pass again."""
+        self._progress()
+        self._open = True
+        self._look_later()
+
+    def _progress(self) -> None:
+        now = self._clock.now
+        if self._streams and self._open:
+            self._served += (now - self._since) * self._rate / len(self._streams)
+        self._since = now
+
+    def _look_later(self) -> None:
+        """Be there when the first stream ends, unless a look is due before that anyway."""
+        if not self._streams or not self._open:
+            return
+        left = max(0.0, self._streams[0][0] - self._served)
+        end = self._clock.now + left * len(self._streams) / self._rate
+        if end < self._alarm:
+            self._alarm = end
+            self._clock.at(end, self._look)
+
+    def _look(self) -> None:
+        if self._clock.now < self._alarm:
+            return  # another look was asked for since, and an earlier one has been
+        self._alarm = inf
+        self._progress()
+        streams = self._streams
+        while streams and self._open and self._is_through(streams[0][0]):
+            heappop(streams)[2]()
+        self._look_later()
+
+    def _is_through(self, end: float) -> bool:
+        """Whether a stream has ended, or would before the clock can tell the difference."""
+        left = (end - self._served) * len(self._streams) / self._rate
+        return left <= 1e-12 * max(1.0, self._clock.now)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts and what lies between them; rates in bytes per second and direction.
+
+        Topology(rate=1.25e9, latency=50e-6)                      10 Gbit/s, all alike
+        Topology(rate=1.25e9, per_rack=16, rack_rate=5e9)         racks with a narrower way out
+        Topology(rate=1.25e9, per_host=8, inside_rate=100e9)      eight tasks behind one cable
+    """
+
+    rate: float
+    latency: float = 0.0
+    per_host: int = 1
+    inside_rate: float = inf
+    inside_latency: float = 0.0
+    per_rack: int = 0
+    rack_rate: float = inf
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "inside_rate", "rack_rate"):
+            if not getattr(self, name) > 0:
+                raise UsageError(
+                    f"{name} of a topology is {getattr(self, name)}; it is in bytes per second and "
+                    "more than 0, as 1.25e9 for 10 Gbit/s."
+                )
+        for name in ("latency", "inside_latency"):
+            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise UsageError(f"{name} of a topology is a number of seconds, 0 or more.")
+        if self.per_host < 1 or self.per_rack < 0:
+            raise UsageError("per_host of a topology is at least 1, per_rack at least 0.")
+
+    def host(self, task: int) -> int:
+        """On which host a task is, when tasks fill one host after the other."""
+        return task // self.per_host
+
+
+class Flow(NamedTuple):
+    """Bytes from host to host.
+
+    Where one of many that are all alike stands for all of them, `out` or `into` is what the other
+    end sends or gets in all.
+    """
+
+    source: int
+    target: int
+    out: float
+    into: float
+
+
+class Route:
+    """Flows that belong together; links that several of them pass carry their sum."""
+
+    def __init__(self, network: Network, flows: Sequence[Flow]) -> None:
+        self._network = network
+        self._hosts = {host for flow in flows for host in (flow.source, flow.target)}
+        self._loads: dict[Link, float] = {}
+        self.latency = max(network.latency(flow.source, flow.target) for flow in flows)
+        for flow in flows:
+            for link, size in network.way(flow):
+                if size > 0:
+                    self._loads[link] = self._loads.get(link, 0.0) + size
+
+    def send(self, then: Action) -> None:
+        """Carry all of it, then act where it arrives."""
+        if self._network.is_cut(self._hosts):
+            self._network.hold(partial(self.send, then))
+        elif self._loads:
+            passage = _Passage(self._network.clock, len(self._loads), self.latency, then)
+            for link, size in self._loads.items():
+                link.send(size, passage.passed)
+        else:
+            self._network.clock.after(self.latency, then)
+
+
+class _Passage:
+    """What has to pass several links."""
+
+    __slots__ = ("_clock", "_latency", "_left", "_then")
+
+    def __init__(self, clock: Clock, left: int, latency: float, then: Action) -> None:
+        self._clock, self._left, self._latency, self._then = clock, left, latency, then
+
+    def passed(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._clock.after(self._latency, self._then)
+
+
+class Network:
+    """Carries messages between hosts; links come into being when first used."""
+
+    def __init__(self, clock: Clock, topology: Topology) -> None:
+        self.clock, self.topology = clock, topology
+        self._links: dict[tuple[str, int], Link] = {}
+        self._cut: set[int] = set()
+        self._held: list[Action] = []
+
+    def send(self, source: int, target: int, size: float, then: Action) -> None:
+        """Carry so many bytes from host to host, then act there."""
+        Route(self, [Flow(source, target, size, size)]).send(then)
+
+    def latency(self, source: int, target: int) -> float:
+        """Seconds that a message without contents takes."""
+        same = source == target
+        return self.topology.inside_latency if same else self.topology.latency
+
+    def is_cut(self, hosts: set[int]) -> bool:
+        """Whether messages between these hosts have to wait."""
+        return len(hosts) > 1 and not self._cut.isdisjoint(hosts)
+
+    def hold(self, message: Action) -> None:
+        """Send it when a host comes back."""
+        self._held.append(message)
+
+    def cut(self, host: int) -> None:
+        """Take a host off the network; what is under way waits."""
+        self._cut.add(host)
+        for link in self._cables(host):
+            link.stop()
+
+    def mend(self, host: int) -> None:
+        """Put it back."""
+        self._cut.discard(host)
+        for link in self._cables(host):
+            link.go()
+        held, self._held = self._held, []
+        for message in held:
+            message()
+
+    def _cables(self, host: int) -> list[Link]:
+        rate = self.topology.rate
+        return self._link("up", host, rate) + self._link("down", host, rate)
+
+    def way(self, flow: Flow) -> list[tuple[Link, float]]:
+        """The links that a flow passes, but for infinitely fast ones, and what it puts on each."""
+        shape, (source, target, out, into) = self.topology, flow
+        if source == target:
+            return [(link, out) for link in self._link("inside", source, shape.inside_rate)]
+        here = self._link("up", source, shape.rate)
+        there = self._link("down", target, shape.rate)
+        if shape.per_rack and source // shape.per_rack != target // shape.per_rack:
+            here += self._link("rack up", source // shape.per_rack, shape.rack_rate)
+            there += self._link("rack down", target // shape.per_rack, shape.rack_rate)
+        return [(link, out) for link in here] + [(link, into) for link in there]
+
+    def _link(self, name: str, number: int, rate: float) -> list[Link]:
+        if rate == inf:
+            return []
+        if (name, number) not in self._links:
+            self._links[name, number] = Link(self.clock, rate)
+        return [self._links[name, number]]

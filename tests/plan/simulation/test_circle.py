@@ -1,0 +1,84 @@
+"""Simulated all-reduce, against the closed forms and against chance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.plan.simulate import simulate
+from stratagem.plan.simulation.faults import Kill, Stall
+from stratagem.plan.simulation.scenario import Scenario, Work
+from stratagem.plan.simulation.spread import Constant, Lognormal, ShiftedExponential
+from stratagem.plan.stragglers import exponential
+from stratagem.wire.simulated import Topology
+
+
+def circle(workers: int, work: Work, topology: Topology, steps: int = 10) -> Scenario:
+    return Scenario(workers, steps, work, topology, servers=0)
+
+
+def test_one_replica_has_nobody_to_talk_to() -> None:
+    run = simulate(circle(1, Work(Constant(0.1), push=1e9, update=0.01), Topology(1.0, 1.0)))
+    assert run.seconds == pytest.approx(10 * 0.11)
+
+
+def test_a_ring_of_four() -> None:
+    run = simulate(circle(4, Work(Constant(0.1), push=1e6), Topology(1e7, 0.001)))
+    assert run.seconds == pytest.approx(10 * (0.1 + 6 * 0.001 + 1.5 * 0.1))
+
+
+def test_buckets_travel_during_backward() -> None:
+    work = Work(Constant(0.1), push=1e6, buckets=((0.5, 0.5), (0.5, 1.0)))
+    run = simulate(circle(2, work, Topology(1e7)))
+    assert run.seconds == pytest.approx(10 * (0.1 + 0.05)), "the first half costs nothing"
+
+
+def test_inside_a_host_first() -> None:
+    shape = Topology(1e7, per_host=2, inside_rate=1e8)
+    run = simulate(circle(4, Work(Constant(0.1), push=1e6), shape))
+    assert run.seconds == pytest.approx(10 * (0.1 + 0.01 + 0.1))
+
+
+@given(
+    st.integers(1, 64), st.floats(0, 1e8), st.floats(1e5, 1e10), st.floats(0, 1e-3),
+    st.floats(1e-4, 1.0), st.integers(0, 5),
+)  # fmt: skip
+@settings(deadline=None)
+def test_time_falls_with_bandwidth_and_grows_with_bytes(
+    n: int, size: float, rate: float, latency: float, compute: float, seed: int
+) -> None:
+    given = replace(
+        circle(n, Work(Lognormal(compute, 0.3), push=size), Topology(rate, latency), steps=3),
+        seed=seed,
+    )
+    usual = simulate(given).seconds
+    assert simulate(replace(given, topology=Topology(rate * 2, latency))).seconds <= usual
+    assert simulate(replace(given, work=replace(given.work, push=size * 2))).seconds >= usual
+    alone = simulate(replace(given, work=replace(given.work, push=0.0),
+                             topology=Topology(rate))).seconds  # fmt: skip
+    assert usual >= alone
+    assert n > 1 or usual == alone
+
+
+def test_the_slowest_of_n_agrees_with_the_closed_form() -> None:
+    work = Work(ShiftedExponential(0.1, 0.2))
+    run = simulate(circle(16, work, Topology(1e9), steps=4000))
+    assert run.seconds / 4000 == pytest.approx(exponential(16, 16, 0.1, 10.0), rel=0.02)
+
+
+def test_one_that_stands_still_is_waited_for_and_one_that_dies_ends_it() -> None:
+    given = circle(4, Work(Constant(0.1)), Topology(1e9))
+    stalled = simulate(replace(given, faults=(Stall(2, 0.35, 5.0),)))
+    assert stalled.seconds == pytest.approx(1.0 + 5.0) and not stalled.failure
+    for faults, word in (((Stall(2, 0.35, 5.0),), "worker 2"), ((Kill(1, 0.35),), "worker 1")):
+        ended = simulate(replace(given, faults=faults, patience=1.0))
+        assert word in ended.failure and len(ended.updates) == 3
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    given = circle(8, Work(Lognormal(0.1, 0.5), push=1e6), Topology(1e8))
+    again, other = simulate(given, trace=True), simulate(replace(given, seed=1), trace=True)
+    assert simulate(given, trace=True).digest == again.digest != other.digest

@@ -1,0 +1,237 @@
+"""Simulated parameter servers: time, rules and faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.errors import UsageError
+from stratagem.plan.simulate import simulate
+from stratagem.plan.simulation import faults as bad
+from stratagem.plan.simulation.faults import Cut, Kill, ServerDeath, Stall
+from stratagem.plan.simulation.scenario import Run, Scenario, Work
+from stratagem.plan.simulation.spread import Constant, Lognormal, ShiftedExponential, Stragglers
+from stratagem.rules.ramp import Ramp
+from stratagem.rules.staleness import Drop, ScaleDown
+from stratagem.rules.updates import Asynchronous, Synchronous, Updates
+from stratagem.wire.simulated import Topology
+
+RULES: list[Updates] = [
+    Synchronous(), Synchronous(spares=1), Synchronous(spares=2, requeue=False), Asynchronous(),
+    Asynchronous(bound=1), Asynchronous(buffer=3), Asynchronous(staleness=[Drop(older_than=2)]),
+    Asynchronous(staleness=[ScaleDown(), Drop(older_than=3)], requeue=False, bound=2, buffer=2),
+    Asynchronous(warmup=Ramp(steps=6)),
+]  # fmt: skip
+FREE = Topology(float("inf"))
+
+
+def scenario(**given: object) -> Scenario:
+    usual: dict[str, object] = {
+        "workers": 4, "steps": 20, "work": Work(Constant(0.1), push=1e6), "topology": Topology(1e8),
+    }  # fmt: skip
+    return Scenario(**{**usual, **given})  # type: ignore[arg-type]
+
+
+def balanced(run: Run) -> bool:
+    books = run.stats
+    return books.received == books.applied + books.dropped + books.buffered
+
+
+# --- how long it takes ------------------------------------------------------------------------
+
+
+def test_one_worker_without_bytes_only_computes() -> None:
+    run = simulate(scenario(workers=1, topology=FREE))
+    assert run.seconds == pytest.approx(20 * 0.1)
+
+
+def test_push_and_pull_of_one_server_are_shared_by_all() -> None:
+    # 4 workers x 1 MB over one cable of 100 MB/s, in and out: 0.04 s each way
+    run = simulate(scenario())
+    assert run.seconds == pytest.approx(20 * (0.04 + 0.1 + 0.04))
+
+
+def test_two_servers_halve_it() -> None:
+    run = simulate(scenario(servers=2))
+    assert run.seconds == pytest.approx(20 * (0.02 + 0.1 + 0.02))
+
+
+def test_the_largest_shard_is_the_bottleneck() -> None:
+    run = simulate(scenario(servers=2, shards=(3.0, 1.0)))
+    assert run.seconds == pytest.approx(20 * (0.03 + 0.1 + 0.03))
+
+
+def test_what_leaves_during_backward_costs_nothing_if_it_is_through_in_time() -> None:
+    work = Work(Constant(0.1), push=1e6, pull=0.0, buckets=((0.9, 0.5), (0.1, 1.0)))
+    run = simulate(scenario(work=work))
+    assert run.seconds == pytest.approx(20 * (0.1 + 0.004))
+
+
+def test_the_server_is_one_processor() -> None:
+    work = Work(Constant(0.1), update=0.05)
+    run = simulate(scenario(work=work, updates=Asynchronous(), steps=400, topology=FREE))
+    assert run.rate == pytest.approx(20.0, rel=0.03), "4 workers would make 40 a second"
+    halves = simulate(scenario(work=work, updates=Asynchronous(), steps=400, topology=FREE,
+                             servers=2))  # fmt: skip
+    assert halves.rate == pytest.approx(32.0, rel=0.03), "4 / (0.1 + 0.025)"
+
+
+def test_latency_of_a_step() -> None:
+    # ask, pull, push, and the answer before the next
+    run = simulate(scenario(workers=1, work=Work(Constant(0.1)), topology=Topology(1e9, 0.01)))
+    assert run.seconds == pytest.approx(20 * (0.1 + 4 * 0.01) - 0.01)
+
+
+def test_the_slowest_of_all_or_all_but_the_spares() -> None:
+    """Against the closed form of the k-th of n: shifted exponentials, D + (H_n - H_{n-k}) / lam."""
+    spread = ShiftedExponential(least=0.1, average=0.2)
+    work = Work(spread)
+    harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, 9))])
+    for spares in (0, 1, 3):
+        run = simulate(scenario(workers=8, steps=2000, work=work, topology=FREE,
+                              updates=Synchronous(spares=spares), servers=1))  # fmt: skip
+        expected = 0.1 + (harmonic[8] - harmonic[spares]) * 0.1
+        assert run.seconds / 2000 == pytest.approx(expected, rel=0.03)
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.floats(1e5, 1e7), st.floats(1e6, 1e9))
+@settings(max_examples=40, deadline=None)
+def test_more_bytes_take_longer_and_more_bandwidth_less(
+    workers: int, servers: int, size: float, rate: float
+) -> None:
+    def seconds(size: float, rate: float) -> float:
+        return simulate(scenario(
+            workers=workers, servers=servers, steps=5, work=Work(Constant(0.05), push=size),
+            topology=Topology(rate, 1e-4),
+        )).seconds  # fmt: skip
+
+    usual = seconds(size, rate)
+    assert seconds(size * 2, rate) > usual > seconds(size, rate * 2)
+    communication = 2 * max(size / rate, workers * size / servers / rate)
+    assert usual >= 5 * max(0.05, communication) * (1 - 1e-9)
+
+
+def test_a_slow_worker_sets_the_pace_unless_it_is_spare() -> None:
+    slow = {2: 10.0}
+    all_of = simulate(scenario(slow=slow, topology=FREE))
+    spared = simulate(scenario(slow=slow, topology=FREE, updates=Synchronous(spares=1)))
+    assert all_of.seconds == pytest.approx(20 * 1.0)
+    assert spared.seconds == pytest.approx(20 * 0.1)
+
+
+def test_who_cannot_stop_comes_to_every_step_too_late() -> None:
+    given = scenario(
+        workers=8, steps=300, topology=FREE, updates=Synchronous(spares=1),
+        work=Work(Stragglers(Constant(0.1), 0.02, 10.0)),
+    )  # fmt: skip
+    stops, cannot = simulate(given), simulate(replace(given, cancels=False))
+    assert stops.seconds < cannot.seconds
+    assert stops.stats.abandoned > 0 == cannot.stats.abandoned
+
+
+# --- the same again -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updates", RULES, ids=str)
+def test_the_same_seed_gives_the_same_trace(updates: Updates) -> None:
+    def run(seed: int) -> Run:
+        faults = bad.schedule(seed, 4, 3.0, 4)
+        return simulate(scenario(updates=updates, work=Work(Lognormal(0.1, 0.5), 1e6), seed=seed,
+                               faults=faults, patience=0.5), trace=True)  # fmt: skip
+
+    assert run(1).digest == run(1).digest != run(2).digest
+
+
+# --- bad days -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updates", RULES, ids=str)
+def test_books_balance_on_any_bad_day(updates: Updates) -> None:
+    """Random schedules of kills, returns, stalls and cuts; a failing one is named by its seed."""
+    for seed in range(250):
+        workers = 3 + seed % 4
+        given = scenario(
+            workers=workers, steps=12, seed=seed, updates=updates, servers=1 + seed % 2,
+            work=Work(Lognormal(0.1, 0.5), push=1e6, buckets=((0.5, 0.5), (0.5, 1.0))),
+            topology=Topology(1e8, 1e-3, per_host=1 + seed % 3 // 2), patience=0.5,
+            faults=bad.schedule(seed, workers, 2.0, seed % 7), cancels=bool(seed % 5),
+        )  # fmt: skip
+        run = simulate(given, trace=True)
+        books = run.stats
+        assert balanced(run) and not run.failure, f"seed {seed}"
+        # everything dealt was applied once or, where the rule may lose it, counted as lost
+        tickets = 12 * (max(1, workers - getattr(updates, "spares", 0))
+                        if isinstance(updates, Synchronous) else 1)  # fmt: skip
+        assert books.applied + books.lost == tickets, f"seed {seed}"
+        assert not (books.lost and updates.requeue), f"seed {seed}"
+        kept = [numbers[0] for _, what, _, numbers in run.trace if what == "push" and numbers[2]]
+        assert len(set(kept)) == len(kept), f"seed {seed}: a ticket counted twice"
+        assert list(run.updates) == sorted(run.updates)
+
+
+def test_a_killed_worker_is_not_waited_for() -> None:
+    run = simulate(scenario(topology=FREE, faults=(Kill(3, 0.55),)))
+    # the part in its hands is done by another, at the same version, and from then on there are
+    # four parts for three workers
+    assert not run.failure and run.stats.applied == 80
+    assert run.seconds == pytest.approx(0.5 + 0.2 * 15)
+
+
+def test_another_takes_its_place() -> None:
+    run = simulate(scenario(topology=FREE, faults=(Kill(3, 0.55, back=0.5),)), trace=True)
+    assert run.stats.applied == 80 and run.seconds < 0.5 + 0.2 * 15
+    assert [what for _, what, worker, _ in run.trace if worker == 3].count("join") == 2
+
+
+def test_a_stalled_worker_is_waited_for_until_patience_ends() -> None:
+    stalled = (Stall(1, 0.55, 3.0),)
+    waited = simulate(scenario(topology=FREE, faults=stalled))
+    assert waited.seconds == pytest.approx(2.0 + 3.0, abs=0.1)
+    given_up = simulate(scenario(topology=FREE, faults=stalled, patience=1.0))
+    assert given_up.seconds < waited.seconds and given_up.stats.applied == 80
+    spared = simulate(scenario(topology=FREE, faults=stalled, updates=Synchronous(spares=1)))
+    assert spared.seconds == pytest.approx(2.0, abs=0.05)
+
+
+def test_a_cut_holds_up_what_has_to_pass_it() -> None:
+    run = simulate(scenario(faults=(Cut(1, 0.01, 1.0),)))
+    assert run.seconds == pytest.approx(20 * 0.18 + 1.0, abs=0.1)
+
+
+def test_a_dead_server_ends_the_job() -> None:
+    run = simulate(scenario(faults=(ServerDeath(0, 1.0),)))
+    assert "ps 0" in run.failure and run.seconds == 1.0 and balanced(run)
+
+
+def test_nobody_left() -> None:
+    run = simulate(scenario(workers=2, faults=(Kill(0, 0.5), Kill(1, 0.7))))
+    assert run.failure == "nobody is left to do the work" and balanced(run)
+
+
+# --- what cannot be -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"workers": 0}, {"steps": 0}, {"servers": -1}, {"servers": 0, "updates": Asynchronous()},
+     {"servers": 2, "shards": (1.0,)}, {"faults": (Kill(9, 1.0),)}, {"faults": (Stall(0, -1, 1),)},
+     {"faults": (ServerDeath(1, 1.0),)}],
+    ids=str,
+)  # fmt: skip
+def test_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        scenario(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"push": -1.0}, {"update": float("nan")}, {"buckets": ((0.5, 1.0),)},
+              {"buckets": ((1.0, 1.5),)}],
+    ids=str,
+)  # fmt: skip
+def test_work_that_cannot_be(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        Work(Constant(0.1), **wrong)  # type: ignore[arg-type]

@@ -1,0 +1,204 @@
+"""The cost of a step: invariants that hold for every model, machine and configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isclose
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.errors import UsageError
+from stratagem.plan.calibration import Calibration, errors, fit
+from stratagem.plan.configuration import CENTRAL, MIRRORED, MULTI_WORKER, SERVERS, Configuration
+from stratagem.plan.cost import predict, single
+from stratagem.plan.formulas import knee, largest_share, overlapped, ring, rows_touched, transfer
+from stratagem.plan.hardware import Hardware
+from stratagem.plan.profile import Bucket, Profile, Table
+from tests.plan.support import IDEAL, configurations, machines, profile, profiles
+
+
+@given(profiles(), machines())
+def test_one_replica_talks_to_nobody(model: Profile, machine: Hardware) -> None:
+    for kind in (MIRRORED, MULTI_WORKER, CENTRAL):
+        said = predict(model, machine, Configuration(kind))
+        assert isclose(said.step, model.compute + model.optimizer) and isclose(said.speedup, 1.0)
+        assert set(said.parts) == {"compute", "optimizer"}
+
+
+@given(profiles(), machines(), configurations(), st.floats(1.1, 100.0))
+def test_time_falls_with_bandwidth(
+    model: Profile, machine: Hardware, cfg: Configuration, more: float
+) -> None:
+    fast = replace(machine, link=machine.link * more)
+    assert predict(model, fast, cfg).step <= predict(model, machine, cfg).step * (1 + 1e-9)
+
+
+@given(profiles(), machines(), configurations(), st.integers(2, 10))
+def test_time_grows_with_bytes(
+    model: Profile, machine: Hardware, cfg: Configuration, more: int
+) -> None:
+    large = replace(
+        model, buckets=tuple(Bucket(b.size * more, b.ready) for b in model.buckets),
+        shapes=tuple((rows * more, *rest) for rows, *rest in model.shapes),
+    )  # fmt: skip
+    # What a server holds is cut at whole rows, so a larger model may be cut a little more evenly.
+    assert predict(large, machine, cfg).step >= predict(model, machine, cfg).step * 0.999
+
+
+@given(profiles(), machines(), configurations())
+def test_a_step_is_no_shorter_than_any_part_of_it(
+    model: Profile, machine: Hardware, cfg: Configuration
+) -> None:
+    said = predict(model, machine, cfg)
+    assert said.step >= model.compute * (1 - 1e-9)
+    assert isclose(said.step, sum(said.parts.values()), rel_tol=1e-9)
+    assert all(part >= 0 for part in said.parts.values())
+    assert said.limit in said.parts
+    if cfg.strategy == MULTI_WORKER and not cfg.hierarchical and cfg.replicas > 1:
+        size = model.dense_bytes * cfg.travelling
+        assert said.step >= ring(size, cfg.replicas, machine.latency, machine.link) * (1 - 1e-9)
+
+
+@given(profiles(), machines(), configurations())
+def test_speed_is_examples_over_time(
+    model: Profile, machine: Hardware, cfg: Configuration
+) -> None:
+    said = predict(model, machine, cfg)
+    assert isclose(said.rate * said.step, cfg.counted * model.batch)
+    assert isclose(said.speedup, said.rate / single(model))
+    assert isclose(said.efficiency * cfg.replicas, said.speedup)
+
+
+def test_ring_by_hand() -> None:
+    assert ring(8e6, 4, 1e-3, 1e8) == pytest.approx(6e-3 + 2 * 3 / 4 * 0.08)
+    assert ring(8e6, 1, 1e-3, 1e8) == 0.0
+
+
+def test_overlap_by_hand() -> None:
+    """The second waits for the first, the third for backward."""
+    parts = [(2.0, 1.0), (1.0, 2.0), (1.0, 9.0)]
+    assert overlapped(parts, lambda size: size) == 10.0
+    assert overlapped(parts, lambda size: 4 * size) == max(1 + 8, 2) + 4 + 4
+
+
+def test_a_ring_hides_behind_backward() -> None:
+    """First bucket done before backward ends: only the last one shows."""
+    machine = Hardware(hosts=2, link=1e9, latency=0.0)
+    said = predict(profile(), machine, Configuration(MULTI_WORKER, 2), IDEAL)
+    assert said.step == pytest.approx(0.03 + 4e6 / 1e9 + 0.001)
+
+
+@given(st.integers(1, 8), st.floats(1e-3, 1.0), st.floats(1e7, 1e10), st.floats(1e6, 1e9))
+def test_the_knee_of_parameter_servers(k: int, compute: float, rate: float, size: float) -> None:
+    """Where pushing and pulling of all workers take as long as computing."""
+    n = knee(compute, k, rate, size)
+    assert isclose(2 * n * (size / k) / rate, compute)
+    before, after = max(1, int(n * 0.5)), int(n * 2) + 2
+    assert 2 * transfer(size, size / k, after, 1e18, rate) > compute
+    if before < n * 0.9:
+        assert 2 * transfer(size, size / k, before, 1e18, rate) < compute
+
+
+def test_servers_bind_beyond_the_knee() -> None:
+    model = profile(shapes=((2_000_000,),))
+    machine = Hardware(hosts=64, link=1e9, latency=0.0, update=1e15)
+    at = knee(model.compute, 1, machine.link, model.dense_bytes)
+    few = predict(model, machine, Configuration(SERVERS, 2, servers=1), IDEAL)
+    many = predict(model, machine, Configuration(SERVERS, int(4 * at), servers=1), IDEAL)
+    assert few.limit == "compute" and "a server's link" in many.limit
+
+
+def test_the_fullest_server_counts() -> None:
+    assert largest_share(((1000, 1000),), 4, 2) == 0.5
+    assert largest_share(((3,), (1,)), 4, 2) == 0.75  # too small to be cut
+
+
+def test_more_servers_carry_more() -> None:
+    machine = Hardware(hosts=16, link=1.25e8)
+    steps = [
+        predict(profile(), machine, Configuration(SERVERS, 16, servers=k)).step for k in (1, 2, 4)
+    ]
+    assert steps[0] > 1.5 * steps[1] > 1.5 * steps[2]
+
+
+def test_sixteen_bits_halve_the_way() -> None:
+    machine = Hardware(hosts=4, link=1.25e6, latency=0.0)
+    plain, half = (
+        predict(profile(), machine, Configuration(MULTI_WORKER, 4, wire=wire), IDEAL).step
+        for wire in (None, "bfloat16")
+    )
+    assert plain / half == pytest.approx(2.0, rel=0.02)
+
+
+def test_spares_do_not_wait_for_the_last() -> None:
+    model = profile(samples=(1.0,) * 19 + (10.0,))
+    machine = Hardware(hosts=16, link=1e11)
+    all_, spared = (
+        predict(model, machine, Configuration(SERVERS, 16, servers=4, spares=b)) for b in (0, 2)
+    )
+    assert all_.limit == "stragglers" and spared.rate > 1.3 * all_.rate
+
+
+def test_asynchronous_workers_do_not_wait_but_a_server_fills_up() -> None:
+    model = profile(samples=(1.0,) * 19 + (10.0,))
+    machine = Hardware(hosts=64, link=1e9, update=1e12)
+    rates = [
+        predict(model, machine, Configuration(SERVERS, n, servers=1, asynchronous=True)).rate
+        for n in (2, 4, 32, 64)
+    ]
+    assert rates[1] == pytest.approx(2 * rates[0]) and rates[3] == pytest.approx(rates[2])
+
+
+def test_sparse_rows_travel_instead_of_tables() -> None:
+    assert rows_touched([1.0, 0.0], 10) == pytest.approx(1.0)
+    assert rows_touched([0.01] * 100, 64) == pytest.approx(100 * (1 - 0.99**64))
+    model = profile(sparse=(Table(1_000_000, 256, 64.0),))
+    assert model.sparse_bytes == 64 * 264
+    machine = Hardware(hosts=4)
+    assert predict(model, machine, Configuration(SERVERS, 4, servers=1)).speedup > 1
+    with pytest.raises(UsageError, match="sparse gradients"):
+        predict(model, machine, Configuration(MULTI_WORKER, 4))
+
+
+def test_measured_crowds_are_believed() -> None:
+    model = profile(crowd=((2, 0.04), (8, 0.10)))
+    machine = Hardware(per_host=8, cores=8)
+    for n, compute in ((2, 0.04), (4, 0.06), (8, 0.10)):
+        said = predict(model, machine, Configuration(per_host=n))
+        assert said.parts["compute"] == pytest.approx(compute)
+
+
+def test_fit_finds_the_constants_it_was_made_with() -> None:
+    truth = Calibration(message=1e-3, exchange=5e-3, goodput=0.8, step=2e-3)
+    cases = [
+        (profile(), Hardware(hosts=n, link=link), cfg)
+        for n in (2, 3, 4) for link in (1.25e7, 1.25e8)
+        for cfg in (Configuration(MULTI_WORKER, n), Configuration(SERVERS, n, servers=2))
+    ]  # fmt: skip
+    measured = [
+        (predict(*case, truth).step, lambda cal, case=case: predict(*case, cal).step)
+        for case in cases
+    ]
+    kept_out = measured[::3]
+    found = fit([each for each in measured if each not in kept_out])
+    assert max(map(abs, errors(kept_out, found))) < 0.03
+    assert max(map(abs, errors(kept_out, Calibration()))) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"strategy": "Nonsense"}, "is none of"),
+        ({"hosts": 0}, "there must be a replica"),
+        ({"wire": "float8"}, "float8"),
+        ({"strategy": SERVERS}, "needs a server"),
+        ({"strategy": SERVERS, "servers": 1, "hosts": 2, "spares": 2}, "leave nobody"),
+        ({"per_host": 4, "spares": 1}, "waits for all"),
+        ({"hosts": 2}, "is of one host"),
+    ],
+)
+def test_impossible_configurations(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Configuration(**settings)  # type: ignore[arg-type]

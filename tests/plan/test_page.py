@@ -1,0 +1,74 @@
+"""The page and the picture: self-contained, every figure under the pointer."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from stratagem.errors import UsageError
+from stratagem.plan.choose import Plan, choose
+from stratagem.plan.hardware import Hardware
+from stratagem.plan.page import fragment, page
+from stratagem.plan.plot import png
+from stratagem.plan.report import shown
+from tests.plan.support import profile
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return choose(profile(name="<Net> & co"), Hardware(hosts=8, link=1.25e8, cores=2), most=8)
+
+
+class Reader(HTMLParser):
+    """Collects what a browser would load, and the dots."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.dots: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.loads += [value for key, value in given.items() if key in ("src", "href") and value]
+        if tag == "circle":
+            self.dots.append(given["data-say"] or "")
+
+
+def test_nothing_is_loaded(plan: Plan) -> None:
+    text = page(plan)
+    assert Reader(text).loads == [] and not re.search(r"https?://|@import|url\(", text)
+    assert "<Net>" not in text and "&lt;Net&gt; &amp; co" in text
+
+
+def test_every_point_has_its_figures(plan: Plan) -> None:
+    dots = Reader(page(plan)).dots
+    assert len(dots) == sum(len(row) for _, row, _ in shown(plan)[:8])
+    assert all("examples/s" in dot and "compute" in dot and "x one device" in dot for dot in dots)
+
+
+def test_points_lie_inside_the_drawing(plan: Plan) -> None:
+    found = re.findall(r'<circle cx="([-\d.]+)" cy="([-\d.]+)"', page(plan))
+    assert found
+    for x, y in found:
+        assert 50 <= float(x) <= 745 and 15 <= float(y) <= 385
+
+
+def test_one_replica_can_be_drawn() -> None:
+    alone = choose(profile(), Hardware(), most=1)
+    assert "Stay on one device" in fragment(alone)
+
+
+def test_png_is_a_picture(plan: Plan) -> None:
+    pytest.importorskip("matplotlib")
+    data = png(plan)
+    assert data.startswith(b"\x89PNG") and 5_000 < len(data) < 200_000
+
+
+def test_without_matplotlib_is_one_sentence(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"pip install 'stratagem\[plots\]'"):
+        png(plan)

@@ -1,0 +1,144 @@
+"""What a step costs, measured: times, buckets, sparse rows; and the model is left as it was."""
+
+from __future__ import annotations
+
+import time
+from copy import deepcopy
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from stratagem.errors import UsageError
+from stratagem.plan.measure import profile
+from stratagem.plan.profile import Profile
+from tests.plan import support
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Slow(nn.Module):
+    """Sleeps so long forward, and so long backward after its gradient has passed."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+        self.seconds = forward, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds[0])
+        out = x + self.weight.sum()
+        out.register_hook(lambda grad: time.sleep(self.seconds[1]))
+        return out
+
+
+def digits(rows: int = 16) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 8), torch.randint(0, 8, (rows,))
+
+
+def test_times_are_those_of_the_model() -> None:
+    net = nn.Sequential(Slow(0.0, 0.01), Slow(0.02, 0.0))
+    seen = profile(
+        net, digits(), loss=cross_entropy, optimizer=torch.optim.SGD(net.parameters()), steps=6
+    )
+    assert 0.02 <= seen.forward < 0.06 and 0.01 <= seen.backward < 0.05
+    assert len(seen.samples) == 6 and seen.batch == 16 and seen.name == "Sequential"
+    assert seen.device == "cpu" and seen.threads == torch.get_num_threads()
+
+
+def test_buckets_are_those_of_the_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of backward, full when their last member is there."""
+    monkeypatch.setattr("stratagem.plan.measure.BUCKET_BYTES", 40)
+    net = nn.Sequential(Slow(0.0, 0.0), Slow(0.0, 0.02))
+    seen = profile(
+        net, digits(), loss=cross_entropy, optimizer=torch.optim.SGD(net.parameters()), steps=4
+    )
+    first, second = seen.buckets
+    assert first.size == second.size == 32 and seen.shapes == ((8,), (8,))
+    assert first.ready <= second.ready <= seen.backward and second.ready >= 0.02
+
+
+def test_sparse_rows_are_counted() -> None:
+    net = nn.Sequential(nn.Embedding(1000, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    x = torch.tensor([[1, 2], [2, 3], [999, 1]])
+    seen = profile(
+        net, (x, torch.tensor([0, 1, 0])), loss=cross_entropy,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2,
+    )  # fmt: skip
+    (table,) = seen.sparse
+    assert (table.rows, table.row_bytes, table.touched) == (1000, 16, 4.0)
+    assert seen.dense_bytes == (16 + 2) * 4 and seen.sparse_bytes == 4 * (16 + 8)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).eval()
+    optimizer = torch.optim.Adam(net.parameters())
+    data = digits()
+    before, state = deepcopy(net.state_dict()), torch.get_rng_state()
+    profile(net, data, loss=cross_entropy, optimizer=optimizer, steps=2)
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    assert not optimizer.state and not net.training and torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_progress_is_said() -> None:
+    said: list[str] = []
+    net = nn.Linear(8, 8)
+    profile(net, digits(), loss=cross_entropy, optimizer=torch.optim.SGD(net.parameters()),
+            steps=2, say=said.append)  # fmt: skip
+    assert "profiling Linear, 16 examples" in said[0] and "2 steps" in said[1]
+
+
+@pytest.mark.skipif(torch.get_num_threads() > 64, reason="an enormous machine")
+def test_among_others_on_this_machine() -> None:
+    """Real replicas compute at once; a sleeping model is not slowed down by that."""
+    net = nn.Sequential(Slow(0.02, 0.0))
+    seen = profile(net, digits(), loss=cross_entropy, optimizer=torch.optim.SGD(net.parameters()),
+                   steps=3, crowded=True)  # fmt: skip
+    for n, compute in seen.crowd:
+        assert n >= 2 and 0.02 <= compute < 0.2
+
+
+class Greedy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight * torch.empty(1 << 50)
+
+
+def test_too_large_for_memory_is_one_sentence() -> None:
+    net = Greedy()
+    with pytest.raises(UsageError, match="Greedy does not fit in this device's memory with 16"):
+        profile(net, digits(), loss=cross_entropy, optimizer=torch.optim.SGD(net.parameters()))
+
+
+def test_nothing_to_train_and_nothing_to_train_on() -> None:
+    net = nn.Linear(8, 8).requires_grad_(False)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    with pytest.raises(UsageError, match="no parameter that requires a gradient"):
+        profile(net, digits(), loss=cross_entropy, optimizer=optimizer)
+    with pytest.raises(UsageError, match="no example"):
+        profile(net, digits(0), loss=cross_entropy, optimizer=optimizer)
+
+
+@given(support.profiles())
+def test_json_comes_back(model: Profile) -> None:
+    assert Profile.from_json(model.to_json()) == model
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": 1}', '{"batch": 0, "buckets": []}'])
+def test_no_profile_is_one_sentence(text: str) -> None:
+    with pytest.raises(UsageError, match="no profile"):
+        Profile.read(text)
+    with pytest.raises(UsageError, match="cannot be"):
+        support.profile(batch=0)
+
+
+def test_threads_share_a_part() -> None:
+    model = support.profile(threads=4, single_thread=0.09)  # 0.03 with four: 0.01 is serial
+    assert model.with_threads(4) == 0.03 and model.with_threads(1) == pytest.approx(0.09)
+    assert model.with_threads(2) == pytest.approx(0.01 + 0.08 / 2)

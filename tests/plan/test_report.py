@@ -1,0 +1,65 @@
+"""The plan as text and JSON; files are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stratagem.plan import report
+from stratagem.plan.choose import Plan, choose
+from stratagem.plan.hardware import Hardware
+from stratagem.plan.profile import Profile, Table
+from tests.plan.support import profile
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return choose(profile(), Hardware(hosts=8, link=1.25e8, cores=2), most=8)
+
+
+def test_text_has_it_all(plan: Plan) -> None:
+    text = report.text(plan, width=160)
+    for word in ("Net: 64 examples a replica", "8 MB", "8 hosts of 1, 1Gbit links", "strategy = sg.",
+                 "MultiWorkerMirrored, bf16", "ParameterServer, 8 servers, asynchronous",
+                 "batch_size="):  # fmt: skip
+        assert word in text
+    best = plan.recommendation
+    assert f"{best.speedup:.1f}x one device" in text
+
+
+def test_narrow_terminals_lose_nothing(plan: Plan) -> None:
+    assert "batch_size=" in report.text(plan, width=60)
+
+
+def test_json_has_every_prediction(plan: Plan) -> None:
+    told = json.loads(report.dumps(plan))
+    assert len(told["predictions"]) == len(plan.predictions)
+    assert Profile.from_json(told["profile"]) == plan.profile
+    assert Hardware.from_json(told["hardware"]) == plan.hardware
+    one = told["predictions"][-1]
+    assert sum(one["parts_s"].values()) == pytest.approx(one["step_s"])
+    assert told["recommendation"]["code"] and told["recommendation"]["sentence"]
+
+
+def test_a_restless_machine_is_noted() -> None:
+    assert report.warnings(profile(samples=(1.0,) * 8 + (2.0,) * 2)) != []
+    assert report.warnings(profile(samples=(1.0,) * 10)) == []
+
+
+def test_sparse_rows_are_told() -> None:
+    assert "12 sparse rows" in report.heading(profile(sparse=(Table(100, 64, 12.0),)))
+
+
+def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    report.write(target, "one")
+    report.write(target, b"two")
+    assert target.read_text() == "two" and list(tmp_path.iterdir()) == [target]
+    with pytest.raises(OSError):
+        report.write(tmp_path / "no folder" / "plan.json", "x")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError):
+        report.write(tmp_path / "taken", "x")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.json", "taken"]

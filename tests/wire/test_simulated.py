@@ -1,0 +1,149 @@
+"""A simulated network: how long messages take, alone and together."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.errors import UsageError
+from stratagem.wire.simulated import Clock, Flow, Link, Network, Route, Topology
+
+SIZES = st.floats(1.0, 1e9)
+RATES = st.floats(1e3, 1e12)
+
+
+def arrivals(topology: Topology, messages: list[tuple[float, int, int, float]]) -> list[float]:
+    """When each message (at, source, target, bytes) has arrived."""
+    clock = Clock()
+    network = Network(clock, topology)
+    found = [inf] * len(messages)
+
+    def note(i: int) -> None:
+        found[i] = clock.now
+
+    for i, (at, source, target, size) in enumerate(messages):
+        clock.at(at, lambda i=i, s=source, t=target, n=size: network.send(
+            s, t, n, lambda: note(i)))  # type: ignore[misc]  # fmt: skip
+    while clock.step():
+        pass
+    return found
+
+
+@given(SIZES, RATES, st.floats(0, 1))
+def test_a_message_alone(size: float, rate: float, latency: float) -> None:
+    (arrived,) = arrivals(Topology(rate, latency), [(0.0, 0, 1, size)])
+    assert arrived == pytest.approx(size / rate + latency)
+
+
+def test_two_senders_share_the_way_in() -> None:
+    both = arrivals(Topology(100.0), [(0.0, 0, 2, 100.0), (0.0, 1, 2, 100.0)])
+    assert both == pytest.approx([2.0, 2.0])
+
+
+def test_there_and_back_do_not_disturb_each_other() -> None:
+    assert arrivals(Topology(100.0), [(0.0, 0, 1, 100.0), (0.0, 1, 0, 100.0)]) == [1.0, 1.0]
+
+
+def test_who_comes_later_has_its_share_from_then_on() -> None:
+    # alone for 1 s: 100 of 150 bytes; then both have half: 50 bytes in 1 s; the other 50 alone
+    first, second = arrivals(Topology(100.0), [(0.0, 0, 2, 150.0), (1.0, 1, 2, 100.0)])
+    assert (first, second) == pytest.approx((2.0, 2.5))
+
+
+def test_the_way_out_of_a_rack_is_shared_by_its_hosts() -> None:
+    racks = Topology(100.0, per_rack=2, rack_rate=100.0)
+    assert arrivals(racks, [(0.0, 0, 1, 100.0), (0.0, 1, 0, 100.0)]) == [1.0, 1.0]
+    across = arrivals(racks, [(0.0, 0, 2, 100.0), (0.0, 1, 3, 100.0)])
+    assert across == pytest.approx([2.0, 2.0])
+
+
+def test_tasks_of_one_host_use_its_memory() -> None:
+    inside = Topology(100.0, latency=5.0, inside_rate=1000.0, inside_latency=0.1)
+    assert arrivals(inside, [(0.0, 0, 0, 100.0)]) == pytest.approx([0.2])
+    assert arrivals(Topology(100.0), [(0.0, 0, 0, 100.0)]) == [0.0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 10), st.integers(0, 3), st.integers(4, 6), st.floats(1, 1000)),
+        min_size=1, max_size=12,
+    )
+)  # fmt: skip
+def test_no_link_carries_more_than_it_can(messages: list[tuple[float, int, int, float]]) -> None:
+    """The last arrival over a link is not before all its bytes can have passed, and, when all
+    came at once, not after the slowest link would be done with everything."""
+    rate = 100.0
+    found = arrivals(Topology(rate), messages)
+    for end in (1, 2):
+        for host in {message[end] for message in messages}:
+            mine = [i for i, message in enumerate(messages) if message[end] == host]
+            first = min(messages[i][0] for i in mine)
+            total = sum(messages[i][3] for i in mine)
+            assert max(found[i] for i in mine) >= first + total / rate * (1 - 1e-9)
+    for (at, _, _, size), arrived in zip(messages, found, strict=True):
+        assert arrived >= at + size / rate * (1 - 1e-9)
+    total = sum(size for *_, size in messages)
+    assert max(found) <= max(at for at, *_ in messages) + total / rate * (1 + 1e-9)
+
+
+@given(st.lists(SIZES, min_size=1, max_size=20), RATES)
+def test_a_link_is_never_idle_while_something_waits(sizes: list[float], rate: float) -> None:
+    clock = Clock()
+    link = Link(clock, rate)
+    done: list[float] = []
+    for size in sizes:
+        link.send(size, lambda: done.append(clock.now))
+    while clock.step():
+        pass
+    assert len(done) == len(sizes)
+    assert done[-1] == pytest.approx(sum(sizes) / rate)
+
+
+def test_a_route_puts_the_sum_on_what_its_flows_share() -> None:
+    clock = Clock()
+    network = Network(clock, Topology(100.0, latency=0.5))
+    route = Route(network, [Flow(0, 1, 100.0, 100.0), Flow(0, 2, 50.0, 50.0)])
+    done: list[float] = []
+    route.send(lambda: done.append(clock.now))
+    while clock.step():
+        pass
+    assert done == pytest.approx([2.0])  # 150 bytes out of host 0
+
+
+def test_a_host_that_is_cut_off_waits() -> None:
+    clock = Clock()
+    network = Network(clock, Topology(100.0))
+    done: list[tuple[str, float]] = []
+    network.send(0, 1, 100.0, lambda: done.append(("under way", clock.now)))
+    clock.at(0.5, lambda: network.cut(1))
+    clock.at(1.0, lambda: network.send(1, 0, 0.0, lambda: done.append(("held", clock.now))))
+    clock.at(1.0, lambda: network.send(0, 2, 100.0, lambda: done.append(("another", clock.now))))
+    clock.at(3.0, lambda: network.mend(1))
+    while clock.step():
+        pass
+    # what is stuck keeps its half of the way out of host 0 until it is through
+    assert dict(done)["held"] == 3.0
+    assert dict(done)["under way"] > 3.0 and dict(done)["another"] >= 2.0
+
+
+def test_the_same_moment_keeps_its_order() -> None:
+    clock = Clock()
+    seen: list[int] = []
+    for i in range(5):
+        clock.at(1.0, lambda i=i: seen.append(i))  # type: ignore[misc]
+    while clock.step():
+        pass
+    assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rate": 0.0}, {"rate": -1.0}, {"rate": 1.0, "latency": -1.0},
+              {"rate": 1.0, "latency": inf}, {"rate": 1.0, "per_host": 0},
+              {"rate": 1.0, "rack_rate": 0.0}, {"rate": float("nan")}],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        Topology(**wrong)  # type: ignore[arg-type]
