@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--only", help="strategies to measure: one,ring,sync,async")
     parser.add_argument("--json", type=Path, help="where the rows are written")
     parser.add_argument("--again", action="store_true",
-                        help="measure what spreads much again, and keep what spreads less")  # fmt: skip
+                        help="measure again what spreads much; keep what spreads less")  # fmt: skip
     args = parser.parse_args()
     casts = small() if args.small else grid()
     if args.only:
