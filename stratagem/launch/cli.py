@@ -20,6 +20,7 @@ COMMANDS = {
     "run": ("stratagem.launch.run", "start a cluster on this machine"),
     "check": ("stratagem.launch.check", "see whether every task can reach every other"),
     "plan": ("stratagem.launch.plan", "predict which strategy pays on how many machines"),
+    "simulate": ("stratagem.launch.simulate", "run a training in virtual time, at any size"),
 }
 
 _DESCRIPTION = "Spread neural-network training over devices and machines."

@@ -1,7 +1,7 @@
-"""Rates and times as people write them: "10Gbit", "1.5GB/s", "50us".
+"""Rates, times and sizes as people write them: "10Gbit", "1.5GB/s", "50us", "100MB".
 
     rate("10Gbit")      1.25e9 bytes a second      rate("1.5GB/s")    1.5e9
-    seconds("50us")     5e-5                       seconds("2ms")     2e-3
+    seconds("50us")     5e-5                       size("100MB")      1e8
 
 Links are sold in decimal bits, memory in decimal bytes; a small b or the word bit means bits, a
 capital B bytes.
@@ -16,6 +16,7 @@ from stratagem.errors import UsageError
 
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _RATE = re.compile(_NUMBER + r"\s*([kKMGT]?)(bit|b|B)(/s|ps)?")
+_SIZE = re.compile(_NUMBER + r"\s*([kKMGT]?)B?")
 _TIME = re.compile(_NUMBER + r"\s*(ns|us|µs|ms|s)")
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -40,6 +41,15 @@ def seconds(text: str, what: str = "a latency") -> float:
     value = float(found[1]) * _SECONDS[found[2]] if found else math.inf
     if not value < math.inf:
         raise UsageError(f"{text!r} is not {what}; write 50us, 2ms or 0.1s, for example.")
+    return value
+
+
+def size(text: str, what: str = "a size") -> float:
+    """Bytes; 0 is a size."""
+    found = _SIZE.fullmatch(text.strip())
+    value = float(found[1]) * _PREFIX[found[2]] if found else math.inf
+    if not value < math.inf:
+        raise UsageError(f"{text!r} is not {what}; write 100MB or 2.5GB, for example.")
     return value
 
 

@@ -87,6 +87,8 @@ class Scenario:
             raise UsageError(
                 "without servers all workers step together: servers=1 or more for other updates."
             )
+        if not all(0 <= w < self.workers and times > 0 for w, times in self.slow.items()):
+            raise UsageError(f"slow names workers 0 to {self.workers - 1}, and times above 0.")
         bad.check(self.faults, self.workers, self.servers)
 
     @property
