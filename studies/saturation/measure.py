@@ -51,7 +51,7 @@ LEGS = (
     Leg(1000e6, 6_291_456, 0.15),
 )
 WIDE = Leg(1000e6, 25_165_824, 0.30)  # four buckets
-SMALL = Leg(300e6, 1_572_864, 0.06)
+SMALL = Leg(300e6, 1_179_648, 0.06)
 
 
 def grid() -> list[tuple[Cast, tuple[Leg, ...]]]:

@@ -1,4 +1,4 @@
-"""Closed forms of the measured steps: those of the book, and with what was found on the way.
+"""Closed forms of the measured steps: as written down before, and with what was found on the way.
 
     facts     2(N-1)/N * S/B for a ring, 2 max(S/B, N*S_k/B) for servers, after the computation
     terms     the same with goodput, overlap as it happens, and what each strategy does besides
@@ -17,16 +17,18 @@ from task import FORWARD, LAYERS
 GOODPUT = 1448 / 1514
 #: gradients that leave together, and no earlier (stratagem.strategies.exchange)
 BUCKET = 8 << 20
-#: two 16-bit moves (to all, then all gather) between N hosts, relative to 2(N-1)/N * S/B: Gloo
-#: sends before it says that it is ready to receive, on the same connection
+#: by hosts: the two moves of a 16-bit sum (all to all, all gather) relative to 2(N-1)/N * S/B.
+#: Both offer to send before they offer to receive; two hosts then often take turns on their link.
+#: Why three and four lose as much as they do has not been found.
 HALF = {2: 1.75, 3: 1.40, 4: 1.35}
 #: rounding to 16 bits, adding up in fp32, rounding back: bytes of fp32 a second
 CAST = 1.0e9
-#: of a pull from one server: workers end it one after the other, and the first push already
+#: of a pull from one server, times 1 - 1/N: from the first worker that has its values to the last.
+#: The first pushes meanwhile, in the other direction; it cannot fill the links of more servers.
 UNEVEN = 0.25
 #: ticket, push, answers: seconds a step with servers
 TALK = 0.002
-#: what TLS adds to a pull: bytes a second at the end that decrypts
+#: what TLS adds to a pull, in bytes a second
 CIPHER = 2.0e9
 
 Row = Mapping[str, Any]
