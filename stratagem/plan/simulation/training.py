@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,16 @@ Score = Callable[[nn.Module], float]
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Examples and how they are dealt: shuffled anew in every epoch, from the scenario's seed."""
+    """Examples and how they are dealt: shuffled anew in every epoch, from the scenario's seed.
+
+    seconds   of simulated time, after which no other epoch begins
+    """
 
     x: Tensor
     y: Tensor
     batch_size: int
     epochs: int
+    seconds: float = inf
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y) or not len(self.x):
@@ -98,6 +103,7 @@ class Pupil:
         self._outbox: dict[int, Tensor] = {}
         self._names: dict[int, str] = {}
         self._orders: dict[int, Tensor] = {}
+        self._seconds = 0.0
         self.curve: list[tuple[float, int, float]] = []
         for shard in self._shards:
             shard.open(self.plan, 0)
@@ -142,10 +148,12 @@ class Pupil:
         return float(len(rows)), float(loss.detach()), len(rows)
 
     def batches(self, epoch: int) -> int:
-        return self._data.batches if epoch <= self._data.epochs else 0
+        more = epoch <= self._data.epochs and self._seconds < self._data.seconds
+        return self._data.batches if more else 0
 
     def epoch_over(self, epoch: int, seconds: float) -> None:
         self._orders.pop(epoch, None)
+        self._seconds = seconds
         self.finish()
         self._note(seconds)
 

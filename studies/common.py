@@ -1,0 +1,157 @@
+"""What the studies have in common: data, models, work on all cores, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_DEBIAN = "/usr/share/datasets/fashion-mnist"
+
+
+class Split(NamedTuple):
+    """Examples to train on, to choose settings by, and to report on."""
+
+    x: Tensor
+    y: Tensor
+    x_check: Tensor
+    y_check: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+def digits() -> Split:
+    """scikit-learn's digits: 1797 pictures of 8 x 8."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    x = torch.tensor(found.data / 16.0, dtype=torch.float32)
+    return _split(x, torch.tensor(found.target), 1100, 300)
+
+
+def fashion(examples: int) -> Split:
+    """Fashion-MNIST: pictures of clothes, 28 x 28; some of its training and of its test set."""
+    folder = Path(os.environ.get("FASHION_MNIST", _DEBIAN))
+    if not folder.is_dir():
+        sys.exit(
+            f"Fashion-MNIST is not in {folder}: install Debian's dataset-fashion-mnist, or set "
+            "FASHION_MNIST to the folder of its four .gz files."
+        )
+    x, y = _idx(folder / "train-images-idx3-ubyte.gz"), _idx(folder / "train-labels-idx1-ubyte.gz")
+    tests = _idx(folder / "t10k-images-idx3-ubyte.gz")
+    targets = _idx(folder / "t10k-labels-idx1-ubyte.gz")
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: examples + 1000]
+    x, y = x[order].float().unsqueeze(1) / 255 - 0.286, y[order].long()
+    return Split(
+        x[:examples], y[:examples], x[examples:], y[examples:],
+        tests[:2000].float().unsqueeze(1) / 255 - 0.286, targets[:2000].long(),
+    )  # fmt: skip
+
+
+def _idx(file: Path) -> Tensor:
+    """Numbers of a file in the format that MNIST came in: two zeros, type, dimensions, sizes."""
+    raw = gzip.decompress(file.read_bytes())
+    sizes = [int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(raw[3])]
+    return torch.frombuffer(bytearray(raw[4 + 4 * raw[3] :]), dtype=torch.uint8).view(sizes)
+
+
+def _split(x: Tensor, y: Tensor, train: int, check: int) -> Split:
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    a, b, c = order[:train], order[train : train + check], order[train + check :]
+    return Split(x[a], y[a], x[b], y[b], x[c], y[c])
+
+
+def mlp(seed: int) -> nn.Module:
+    """For digits."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def cnn(seed: int) -> nn.Module:
+    """For Fashion-MNIST: two convolutions, 21 thousand parameters."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 5, stride=2, padding=2), nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(784, 10),
+    )  # fmt: skip
+
+
+def accuracy(x: Tensor, y: Tensor) -> Callable[[nn.Module], float]:
+    """The part of examples that a model gets right."""
+    return lambda module: float((module(x).argmax(1) == y).float().mean())
+
+
+def _alone() -> None:
+    torch.set_num_threads(1)
+
+
+def on_all_cores(task: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
+    """The task on every job, one process a core, in order; says how far it is."""
+    cores = len(os.sched_getaffinity(0))
+    if len(jobs) < 8:  # starting processes would take longer
+        _alone()
+        return [task(job) for job in jobs]
+    context = get_context("spawn")
+    done: list[Any] = []
+    with ProcessPoolExecutor(cores, mp_context=context, initializer=_alone) as pool:
+        for result in pool.map(task, jobs):
+            done.append(result)
+            if sys.stderr.isatty() or len(done) in (1, len(jobs)) or len(done) % 50 == 0:
+                print(f"\r{len(done)} of {len(jobs)} runs", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return done
+
+
+class Options(NamedTuple):
+    """How a study was called."""
+
+    small: bool
+    plot: bool
+    out: Path
+
+
+def options(file: str, description: str) -> Options:
+    """Read the command line of a study."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--small", action="store_true", help="a short form, for tests")
+    parser.add_argument("--plot", action="store_true", help="draw data.json again, run nothing")
+    parser.add_argument("--out", type=Path, default=Path(file).parent, help="where results go")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    return Options(args.small, args.plot, args.out)
+
+
+def write(out: Path, data: Any) -> None:
+    """Keep what was found."""
+    (out / "data.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def read(out: Path) -> Any:
+    """What was found before."""
+    return json.loads((out / "data.json").read_text())
+
+
+def middle(values: Sequence[float | None]) -> str:
+    """The median and the extremes; runs that never got there are counted, not hidden."""
+    got = [v for v in values if v is not None]
+    if not got:
+        return "never"
+    missed = f", {len(values) - len(got)} of {len(values)} never" if len(got) < len(values) else ""
+    return f"{statistics.median(got):.3g} ({min(got):.3g} to {max(got):.3g}{missed})"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """In Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
