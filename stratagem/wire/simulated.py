@@ -170,10 +170,13 @@ class Flow(NamedTuple):
 
 
 class Route:
-    """Flows that belong together; links that several of them pass carry their sum."""
+    """Flows that belong together; links that several of them pass carry their sum.
 
-    def __init__(self, network: Network, flows: Sequence[Flow]) -> None:
-        self._network = network
+    least   seconds that it takes at any rate, on links that nobody else uses
+    """
+
+    def __init__(self, network: Network, flows: Sequence[Flow], least: float = 0.0) -> None:
+        self._network, self._least = network, least
         self._hosts = {host for flow in flows for host in (flow.source, flow.target)}
         self._loads: dict[Link, float] = {}
         self.latency = max(network.latency(flow.source, flow.target) for flow in flows)
@@ -187,25 +190,31 @@ class Route:
         if self._network.cuts and self._network.is_cut(self._hosts):
             self._network.hold(partial(self.send, then))
         elif self._loads:
-            passage = _Passage(self._network.clock, len(self._loads), self.latency, then)
+            clock = self._network.clock
+            earliest = clock.now + self._least + self.latency
+            passage = _Passage(clock, len(self._loads), self.latency, earliest, then)
             for link, size in self._loads.items():
                 link.send(size, passage.passed)
         else:
-            self._network.clock.after(self.latency, then)
+            self._network.clock.after(self._least + self.latency, then)
 
 
 class _Passage:
     """What has to pass several links."""
 
-    __slots__ = ("_clock", "_latency", "_left", "_then")
+    __slots__ = ("_clock", "_earliest", "_latency", "_left", "_then")
 
-    def __init__(self, clock: Clock, left: int, latency: float, then: Action) -> None:
-        self._clock, self._left, self._latency, self._then = clock, left, latency, then
+    def __init__(
+        self, clock: Clock, left: int, latency: float, earliest: float, then: Action
+    ) -> None:
+        self._clock, self._left, self._latency = clock, left, latency
+        self._earliest, self._then = earliest, then
 
     def passed(self) -> None:
         self._left -= 1
         if not self._left:
-            self._clock.after(self._latency, self._then)
+            clock = self._clock
+            clock.at(max(clock.now + self._latency, self._earliest), self._then)
 
 
 class Network:

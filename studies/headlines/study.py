@@ -56,9 +56,9 @@ def scenario(
     compute = Stragglers(Lognormal(seconds, 0.06), 0.002, 5.0)
     size = model.bytes * (0.5 if how.get("half") else 1.0)
     updates: Updates = how.get("updates", Synchronous())
-    if workers == 1:  # who is alone has no spares
-        updates = Asynchronous() if isinstance(updates, Asynchronous) else Synchronous()
-    steps = max(12, 4000 // workers) * (workers if isinstance(updates, Asynchronous) else 1)
+    if isinstance(updates, Synchronous):  # few have fewer spares
+        updates = Synchronous(spares=min(updates.spares, workers // 8))
+    steps = max(10, 2000 // workers) * (workers if isinstance(updates, Asynchronous) else 1)
     buckets = OVERLAP if how.get("overlap") else ((1.0, 1.0),)
     return Scenario(
         workers, steps, Work(compute, push=size, buckets=buckets), Topology(*network), updates,

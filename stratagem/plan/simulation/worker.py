@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from stratagem.plan.simulation.desk import Desk
+from stratagem.plan.simulation.faults import Cut
 from stratagem.plan.simulation.scenario import Scenario
 from stratagem.plan.simulation.spread import Draws
 from stratagem.plan.simulation.trains import Trains
@@ -75,17 +76,29 @@ class Worker:
         lead = office.desks[0].host
         self._word = Route(office.network, [Flow(self.host, lead, 0.0, 0.0)])
         self._word_back = Route(office.network, [Flow(lead, self.host, 0.0, 0.0)])
-        self._pulls = Route(office.network, [
-            Flow(host, self.host, work.fetched * theirs, work.fetched * mine)
-            for host, theirs, mine in self._shares()
-        ])  # fmt: skip
+        self._pulls = self._route(
+            [Flow(host, self.host, work.fetched * theirs, work.fetched * mine)
+             for host, theirs, mine in self._shares()], work.fetched,
+        )  # fmt: skip
         self._pushes = [
-            (ready, Route(office.network, [
-                Flow(self.host, host, work.push * part * mine, work.push * part * theirs)
-                for host, theirs, mine in self._shares()
-            ]))
+            (ready, self._route(
+                [Flow(self.host, host, work.push * part * mine, work.push * part * theirs)
+                 for host, theirs, mine in self._shares()], work.push,
+            ))
             for part, ready in work.buckets
         ]  # fmt: skip
+
+    def _route(self, flows: list[Flow], size: float) -> Route:
+        """Where one message at a time passes this worker's own link, it needs no sharing."""
+        office, shape = self.office, self.office.scenario.topology
+        cut = any(isinstance(fault, Cut) for fault in office.scenario.faults)
+        if cut or shape.per_host > 1 or shape.per_rack or len(office.scenario.work.buckets) > 1:
+            return Route(office.network, flows)
+        theirs = [
+            flow._replace(out=0.0) if flow.source == self.host else flow._replace(into=0.0)
+            for flow in flows
+        ]
+        return Route(office.network, theirs, size / shape.rate)
 
     def _shares(self) -> list[tuple[int, float, float]]:
         """By server: its host, its part of the bytes, and how much of them passes this end."""
@@ -191,9 +204,19 @@ class Worker:
         if "next" in told:
             self.take(Ticket(*told["next"]["ticket"]), told["next"]["epoch"])
         else:
-            answered = max(office.desks[0].free, self._clock.now)
-            self._clock.at(answered + self._word_back.latency, self._mine(self._ask))
+            self._answered(max(office.desks[0].free, self._clock.now))
         office.changed()
+
+    def _answered(self, at: float) -> None:
+        """At the lead: its word goes to the worker, who asks for more."""
+        heard = at + self._word_back.latency
+        if self.office.scenario.faults:
+            self._clock.at(heard, self._mine(self._ask))
+        else:  # nothing can come between: there and back in one event
+            self._round += 1
+            self.asked = heard
+            offer = self._from_me(partial(self.office.offer, self))
+            self._clock.at(heard + self._word.latency, offer)
 
     # --- too late ---------------------------------------------------------------------------
 
@@ -215,7 +238,7 @@ class Worker:
         self.office.note("abandon", self.number, serial)
         self._ticket = None
         self.office.changed()
-        self._clock.after(self._word_back.latency, self._mine(self._ask))
+        self._answered(self._clock.now)
 
     # --- time -------------------------------------------------------------------------------
 
