@@ -163,9 +163,9 @@ def main() -> None:
     casts = small() if args.small else grid()
     if args.only:
         casts = [entry for entry in casts if entry[0].strategy in args.only.split(",")]
-    old = json.loads(args.json.read_text())["rows"] if args.again else []
+    before = json.loads(args.json.read_text()) if args.again else {"runs": [], "rows": []}
     if args.again:
-        casts = unsettled(casts, old)
+        casts = unsettled(casts, before["rows"])
     begun, load = time.monotonic(), os.getloadavg()[0]
     print(heading())
     rows = []
@@ -175,15 +175,16 @@ def main() -> None:
             print(line(row), flush=True)
     except Unshaped as problem:
         sys.exit(f"measure.py: {problem}")
-    about = {
+    run = {
         "machine": platform.machine(), "cores": len(os.sched_getaffinity(0)),
         "load_before": round(load, 1), "load_after": round(os.getloadavg()[0], 1),
         "seconds": round(time.monotonic() - begun),
     }  # fmt: skip
-    print(about)
+    print(run)
     if args.json:
-        text = ",\n".join(json.dumps(row) for row in calmer(old, rows))
-        args.json.write_text(f'{{"about": {json.dumps(about)}, "rows": [\n{text}\n]}}\n')
+        runs = json.dumps([*before["runs"], run])
+        text = ",\n".join(json.dumps(row) for row in calmer(before["rows"], rows))
+        args.json.write_text(f'{{"runs": {runs}, "rows": [\n{text}\n]}}\n')
 
 
 def unsettled(
