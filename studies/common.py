@@ -41,7 +41,7 @@ def digits() -> Split:
 
 
 def fashion(examples: int) -> Split:
-    """Fashion-MNIST: pictures of clothes, 28 x 28; some of its training set, all of its test set."""
+    """Fashion-MNIST: pictures of clothes, 28 x 28; some of its training and of its test set."""
     folder = Path(os.environ.get("FASHION_MNIST", _DEBIAN))
     if not folder.is_dir():
         sys.exit(

@@ -63,7 +63,8 @@ def main(args: argparse.Namespace) -> int:
     from stratagem.plan.choose import choose
     from stratagem.plan.measure import rehearse
 
-    profile = rehearse(trial, batch=args.batch, crowded=not args.quick, say=_say)
+    crowded = not args.quick and args.gpus_per_host != 1
+    profile = rehearse(trial, batch=args.batch, crowded=crowded, say=_say)
     plan = choose(profile, _hardware(args, profile), most=args.max)
     _print(plan, args)
     _write(plan, outputs)

@@ -18,6 +18,8 @@ from stratagem.plan.profile import Profile
 WORTH = 0.05
 #: asynchronous updates are not the equals of synchronous ones: they must be this much faster
 BETTER = 1.10
+#: servers that are tried at most
+_SERVERS = 8
 #: of two that are this close, the smaller and simpler
 CLOSE = 0.95
 
@@ -101,12 +103,15 @@ def choose(
 
 def candidates(profile: Profile, hardware: Hardware, most: int) -> Iterator[Configuration]:
     """All that makes sense to try."""
-    dense = not profile.sparse
     for n in sizes(most):
         for hosts, per_host in _placements(n, hardware):
-            if dense:
+            if not profile.sparse:
                 yield from _mirrored(hosts, per_host)
-            yield from _served(hosts, per_host)
+            if hosts == 1 and n > 1:
+                if not profile.sparse or profile.device != "cpu":
+                    yield Configuration(CENTRAL, per_host=per_host)
+                yield from _at_home(per_host)
+    yield from _among_hosts(hardware, most)
 
 
 def sizes(most: int) -> list[int]:
@@ -132,20 +137,32 @@ def _mirrored(hosts: int, per_host: int) -> Iterator[Configuration]:
         yield Configuration(MULTI_WORKER, hosts, per_host, hierarchical=True)
 
 
-def _served(hosts: int, per_host: int) -> Iterator[Configuration]:
-    n = hosts * per_host
-    if hosts == 1 and n > 1:
-        yield Configuration(CENTRAL, per_host=per_host)
-        yield Configuration(CENTRAL, per_host=per_host, asynchronous=True)
-    if n == 1:
-        return
-    for servers in sizes(min(n, 8)):
-        plain = Configuration(SERVERS, hosts, per_host, servers)
-        for each in (plain, replace(plain, wire="bfloat16")) if hosts > 1 else (plain,):
-            yield each
-            yield replace(each, asynchronous=True)
-            if n >= 4:
-                yield replace(each, spares=max(1, round(n / 10)))
+def _at_home(per_host: int) -> Iterator[Configuration]:
+    """Servers of one host."""
+    yield Configuration(CENTRAL, per_host=per_host, asynchronous=True)
+    for servers in sizes(min(per_host, _SERVERS)):
+        yield from _rules(Configuration(SERVERS, 1, per_host, servers))
+
+
+def _among_hosts(hardware: Hardware, most: int) -> Iterator[Configuration]:
+    """Servers on hosts of their own, which compute nothing: workers have what is left."""
+    for servers in sizes(_SERVERS):
+        left = replace(hardware, hosts=max(1, hardware.hosts - servers))
+        full = min(most, left.size)
+        for n in sorted({*sizes(most), full}):
+            for hosts, per_host in _placements(n, left):
+                if hosts > 1 and hosts + servers <= hardware.hosts:
+                    plain = Configuration(SERVERS, hosts, per_host, servers)
+                    yield from _rules(plain)
+                    yield from _rules(replace(plain, wire="bfloat16"))
+
+
+def _rules(plain: Configuration) -> Iterator[Configuration]:
+    """In step, with spares, and each by itself."""
+    yield plain
+    yield replace(plain, asynchronous=True)
+    if plain.replicas >= 4:
+        yield replace(plain, spares=max(1, round(plain.replicas / 10)))
 
 
 def _saturation(family: str, row: Sequence[Prediction]) -> Saturation:

@@ -69,6 +69,11 @@ class Configuration:
         return 0.5 if self.wire == "bfloat16" else 1.0
 
     @property
+    def kind(self) -> tuple[str, bool, bool, bool]:
+        """Strategy and rule, without how many servers or what travels."""
+        return self.strategy, self.asynchronous, bool(self.spares), self.hierarchical
+
+    @property
     def family(self) -> str:
         """What it has in common with the same at another number of replicas."""
         words = [self.strategy.removesuffix("Strategy")]

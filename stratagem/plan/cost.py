@@ -54,13 +54,13 @@ def predict(
     calibration: Calibration | None = None,
 ) -> Prediction:  # fmt: skip
     """One configuration on this hardware; the number of hosts may be more than it has."""
-    _check(profile, configuration)
     case = _Case(profile, hardware, configuration, calibration or Calibration())
     if configuration.replicas == 1 and configuration.strategy != SERVERS:
         parts = {"compute": profile.compute, "optimizer": profile.optimizer}
         return case.told(parts, sum(parts.values()))
     if configuration.strategy == SERVERS or (configuration.served and not case.shares):
         return case.asynchronous() if configuration.asynchronous else case.synchronous()
+    _check(profile, configuration)
     return case.mirrored()
 
 
@@ -70,7 +70,7 @@ def single(profile: Profile) -> float:
 
 
 def _check(profile: Profile, configuration: Configuration) -> None:
-    if profile.sparse and not configuration.served and configuration.replicas > 1:
+    if profile.sparse:
         raise UsageError(
             f"{profile.name} has sparse gradients, which {configuration.strategy} cannot add up; "
             "plan ParameterServerStrategy."
@@ -89,6 +89,11 @@ class _Case:
         self.on_cpu = profile.device == "cpu"
         self.scale = self._crowded() / profile.compute if profile.compute > 0 else 1.0
         self.link = hardware.link * calibration.goodput
+        #: of what travels between a worker and the servers, the part of the fullest of them
+        self.share = self._share() if configuration.served else 1.0
+        #: bytes of one worker's gradient, and of the values that it fetches for the next
+        self.pushes = profile.travels(1, configuration.travelling)
+        self.pulls = profile.travels(configuration.replicas, configuration.travelling)
         self.forward = profile.forward * self.scale
         self.compute = profile.compute * self.scale
 
@@ -143,7 +148,8 @@ class _Case:
 
     def all_reduce(self, size: float) -> float:
         """Seconds of one bucket."""
-        cfg, hw, message = self.cfg, self.hw, self.cal.message
+        cfg, hw = self.cfg, self.hw
+        message = self.cal.message if self.on_cpu else self.cal.kernel
         inside = min(hw.local, self.cal.sockets) if self.on_cpu else hw.local
         here = (hw.local_latency + message / 4, inside)
         there = (hw.latency + message / 4, min(self.link, inside))
@@ -153,7 +159,8 @@ class _Case:
             return message + hierarchical(
                 size, cfg.hosts, cfg.per_host, inside=here, between=there
             )
-        return message + ring(size, cfg.replicas, *there)
+        longer = 1 + 2 * self.cal.half / cfg.replicas if cfg.wire and self.on_cpu else 1.0
+        return message + ring(size, cfg.replicas, *there) * longer
 
     def _wire(self) -> str:
         if self.cfg.hosts == 1:
@@ -175,47 +182,52 @@ class _Case:
     @property
     def crowding(self) -> float:
         """How much slower memory is with all replicas of a host at work."""
+        if self.profile.crowd and self.profile.compute > 0:
+            return max(1.0, self._crowded() / (self.profile.single_thread or self.profile.compute))
         return 1 + self.cal.contention * (min(self.cfg.per_host, self.hw.cores) - 1)
 
     # --- servers ------------------------------------------------------------------------------
 
     def _share(self) -> float:
         """Of a gradient, the part of the fullest server."""
-        servers = max(1, self.cfg.servers)
-        return largest_share(self.profile.shapes, self.profile.itemsize, servers)
-
-    def _sizes(self) -> tuple[float, float]:
-        """What a worker sends, and what of it the fullest server takes."""
-        size = self.profile.bytes * self.cfg.travelling
-        return size, size * self._share()
+        profile, size = self.profile, self.profile.itemsize
+        tables = [(table.rows, max(1, table.row_bytes // size)) for table in profile.sparse]
+        parts = [1.0] * len(profile.shapes) + [t.touched / t.rows for t in profile.sparse]
+        return largest_share(
+            (*profile.shapes, *tables), size, max(1, self.cfg.servers), tuple(parts)
+        )
 
     def _rates(self) -> tuple[float, float]:
         """Of a worker's way to the servers, and of a server's to the workers."""
         if self.cfg.hosts == 1:
             return self.hw.local, self.hw.local
-        rate = min(self.link, self.cal.cipher)
-        return min(self.link / self.cfg.per_host, self.cal.cipher), rate
+        slower = 1 / self.cal.cipher
+        worker = self.link / self.cfg.per_host
+        return 1 / (1 / worker + slower), 1 / (1 / self.link + slower)
 
     def _update(self) -> float:
         """The fullest server's optimizer, once."""
-        return self.profile.bytes * self._share() / self.hw.update
+        return self.profile.travels() * self.share / self.hw.update
 
     def _talk(self) -> float:
         """Messages of one step: push, its answer, a ticket, its values."""
         latency = self.hw.local_latency if self.cfg.hosts == 1 else self.hw.latency
-        return 4 * latency + self.cal.exchange
+        return 4 * latency + self.cal.exchange * max(1, self.cfg.servers)
 
     def synchronous(self) -> Prediction:
         cfg = self.cfg
         slow = self.waiting()
         end = self.compute + slow
-        size, largest = self._sizes()
-        pull = transfer(size, largest, cfg.replicas, *self._rates())
-        pushed = self._pushed(slow, pull / size if size else 0.0)
-        adding = cfg.counted * largest / self.hw.local if cfg.hosts == 1 else 0.0
+        size, values = self.pushes, self.pulls
+        pull = transfer(values, values * self.share, cfg.replicas, *self._rates())
+        in_turn = self.cal.turns if cfg.hosts > 1 and cfg.servers == 1 else 0.0
+        at_once = 1 + (cfg.replicas - 1) * (1 - in_turn)
+        push = transfer(size, size * self.share, at_once, *self._rates())
+        pushed = self._pushed(slow, push / size if size else 0.0)
+        adding = cfg.counted * size * self.share / self.hw.local if cfg.hosts == 1 else 0.0
         parts = {
             "compute": self.compute, "stragglers": slow,
-            self._server_link(size, largest): max(0.0, pushed - end) + pull,
+            self._server_link(cfg.replicas): max(0.0, pushed - end) + pull,
             "the servers' update": self._update() + adding, "overhead": self._talk(),
         }  # fmt: skip
         return self.told(parts, sum(parts.values()))
@@ -224,43 +236,43 @@ class _Case:
         """When the last gradient is with the servers; they travel while backward makes others."""
         end = self.compute + slow
         if self.profile.sparse or self.cfg.hosts == 1:
-            return end + per_byte * self.profile.bytes * self.cfg.travelling
+            return end + per_byte * self.pushes
         parts = [
             (b.size * self.cfg.travelling, self.forward + slow + b.ready * self.scale)
-            for b in self.profile.buckets
+            for b in self.profile.stream
         ]
         return max(end, overlapped(parts, lambda size: size * per_byte))
 
     def asynchronous(self) -> Prediction:
-        """Every worker goes round by itself, until a server or its link is busy all the time."""
-        cfg = self.cfg
-        size, largest = self._sizes()
-        worker, server = self._rates()
-        pull = transfer(size, largest, 1, worker, server)
-        pushed = max(0.0, self._pushed(0.0, pull / size if size else 0.0) - self.compute)
-        update = self._update() + (2 * largest / self.hw.local if cfg.hosts == 1 else 0.0)
-        round_ = self.compute + pushed + pull + update + self._talk()
-        # In the time of a step every worker hands in once: n of everything for a server.
-        busy = {
-            self._server_link(size, cfg.replicas * largest): cfg.replicas * largest / server,
-            "the servers' update": cfg.replicas * update,
-        }
-        name, longest = max(busy.items(), key=lambda item: item[1])
-        parts = {"compute": self.compute, "overhead": self._talk()}
-        parts["the servers' update"] = update
-        link = self._server_link(size, largest)
-        parts[link] = parts.get(link, 0.0) + pushed + pull
-        if longest > round_:
-            parts[name] = parts.get(name, 0.0) + longest - round_
-        return self.told(parts, max(round_, longest))
+        """Workers go round by themselves, past a server's link in, its update, its link out.
 
-    def _server_link(self, size: float, largest: float) -> str:
+        Who comes there meets as many as there are on average with one worker less (mean value
+        analysis); alone it meets nobody, and many fill the slowest of the three.
+        """
+        size, values, rates = self.pushes, self.pulls, self._rates()
+        here = 2 * size * self.share / self.hw.local if self.cfg.hosts == 1 else 0.0
+        update = self._update() + here
+        met = waiting = took = pushed = updated = 0.0
+        for n in range(1, self.cfg.replicas + 1):
+            took = transfer(values, values * self.share, 1 + met, *rates)
+            each = transfer(size, size * self.share, 1 + met, *rates) / size if size else 0.0
+            pushed = max(0.0, self._pushed(0.0, each) - self.compute)
+            updated = update * (1 + waiting)
+            cycle = self.compute + pushed + updated + took + self._talk()
+            met, waiting = n * took / cycle, n * updated / cycle
+        parts = {
+            "compute": self.compute, self._server_link(1 + met): pushed + took,
+            "the servers' update": updated, "overhead": self._talk(),
+        }  # fmt: skip
+        return self.told(parts, sum(parts.values()))
+
+    def _server_link(self, at_once: float) -> str:
+        """Whose link binds with so many workers at a server."""
         if self.cfg.hosts == 1:
             return "memory"
         worker, server = self._rates()
-        n = 1 if self.cfg.asynchronous else self.cfg.replicas
-        whose = "a worker's link" if size / worker >= n * largest / server else "a server's link"
-        return f"{whose} ({say_rate(self.hw.link)})"
+        whose = "a worker's" if 1 / worker >= at_once * self.share / server else "a server's"
+        return f"{whose} link ({say_rate(self.hw.link)})"
 
     # --- the result ---------------------------------------------------------------------------
 

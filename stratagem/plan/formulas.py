@@ -29,7 +29,7 @@ def hierarchical(
     return ring(size, per_host, *inside) + ring(size, hosts, *between)
 
 
-def transfer(size: float, largest: float, workers: int, worker: float, server: float) -> float:
+def transfer(size: float, largest: float, workers: float, worker: float, server: float) -> float:
     """A push or a pull of all workers: theirs or the fullest server's link, whichever is slower."""
     return max(size / worker, workers * largest / server)
 
@@ -55,11 +55,15 @@ def rows_touched(chances: Iterable[float], batch: int) -> float:
 
 
 @lru_cache(maxsize=1024)
-def largest_share(shapes: tuple[tuple[int, ...], ...], itemsize: int, servers: int) -> float:
-    """The part of all elements that the fullest server keeps."""
-    loads = [0] * servers
+def largest_share(
+    shapes: tuple[tuple[int, ...], ...], itemsize: int, servers: int,
+    parts: tuple[float, ...] = (),
+) -> float:  # fmt: skip
+    """Of all that travels, what the fullest server takes; `parts`: of each variable, if not all."""
+    loads = [0.0] * servers
     for piece in partition(shapes, itemsize, servers):
-        loads[piece.server] += piece.size(shapes[piece.variable])
+        part = parts[piece.variable] if parts else 1.0
+        loads[piece.server] += piece.size(shapes[piece.variable]) * part
     return max(loads) / sum(loads) if sum(loads) else 1 / servers
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
 from stratagem.plan.crowd import counts, crowd
-from stratagem.plan.profile import Bucket, Profile, Table
+from stratagem.plan.profile import Bucket, Profile, Table, merged
 from stratagem.strategies.exchange import BUCKET_BYTES
 from stratagem.strategies.rehearsal import Rehearsal
 from stratagem.wire.buckets import plan_buckets
@@ -74,12 +74,12 @@ def rehearse(
         runner.run(_MOST if steps is None else max(1, steps), seconds)
         measured = runner.profile(size)
         say(f"{len(measured.samples)} steps, {measured.compute * 1e3:.2f} ms each")
-        single = _single_thread(runner, measured, device)
+        measured = _with_one_thread(runner, measured, say)
         among: tuple[tuple[int, float], ...] = ()
         if crowded and device.type == "cpu" and counts():
             say(f"the same with {' and '.join(map(str, counts()))} replicas at once")
             among = crowd(trial, given)
-    return replace(measured, single_thread=single, crowd=among)
+    return replace(measured, crowd=among)
 
 
 def batch_of(trial: Rehearsal, size: int, device: torch.device) -> Any:
@@ -87,18 +87,27 @@ def batch_of(trial: Rehearsal, size: int, device: torch.device) -> Any:
     return _tensors_to(trial.batch, torch.arange(size) % count_rows(trial.batch), device)
 
 
-def _single_thread(runner: _Runner, measured: Profile, device: torch.device) -> float | None:
-    """The same with one thread, as CPU replicas that fill a machine have it."""
-    if device.type != "cpu" or measured.threads == 1:
-        return None
+def _with_one_thread(runner: _Runner, measured: Profile, say: Say) -> Profile:
+    """The same with one thread, as CPU replicas that fill a machine have it.
+
+    On small models, or beside other work, one thread is the faster: then that is one device.
+    """
+    if runner.device.type != "cpu" or measured.threads == 1:
+        return measured
     torch.set_num_threads(1)
     try:
+        runner.forget()
         runner.run(1, 1.0)
         runner.forget()
-        runner.run(15, 1.0)
-        return runner.compute()
+        runner.run(max(_LEAST, len(measured.samples) // 2), _SECONDS / 2)
+        alone = runner.profile(measured.batch)
     finally:
         torch.set_num_threads(measured.threads)
+    if alone.compute < measured.compute * 0.95:
+        say(f"one thread is faster here than {measured.threads}: {alone.compute * 1e3:.2f} ms; "
+            "planned so (torch.set_num_threads(1))")  # fmt: skip
+        return alone
+    return replace(measured, single_thread=alone.compute)
 
 
 @dataclass
@@ -193,15 +202,18 @@ class _Runner:
         taken = self.taken
         compute, usual = self.compute(), statistics.median(t.forward + t.backward for t in taken)
         forward = compute * statistics.median(t.forward for t in taken) / max(usual, 1e-12)
+        backward = max(0.0, compute - forward)
+        # Whatever was ready when is told as a part of backward: medians and means do not mix.
+        scale = backward / max(statistics.median(t.backward for t in taken), 1e-12)
         dense = [i for i in range(len(self.params)) if i not in self.touched]
         return Profile(
-            type(self.trial.module).__name__, size, forward, max(0.0, compute - forward),
-            statistics.median(t.update for t in taken), self._buckets(dense),
+            type(self.trial.module).__name__, size, forward, backward,
+            statistics.median(t.update for t in taken), self._buckets(dense, scale),
             tuple(tuple(self.params[i].shape) for i in dense),
             tuple(self._table(i) for i in self.touched),
             tuple(t.forward + t.backward for t in taken), self.device.type,
             torch.get_num_threads() if self.device.type == "cpu" else 1,
-            itemsize=self.params[0].element_size(),
+            itemsize=self.params[0].element_size(), gradients=self._stream(dense, scale),
         )  # fmt: skip
 
     def _table(self, index: int) -> Table:
@@ -209,21 +221,31 @@ class _Runner:
         row = param[0].numel() * param.element_size()
         return Table(len(param), row, statistics.fmean(self.touched[index]))
 
-    def _buckets(self, dense: list[int]) -> tuple[Bucket, ...]:
+    def _buckets(self, dense: list[int], scale: float) -> tuple[Bucket, ...]:
         """The strategies' own layout, with the time at which each bucket is full."""
         params = [self.params[i] for i in dense]
         found = []
         latest = 0.0
         for members in plan_buckets(params, BUCKET_BYTES) if params else ():
             size = sum(params[i].numel() * params[i].element_size() for i in members)
-            times = [self._when(dense[i]) for i in members]
+            times = [self._when(dense[i]) * scale for i in members]
             latest = max([latest, *times])  # buckets leave in order
             found.append(Bucket(size, latest))
         return tuple(found)
 
+    def _stream(self, dense: list[int], scale: float) -> tuple[Bucket, ...]:
+        """Every variable's gradient by itself, in the order of backward."""
+        found = [
+            Bucket(self.params[i].numel() * self.params[i].element_size(), self._when(i) * scale)
+            for i in reversed(dense)
+        ]
+        return merged(sorted(found, key=lambda each: each.ready))
+
     def _when(self, index: int) -> float:
+        """Seconds after the beginning of a usual backward pass."""
+        usual = statistics.median(t.backward for t in self.taken)
         seen = [t.ready[index] for t in self.taken if index in t.ready]
-        return statistics.median(seen) if seen else 0.0
+        return min(statistics.median(seen), usual) if seen else 0.0
 
 
 @contextmanager
@@ -232,6 +254,7 @@ def _undone(trial: Rehearsal) -> Iterator[None]:
     module, optimizer = trial.module, trial.optimizer
     training = module.training
     before = {name: t.detach().clone() for name, t in _tensors(module)}
+    others = [t.detach().clone() for t in trial.beside]
     grads = [p.grad for p in module.parameters()]
     state = deepcopy(optimizer.state_dict()) if optimizer is not None else None
     with torch.random.fork_rng():
@@ -242,6 +265,8 @@ def _undone(trial: Rehearsal) -> Iterator[None]:
                 for name, tensor in _tensors(module):
                     if name in before:
                         tensor.copy_(before[name])
+                for tensor, value in zip(trial.beside, others, strict=True):
+                    tensor.copy_(value)
             for param, grad in zip(module.parameters(), grads, strict=True):
                 param.grad = grad
             if optimizer is not None and state is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -26,10 +26,11 @@ class Table:
     row_bytes: int
     touched: float
 
-    @property
-    def sent_bytes(self) -> float:
-        """What travels of its gradient: rows, and the number of each."""
-        return self.touched * (self.row_bytes + 8)
+    def sent(self, workers: int = 1, travelling: float = 1.0) -> float:
+        """Bytes of the rows that so many workers touch, and the number of each row."""
+        missed = math.log1p(-min(self.touched / self.rows, 1 - 1e-12))
+        rows = -self.rows * math.expm1(workers * missed)
+        return rows * (self.row_bytes * travelling + 8)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class Bucket:
 
     size: int
     ready: float
+
+
+def merged(gradients: Sequence[Bucket], most: int = 32) -> tuple[Bucket, ...]:
+    """Neighbours put together: the gradients of a deep model in a short list."""
+    group = -(-len(gradients) // most) if gradients else 1
+    parts = [gradients[i : i + group] for i in range(0, len(gradients), group)]
+    return tuple(Bucket(sum(b.size for b in part), part[-1].ready) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,11 @@ class Profile:
     threads: int = 1
     #: forward and backward with one thread, where `threads` is more
     single_thread: float | None = None
-    #: (n, forward and backward) while n replicas of this machine compute at the same time
+    #: (n, forward and backward) of the slowest while n replicas of this machine compute at once
     crowd: tuple[tuple[int, float], ...] = ()
     itemsize: int = 4
+    #: as `buckets`, for every dense variable by itself: servers take each as soon as it is there
+    gradients: tuple[Bucket, ...] = ()
 
     def __post_init__(self) -> None:
         times = [self.forward, self.backward, self.optimizer, *self.samples]
@@ -73,18 +83,24 @@ class Profile:
             )
 
     @property
+    def stream(self) -> tuple[Bucket, ...]:
+        """Gradients as they leave for servers."""
+        return self.gradients or self.buckets
+
+    @property
     def dense_bytes(self) -> int:
         return sum(bucket.size for bucket in self.buckets)
 
     @property
     def sparse_bytes(self) -> float:
         """What travels of the sparse gradients of one batch."""
-        return sum(table.sent_bytes for table in self.sparse)
+        return sum(table.sent() for table in self.sparse)
 
-    @property
-    def bytes(self) -> float:
-        """What travels of one gradient."""
-        return self.dense_bytes + self.sparse_bytes
+    def travels(self, workers: int = 1, travelling: float = 1.0) -> float:
+        """Bytes of a gradient, or of the values that so many workers' gradients have changed."""
+        return self.dense_bytes * travelling + sum(
+            table.sent(workers, travelling) for table in self.sparse
+        )
 
     @property
     def compute(self) -> float:
@@ -114,11 +130,14 @@ class Profile:
         try:
             if given.keys() - known:
                 raise ValueError(f"unknown: {', '.join(sorted(given.keys() - known))}")
-            given["buckets"] = tuple(Bucket(**each) for each in given["buckets"])
+            for name in ("buckets", "gradients"):
+                given[name] = tuple(Bucket(**each) for each in given.get(name, ()))
             given["sparse"] = tuple(Table(**each) for each in given.get("sparse", ()))
             given["shapes"] = tuple(tuple(shape) for shape in given.get("shapes", ()))
             given["samples"] = tuple(given.get("samples", ()))
             given["crowd"] = tuple((int(n), float(t)) for n, t in given.get("crowd", ()))
+            if not given["buckets"] and not given["sparse"]:
+                raise ValueError("it has no gradient")
             return cls(**given)
         except (KeyError, TypeError, ValueError) as flaw:
             raise UsageError(f"this is no profile of a model ({flaw}); measure it again.") from None

@@ -16,12 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from stratagem.plan import advice
-from stratagem.plan.choose import Plan, Saturation
+from stratagem.plan.choose import Plan, Saturation, sizes
 from stratagem.plan.cost import Prediction
 from stratagem.plan.profile import Profile
 from stratagem.plan.units import say_bytes
-
-_ROWS = 14  # of a table that people read; JSON has all
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -80,12 +78,14 @@ def warnings(profile: Profile) -> list[str]:
 
 
 def shown(plan: Plan) -> list[tuple[str, list[Prediction], Saturation]]:
-    """The strategies worth a line, the fastest first."""
+    """The best of each kind, whatever its servers and wire, the fastest first; JSON has all."""
     best = plan.recommendation.configuration.family
     rows = sorted(
         plan.families.items(), key=lambda item: (item[0] != best, -max(p.rate for p in item[1]))
     )
-    return [(name, row, plan.saturations[name]) for name, row in rows[:_ROWS]]
+    first = {row[0].configuration.kind: name for name, row in reversed(rows)}
+    return [(name, row, plan.saturations[name]) for name, row in rows
+            if first[row[0].configuration.kind] == name]  # fmt: skip
 
 
 def render(plan: Plan, console: Console) -> None:
@@ -102,14 +102,15 @@ def render(plan: Plan, console: Console) -> None:
 
 
 def _table(plan: Plan) -> Table:
-    counts = sorted({each.configuration.replicas for each in plan.predictions})
+    best = plan.recommendation.configuration
+    counts = sorted({*sizes(max(each.configuration.replicas for each in plan.predictions)),
+                     best.replicas})  # fmt: skip
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("strategy", overflow="fold")
     for n in counts:
         table.add_column(str(n), justify="right")
     table.add_column("worth it to")
     table.add_column("then binds")
-    best = plan.recommendation.configuration
     for name, row, at in shown(plan):
         table.add_row(
             f"[bold]{name}[/]" if name == best.family else name, *_cells(row, counts, best.replicas

@@ -6,7 +6,7 @@ Whoever wants to see what a script trains, and not to train it, opens `instead_o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -35,6 +35,8 @@ class Rehearsal:
     device: str = "cpu:0"
     #: train a copy on so many such batches with another strategy; examples a second
     train: Callable[[Strategy, Any, int], float] | None = None
+    #: what a step changes besides the module and that optimizer
+    beside: Sequence[Tensor] = ()
 
 
 class Handed(BaseException):

@@ -29,6 +29,7 @@ class Clock:
         self.now = 0.0
         self._due: list[tuple[float, int, Action]] = []
         self._number = count()
+        self._stopped = False
 
     def __call__(self) -> float:
         return self.now
@@ -41,13 +42,16 @@ class Clock:
         """Have something happen later."""
         heappush(self._due, (self.now + seconds, next(self._number), action))
 
-    def step(self) -> bool:
-        """Go on to the next thing that is due; whether there was one."""
-        if not self._due:
-            return False
-        self.now, _, action = heappop(self._due)
-        action()
-        return True
+    def run(self) -> None:
+        """Have everything happen that is due, until nothing is or somebody stops it."""
+        self._stopped, due = False, self._due
+        while due and not self._stopped:
+            self.now, _, action = heappop(due)
+            action()
+
+    def stop(self) -> None:
+        """What is happening is the last thing."""
+        self._stopped = True
 
 
 class Link:
@@ -180,7 +184,7 @@ class Route:
 
     def send(self, then: Action) -> None:
         """Carry all of it, then act where it arrives."""
-        if self._network.is_cut(self._hosts):
+        if self._network.cuts and self._network.is_cut(self._hosts):
             self._network.hold(partial(self.send, then))
         elif self._loads:
             passage = _Passage(self._network.clock, len(self._loads), self.latency, then)
@@ -210,7 +214,8 @@ class Network:
     def __init__(self, clock: Clock, topology: Topology) -> None:
         self.clock, self.topology = clock, topology
         self._links: dict[tuple[str, int], Link] = {}
-        self._cut: set[int] = set()
+        #: hosts that are off the network
+        self.cuts: set[int] = set()
         self._held: list[Action] = []
 
     def send(self, source: int, target: int, size: float, then: Action) -> None:
@@ -224,7 +229,7 @@ class Network:
 
     def is_cut(self, hosts: set[int]) -> bool:
         """Whether messages between these hosts have to wait."""
-        return len(hosts) > 1 and not self._cut.isdisjoint(hosts)
+        return len(hosts) > 1 and not self.cuts.isdisjoint(hosts)
 
     def hold(self, message: Action) -> None:
         """Send it when a host comes back."""
@@ -232,13 +237,13 @@ class Network:
 
     def cut(self, host: int) -> None:
         """Take a host off the network; what is under way waits."""
-        self._cut.add(host)
+        self.cuts.add(host)
         for link in self._cables(host):
             link.stop()
 
     def mend(self, host: int) -> None:
         """Put it back."""
-        self._cut.discard(host)
+        self.cuts.discard(host)
         for link in self._cables(host):
             link.go()
         held, self._held = self._held, []

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import common  # noqa: E402
+import common
 
-from stratagem.plan.simulate import simulate  # noqa: E402
-from stratagem.plan.simulation.scenario import Scenario, Work  # noqa: E402
-from stratagem.plan.simulation.spread import Lognormal, Stragglers  # noqa: E402
-from stratagem.rules.updates import Asynchronous, Synchronous, Updates  # noqa: E402
-from stratagem.wire.simulated import Topology  # noqa: E402
+from stratagem.plan.simulate import simulate
+from stratagem.plan.simulation.scenario import Scenario, Work
+from stratagem.plan.simulation.spread import Lognormal, Stragglers
+from stratagem.rules.updates import Asynchronous, Synchronous, Updates
+from stratagem.wire.simulated import Topology
 
 GBIT = 1e9 / 8
 #: what is ready after which part of a step: nothing in the forward pass, then evenly
@@ -42,8 +42,7 @@ class Model:
 MODELS = [
     Model("translation", 8, 6.0, 7.8, then=2.5, now=0.04, bytes=1.0e9, servers=8),
     Model("Inception", 50, 32.0, 48.0, then=1.09, now=0.022, bytes=95e6, servers=17),
-    Model("sparse ranking", 500, 300.0, 475.0, then=0.10, now=0.02, bytes=8.8e6, servers=32,
-          sparse=True),  # fmt: skip
+    Model("sparse ranking", 500, 300.0, 475.0, 0.10, 0.02, bytes=8.8e6, servers=32, sparse=True),
 ]
 #: rate in bytes a second and latency of a host's link
 NETWORKS = {"2016": (10 * GBIT, 100e-6), "present": (400 * GBIT, 5e-6)}
@@ -57,6 +56,8 @@ def scenario(
     compute = Stragglers(Lognormal(seconds, 0.06), 0.002, 5.0)
     size = model.bytes * (0.5 if how.get("half") else 1.0)
     updates: Updates = how.get("updates", Synchronous())
+    if workers == 1:  # who is alone has no spares
+        updates = Asynchronous() if isinstance(updates, Asynchronous) else Synchronous()
     steps = max(12, 4000 // workers) * (workers if isinstance(updates, Asynchronous) else 1)
     buckets = OVERLAP if how.get("overlap") else ((1.0, 1.0),)
     return Scenario(

@@ -11,25 +11,25 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import common  # noqa: E402
+import common
 
-from stratagem.plan.simulation.faults import Kill  # noqa: E402
-from stratagem.plan.simulation.scenario import Scenario, Work  # noqa: E402
-from stratagem.plan.simulation.spread import Lognormal  # noqa: E402
-from stratagem.plan.simulation.training import Data, train  # noqa: E402
-from stratagem.rules.ramp import Ramp  # noqa: E402
-from stratagem.rules.staleness import (  # noqa: E402
+from stratagem.plan.simulation.faults import Kill
+from stratagem.plan.simulation.scenario import Scenario, Work
+from stratagem.plan.simulation.spread import Lognormal
+from stratagem.plan.simulation.training import Data, train
+from stratagem.rules.ramp import Ramp
+from stratagem.rules.staleness import (
     DelayCompensated,
     Drop,
     GapAware,
     LowerRate,
     ScaleDown,
 )
-from stratagem.rules.updates import Asynchronous, Synchronous, Updates  # noqa: E402
-from stratagem.wire.simulated import Topology  # noqa: E402
+from stratagem.rules.updates import Asynchronous, Synchronous, Updates
+from stratagem.wire.simulated import Topology
 
-CROWD, EACH, EPOCHS, BATCHES = 16, 32, 30, 35
-WARM = 7 * BATCHES  # updates of warm-up: a quarter of the training
+CROWD, EACH, EPOCHS, BATCHES = 16, 32, 20, 35
+WARM = 5 * BATCHES  # updates of warm-up: a quarter of the training
 REMEDIES: dict[str, Updates] = {
     "none": Asynchronous(),
     "lower rate (1/sqrt W)": Asynchronous(staleness=[LowerRate()]),
@@ -51,7 +51,7 @@ CROWDS = [1, 2, 4, 8, 16, 32]
 
 
 def one(job: dict[str, Any]) -> dict[str, Any]:
-    """One training on the digits, each gradient of 32 examples, thirty epochs."""
+    """One training on the digits, each gradient of 32 examples, twenty epochs."""
     split = common.digits()
     module = common.mlp(job["seed"])
     updates, workers = REMEDIES[job["remedy"]], job["workers"]

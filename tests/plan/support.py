@@ -13,8 +13,8 @@ from stratagem.plan.profile import Bucket, Profile
 
 #: nothing but the closed forms
 IDEAL = Calibration(
-    message=0.0, step=0.0, exchange=0.0, goodput=1.0, contention=0.0, sockets=1e15, cipher=1e15,
-    cast=1e15,
+    message=0.0, kernel=0.0, step=0.0, exchange=0.0, goodput=1.0, contention=0.0, sockets=1e15,
+    cipher=1e15, cast=1e15, half=0.0, turns=0.0,
 )  # fmt: skip
 
 
@@ -40,7 +40,8 @@ def profiles(draw: st.DrawFn) -> Profile:
     samples = tuple(draw(st.lists(st.floats(0.5, 5.0), min_size=0, max_size=8)))
     return Profile(
         "Net", draw(st.integers(1, 512)), forward, backward, draw(st.floats(0.0, 0.1)), buckets,
-        tuple((n, 1024) for n in rows), samples=samples, device=draw(st.sampled_from(["cpu", "cuda"])),
+        tuple((n, 1024) for n in rows), samples=samples,
+        device=draw(st.sampled_from(["cpu", "cuda"])),
     )  # fmt: skip
 
 

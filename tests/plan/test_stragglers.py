@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,7 +42,7 @@ def test_samples_agree_with_monte_carlo(samples: list[float], n: int, spares: in
 def test_more_replicas_wait_longer_and_spares_less(samples: list[float]) -> None:
     given_ = tuple(samples)
     last = [sampled(n, n, given_) for n in (1, 2, 8, 100, 1000)]
-    assert all(b >= a * (1 - 1e-9) for a, b in zip(last, last[1:], strict=False))
+    assert all(b >= a * (1 - 1e-9) for a, b in pairwise(last))
     assert last[0] == pytest.approx(np.mean(samples)) and sampled(7, 8, given_) <= last[2] + 1e-9
 
 

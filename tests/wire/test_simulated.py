@@ -27,8 +27,7 @@ def arrivals(topology: Topology, messages: list[tuple[float, int, int, float]]) 
     for i, (at, source, target, size) in enumerate(messages):
         clock.at(at, lambda i=i, s=source, t=target, n=size: network.send(
             s, t, n, lambda: note(i)))  # type: ignore[misc]  # fmt: skip
-    while clock.step():
-        pass
+    clock.run()
     return found
 
 
@@ -96,8 +95,7 @@ def test_a_link_is_never_idle_while_something_waits(sizes: list[float], rate: fl
     done: list[float] = []
     for size in sizes:
         link.send(size, lambda: done.append(clock.now))
-    while clock.step():
-        pass
+    clock.run()
     assert len(done) == len(sizes)
     assert done[-1] == pytest.approx(sum(sizes) / rate)
 
@@ -108,8 +106,7 @@ def test_a_route_puts_the_sum_on_what_its_flows_share() -> None:
     route = Route(network, [Flow(0, 1, 100.0, 100.0), Flow(0, 2, 50.0, 50.0)])
     done: list[float] = []
     route.send(lambda: done.append(clock.now))
-    while clock.step():
-        pass
+    clock.run()
     assert done == pytest.approx([2.0])  # 150 bytes out of host 0
 
 
@@ -122,8 +119,7 @@ def test_a_host_that_is_cut_off_waits() -> None:
     clock.at(1.0, lambda: network.send(1, 0, 0.0, lambda: done.append(("held", clock.now))))
     clock.at(1.0, lambda: network.send(0, 2, 100.0, lambda: done.append(("another", clock.now))))
     clock.at(3.0, lambda: network.mend(1))
-    while clock.step():
-        pass
+    clock.run()
     # what is stuck keeps its half of the way out of host 0 until it is through
     assert dict(done)["held"] == 3.0
     assert dict(done)["under way"] > 3.0 and dict(done)["another"] >= 2.0
@@ -134,9 +130,19 @@ def test_the_same_moment_keeps_its_order() -> None:
     seen: list[int] = []
     for i in range(5):
         clock.at(1.0, lambda i=i: seen.append(i))  # type: ignore[misc]
-    while clock.step():
-        pass
+    clock.run()
     assert seen == [0, 1, 2, 3, 4]
+
+
+def test_it_can_be_stopped_and_go_on() -> None:
+    clock = Clock()
+    seen: list[int] = []
+    clock.at(1.0, clock.stop)
+    clock.at(2.0, lambda: seen.append(2))
+    clock.run()
+    assert (seen, clock.now) == ([], 1.0)
+    clock.run()
+    assert seen == [2]
 
 
 @pytest.mark.parametrize(

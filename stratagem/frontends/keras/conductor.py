@@ -28,8 +28,10 @@ from stratagem.frontends.keras import environment, fused, parcel, user_metrics
 from stratagem.frontends.keras.attributes import Attributes
 from stratagem.frontends.keras.needs import ONE_STEP, Needs
 from stratagem.frontends.keras.player import PARTS, Player, serve
+from stratagem.frontends.keras.rehearse import rehearse
 from stratagem.frontends.keras.results import from_chief, portable, public_names
 from stratagem.replicas import follower, graph_pickle
+from stratagem.strategies import rehearsal
 from stratagem.strategies.replica import Replica, current_replica
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.strategy import Strategy
@@ -105,6 +107,9 @@ class Conductor:
     # --- calls ------------------------------------------------------------------------------
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
+        if rehearsal.wanted():
+            kwargs["verbose"] = 0
+            rehearse(self.model, self.strategy, lambda: self._own("fit")(*args, **kwargs))
         return self._lead("fit", args, kwargs, self._needs_of("fit", args, kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

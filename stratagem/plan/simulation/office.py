@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stratagem.errors import ReplicaError, StratagemError
+from stratagem.errors import ReplicaError, ReplicaLost, StratagemError
 from stratagem.plan.simulation.desk import Desk
 from stratagem.plan.simulation.faults import Cut, Kill, ServerDeath, Stall
 from stratagem.plan.simulation.scenario import Event, Run, Scenario
@@ -39,7 +39,7 @@ class Office:
         work, first = scenario.work, scenario.topology.host(scenario.workers - 1) + 1
         self.desks = [
             Desk(self.clock, first + i, shard, work.update * part, work.add * part)
-            for i, (part, shard) in enumerate(zip(scenario.parts, trains.shards(), strict=True))
+            for i, (part, shard) in enumerate(zip(scenario.parts, trains.shards(), strict=False))
         ]
         self.lead = Lead(self.desks[0], self.desks[1:], self._end, clock=self.clock)
         self.workers = [Worker(self, number) for number in range(scenario.workers)]
@@ -58,8 +58,7 @@ class Office:
         for fault in self.scenario.faults:
             self.clock.at(fault.at, partial(self._strike, fault))
         with _no_collection():
-            while self.lead.running and not self.failure and self.clock.step():
-                pass
+            self.clock.run()
         if self.lead.running and not self.failure:
             self.failure = self._stuck()
         return Run(
@@ -84,6 +83,7 @@ class Office:
             self.deal()
         else:
             self.lead.finish(_NOTHING)
+            self.clock.stop()
 
     def deal(self) -> None:
         """Put up some more batches of the epoch, when those that are up run out."""
@@ -105,7 +105,6 @@ class Office:
         """Give a worker a ticket, or let it wait."""
         if not self.lead.running:
             return
-        self.deal()
         answer = self.lead.offer(
             worker.attendee, worker.epoch, worker.have[0], None, worker.asked
         )
@@ -126,21 +125,27 @@ class Office:
 
     def changed(self) -> None:
         """Something was pushed, or somebody went: updates may have been made, others may go on."""
-        now = max(self.clock.now, self.desks[0].free)
-        while len(self.updates) < self.books.version:
-            self.updates.append(now)
-            self.note("update", -1, len(self.updates))
-        if self._turn == self.books.turn and not self.books.over:
+        books = self.books
+        if len(self.updates) < books.version:
+            self._note_updates(books.version)
+            self.deal()
+        if self._turn == books.turn and not books.over:
             return
-        self._turn = self.books.turn
+        self._turn = books.turn
         for worker in list(self._parked.values()):
             self.offer(worker)
+
+    def _note_updates(self, version: int) -> None:
+        now = max(self.clock.now, self.desks[0].free)
+        while len(self.updates) < version:
+            self.updates.append(now)
+            self.note("update", -1, len(self.updates))
 
     # --- faults -----------------------------------------------------------------------------
 
     def _strike(self, fault: Kill | Stall | Cut | ServerDeath) -> None:
         if isinstance(fault, ServerDeath):
-            self.failure = f"ps {fault.server} is gone, so the job ends"
+            self._end(ReplicaLost(f"ps {fault.server} is gone, so the job ends", "ps"))
             return
         worker = self.workers[fault.worker]
         self.note(type(fault).__name__.lower(), fault.worker)
@@ -170,6 +175,7 @@ class Office:
 
     def _end(self, error: ReplicaError) -> None:
         self.failure = str(error)
+        self.clock.stop()
 
     def _stuck(self) -> str:
         if not any(worker.alive for worker in self.workers):

@@ -99,6 +99,11 @@ class Scenario:
             return tuple(shard / whole for shard in self.shards)
         return tuple(1 / self.servers for _ in range(self.servers))
 
+    @property
+    def alike(self) -> bool:
+        """Whether all servers have the same traffic at the same time: one stands for all."""
+        return not self.topology.per_rack and len(set(self.parts)) == 1
+
 
 #: one thing that happened: when, what, to which worker, and the numbers of it
 Event = tuple[float, str, int, tuple[Any, ...]]

@@ -24,7 +24,7 @@ class Trains(Protocol):
     plan: Plan
 
     def shards(self) -> Sequence[Near]:
-        """The data of each server, the lead's first."""
+        """The data of each server, the lead's first; of one, if all of them do the same."""
 
     def seat(self, worker: int, name: str) -> None:
         """A worker has come, under that name."""
@@ -63,7 +63,7 @@ class Idle:
 
     def __init__(self, scenario: Scenario) -> None:
         self.plan = timed_plan(scenario)
-        self._shards = [Weightless() for _ in range(scenario.servers)]
+        self._shards = [Weightless() for _ in range(1 if scenario.alike else scenario.servers)]
         self._steps = scenario.steps
 
     def shards(self) -> Sequence[Near]:

@@ -34,9 +34,6 @@ class Job(Protocol):
     def note(self, what: str, worker: int, *numbers: Any) -> None:
         """Write into the trace what happened."""
 
-    def deal(self) -> None:
-        """Put more batches up, if few are left."""
-
     def offer(self, worker: Worker) -> None:
         """At the lead: give it a ticket, or let it wait."""
 
@@ -91,14 +88,11 @@ class Worker:
         ]  # fmt: skip
 
     def _shares(self) -> list[tuple[int, float, float]]:
-        """By server: its host, its part of the bytes, and how much of them passes this end.
-
-        Servers that are all alike have the same traffic at the same time, so that of one is enough.
-        """
+        """By server: its host, its part of the bytes, and how much of them passes this end."""
         scenario, desks = self.office.scenario, self.office.desks
-        if scenario.topology.per_rack or len(set(scenario.parts)) > 1:
-            return [(d.host, p, p) for d, p in zip(desks, scenario.parts, strict=True)]
-        return [(desks[0].host, scenario.parts[0], 1.0)]
+        if scenario.alike:
+            return [(desks[0].host, scenario.parts[0], 1.0)]
+        return [(d.host, p, p) for d, p in zip(desks, scenario.parts, strict=True)]
 
     # --- its process ------------------------------------------------------------------------
 
@@ -187,7 +181,6 @@ class Worker:
         """At the lead: all of the gradient has come."""
         office, ticket = self.office, self._ticket
         assert ticket is not None
-        office.deal()
         weight, loss, examples = self._result
         push = Push(self.number, ticket.serial, min(self.have), weight)
         ahead = (self.epoch, self.have[0]) if self._looks_ahead else None
@@ -241,5 +234,5 @@ class Worker:
     def _when_awake(self, life: int, round: int, action: Action) -> None:
         if self._stalled > self._clock.now:
             self._clock.at(self._stalled, partial(self._when_awake, life, round, action))
-        else:
-            self._if_same(life, round, action)
+        elif life == self.life and round == self._round:
+            action()

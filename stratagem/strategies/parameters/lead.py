@@ -12,8 +12,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -316,9 +315,10 @@ class Lead:
         with self.changed:
             if self._counts(attendee):
                 books = self._books()
-                with self._turns(books):
-                    books.abandon(attendee.worker, serial)
-                    self._settle()
+                turn = books.turn
+                books.abandon(attendee.worker, serial)
+                self._settle()
+                self._wake(books, turn)
 
     def push(
         self, attendee: Attendee, push: Push, told: Mapping[str, Any],
@@ -337,15 +337,16 @@ class Lead:
             if told.get("settings"):
                 self._order(["settings", told["settings"]])
             ticket = books.holds(push.worker)
-            with self._turns(books):
-                verdict = books.push(push)
-                if verdict.kept:
-                    assert ticket is not None
-                    self._payloads.pop((ticket.batch, ticket.part), None)  # nobody will ask for it
-                    loss, examples = told["notes"]
-                    self._tally.waiting.append((float(loss), push.weight, int(examples)))
-                    self._take_in(attendee.seat, push, verdict, told.get("used"), books.ripe())
-                self._settle()
+            turn = books.turn
+            verdict = books.push(push)
+            if verdict.kept:
+                assert ticket is not None
+                self._payloads.pop((ticket.batch, ticket.part), None)  # nobody will ask for it
+                loss, examples = told["notes"]
+                self._tally.waiting.append((float(loss), push.weight, int(examples)))
+                self._take_in(attendee.seat, push, verdict, told.get("used"), books.ripe())
+            self._settle()
+            self._wake(books, turn)
             header = {
                 "kept": verdict.kept, "tau": verdict.tau, "why": verdict.why,
                 "after": self._orders, "version": books.version,
@@ -358,11 +359,8 @@ class Lead:
             header["next"], body = found
             return header, body
 
-    @contextmanager
-    def _turns(self, books: Ledger) -> Iterator[None]:
-        """Wake those who wait, but only if what happens inside is news for them."""
-        turn = books.turn
-        yield
+    def _wake(self, books: Ledger, turn: int) -> None:
+        """Wake those who wait, but only if there is news for them since that turn."""
         if books.turn != turn or books.over:
             self.changed.notify_all()
 
@@ -401,6 +399,8 @@ class Lead:
         while (update := self.ledger.ripe()) is not None:
             self._apply(update)
         self._late.update(self.ledger.overtaken())
+        if not self._late:
+            return
         for worker in sorted(self._late):
             attendee = self.attendees.get(worker)
             if attendee is not None and self.ledger.late(worker):
@@ -418,32 +418,31 @@ class Lead:
         return factor
 
     def _order(self, order: Order) -> None:
-        with self._or_end():
+        try:
             self._orders += 1
             for server in self.far:
                 server.order(order)
             self.shard.obey(order)
+        except Exception as error:
+            raise self._ended(error) from error
 
     def _ask(self, order: Order) -> list[float]:
-        with self._or_end():
+        try:
             self._orders += 1
             for server in self.far:
                 server.order(order)
             mine = float(self.shard.obey(order))
             return [mine, *(server.answer() for server in self.far)]
-
-    @contextmanager
-    def _or_end(self) -> Iterator[None]:
-        """What is carried out by halves makes nonsense of the parameters: the job ends."""
-        try:
-            yield
-        except ReplicaError as error:
-            self._end_job(error)
-            raise
         except Exception as error:
+            raise self._ended(error) from error
+
+    def _ended(self, error: Exception) -> ReplicaError:
+        """What is carried out by halves makes nonsense of the parameters: the job ends."""
+        failure = error
+        if not isinstance(failure, ReplicaError):
             failure = failed("ps 0", traceback.format_exc())
-            self._end_job(failure)
-            raise failure from error
+        self._end_job(failure)
+        return failure
 
     # --- what the chief asks ------------------------------------------------------------------
 

@@ -1,0 +1,77 @@
+"""The first batch of a Keras `fit`, handed over to whoever plans instead of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import keras
+import torch
+from torch import Tensor
+
+from stratagem.errors import UsageError
+from stratagem.strategies import rehearsal
+from stratagem.strategies.devices import place
+from stratagem.strategies.strategy import Strategy
+
+
+def rehearse(model: Any, strategy: Strategy, fit: Callable[[], Any]) -> NoReturn:
+    """Keras' own `fit` brings the batch as far as `train_step`; there it ends."""
+    if type(model).train_step is not keras.Model.train_step:
+        raise UsageError(
+            f"{type(model).__name__} has a train_step of its own, in which forward and backward "
+            "cannot be told apart; plan the same layers with Keras' own train_step."
+        )
+    overlaid = model.__dict__.get("train_step")
+
+    def take(data: Any) -> NoReturn:
+        _hand_over(model, strategy, data)
+
+    model.__dict__["train_step"] = take
+    try:
+        fit()
+    finally:
+        if overlaid is None:
+            del model.__dict__["train_step"]
+        else:
+            model.__dict__["train_step"] = overlaid
+    raise UsageError("the data to fit has no batch: it is empty; there is nothing to plan.")
+
+
+def _hand_over(model: Any, strategy: Strategy, data: Any) -> NoReturn:
+    batch = keras.tree.map_structure(_as_tensor, keras.utils.unpack_x_y_sample_weight(data))
+    steps = _Steps(model)
+    steps.loss(batch)  # builds what has no variables yet
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    rehearsal.hand_over(
+        rehearsal.Rehearsal(
+            model, batch, steps.loss, steps.update, replicas=strategy.num_replicas_in_sync,
+            device=str(place(strategy.team.devices[0])),
+            beside=[variable.value for variable in model.optimizer.variables],
+        )
+    )  # fmt: skip
+
+
+class _Steps:
+    """What Keras' train_step does, in two halves."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y, weight = batch
+        output = self.model(x, training=True)
+        value: Tensor = self.model.compute_loss(
+            x=x, y=y, y_pred=output, sample_weight=weight, training=True
+        )
+        return value
+
+    def update(self) -> None:
+        variables = self.model.trainable_weights
+        with torch.no_grad():
+            self.model.optimizer.apply([v.value.grad for v in variables], variables)
+
+
+def _as_tensor(value: Any) -> Any:
+    return value if value is None else keras.ops.convert_to_tensor(value)

@@ -1,0 +1,193 @@
+"""`stratagem plan`: a script up to its fit, a table, files; misuse is one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stratagem.launch import cli
+
+pytestmark = pytest.mark.timeout(60)
+
+SCRIPT = """
+import argparse
+import torch
+import stratagem as sg
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, required=True)
+args = parser.parse_args()
+net = torch.nn.Sequential(torch.nn.Linear(20, args.width), torch.nn.Linear(args.width, 3))
+model = sg.Model(net, sg.MirroredStrategy(["cpu:0", "cpu:1"]))
+model.compile("adam", "cross_entropy", metrics=["accuracy"])
+x, y = torch.randn(100, 20), torch.randint(0, 3, (100,))
+try:
+    model.fit(x, y, batch_size=40, epochs=100000)
+except Exception:
+    print("the script went on")
+print("the script went on")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "train.py"
+
+
+def test_a_plan_from_a_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--quick", "--link", "1Gbit", "--hosts", "4", "--gpus-per-host", "2",
+             "--json", "plan.json", "--html", "plan.html", "train.py", "--width", "8"]  # fmt: skip
+    before = list(sys.argv), list(sys.path)
+    assert cli.main(words) == 0
+    shown = capsys.readouterr()
+    assert "the script went on" not in shown.out and "strategy" in shown.out
+    assert "up to its first fit" in shown.err and "say what you have with --latency" in shown.err
+    told = json.loads(Path("plan.json").read_text())
+    assert told["profile"]["batch"] == 20  # half of the script's, which has two replicas
+    assert told["profile"]["buckets"][0]["size"] == (20 * 8 + 8 + 8 * 3 + 3) * 4
+    assert told["hardware"]["link"] == 1.25e8 and told["hardware"]["hosts"] == 4
+    assert max(p["replicas"] for p in told["predictions"]) == 8
+    assert "<svg" in Path("plan.html").read_text()
+    assert sorted(p.name for p in script.parent.iterdir()) == ["plan.html", "plan.json", "train.py"]
+    assert (sys.argv, sys.path) == before
+
+
+def test_batch_and_max_are_as_asked(script: Path) -> None:
+    words = ["plan", "--quick", "--batch", "300", "--max", "3", "--json", "p.json", "--",
+             "train.py", "--width", "4"]  # fmt: skip
+    assert cli.main(words) == 0
+    told = json.loads(Path("p.json").read_text())
+    assert told["profile"]["batch"] == 300
+    assert max(p["replicas"] for p in told["predictions"]) <= 3
+
+
+def test_help_is_quick_and_complete() -> None:
+    source = """
+import sys
+from stratagem.launch import cli
+assert cli.main(["plan", "--help"]) == 0
+heavy = {"torch", "numpy", "rich", "matplotlib"} & set(sys.modules)
+sys.exit(f"imported: {heavy}" if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for option in ("--link RATE", "--latency TIME", "--hosts H", "--gpus-per-host G", "--max N",
+                   "--batch B", "--json FILE", "--html FILE", "--png FILE",
+                   "--validate"):  # fmt: skip
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "which script?"),
+        (["no.py"], "there is no script 'no.py'"),
+        (["--link", "0Gbit", "train.py"], "must be more than 0"),
+        (["--link", "fast", "train.py"], "'fast' is not the speed of --link"),
+        (["--latency", "-5us", "train.py"], "--latency"),
+        (["--hosts", "0", "train.py"], "'0' is not a whole number, 1 or more"),
+        (["--max", "0", "train.py"], "'0' is not a whole number, 1 or more"),
+        (["--json", "no/plan.json", "train.py"], "there is no folder 'no'"),
+        (["--html", ".", "train.py"], "is a folder"),
+        (["--nonsense", "train.py"], "--nonsense"),
+    ],
+)
+def test_misuse_is_one_sentence(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "train.py").write_text("raise SystemExit('this should not have run')")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("x = 1", "never called fit"),
+        ("raise SystemExit(0)", "never called fit"),
+        ("import sys; sys.exit('no data here')", "ended by itself (no data here)"),
+        (
+            "import torch, stratagem as sg\n"
+            "class Greedy(torch.nn.Linear):\n"
+            "    def forward(self, x): return super().forward(x) + torch.empty(1 << 50)\n"
+            "m = sg.Model(Greedy(2, 2)); m.compile('sgd', 'mse')\n"
+            "m.fit(torch.zeros(8, 2), torch.zeros(8, 2), batch_size=4)",
+            "Greedy does not fit in this device's memory",
+        ),
+        (
+            "import torch, stratagem as sg\n"
+            "m = sg.Model(torch.nn.Linear(2, 2)); m.compile('sgd', 'mse')\n"
+            "m.fit([])",
+            "",
+        ),
+    ],
+)
+def test_scripts_that_cannot_be_planned(
+    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "train.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "--quick", "--json", "plan.json", "train.py"]) == 2
+    error = capsys.readouterr().err
+    last = error.strip().splitlines()[-1]
+    assert said in last and last.startswith("stratagem plan: ") and "Traceback" not in error
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_without_matplotlib_nothing_is_run(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = ["plan", "--png", "plan.png", "--json", "plan.json", "train.py", "--width", "8"]
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert "stratagem[plots]" in error and error.count("\n") == 1
+    assert os.listdir() == ["train.py"]
+
+
+def test_errors_of_the_script_keep_their_traceback(script: Path) -> None:
+    script.write_text("1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["plan", "train.py"])
+
+
+def test_validate_runs_what_fits(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Really: one replica here, and a server with two workers, each training a copy."""
+    from stratagem.launch import validate
+    from stratagem.plan.configuration import SERVERS, Configuration
+
+    chosen = [Configuration(), Configuration(SERVERS, per_host=2, servers=1)]
+    monkeypatch.setattr(validate, "fitting", lambda plan: chosen)
+    monkeypatch.setattr(validate, "_SECONDS", 0.05)
+    words = ["plan", "--quick", "--hosts", "1", "--validate", "train.py", "--width", "8"]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "predicted against measured" in shown and "median error" in shown
+    assert "ParameterServer, 1 server" in shown
+
+
+def test_what_fits_is_of_this_machine() -> None:
+    from stratagem.launch.validate import fitting
+    from stratagem.plan.choose import choose
+    from stratagem.plan.hardware import Hardware, cores
+    from stratagem.plan.profile import Table
+    from tests.plan.support import profile
+
+    machine = Hardware(hosts=8, per_host=64, cores=64)
+    found = fitting(choose(profile(), machine, most=8))
+    assert all(each.hosts == 1 and each.replicas <= cores() for each in found)
+    sparse = fitting(choose(profile(sparse=(Table(100, 64, 5.0),)), machine, most=8))
+    assert all(each.strategy == "ParameterServerStrategy" for each in sparse)

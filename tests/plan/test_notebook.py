@@ -1,0 +1,96 @@
+"""`sg.plan(model, batch)`: modules, sg.Model and Keras models; nothing is trained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import stratagem as sg
+from stratagem.errors import UsageError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No replicas beside: that has a test of its own."""
+    monkeypatch.setattr("stratagem.plan.measure.counts", list)
+
+
+def data(rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 8), torch.randint(0, 4, (rows,))
+
+
+def test_a_compiled_model(tmp_path: Path) -> None:
+    model = sg.Model(nn.Linear(8, 4))
+    model.compile("adam", "cross_entropy", metrics=["accuracy"])
+    before = [p.detach().clone() for p in model.module.parameters()]
+    answer = sg.plan(model, data(), link="1Gbit", hosts=2, gpus_per_host=2)
+    assert answer.plan.profile.batch == 12 and answer.plan.hardware.link == 1.25e8
+    assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True))
+    assert not model.optimizer.state and model.history is None
+    assert answer.sentence in repr(answer)
+    assert "<svg" in answer._repr_html_()
+    assert answer.to_json()["recommendation"]["code"] == answer.code
+    for kind in ("json", "html"):
+        answer.save(str(tmp_path / f"plan.{kind}"))
+    with pytest.raises(UsageError, match=r"\.json, \.html or \.png"):
+        answer.save("plan.txt")
+    model.fit(*data(), epochs=1, batch_size=12, verbose=0)  # it trains as ever
+    assert model.history is not None
+
+
+def test_a_module_with_its_loss() -> None:
+    net = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    answer = sg.plan(net, data(), loss=cross_entropy, optimizer=optimizer, most=4)
+    assert answer.recommendation.configuration.replicas <= 4
+
+
+def test_a_keras_model() -> None:
+    keras = pytest.importorskip("keras")
+    if keras.config.backend() != "torch":
+        pytest.skip("Keras runs on another backend here")
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, activation="softmax")])
+        model.compile("adam", "sparse_categorical_crossentropy")
+    before = [w.copy() for w in model.get_weights()]
+    answer = sg.plan(model, tuple(part.numpy() for part in data()), hosts=2)
+    assert answer.plan.profile.batch == 12 and answer.plan.profile.dense_bytes == (32 + 4) * 4
+    assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+    assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"link": "0Gbit"}, "more than 0"), ({"latency": "soon"}, "'soon'"), ({"hosts": 0}, "hosts"),
+     ({"most": 0}, "1 or more"), ({}, "say how it is trained"),
+     ({"loss": cross_entropy}, "say how it is trained")],
+)  # fmt: skip
+def test_misuse_is_one_sentence(options: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        sg.plan(nn.Linear(8, 4), data(), **options)  # type: ignore[arg-type]
+
+
+def test_only_models_and_pairs() -> None:
+    with pytest.raises(UsageError, match="not a str"):
+        sg.plan("resnet", data())
+    model = sg.Model(nn.Linear(8, 4))
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(UsageError, match=r"\(x, y\)"):
+        sg.plan(model, data()[0])
+
+
+def test_it_can_be_called_whichever_way_it_was_found() -> None:
+    """The package and its function share a name."""
+    code = (
+        "import stratagem.plan.cost, stratagem.plan as p, stratagem as sg\n"
+        "assert callable(p) and callable(sg.plan) and sg.plan.cost is stratagem.plan.cost\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
