@@ -31,7 +31,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from hosts import Hosts, Unshaped  # noqa: E402
 from processes import Cast, Troupe  # noqa: E402
 
-BATCH = 12  # examples of a global batch: 1, 2, 3 and 4 hosts have equal shares
+BATCH = 12  # examples of a global batch: 1, 2, 3, 4 and 6 hosts have equal shares
 WARM, STEPS = 3, 11
 CALM = 0.05  # a spread with which a row is left alone
 
@@ -51,6 +51,7 @@ LEGS = (
     Leg(1000e6, 6_291_456, 0.15),
 )
 WIDE = Leg(1000e6, 25_165_824, 0.30)  # four buckets
+UNSEEN = (Leg(200e6, 1_835_008, 0.12), Leg(500e6, 4_194_304, 0.20))
 SMALL = Leg(300e6, 1_179_648, 0.06)
 
 
@@ -64,6 +65,17 @@ def grid() -> list[tuple[Cast, tuple[Leg, ...]]]:
             for servers in (1, 2):
                 found.append((Cast("sync", hosts, servers, wire), LEGS))
                 found.append((Cast("async", hosts, servers, wire), LEGS))
+    return found
+
+
+def blind() -> list[tuple[Cast, tuple[Leg, ...]]]:
+    """Hosts, links, sizes and servers that no formula was looked at with."""
+    found = [(Cast("one", 1, 0, "float32"), UNSEEN)]
+    for wire in ("float32", "bfloat16"):
+        for hosts in (3, 6):
+            found.append((Cast("ring", hosts, 0, wire), UNSEEN))
+            for servers in (1, 2, 3) if hosts == 3 else (1, 2):
+                found.append((Cast("sync", hosts, servers, wire), UNSEEN))
     return found
 
 
@@ -155,12 +167,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="2 hosts, one link: under 30 s")
+    parser.add_argument("--blind", action="store_true", help="what no formula has seen: 3 minutes")
     parser.add_argument("--only", help="strategies to measure: one,ring,sync,async")
     parser.add_argument("--json", type=Path, help="where the rows are written")
     parser.add_argument("--again", action="store_true",
                         help="measure again what spreads much; keep what spreads less")  # fmt: skip
     args = parser.parse_args()
-    casts = small() if args.small else grid()
+    casts = small() if args.small else blind() if args.blind else grid()
     if args.only:
         casts = [entry for entry in casts if entry[0].strategy in args.only.split(",")]
     before = json.loads(args.json.read_text()) if args.again else {"runs": [], "rows": []}
