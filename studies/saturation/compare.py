@@ -15,12 +15,13 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+from task import FORWARD, LAYERS  # noqa: E402
+from terms import BUCKET, Row, facts, terms  # noqa: E402
+
 from stratagem.plan.configuration import MULTI_WORKER, SERVERS, Configuration  # noqa: E402
 from stratagem.plan.cost import predict  # noqa: E402
 from stratagem.plan.hardware import Hardware  # noqa: E402
 from stratagem.plan.profile import Bucket, Profile  # noqa: E402
-from task import FORWARD, LAYERS  # noqa: E402
-from terms import BUCKET, Row, facts, terms  # noqa: E402
 
 BATCH = 12
 #: half of a word there and back between two hosts, as probe.py finds it
