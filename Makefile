@@ -6,13 +6,14 @@ READY := $(VENV)/.ready
 # Tests run in parallel; more than a process a core makes those that watch the clock fragile.
 JOBS ?= 2
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench studies clean
 
 help:
 	@echo "make demo    train on one device and on a local cluster, and compare"
 	@echo "make test    all checks: style, types, tests"
 	@echo "make lint    style and types only"
 	@echo "make bench   the benchmarks that fit this machine"
+	@echo "make studies every study again, data and figures: half an hour on two cores"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +35,17 @@ test: lint
 bench: $(READY)
 	$(BIN)/python benchmarks/one_replica/bench.py
 	$(BIN)/python benchmarks/cpu_replicas/bench.py
+
+STUDIES := rules staleness headlines sparse exercise
+studies: $(READY)
+	@for study in $(STUDIES); do \
+		echo "== $$study"; $(BIN)/python studies/$$study/study.py || exit 1; \
+	done
+	@if [ "$$(id -u)" = 0 ]; then \
+		echo "== saturation"; cd studies/saturation && \
+		../../$(BIN)/python measure.py --json data.json && \
+		../../$(BIN)/python compare.py data.json --rows --figure saturation.png; \
+	else echo "== saturation: left out, only root may make network namespaces"; fi
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -30,7 +30,7 @@ LIVE = [
     ROOT / name
     for name in (
         "README.md", "docs/guide.md", "docs/own-loop.md", "docs/keras.md",
-        "docs/parameter-servers.md",
+        "docs/parameter-servers.md", "docs/simulating.md",
     )
 ]  # fmt: skip
 LAUNCHER = [sys.executable, "-m", "stratagem", "run"]

@@ -9,6 +9,7 @@ examples:
   stratagem plan --link 100Gbit --latency 5us --hosts 4 --gpus-per-host 8 train.py
   stratagem plan --html plan.html --png plan.png --json plan.json train.py
   stratagem plan --validate train.py                       also runs what fits on this machine
+  stratagem plan --from plan.json --link 25Gbit            measured before, on other links
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=whole(1), metavar="B", help="examples that a replica computes at once "
         "(what the script gives to each)")  # fmt: skip
     add("--quick", action="store_true", help="do not measure replicas of this machine at once")
+    add("--from", dest="earlier", metavar="FILE", help="what an earlier --json has measured, "
+        "instead of running a script")  # fmt: skip
     add("--json", metavar="FILE", help="everything, for programs")
     add("--html", metavar="FILE", help="a page with the figures under the pointer")
     add("--png", metavar="FILE", help="a picture (needs the extra plots)")
@@ -55,20 +58,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print a plan; 0 unless something was wrong with what was asked."""
-    words = _script(args.script)
+    if args.earlier and (args.script or args.validate or args.batch):
+        raise UsageError("--from takes what was measured before: no script, --batch or --validate.")
+    words = [] if args.earlier else _script(args.script)
     _check_network(args)
     outputs = {"json": args.json, "html": args.html, "png": args.png}
     _check_outputs(outputs)
-    trial = _rehearsal(words)
+    trial = None if args.earlier else _rehearsal(words)
+    profile, here = _earlier(args.earlier) if trial is None else _measured(args, trial)
     from stratagem.plan.choose import choose
+
+    plan = choose(profile, _hardware(args, here), most=args.max)
+    _print(plan, args)
+    _write(plan, outputs)
+    return _validate(plan, trial) if args.validate and trial is not None else 0
+
+
+def _measured(args: argparse.Namespace, trial: Rehearsal) -> tuple[Profile, Hardware]:
+    """The model and this machine."""
+    from stratagem.plan.machine import measure
     from stratagem.plan.measure import rehearse
 
     crowded = not args.quick and args.gpus_per_host != 1
     profile = rehearse(trial, batch=args.batch, crowded=crowded, say=_say)
-    plan = choose(profile, _hardware(args, profile), most=args.max)
-    _print(plan, args)
-    _write(plan, outputs)
-    return _validate(plan, trial) if args.validate else 0
+    return profile, measure(profile.device)
+
+
+def _earlier(file: str) -> tuple[Profile, Hardware]:
+    from stratagem.plan.report import from_json
+
+    try:
+        text = Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"--from {file}: it cannot be read ({problem}).") from None
+    return from_json(text)
 
 
 def _script(words: Sequence[str]) -> list[str]:
@@ -111,12 +134,10 @@ def _rehearsal(words: Sequence[str]) -> Rehearsal:
     return run_to_fit(words)
 
 
-def _hardware(args: argparse.Namespace, profile: Profile) -> Hardware:
+def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
     """This machine, many times over, behind the links that were named."""
     from stratagem.plan.hardware import Hardware
-    from stratagem.plan.machine import measure
 
-    here = measure(profile.device)
     counts = {"hosts": args.hosts or _HOSTS}
     if args.gpus_per_host:
         counts["per_host"] = args.gpus_per_host

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,20 +43,22 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def validate(plan: Plan, trial: Rehearsal) -> Iterator[Row]:
-    """Run every configuration that this machine can hold, one after the other."""
+def validate(
+    plan: Plan, trial: Rehearsal, chosen: Sequence[Configuration] | None = None
+) -> Iterator[Row]:
+    """Run these configurations, or all that this machine can hold, one after the other."""
     if trial.train is None:
         raise UsageError(
             "this script's training cannot be repeated with other strategies; --validate works "
             "with fit of sg.Model."
         )
-    for each in fitting(plan):
+    for each in fitting(plan) if chosen is None else chosen:
         said = predict(plan.profile, plan.hardware, each, plan.calibration)
         steps = int(min(max(_LEAST, _SECONDS / said.step), _MOST))
         rows = plan.profile.batch * (1 if each.asynchronous else each.counted)
         steps *= each.replicas if each.asynchronous else 1
         batch = batch_of(trial, rows, torch.device("cpu"))
-        with _strategy(each, plan.profile.device) as strategy:
+        with _strategy(each, plan.profile.device) as strategy, _threads(plan, each):
             rate = trial.train(strategy, batch, steps)
         yield Row(each, said.step, each.counted * plan.profile.batch / rate)
 
@@ -95,6 +97,18 @@ def _strategy(cfg: Configuration, device: str) -> Iterator[Strategy]:
         yield made
     finally:
         made.close()
+
+
+@contextmanager
+def _threads(plan: Plan, cfg: Configuration) -> Iterator[None]:
+    """One device has the threads that it was planned with; replicas share out the cores."""
+    before = torch.get_num_threads()
+    if cfg.replicas == 1 and plan.profile.device == "cpu":
+        torch.set_num_threads(plan.profile.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def compare(plan: Plan, trial: Rehearsal) -> int:

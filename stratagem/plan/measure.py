@@ -155,7 +155,7 @@ class _Runner:
                 handle.remove()
 
     def _ready(self, index: int, param: Tensor) -> None:
-        if self.device.type == "cpu":
+        if self.device.type != "cuda":
             self._now.ready[index] = time.perf_counter() - self._began
         else:  # asynchronous devices: note it in their own stream
             self._events[index] = self._event()
@@ -191,6 +191,8 @@ class _Runner:
     def _clock(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
         return time.perf_counter()
 
     def compute(self) -> float:

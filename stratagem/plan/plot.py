@@ -49,8 +49,9 @@ def _speedups(plan: Plan, axes: Any) -> None:
     best = plan.recommendation
     axes.plot([best.configuration.replicas], [best.speedup], marker="o", markersize=10,
               markerfacecolor="none", color="black")  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        scale("log", base=2)
+        axis.set_major_formatter("{x:g}")
     axes.set_xlabel("replicas")
     axes.set_ylabel("times one device")
     axes.set_title(f"{plan.profile.name} on {plan.hardware}", fontsize=9)

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -141,12 +140,3 @@ class Profile:
             return cls(**given)
         except (KeyError, TypeError, ValueError) as flaw:
             raise UsageError(f"this is no profile of a model ({flaw}); measure it again.") from None
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """From a file's text."""
-        try:
-            plain = json.loads(text)
-        except ValueError as flaw:
-            raise UsageError(f"this is no profile of a model ({flaw}).") from None
-        return cls.from_json(plain if isinstance(plain, dict) else {"": plain})

@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from stratagem.errors import UsageError
 from stratagem.plan import advice
 from stratagem.plan.choose import Plan, Saturation, sizes
 from stratagem.plan.cost import Prediction
+from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Profile
 from stratagem.plan.units import say_bytes
 
@@ -34,6 +36,15 @@ def to_json(plan: Plan) -> dict[str, Any]:
             **best.to_json(), "sentence": advice.sentence(plan), "code": advice.code(plan),
         },
     }  # fmt: skip
+
+
+def from_json(text: str) -> tuple[Profile, Hardware]:
+    """What an earlier plan had measured, from what `dumps` wrote."""
+    try:
+        plain = json.loads(text)
+        return Profile.from_json(plain["profile"]), Hardware.from_json(plain["hardware"])
+    except (KeyError, TypeError, ValueError) as flaw:
+        raise UsageError(f"this is no plan as --json writes it ({flaw}); make it again.") from None
 
 
 def write(path: str | os.PathLike[str], data: str | bytes) -> None:

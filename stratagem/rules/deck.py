@@ -20,10 +20,16 @@ class Deck:
         self.closed = False
         self._fresh: deque[Ticket] = deque()
         self._returned: list[tuple[int, Ticket]] = []
-        self._serial = 0
+        self._serial = self._first = 0
 
     def __len__(self) -> int:
         return len(self._fresh) + len(self._returned)
+
+    def clear(self) -> None:
+        """Nothing of what was dealt so far is drawn any more."""
+        self._first = self._serial
+        self._fresh.clear()
+        self._returned.clear()
 
     def add(self, batch: int, parts: int = 1) -> None:
         """Deal a batch, cut into `parts` tickets."""
@@ -45,5 +51,6 @@ class Deck:
         return heappop(self._returned)[1] if self._returned else self._fresh.popleft()
 
     def put_back(self, ticket: Ticket) -> None:
-        """Return a ticket that was drawn."""
-        heappush(self._returned, (ticket.serial, ticket))
+        """Return a ticket that was drawn, unless it was given up meanwhile."""
+        if ticket.serial >= self._first:
+            heappush(self._returned, (ticket.serial, ticket))

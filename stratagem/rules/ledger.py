@@ -92,6 +92,11 @@ class Ledger:
         self._table.deck.closed = False
         self.turn += 1
 
+    def clear_deck(self) -> None:
+        """What is left of the epoch is given up: nobody takes it any more."""
+        self._table.deck.clear()
+        self.turn += 1
+
     def may_take(self, worker: int) -> bool:
         """Whether `take` would give this worker a ticket."""
         member = self._table.crew.find(worker)

@@ -46,7 +46,7 @@ MODELS = [
 ]
 #: rate in bytes a second and latency of a host's link
 NETWORKS = {"2016": (10 * GBIT, 100e-6), "present": (400 * GBIT, 5e-6)}
-LINKS = [1, 10, 25, 40, 100, 200, 400, 800, 1600]
+LINKS = [1, 10, 25, 40, 100, 200, 400, 800]
 
 
 def scenario(

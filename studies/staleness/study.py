@@ -78,10 +78,10 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
 
 def study(small: bool) -> list[dict[str, Any]]:
     global EPOCHS
-    EPOCHS = 6 if small else EPOCHS
+    EPOCHS = 4 if small else EPOCHS
     seeds = range(1 if small else 5)
-    crowds = [1, 8] if small else CROWDS
-    rates = [0.5] if small else RATES
+    crowds = [1, CROWD] if small else CROWDS
+    rates = [0.25] if small else RATES
     remedies = ["none", "scale by 1/sqrt(1+age)"] if small else list(REMEDIES)
     usual = {"momentum": 0.0}
     jobs = [

@@ -230,6 +230,56 @@ def test_servers_follow_callbacks(callback: Any) -> None:
     assert apart(made[0].module, made[1].module) < 2e-5
 
 
+class Shrink(sg.callbacks.Callback):
+    """Writes into the weights in mid-epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 2:
+            with torch.no_grad():
+                next(iter(self.model.module.parameters())).mul_(0.5)
+
+
+@pytest.mark.parametrize("callbacks", [[], [Shrink()]], ids=["none", "shrink"])
+@pytest.mark.parametrize("rule", ["asynchronous", "synchronous"])
+def test_a_stream_to_one_worker_is_plain_training(rule: str, callbacks: list[Any]) -> None:
+    """Batches come with the answers to pushes, and go back when the weights change."""
+    made = []
+    for where in (strategy("1 ps", rule, 1), None):
+        one = model(where, OPTIMIZERS["momentum"])
+        stream: Any = DataLoader(Stream(), batch_size=30)
+        one.fit(stream, epochs=2, verbose=0, callbacks=callbacks)
+        made.append(one)
+    assert apart(made[0].module, made[1].module) < 1e-6  # rows that travel lie elsewhere in memory
+    ahead = rule == "asynchronous" and bool(callbacks)
+    assert strategy("1 ps", rule, 1).stats().requeued == (2 if ahead else 0)
+
+
+def leave_early(where: Any, net: nn.Module) -> tuple[nn.Module, list[int]]:
+    x, y, _, _ = digits()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loader: Any = DataLoader(TensorDataset(x[:80], y[:80]), batch_size=10)
+    net, optimizer, loader = where.prepare(net, optimizer, loader)
+    steps = [0, 0, 0]
+    for epoch in range(3):
+        for a, b in loader:
+            F.cross_entropy(net(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps[epoch] += 1
+            if epoch == 0 and steps[0] == 3:
+                break
+    return net, steps
+
+
+@pytest.mark.parametrize("rule", ["asynchronous", "synchronous"])
+def test_a_loop_may_be_left_in_mid_epoch(rule: str) -> None:
+    """What was dealt of that epoch is not done in the next one."""
+    where = strategy("1 ps", rule, 1)
+    ((_, steps),) = where.run(leave_early, where, net())
+    assert steps == [3, 8, 8]
+    assert where.stats().applied == 19
+
+
 def test_schedule_by_step_and_early_stop() -> None:
     x, y, _, _ = digits()
     where = strategy("1 ps", "asynchronous")

@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 
 from stratagem.launch import cli
+from stratagem.plan.choose import choose
+from stratagem.plan.hardware import Hardware, cores
+from stratagem.plan.profile import Table
+from stratagem.plan.report import dumps
+from tests.plan.support import profile
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,6 +62,23 @@ def test_a_plan_from_a_script(script: Path, capsys: pytest.CaptureFixture[str]) 
     assert "<svg" in Path("plan.html").read_text()
     assert sorted(p.name for p in script.parent.iterdir()) == ["plan.html", "plan.json", "train.py"]
     assert (sys.argv, sys.path) == before
+
+
+def test_other_links_without_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = choose(profile(), Hardware(hosts=4, link=1.25e7))
+    Path("plan.json").write_text(dumps(first))
+    words = ["plan", "--from", "plan.json", "--hosts", "4", "--json", "fast.json"]
+    assert cli.main([*words, "--link", "100Gbit"]) == 0
+    fast = json.loads(Path("fast.json").read_text())
+    assert fast["profile"] == json.loads(dumps(first))["profile"]
+    assert fast["recommendation"]["speedup"] > first.recommendation.speedup
+    for bad in ([*words, "train.py"], ["plan", "--from", "none.json"], [*words, "--validate"]):
+        assert cli.main(bad) == 2
+    Path("plan.json").write_text("{}")
+    assert cli.main(words) == 2 and "no plan as --json writes it" in capsys.readouterr().err
 
 
 def test_batch_and_max_are_as_asked(script: Path) -> None:
@@ -181,10 +203,6 @@ def test_validate_runs_what_fits(
 
 def test_what_fits_is_of_this_machine() -> None:
     from stratagem.launch.validate import fitting
-    from stratagem.plan.choose import choose
-    from stratagem.plan.hardware import Hardware, cores
-    from stratagem.plan.profile import Table
-    from tests.plan.support import profile
 
     machine = Hardware(hosts=8, per_host=64, cores=64)
     found = fitting(choose(profile(), machine, most=8))

@@ -333,6 +333,19 @@ def test_epochs_follow_each_other_with_new_serials() -> None:
     assert push(book, 0)[1] is not None and book.over and book.version == 3
 
 
+def test_what_is_given_up_is_nobodys() -> None:
+    """Not even if it comes back from one who had it in hand."""
+    book = ledger(Synchronous(), 2, batches=2, parts=2)
+    take(book, 0)
+    book.clear_deck()
+    book.open_deck()
+    book.deal(0)
+    book.leave(0)
+    book.close_deck()
+    assert book.left == 1 and take(book, 1).serial == 4
+    assert push(book, 1)[1] is not None and book.over
+
+
 def test_an_empty_epoch_is_over() -> None:
     book = Ledger(Synchronous())
     assert not book.over

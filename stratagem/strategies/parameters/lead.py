@@ -256,6 +256,7 @@ class Lead:
                 self._tally = Tally()
                 self._reports.clear()
                 self._payloads.clear()
+                books.clear_deck()  # the chief's loop may have left the last one early
                 books.open_deck()
             batch, parcels = int(told["first"]), iter(payloads)
             for count, parts in told["runs"]:

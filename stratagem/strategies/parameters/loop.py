@@ -91,10 +91,20 @@ class TicketLoader:
                 return
             batch = self._batch(work.payload)
             self._held = (work.ticket, max(count_rows(batch), 0))
-            yield batch if self.device.type == "cpu" else to_device(batch, self.device)
-            if self._held is not None:  # the loop went on without a step
-                self._held = None
-                worker.abandon(work.ticket)
+            try:
+                yield batch if self.device.type == "cpu" else to_device(batch, self.device)
+            except GeneratorExit:  # the loop was left
+                if worker.at_end is not None:  # and not by an error that ends the training
+                    self._let_go()
+                    worker.put_back()
+                raise
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Have somebody else do what the loop has made no step with."""
+        if self._held is not None:
+            (ticket, _), self._held = self._held, None
+            self.session.worker.abandon(ticket)
 
     def _source(self) -> Source:
         session = self.session

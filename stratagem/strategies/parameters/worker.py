@@ -9,8 +9,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +45,7 @@ log = logging.getLogger("stratagem")
 
 
 _MUCH = 1 << 20  # bytes of values, from which on threads pay off
+_FRESH = 0.02  # seconds after which values that came ahead are fetched anew
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,7 @@ class Worker:
         self._told: Any = None
         #: what came with the answer to a push
         self._ahead: Work | None = None
+        self._came = 0.0
         self._hire_couriers()
         for i in range(len(self._servers)):
             self._call(i, {"t": "sit", "fit": fit, "memory": self.memory.handle})
@@ -250,6 +254,8 @@ class Worker:
                 self._epoch, self._after = int(told["over"]), int(told["after"])
                 return EpochOver(self._epoch)
             work = self._take(told, frame)
+        elif time.monotonic() - self._came > _FRESH:
+            self.refresh()  # something else was done meanwhile, and the others went on
         if wait:
             self.arrive()
         return work
@@ -330,11 +336,11 @@ class Worker:
         answer = frame.header
         self._after = int(answer["after"])
         if "next" in answer:
-            self._ahead = self._take(answer["next"], frame)
+            self._ahead, self._came = self._take(answer["next"], frame), time.monotonic()
         return bool(answer["kept"])
 
-    def _put_back(self) -> None:
-        """Have somebody else do what was to be done next."""
+    def put_back(self) -> None:
+        """Have somebody else do what was to be done next here."""
         if self._ahead is not None:
             work, self._ahead = self._ahead, None
             self._call(0, {"t": "abandon", "serial": work.ticket.serial})
@@ -457,15 +463,17 @@ class Worker:
             values.append(flat)
             states.append(decode(tree))
             version = int(frame.header["version"])
+        self._came = -math.inf  # whoever takes these values over has newer ones than came ahead
         return version, values, states
 
     def finish(self, told: Any) -> None:
         """End the fit; `told` is what the others get to hear."""
+        self.put_back()
         self._call(0, {"t": "finish"}, [encode(told)])
 
     def assign(self, params: Sequence[Tensor]) -> None:
         """Put other values into the servers: somebody has changed them here."""
-        self._put_back()  # it came with values that are not these
+        self.put_back()  # it came with values that are not these
         for i, values in enumerate(self._cut(params)):
             self._call(i, {"t": "assign"}, [values])
 

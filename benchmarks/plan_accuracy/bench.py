@@ -1,0 +1,118 @@
+"""The planner on CPU replicas of one machine: predicted against measured steps.
+
+    python benchmarks/plan_accuracy/bench.py [--models mlp,cnn] [--rounds 3] [--json FILE]
+
+The profile comes from one replica and from 2, half and all of the cores computing at once with
+nothing exchanged; every number of replicas is then predicted and really trained. Those that were
+not among the profile's are held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from typing import Any
+
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.launch.validate import Row, validate
+from stratagem.plan.choose import choose
+from stratagem.plan.configuration import MIRRORED, SERVERS, Configuration
+from stratagem.plan.hardware import cores
+from stratagem.plan.machine import measure
+from stratagem.plan.measure import rehearse
+from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit
+
+BATCH = 64  # a replica
+
+
+def model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "mlp":
+        return nn.Sequential(
+            nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+        )
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3),
+        nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(),
+        nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def trial(name: str) -> Rehearsal:
+    """What `fit` would do with its first batch."""
+    found: list[Rehearsal] = []
+    trained = sg.Model(model(name), sg.MirroredStrategy(["cpu:0"]))
+    trained.compile("adam", "cross_entropy")
+    with instead_of_fit(found.append):
+        try:
+            trained.fit(torch.randn(BATCH, 784), torch.randint(0, 10, (BATCH,)), batch_size=BATCH)
+        except Handed:
+            return found[0]
+    raise AssertionError("fit handed nothing over")
+
+
+def configurations() -> list[Configuration]:
+    counts = [n for n in (2, 3, 4, 6, 8, 12, 16) if n <= cores()]
+    served = [Configuration(SERVERS, per_host=n, servers=1) for n in (2, 4) if n < cores()]
+    return [Configuration(MIRRORED, per_host=n) for n in (1, *counts)] + served
+
+
+def measured(name: str, rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A profile, then rounds over all configurations; the median of each."""
+    rehearsal = trial(name)
+    profile = rehearse(rehearsal, say=print)
+    machine = measure()
+    plan = choose(profile, machine)
+    chosen = configurations()
+    taken: dict[Configuration, list[Row]] = {each: [] for each in chosen}
+    for _ in range(rounds):
+        for row in validate(plan, rehearsal, chosen):
+            taken[row.configuration].append(row)
+    known = {1, *(n for n, _ in profile.crowd)}
+    rows = []
+    for each, seen in taken.items():
+        step = statistics.median(row.measured for row in seen)
+        rows.append({
+            "model": name, "configuration": str(each), "replicas": each.replicas,
+            "held_out": each.replicas not in known, "predicted_ms": seen[0].predicted * 1e3,
+            "measured_ms": step * 1e3, "error": seen[0].predicted / step - 1,
+        })  # fmt: skip
+    return rows, {"profile": profile.to_json(), "hardware": machine.to_json()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="mlp,cnn")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    print(f"{platform.machine()}, {cores()} cores, torch {torch.__version__}, "
+          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    about = {}
+    for name in args.models.split(","):
+        found, about[name] = measured(name, args.rounds)
+        rows += found
+    print("| model | configuration | held out | predicted ms | measured ms | error |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        out = "yes" if row["held_out"] else ""
+        print(f"| {row['model']} | {row['configuration']} | {out} | {row['predicted_ms']:.2f} | "
+              f"{row['measured_ms']:.2f} | {row['error']:+.0%} |")  # fmt: skip
+    for title, some in (("all", rows), ("held out", [r for r in rows if r["held_out"]])):
+        if some:
+            sizes = [abs(row["error"]) for row in some]
+            print(f"{title}: median {statistics.median(sizes):.0%}, worst {max(sizes):.0%}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"rows": rows, "about": about}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The studies in a small form: they run, and what they rest on holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+STUDIES = Path(__file__).parents[2] / "studies"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"study_{name}", STUDIES / name / "study.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(120)
+def test_rules_under_stragglers() -> None:
+    study = load("rules")
+    found = study.study(True)
+    runs = {run["arm"]: run for run in found["digits"]["runs"]}
+    assert set(runs) == set(study.ARMS)
+    # nobody is waited for, so more is done in the same time
+    assert runs["synchronous"]["updates"] < runs["1 spare"]["updates"]
+    assert runs["1 spare"]["updates"] < runs["3 spares"]["updates"]
+    assert all(arm in study.report(found) for arm in study.ARMS)
+
+
+@pytest.mark.timeout(120)
+def test_stale_gradients() -> None:
+    study = load("staleness")
+    found = study.study(True)
+    alone, crowd, mended = (
+        next(r for r in found if (r["workers"], r["remedy"]) == which)
+        for which in ((1, "none"), (16, "none"), (16, "scale by 1/sqrt(1+age)"))
+    )
+    assert alone["age"] == 0 < crowd["age"]
+    assert crowd["accuracy"] < mended["accuracy"] <= alone["accuracy"] + 0.02
+    assert "remedy, 16 workers" in study.report(found)
+
+
+@pytest.mark.timeout(120)
+def test_headlines() -> None:
+    study = load("headlines")
+    found = {run["way"]: run["speedup"] for run in study.study(True)}
+    assert all(1 < value < 8 for value in found.values())
+    assert found["servers, as then"] < found["servers, overlapped"] < found["asynchronous, bf16"]
