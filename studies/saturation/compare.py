@@ -61,9 +61,11 @@ def profile(row: Row, loop: float) -> Profile:
         Bucket(size, backward * end / LAYERS) for size, end in zip(sizes, ends, strict=True)
     )
     shapes = ((layer // 4 // 64, 64),) * LAYERS
+    gradients = tuple(Bucket(layer, backward * (i + 1) / LAYERS) for i in range(LAYERS))
     return Profile(
-        "sleeper", BATCH // row["hosts"], forward, backward, 0.0, buckets, shapes
-    )
+        "sleeper", BATCH // row["hosts"], forward, backward, 0.0, buckets, shapes,
+        gradients=gradients,
+    )  # fmt: skip
 
 
 def planned(row: Row, loop: float) -> float:

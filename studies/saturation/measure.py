@@ -31,7 +31,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from hosts import Hosts, Unshaped  # noqa: E402
 from processes import Cast, Troupe  # noqa: E402
 
-BATCH = 12  # examples of a global batch: 1, 2, 3 and 4 hosts have equal shares
+BATCH = 12  # examples of a global batch: 1, 2, 3, 4 and 6 hosts have equal shares
 WARM, STEPS = 3, 11
 CALM = 0.05  # a spread with which a row is left alone
 
@@ -51,6 +51,7 @@ LEGS = (
     Leg(1000e6, 6_291_456, 0.15),
 )
 WIDE = Leg(1000e6, 25_165_824, 0.30)  # four buckets
+UNSEEN = (Leg(200e6, 1_835_008, 0.12), Leg(500e6, 4_194_304, 0.20))
 SMALL = Leg(300e6, 1_179_648, 0.06)
 
 
@@ -64,6 +65,17 @@ def grid() -> list[tuple[Cast, tuple[Leg, ...]]]:
             for servers in (1, 2):
                 found.append((Cast("sync", hosts, servers, wire), LEGS))
                 found.append((Cast("async", hosts, servers, wire), LEGS))
+    return found
+
+
+def blind() -> list[tuple[Cast, tuple[Leg, ...]]]:
+    """Hosts, links, sizes and servers that no formula was looked at with."""
+    found = [(Cast("one", 1, 0, "float32"), UNSEEN)]
+    for wire in ("float32", "bfloat16"):
+        for hosts in (3, 6):
+            found.append((Cast("ring", hosts, 0, wire), UNSEEN))
+            for servers in (1, 2, 3) if hosts == 3 else (1, 2):
+                found.append((Cast("sync", hosts, servers, wire), UNSEEN))
     return found
 
 
@@ -155,17 +167,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="2 hosts, one link: under 30 s")
+    parser.add_argument("--blind", action="store_true", help="what no formula has seen: 3 minutes")
     parser.add_argument("--only", help="strategies to measure: one,ring,sync,async")
     parser.add_argument("--json", type=Path, help="where the rows are written")
     parser.add_argument("--again", action="store_true",
                         help="measure again what spreads much; keep what spreads less")  # fmt: skip
     args = parser.parse_args()
-    casts = small() if args.small else grid()
+    casts = small() if args.small else blind() if args.blind else grid()
     if args.only:
         casts = [entry for entry in casts if entry[0].strategy in args.only.split(",")]
-    old = json.loads(args.json.read_text())["rows"] if args.again else []
+    before = json.loads(args.json.read_text()) if args.again else {"runs": [], "rows": []}
     if args.again:
-        casts = unsettled(casts, old)
+        casts = unsettled(casts, before["rows"])
     begun, load = time.monotonic(), os.getloadavg()[0]
     print(heading())
     rows = []
@@ -175,15 +188,16 @@ def main() -> None:
             print(line(row), flush=True)
     except Unshaped as problem:
         sys.exit(f"measure.py: {problem}")
-    about = {
+    run = {
         "machine": platform.machine(), "cores": len(os.sched_getaffinity(0)),
         "load_before": round(load, 1), "load_after": round(os.getloadavg()[0], 1),
         "seconds": round(time.monotonic() - begun),
     }  # fmt: skip
-    print(about)
+    print(run)
     if args.json:
-        text = ",\n".join(json.dumps(row) for row in calmer(old, rows))
-        args.json.write_text(f'{{"about": {json.dumps(about)}, "rows": [\n{text}\n]}}\n')
+        runs = json.dumps([*before["runs"], run])
+        text = ",\n".join(json.dumps(row) for row in calmer(before["rows"], rows))
+        args.json.write_text(f'{{"runs": {runs}, "rows": [\n{text}\n]}}\n')
 
 
 def unsettled(

@@ -78,7 +78,7 @@ def _ring(row: Row, loop: float) -> float:
         size = layer * len(members) * (0.5 if half else 1.0)
         took = 2 * (n - 1) / n * size / rate
         if half:
-            took = took * HALF[n] + 2 * size / CAST
+            took = took * HALF.get(n, 1 + 1.5 / n) + 2 * size / CAST
         done = max(done, members[-1]) + took
     return done
 

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +84,18 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     finally:
         running.kill()
     assert spaces(running.pid) == []
-    assert not Path(f"/proc/{child}/exe").exists() or _is_zombie(int(child))
+    deadline = time.monotonic() + 5  # the kernel ends it when its parent has ended, not before
+    while runs(int(child)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not runs(int(child))
 
 
-def _is_zombie(pid: int) -> bool:
-    return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+def runs(pid: int) -> bool:
+    """Whether a process is there, and not only its remains."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -117,3 +126,11 @@ def test_the_data_that_are_kept_are_near_the_formulas() -> None:
     assert off[len(off) // 2] < 0.10
     ring = [r for r in rows if r["strategy"] in ("one", "ring")]
     assert max(abs(e) for e in compare.errors(ring, terms.terms)) < 0.20
+
+
+def test_what_no_formula_had_seen_is_predicted() -> None:
+    """The goal for configurations kept out of every fit: 10% at the median, 20% at worst."""
+    rows = compare.read(FOLDER / "blind.json")
+    off = [abs(e) for e in compare.errors(rows, compare.planned)]
+    assert len(off) == 28
+    assert statistics.median(off) < 0.10 and max(off) < 0.20
