@@ -106,7 +106,7 @@ class _Case:
             return profile.compute
         known = dict(profile.crowd)
         if known:
-            return _between(here, {1: profile.compute, **known})
+            return _between(here, {1: profile.compute, **known}, self.hw.cores)
         cores = self.hw.cores
         alone = profile.with_threads(max(1, cores // here)) * max(1.0, here / cores)
         return alone * (1 + self.cal.contention * (min(here, cores) - 1))
@@ -286,13 +286,21 @@ class _Case:
         )
 
 
-def _between(n: int, known: Mapping[int, float]) -> float:
-    """Linear between the two nearest known numbers of replicas, and beyond the last."""
-    points = sorted(known.items())
-    if n in known:
-        return known[n]
+def _between(n: int, known: Mapping[int, float], cores: int) -> float:
+    """What n replicas take, from the nearest numbers of replicas that are known.
+
+    Each has its whole share of the cores as threads, so 12 of 16 cores take what 16 take, and
+    between two numbers it is the load of a thread that counts.
+    """
+    def load(m: int) -> float:
+        return max(1.0, m / cores) / max(1, cores // m)
+
+    alike = [m for m in known if load(m) == load(n)]
+    if alike:
+        return known[min(alike, key=lambda m: abs(m - n))]
+    points = sorted((load(m), seconds) for m, seconds in known.items())
     if len(points) == 1:
         return points[0][1]
-    right = next((i for i, (at, _) in enumerate(points) if at > n), len(points) - 1)
+    right = next((i for i, (at, _) in enumerate(points) if at > load(n)), len(points) - 1)
     (x0, y0), (x1, y1) = points[max(0, right - 1)], points[max(1, right)]
-    return max(y0 + (y1 - y0) * (n - x0) / (x1 - x0), 0.0)
+    return max(y0 + (y1 - y0) * (load(n) - x0) / (x1 - x0), 0.0)

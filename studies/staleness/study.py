@@ -28,8 +28,8 @@ from stratagem.rules.staleness import (
 from stratagem.rules.updates import Asynchronous, Synchronous, Updates
 from stratagem.wire.simulated import Topology
 
-CROWD, EACH, EPOCHS, BATCHES = 16, 32, 20, 35
-WARM = 5 * BATCHES  # updates of warm-up: a quarter of the training
+CROWD, EACH, EPOCHS, BATCHES = 16, 32, 15, 35
+WARM = 4 * BATCHES  # updates of warm-up: a quarter of the training
 REMEDIES: dict[str, Updates] = {
     "none": Asynchronous(),
     "lower rate (1/sqrt W)": Asynchronous(staleness=[LowerRate()]),
@@ -46,12 +46,12 @@ REMEDIES: dict[str, Updates] = {
     "abrupt warm-up": Asynchronous(),
     "synchronous": Synchronous(),
 }
-RATES = [0.125, 0.25, 0.5, 1.0]
+RATES = [0.125, 0.25, 0.5]
 CROWDS = [1, 2, 4, 8, 16, 32]
 
 
 def one(job: dict[str, Any]) -> dict[str, Any]:
-    """One training on the digits, each gradient of 32 examples, twenty epochs."""
+    """One training on the digits, each gradient of 32 examples, fifteen epochs."""
     split = common.digits()
     module = common.mlp(job["seed"])
     updates, workers = REMEDIES[job["remedy"]], job["workers"]

@@ -210,3 +210,13 @@ def test_fit_finds_the_constants_it_was_made_with() -> None:
 def test_impossible_configurations(settings: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Configuration(**settings)  # type: ignore[arg-type]
+
+
+def test_replicas_with_as_many_threads_each_take_the_same() -> None:
+    """Of 16 cores 12 replicas get one each, as 16 do; 6 get two, as 8 do."""
+    from stratagem.plan.cost import _between
+
+    known = {1: 0.1, 2: 0.03, 8: 0.09, 16: 0.17}
+    assert _between(12, known, 16) == 0.17 and _between(6, known, 16) == 0.09
+    assert 0.03 < _between(3, known, 16) < _between(4, known, 16) < 0.09
+    assert _between(32, known, 16) > 0.17
