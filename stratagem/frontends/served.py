@@ -243,7 +243,6 @@ class Chief:
             hand.do(work)
             if job.between_steps:
                 self.worker.refresh()  # or what callbacks write would undo the update
-                job.callbacks.settle()
             job.callbacks.batch_end(batch, Running(hand, self.worker))
             batch += 1
             if job.between_steps and (self._follow_callbacks(between=True) or job.callbacks.stop):

@@ -48,6 +48,9 @@ class PlainChannel:
 
     def send(self, pieces: Sequence[memoryview]) -> None:
         """Send all of it, gathered by the kernel."""
+        if len(pieces) == 1:
+            self._sock.sendall(pieces[0])
+            return
         left = [piece for piece in pieces if piece]
         done = 0
         while done < len(left):
@@ -56,8 +59,13 @@ class PlainChannel:
 
     def receive(self, pieces: Sequence[memoryview]) -> int:
         """Fill the pieces, scattered by the kernel."""
-        left = [piece for piece in pieces if piece]
         done = total = 0
+        if len(pieces) == 1:  # as most are: no list of buffers for the kernel
+            total = self._sock.recv_into(pieces[0], 0, socket.MSG_WAITALL)
+            if total in (0, len(pieces[0])):
+                return total
+            pieces = [pieces[0][total:]]
+        left = [piece for piece in pieces if piece]
         while done < len(left):
             count = self._sock.recvmsg_into(left[done : done + _PIECES], 0, socket.MSG_WAITALL)[0]
             if not count:

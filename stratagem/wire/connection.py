@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import ssl
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -36,6 +35,30 @@ class _ClosedHere(WireError):
     """This side closed the connection."""
 
 
+class _Use:
+    """While somebody is inside, the descriptor stays."""
+
+    __slots__ = ("_connection", "_in_frame")
+
+    def __init__(self, connection: Connection, in_frame: bool) -> None:
+        self._connection, self._in_frame = connection, in_frame
+
+    def __enter__(self) -> None:
+        self._connection._enter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if problem is not None:
+                self._connection._broke(problem, self._in_frame)
+        finally:
+            self._connection._leave()
+
+
 class Connection:
     """Frames to and from one peer.
 
@@ -54,13 +77,14 @@ class Connection:
         self._users = 0
         self._closed = False
         self._left = 0  # bytes of body not yet read
+        self._inside, self._between = _Use(self, True), _Use(self, False)
 
     def send(self, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> None:
         """Send a frame: a JSON object and contiguous CPU tensors, one after the other.
 
         Blocks while the peer does not read; `close` ends that.
         """
-        pieces = bytes_of(body)
+        pieces = bytes_of(body) if body else []
         start = encode(header, sum(map(len, pieces)))
         if self._channel.closed:  # before any lock: in a forked child nobody would release it
             raise self._closed_here()
@@ -210,29 +234,29 @@ class Connection:
         if count < wanted:
             self._truncated(count, wanted)
 
-    @contextlib.contextmanager
-    def _use(self, inside: bool = False) -> Iterator[None]:
+    def _use(self, inside: bool = False) -> _Use:
         """Keep the descriptor from being reused by others while it is in use here."""
+        return self._inside if inside else self._between
+
+    def _enter(self) -> None:
         with self._gate:
             if self._closed:
                 raise self._closed_here()
             self._users += 1
-        try:
-            yield
-        except OSError as problem:
-            if self._closed:
-                raise self._closed_here() from problem
-            tampered = isinstance(problem, ssl.SSLError) and not isinstance(problem, _ORDINARY_ENDS)
-            why = f"its connection ended ({problem.strerror or problem})"
-            if inside or tampered:
-                self._refuse(why)
-            self.close()
-            raise WireError(f"{self.peer}: {why}") from problem
-        except BaseException:
+
+    def _broke(self, problem: BaseException, inside: bool) -> None:
+        """Something went wrong while the channel was in use: say what it means."""
+        if not isinstance(problem, OSError):
             self.close()  # interrupted in a frame: nobody knows where the next one begins
-            raise
-        finally:
-            self._leave()
+            return
+        if self._closed:
+            raise self._closed_here() from problem
+        tampered = isinstance(problem, ssl.SSLError) and not isinstance(problem, _ORDINARY_ENDS)
+        why = f"its connection ended ({problem.strerror or problem})"
+        if inside or tampered:
+            self._refuse(why)
+        self.close()
+        raise WireError(f"{self.peer}: {why}") from problem
 
     def _leave(self) -> None:
         with self._gate:

@@ -25,6 +25,7 @@ BODY_LIMIT = 64 << 30
 
 _MAGIC = b"SGWF"
 HEAD = struct.Struct("!4sHHIQ")
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class WireError(StratagemError, ConnectionError):
@@ -46,7 +47,7 @@ class Frame:
 def encode(header: Mapping[str, Any], size: int) -> bytes:
     """Write the head and the header of a frame whose body has `size` bytes."""
     try:
-        text = json.dumps(header, separators=(",", ":")).encode()
+        text = _to_json(header).encode()
     except (TypeError, ValueError, RecursionError) as problem:
         raise UsageError(
             f"a header must be plain JSON ({problem}); tensors go into the body"

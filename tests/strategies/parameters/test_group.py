@@ -17,9 +17,11 @@ import stratagem as sg
 from tests.served_support import apart, digits, net
 
 torch.set_num_threads(1)
+workers = int(os.environ["WORKERS"])
 first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
 where = sg.ParameterServerStrategy(
-    updates=sg.Synchronous(), devices=["cpu:0", "cpu:1"] if first else "cpu:0"
+    updates=sg.Synchronous() if workers > 1 else sg.Asynchronous(),
+    devices=["cpu:0", "cpu:1"] if first else "cpu:0",
 )
 x, y, _, _ = digits()
 made = []
@@ -47,12 +49,14 @@ if first:
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_devices_of_a_worker_share_its_batches(workers: int, tmp_path: Path) -> None:
+    """One worker alone is as one device without waiting for anybody, too."""
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-m", "stratagem", "run", "--workers", str(workers), "--ps", "1",
          str(tmp_path / "train.py")],
         capture_output=True, text=True, timeout=80, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+             "WORKERS": str(workers)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as one device" in done.stdout
