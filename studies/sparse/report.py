@@ -66,17 +66,14 @@ def twin(arms: list[Data], arm: Data) -> Data:
 
 def _predicted(data: Data) -> None:
     held = [row for row in data["predicted"] if not row["fitted"]]
-    print("| runs not fitted | count | error, median | worst | mean of signed |\n"
-          + "| --- " * 5 + "|")  # fmt: skip
-    for rule in ("asynchronous", "synchronous"):
-        for workers, servers in sorted({(r["workers"], r["servers"]) for r in held}):
-            errors = [r["error"] for r in held
-                      if (r["rule"], r["workers"], r["servers"]) == (rule, workers, servers)]
-            if errors:
-                sizes = [abs(e) for e in errors]
-                print(f"| {rule}, {workers} on {servers} | {len(errors)} | "
-                      f"{statistics.median(sizes):.0%} | {max(sizes):.0%} | "
-                      f"{statistics.mean(errors):+.0%} |")  # fmt: skip
+    heads = [key for key in held[0] if key.startswith("error")]
+    print("| runs not fitted | count | " + " | ".join(f"{head}: median (worst)" for head in heads)
+          + " |\n" + "| --- " * (2 + len(heads)) + "|")  # fmt: skip
+    for key in sorted({(r["rule"], r["workers"], r["servers"]) for r in held}):
+        rows = [r for r in held if (r["rule"], r["workers"], r["servers"]) == key]
+        cells = [f"{statistics.median(row[head] for row in rows):+.0%} "
+                 f"({max((row[head] for row in rows), key=abs):+.0%})" for head in heads]
+        print(f"| {key[0]}, {key[1]} on {key[2]} | {len(rows)} | " + " | ".join(cells) + " |")
     print()
 
 

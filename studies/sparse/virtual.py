@@ -16,6 +16,11 @@ from stratagem.wire.simulated import Topology
 
 COMPUTE = 0.1  # seconds of a step of the simulated jobs
 LINKS = {"1 Gbit/s": 0.125e9, "10 Gbit/s": 1.25e9}
+SLOW = "asynchronous, slower servers"
+#: asynchronous workers that start together come apart in some thirty steps if they differ by 5%,
+#: in three if they differ by 30%; until then they all send at once and all fetch at once
+SPREADS = {"asynchronous": 0.3, SLOW: 0.3, "synchronous": 0.05}
+FIRST = ("asynchronous", 1, 1)
 NAMES = ("kind", "way", "rule", "workers", "servers")
 
 
@@ -27,51 +32,60 @@ def costs(server: dict[str, float], name: str) -> dict[str, float]:
     """A server's seconds: asynchronous gradients are added and applied at once."""
     if name == "synchronous":
         return {"update": server["step"], "add": server["add"]}
-    return {"update": server["step"] + server["add"]}
+    return {"update": server["all"] if name == SLOW else server["step"] + server["add"]}
+
+
+def rests(size: Size, found: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """What of a step of one asynchronous worker on one server is not its computation."""
+    return {
+        (arm["kind"], arm["way"]):
+        max(0.0, 1 / arm["updates_per_s"] - found["alone"][arm["kind"]][str(size.batch)])
+        for arm in found["arms"] if (arm["rule"], arm["workers"], arm["servers"]) == FIRST
+    }  # fmt: skip
 
 
 def predict(size: Size, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every real run: how far off is the simulator?
+    """Every real run, from that of one asynchronous worker on one server: how far off?
 
-    A server's seconds are those of its store. The rest of a step of one asynchronous worker on one
-    server is the worker's; with half of the examples, by as much less as one device needs less.
+    What of its step is neither the computation nor the store's work (messages, copies, locks) is
+    the worker's in one prediction and the server's, one update after the other, in the other.
     """
-    first = ("asynchronous", 1, 1)
-    seconds = {
-        (arm["kind"], arm["way"]):
-        1 / arm["updates_per_s"] - sum(found["server"][arm["kind"]].values())
-        for arm in found["arms"] if (arm["rule"], arm["workers"], arm["servers"]) == first
-    }  # fmt: skip
-    rows = []
+    rows, left = [], rests(size, found)
     for arm in found["arms"]:
         server, alone = found["server"][arm["kind"]], found["alone"][arm["kind"]]
-        compute = max(0.0, seconds[arm["kind"], arm["way"]])
-        if arm["rule"] == "synchronous":
-            share = str(size.batch // arm["workers"])
-            compute = max(alone[share], compute - alone[str(size.batch)] + alone[share])
-        run = simulate(Scenario(
-            arm["workers"], 200, Work(Constant(compute), **costs(server, arm["rule"])),
-            Topology(rate=inf), rule(arm["rule"]), arm["servers"],
-        ))  # fmt: skip
-        rows.append({
-            **{name: arm[name] for name in NAMES}, "measured": arm["updates_per_s"],
-            "predicted": run.rate, "error": run.rate / arm["updates_per_s"] - 1,
-            "fitted": (arm["rule"], arm["workers"], arm["servers"]) == first,
-        })  # fmt: skip
+        together = arm["rule"] == "synchronous"
+        compute = alone[str(size.batch // arm["workers"] if together else size.batch)]
+        rest = left[arm["kind"], arm["way"]]
+        mine = max(0.0, rest - server["step"] - server["add"])
+        works = {
+            "worker": Work(Constant(compute + mine), **costs(server, arm["rule"])),
+            "server": Work(Constant(compute), update=rest),
+        }
+        row = {**{name: arm[name] for name in NAMES}, "measured": arm["updates_per_s"],
+               "fitted": (arm["rule"], arm["workers"], arm["servers"]) == FIRST}  # fmt: skip
+        for whose, work in works.items():
+            run = simulate(Scenario(
+                arm["workers"], 200, work, Topology(rate=inf), rule(arm["rule"]), arm["servers"]
+            ))  # fmt: skip
+            row[f"error, rest the {whose}'s"] = run.rate / arm["updates_per_s"] - 1
+        rows.append(row)
     return rows
 
 
 def at_scale(size: Size, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Many workers; `needed` is a wish, not what stratagem does."""
-    rows = []
+    rows, left = [], rests(size, found)
     for kind in (*KINDS, "needed"):
-        server = found["server"]["dense" if kind == "dense" else "sparse"]
-        for name in ("asynchronous", "synchronous"):
+        like = "dense" if kind == "dense" else "sparse"
+        server = {**found["server"][like], "all": left[like, size.ways[0]]}
+        for name in SPREADS:
             for link, rate in LINKS.items():
                 for servers in size.simulated_servers:
                     for workers in size.simulated_workers:
                         push, pull = traffic(size, kind, workers, size.batch)
-                        work = Work(Lognormal(COMPUTE, 0.05), push, pull, **costs(server, name))
+                        work = Work(
+                            Lognormal(COMPUTE, SPREADS[name]), push, pull, **costs(server, name)
+                        )
                         topology = Topology(rate=rate, latency=50e-6)
                         busy = speedup(name, servers, workers, work, topology)
                         rows.append({"kind": kind, "rule": name, "link": link, "servers": servers,
@@ -87,7 +101,7 @@ def speedup(name: str, servers: int, workers: int, work: Work, topology: Topolog
     run = simulate(Scenario(workers, 10 * each, work, topology, rule(name), servers))
     # by the third round all are under way, in the eighth nobody has run dry
     begin, end = (mean(run.updates[n * each : (n + 1) * each]) for n in (2, 7))
-    return 5 * workers / (end - begin) * COMPUTE
+    return 5 * workers / (end - begin) * work.compute.mean
 
 
 def knees(simulated: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -44,4 +44,4 @@ def test_on_a_narrow_link_sparse_goes_further(data: Any) -> None:
         if (row["rule"], row["link"], row["servers"]) == ("synchronous", "1 Gbit/s", 1)
     }  # fmt: skip
     assert best["dense"] < best["sparse"] < best["needed"]
-    assert all(0 < row["speedup"] <= 1.1 * row["workers"] for row in data["simulated"])
+    assert all(0 < row["speedup"] <= 1.3 * row["workers"] for row in data["simulated"])
