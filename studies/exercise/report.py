@@ -70,7 +70,7 @@ def figure(data: Data, path: Path) -> None:
         ax.set_yticks(range(len(data["rates"])), list(data["rates"]))
         ax.invert_yaxis()
         ax.set(title=condition, xlabel=f"seconds to {data['size']['target']:.0%}, one dot a seed")
-        ax.set_xlim(left=0)
+    axes[0].set_xlim(left=0)
     axes[1].set_yticklabels([])
     drawing.savefig(path, dpi=80)
     plt.close(drawing)

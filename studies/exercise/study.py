@@ -52,7 +52,9 @@ class Size:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
 
-SMALL = Size(target=0.8, step=0.002, epochs=15, rates=(0.2,), tuning_seeds=(100,), seeds=(0,))
+SMALL = Size(
+    train=640, target=0.7, step=0.002, rates=(0.3,), tuning_seeds=(100,), seeds=(0,)
+)
 
 
 def net(size: Size, chance: float, seed: int) -> Any:
