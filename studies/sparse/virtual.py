@@ -1,0 +1,121 @@
+"""The same in virtual time: the measured runs predicted, and many more workers than cores."""
+
+from __future__ import annotations
+
+from math import inf
+from statistics import mean
+from typing import Any
+
+from size import KINDS, Size, traffic
+
+import stratagem as sg
+from stratagem.plan.simulate import simulate
+from stratagem.plan.simulation.scenario import Scenario, Work
+from stratagem.plan.simulation.spread import Constant, Lognormal
+from stratagem.wire.simulated import Topology
+
+COMPUTE = 0.1  # seconds of a step of the simulated jobs
+LINKS = {"1 Gbit/s": 0.125e9, "10 Gbit/s": 1.25e9}
+SLOW = "asynchronous, slower servers"
+#: asynchronous workers that start together come apart in some thirty steps if they differ by 5%,
+#: in three if they differ by 30%; until then they all send at once and all fetch at once
+SPREADS = {"asynchronous": 0.3, SLOW: 0.3, "synchronous": 0.05}
+FIRST = ("asynchronous", 1, 1)
+NAMES = ("kind", "way", "rule", "workers", "servers")
+
+
+def rule(name: str) -> Any:
+    return sg.Synchronous() if name == "synchronous" else sg.Asynchronous()
+
+
+def costs(server: dict[str, float], name: str) -> dict[str, float]:
+    """A server's seconds: asynchronous gradients are added and applied at once."""
+    if name == "synchronous":
+        return {"update": server["step"], "add": server["add"]}
+    return {"update": server["all"] if name == SLOW else server["step"] + server["add"]}
+
+
+def rests(size: Size, found: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """What of a step of one asynchronous worker on one server is not its computation."""
+    return {
+        (arm["kind"], arm["way"]):
+        max(0.0, 1 / arm["updates_per_s"] - found["alone"][arm["kind"]][str(size.batch)])
+        for arm in found["arms"] if (arm["rule"], arm["workers"], arm["servers"]) == FIRST
+    }  # fmt: skip
+
+
+def predict(size: Size, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every real run, from that of one asynchronous worker on one server: how far off?
+
+    What of its step is neither the computation nor the store's work (messages, copies, locks) is
+    the worker's in one prediction and the server's, one update after the other, in the other.
+    """
+    rows, left = [], rests(size, found)
+    for arm in found["arms"]:
+        server, alone = found["server"][arm["kind"]], found["alone"][arm["kind"]]
+        together = arm["rule"] == "synchronous"
+        compute = alone[str(size.batch // arm["workers"] if together else size.batch)]
+        rest = left[arm["kind"], arm["way"]]
+        mine = max(0.0, rest - server["step"] - server["add"])
+        works = {
+            "worker": Work(Constant(compute + mine), **costs(server, arm["rule"])),
+            "server": Work(Constant(compute), update=rest),
+        }
+        row = {**{name: arm[name] for name in NAMES}, "measured": arm["updates_per_s"],
+               "fitted": (arm["rule"], arm["workers"], arm["servers"]) == FIRST}  # fmt: skip
+        for whose, work in works.items():
+            run = simulate(Scenario(
+                arm["workers"], 200, work, Topology(rate=inf), rule(arm["rule"]), arm["servers"]
+            ))  # fmt: skip
+            row[f"error, rest the {whose}'s"] = run.rate / arm["updates_per_s"] - 1
+        rows.append(row)
+    return rows
+
+
+def at_scale(size: Size, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Many workers; `needed` is a wish, not what stratagem does."""
+    rows, left = [], rests(size, found)
+    for kind in (*KINDS, "needed"):
+        like = "dense" if kind == "dense" else "sparse"
+        server = {**found["server"][like], "all": left[like, size.ways[0]]}
+        for name in SPREADS:
+            for link, rate in LINKS.items():
+                for servers in size.simulated_servers:
+                    for workers in size.simulated_workers:
+                        push, pull = traffic(size, kind, workers, size.batch)
+                        work = Work(
+                            Lognormal(COMPUTE, SPREADS[name]), push, pull, **costs(server, name)
+                        )
+                        topology = Topology(rate=rate, latency=50e-6)
+                        busy = speedup(name, servers, workers, work, topology)
+                        rows.append({"kind": kind, "rule": name, "link": link, "servers": servers,
+                                     "workers": workers, "push": push, "pull": pull,
+                                     "speedup": busy})  # fmt: skip
+    return rows
+
+
+def speedup(name: str, servers: int, workers: int, work: Work, topology: Topology) -> float:
+    """Gradients a second times the seconds that computing one takes."""
+    together = name == "synchronous"
+    each = 1 if together else workers  # updates that all workers make once around
+    run = simulate(Scenario(workers, 10 * each, work, topology, rule(name), servers))
+    # by the third round all are under way, in the eighth nobody has run dry
+    begin, end = (mean(run.updates[n * each : (n + 1) * each]) for n in (2, 7))
+    return 5 * workers / (end - begin) * work.compute.mean
+
+
+def knees(simulated: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By kind, rule, link and servers: the best speedup, and how far half of it is kept."""
+    curves: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in simulated:
+        key = (row["rule"], row["link"], row["servers"], row["kind"])
+        curves.setdefault(key, []).append(row)
+    found = []
+    for (name, link, servers, kind), curve in curves.items():
+        best = max(curve, key=lambda row: row["speedup"])
+        enough = next(r for r in curve if r["speedup"] >= 0.95 * best["speedup"])
+        good = [row["workers"] for row in curve if row["speedup"] >= 0.5 * row["workers"]]
+        found.append({"rule": name, "link": link, "servers": servers, "kind": kind,
+                      "best": best["speedup"], "saturates": enough["workers"],
+                      "half": max(good, default=0)})  # fmt: skip
+    return found
