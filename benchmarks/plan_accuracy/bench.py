@@ -1,6 +1,6 @@
 """The planner on CPU replicas of one machine: predicted against measured steps.
 
-    python benchmarks/plan_accuracy/bench.py [--models mlp,cnn] [--rounds 3] [--json FILE]
+    python benchmarks/plan_accuracy/bench.py [--models mlp,cnn] [--rounds 3] [--replicas 2,3,4] [--json FILE]
 
 The profile comes from one replica and from 2, half and all of the cores computing at once with
 nothing exchanged; every number of replicas is then predicted and really trained. Those that were
@@ -57,23 +57,26 @@ def trial(name: str) -> Rehearsal:
     raise AssertionError("fit handed nothing over")
 
 
-def configurations() -> list[Configuration]:
-    counts = [n for n in (2, 3, 4, 6, 8, 12, 16) if n <= cores()]
-    served = [Configuration(SERVERS, per_host=n, servers=1) for n in (2, 4) if n < cores()]
-    return [Configuration(MIRRORED, per_host=n) for n in (1, *counts)] + served
+def configurations(replicas: list[int]) -> list[Configuration]:
+    counts = [n for n in replicas if n <= cores()]
+    served = [Configuration(SERVERS, per_host=n, servers=1) for n in (2, 4) if n in counts]
+    return [Configuration(MIRRORED, per_host=n) for n in counts] + served
 
 
-def measured(name: str, rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def measured(
+    name: str, rounds: int, replicas: list[int]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A profile, then rounds over all configurations; the median of each."""
     rehearsal = trial(name)
     profile = rehearse(rehearsal, say=print)
     machine = measure()
     plan = choose(profile, machine)
-    chosen = configurations()
+    chosen = configurations(replicas)
     taken: dict[Configuration, list[Row]] = {each: [] for each in chosen}
     for _ in range(rounds):
         for row in validate(plan, rehearsal, chosen):
             taken[row.configuration].append(row)
+            print(f"{name}, {row.configuration}: {row.error:+.0%}", flush=True)
     known = {1, *(n for n, _ in profile.crowd)}
     rows = []
     for each, seen in taken.items():
@@ -90,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="mlp,cnn")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--replicas", default="1,2,3,4,6,8,12,16")
     parser.add_argument("--json")
     args = parser.parse_args()
     print(f"{platform.machine()}, {cores()} cores, torch {torch.__version__}, "
@@ -97,7 +101,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     about = {}
     for name in args.models.split(","):
-        found, about[name] = measured(name, args.rounds)
+        found, about[name] = measured(
+            name, args.rounds, [int(n) for n in args.replicas.split(",")]
+        )
         rows += found
     print("| model | configuration | held out | predicted ms | measured ms | error |")
     print("| --- | --- | --- | --- | --- | --- |")

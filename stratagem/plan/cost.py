@@ -18,6 +18,9 @@ from stratagem.plan.profile import Profile
 from stratagem.plan.stragglers import sampled
 from stratagem.plan.units import say_rate
 
+#: beyond so many, threads copy no faster
+_MEMORY_THREADS = 4
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -113,8 +116,10 @@ class _Case:
 
     def waiting(self) -> float:
         """How much longer than usual the last replica that counts takes."""
-        spread = self.profile.spread
-        factor = sampled(self.cfg.counted, self.cfg.replicas, spread)
+        spread, n = self.profile.spread, self.cfg.replicas
+        factor = sampled(self.cfg.counted, n, spread)
+        if self.on_cpu and self.cfg.hosts == 1 and self.profile.crowd:
+            factor /= sampled(n, n, spread)  # the slowest of all is in what was measured
         return self.compute * max(0.0, factor - 1)
 
     # --- mirrored -----------------------------------------------------------------------------
@@ -171,8 +176,8 @@ class _Case:
         """Every replica copies its gradient, adds up its slice of all, and updates that slice."""
         profile, n = self.profile, self.cfg.replicas
         size = profile.dense_bytes
-        # What one core copies and adds slows down with the rest when all do it at once.
-        adding = size * (2 + 1 / n) / self.hw.local * self.crowding
+        threads = min(_MEMORY_THREADS, max(1, self.hw.cores // n))
+        adding = size * (2 + 1 / n) / (self.hw.local * threads)
         parts = {
             "compute": self.compute, "stragglers": self.waiting(), "memory": adding,
             "optimizer": profile.optimizer / n * self.crowding, "overhead": self.cal.step,

@@ -31,7 +31,7 @@ def counts() -> list[int]:
 def crowd(trial: Rehearsal, batch: Any, seconds: float = 1.0) -> tuple[tuple[int, float], ...]:
     """(n, forward and backward) for some numbers of CPU replicas at once.
 
-    Of the slowest of them: cores are not equal, and in lock step all go at its pace.
+    Of the slowest in each step: cores are not equal, and in lock step all go at its pace.
     """
     found = []
     for n in counts():
@@ -40,14 +40,14 @@ def crowd(trial: Rehearsal, batch: Any, seconds: float = 1.0) -> tuple[tuple[int
             times = strategy.run(_compute, trial.module, trial.loss, batch, seconds)
         finally:
             strategy.close()
-        found.append((n, max(times)))
+        found.append((n, statistics.fmean(max(step) for step in zip(*times, strict=False))))
     return tuple(found)
 
 
 def _compute(
     module: nn.Module, loss: Callable[[Any], Tensor], batch: Any, seconds: float
-) -> float:
-    """On one replica: the mean of steps that nobody waits for."""
+) -> list[float]:
+    """On one replica: the seconds of steps that nobody waits for."""
     module.train()
     times: list[float] = []
     _step(module, loss, batch)
@@ -56,7 +56,7 @@ def _compute(
     while len(times) < _LEAST or (len(times) < _MOST and time.perf_counter() < end):
         times.append(_step(module, loss, batch))
     current_replica().barrier()
-    return statistics.fmean(times[1:])
+    return times[1:]
 
 
 def _step(module: nn.Module, loss: Callable[[Any], Tensor], batch: Any) -> float:
