@@ -68,9 +68,12 @@ def scenario(
 
 
 def speedup(given: Scenario) -> float:
-    """To one worker that talks to nobody."""
+    """To one worker that talks to nobody, once all are at work and before the first have done."""
     run = simulate(given)
-    return run.stats.applied / run.seconds * given.work.compute.mean
+    each = run.stats.applied / len(run.updates)
+    first, last = len(run.updates) // 6, len(run.updates) * 5 // 6
+    seconds = run.updates[last] - run.updates[first]
+    return (last - first) * each / seconds * given.work.compute.mean
 
 
 def ways(model: Model) -> dict[str, dict[str, Any]]:
