@@ -1,6 +1,6 @@
 """The planner on CPU replicas of one machine: predicted against measured steps.
 
-    python benchmarks/plan_accuracy/bench.py [--models mlp,cnn] [--rounds 3] [--replicas 2,3,4] [--json FILE]
+    python benchmarks/plan_accuracy/bench.py [--models mlp,cnn] [--rounds 3] [--replicas 2,3,4]
 
 The profile comes from one replica and from 2, half and all of the cores computing at once with
 nothing exchanged; every number of replicas is then predicted and really trained. Those that were
