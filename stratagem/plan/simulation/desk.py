@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from stratagem.errors import ReplicaError
-from stratagem.strategies.parameters.lead import Near
+from stratagem.strategies.parameters.parties import Near
 from stratagem.strategies.parameters.shard import Order
 from stratagem.wire.simulated import Clock
 

@@ -21,7 +21,8 @@ from stratagem.plan.simulation.scenario import Event, Run, Scenario
 from stratagem.plan.simulation.trains import Trains
 from stratagem.plan.simulation.worker import Worker
 from stratagem.rules.push import Ticket
-from stratagem.strategies.parameters.lead import Attendee, Lead
+from stratagem.strategies.parameters.lead import Lead
+from stratagem.strategies.parameters.parties import Attendee
 from stratagem.wire.simulated import Clock, Network
 
 _LOW = 4  # steps' worth of tickets under which more are dealt

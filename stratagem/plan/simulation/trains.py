@@ -13,7 +13,7 @@ from stratagem.plan.simulation.scenario import Scenario
 from stratagem.rules.push import Ticket
 from stratagem.state.partition import Piece
 from stratagem.state.recipe import OptimizerRecipe
-from stratagem.strategies.parameters.lead import Near
+from stratagem.strategies.parameters.parties import Near
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.shard import Order
 

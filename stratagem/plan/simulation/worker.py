@@ -18,7 +18,8 @@ from stratagem.plan.simulation.spread import Draws
 from stratagem.plan.simulation.trains import Trains
 from stratagem.rules.push import Push, Ticket
 from stratagem.rules.updates import Asynchronous
-from stratagem.strategies.parameters.lead import Attendee, Lead
+from stratagem.strategies.parameters.lead import Lead
+from stratagem.strategies.parameters.parties import Attendee
 from stratagem.wire.simulated import Action, Clock, Flow, Network, Route
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from stratagem.errors import ReplicaError, ReplicaLost, UsageError
 from stratagem.rules.push import Push
 from stratagem.strategies.parameters.guest import Guest
-from stratagem.strategies.parameters.lead import Attendee, Lead
+from stratagem.strategies.parameters.lead import Lead
+from stratagem.strategies.parameters.parties import Attendee
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.shard import Shard
 from stratagem.strategies.parameters.trouble import failed

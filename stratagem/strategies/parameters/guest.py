@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stratagem.strategies.parameters.lead import Attendee
+from stratagem.strategies.parameters.parties import Attendee
 from stratagem.wire.tcp import Connection
 
 log = logging.getLogger("stratagem")

@@ -9,12 +9,10 @@ connection that asks, so a worker that waits keeps nobody else from being served
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,73 +22,13 @@ from stratagem.rules.ledger import Ledger
 from stratagem.rules.push import Push, Update, Verdict
 from stratagem.rules.staleness import StepNorm
 from stratagem.rules.updates import Asynchronous
+from stratagem.strategies.parameters.parties import Attendee, Far, Near
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.shard import Order
+from stratagem.strategies.parameters.tally import Tally
 from stratagem.strategies.parameters.trouble import failed
 
 log = logging.getLogger("stratagem")
-
-
-class Near(Protocol):
-    """The lead's own shard."""
-
-    changed: threading.Condition
-    failure: ReplicaError | None
-
-    def obey(self, order: Order) -> Any:
-        """Carry an order out."""
-
-    def fetch(self, seat: str, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
-        """The newest values, for a worker that has version `have`."""
-
-
-class Far(Protocol):
-    """Another server, as the lead commands it."""
-
-    def order(self, order: Order) -> None:
-        """Send an order off; it is carried out after all before it."""
-
-    def answer(self) -> float:
-        """The number that the last order asked for."""
-
-
-@dataclass(eq=False)
-class Attendee:
-    """A worker that takes part in a fit.
-
-    `tell` sends it a word between two answers, if that can be done at once; whether it was.
-
-    Another process may take over the worker's number, after which this one counts no more. The
-    seat is the process's own: under it servers keep the gradients that it has laid down.
-    """
-
-    worker: int
-    name: str
-    seat: str
-    tell: Callable[[Mapping[str, Any]], bool]
-    fit: int
-    #: not heard of for a while: stopped, or cut off
-    silent: bool = False
-    #: given up; set without the lock
-    gone: bool = False
-
-
-@dataclass
-class Tally:
-    """The loss over all examples whose gradients were applied."""
-
-    total: float = 0.0
-    examples: int = 0
-    waiting: list[tuple[float, float, int]] = field(default_factory=list)
-
-    def fold(self) -> None:
-        """An update was made of all that waits: the loss of its batch, weighted by examples."""
-        weight = sum(w for _, w, _ in self.waiting)
-        count = sum(n for _, _, n in self.waiting)
-        if weight and count:
-            self.total += sum(loss * w for loss, w, _ in self.waiting if w) / weight * count
-            self.examples += count
-        self.waiting = []
 
 
 class Lead:
