@@ -290,8 +290,8 @@ def test_ctrl_c_ends_the_wait_at_once(start: Start) -> None:
         process.logged("waiting for", 5)
     for process in reversed(waiting):
         when = process.signal(signal.SIGINT)
-        seen, _ = process.expect("KeyboardInterrupt", 3)
-        assert seen - when < 1
+        seen, _ = process.expect("KeyboardInterrupt", 10)
+        assert seen - when < 3, "patience would last longer"
 
 
 def test_strangers_at_the_door_harm_nobody(start: Start) -> None:

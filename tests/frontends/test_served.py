@@ -40,7 +40,7 @@ def plain(optimizer: Any, **fit: Any) -> sg.Model:
     return made
 
 
-EPOCHS = 7  # enough for 95% also where two gradients make an update
+EPOCHS = 10
 
 
 @pytest.mark.parametrize("place", PLACES)
