@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from stratagem.cluster import tf_config
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--megabytes", type=float, default=16.0, metavar="M", help="sent each way to measure"
     )
+    parser.add_argument(
+        "--json", metavar="FILE", help="the table for programs; stratagem plan --network reads it"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -65,6 +69,12 @@ def main(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     _print(rows)
+    if args.json is not None:
+        try:
+            Path(args.json).write_text(json.dumps({"tasks": [asdict(row) for row in rows]}) + "\n")
+        except OSError as problem:
+            print(f"stratagem check: {args.json}: {problem.strerror}", file=sys.stderr)
+            return 2
     return 0 if all(row.ok for row in rows) else 1
 
 

@@ -6,6 +6,7 @@ data, and predicts every strategy at every number of replicas. The script's fit 
 examples:
   stratagem plan train.py                                  this machine, and 10Gbit between hosts
   stratagem plan --link 1Gbit --hosts 8 train.py --lr 0.1
+  stratagem plan --network check.json --hosts 8 train.py   what stratagem check --json saw
   stratagem plan --link 100Gbit --latency 5us --hosts 4 --gpus-per-host 8 train.py
   stratagem plan --html plan.html --png plan.png --json plan.json train.py
   stratagem plan --validate train.py                       also runs what fits on this machine
@@ -15,6 +16,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] train.py [args...]"
     add("--link", metavar="RATE", help=f"between hosts, each way: 10Gbit, 1.5GB/s ({_LINK})")
     add("--latency", metavar="TIME", help=f"between hosts, one way: 50us, 2ms ({_LATENCY})")
+    add("--network", metavar="FILE", help="what stratagem check --json saw, instead of both")
     add("--hosts", type=whole(1), metavar="H", help=f"how many there could be ({_HOSTS})")
     add("--gpus-per-host", type=whole(1), metavar="G", help="devices of each host, CPU replicas "
         "where there is no GPU (as many as this machine has)")  # fmt: skip
@@ -109,6 +112,10 @@ def _check_network(args: argparse.Namespace) -> None:
     """Before anything is run that takes long."""
     from stratagem.plan.units import rate, seconds
 
+    if args.network is not None:
+        if args.link is not None or args.latency is not None:
+            raise UsageError("--network says how fast links are; leave --link and --latency out.")
+        _seen(args.network)
     rate(args.link or _LINK, "--link")
     rate(args.local or _LINK, "--local")
     seconds(args.latency or _LATENCY, "--latency")
@@ -141,10 +148,26 @@ def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
     counts = {"hosts": args.hosts or _HOSTS}
     if args.gpus_per_host:
         counts["per_host"] = args.gpus_per_host
-    return Hardware.of(
+    planned = Hardware.of(
         link=args.link or _LINK, latency=args.latency or _LATENCY, local=args.local, base=here,
         **counts,
     )  # fmt: skip
+    return planned if args.network is None else planned.from_check(*_seen(args.network))
+
+
+def _seen(file: str) -> tuple[float, float, float]:
+    """Of all tasks that `stratagem check` has measured, the slowest: latency, up and down."""
+    try:
+        rows = json.loads(Path(file).read_text())["tasks"]
+        speeds = [row["speed"] for row in rows if row["speed"] is not None]
+        numbers = [[float(speed[name]) for speed in speeds] for name in ("latency", "up", "down")]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise UsageError(
+            f"--network {file}: it is not what stratagem check --json writes ({problem!r})."
+        ) from None
+    if not speeds or min(numbers[1] + numbers[2]) <= 0:
+        raise UsageError(f"--network {file}: no task was measured; run stratagem check again.")
+    return max(numbers[0]), min(numbers[1]), min(numbers[2])
 
 
 def _print(plan: Plan, args: argparse.Namespace) -> None:
@@ -153,7 +176,9 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     from stratagem.plan.report import render
 
     render(plan, Console())
-    options = {"--link": args.link, "--latency": args.latency, "--hosts": args.hosts}
+    options = {"--hosts": args.hosts}
+    if args.network is None:
+        options |= {"--link": args.link, "--latency": args.latency}
     assumed = [name for name, value in options.items() if value is None]
     if assumed:
         _say(f"assumed: {plan.hardware}; say what you have with {', '.join(assumed)}")

@@ -69,11 +69,15 @@ def try_alone(spec: ClusterSpec, task: Task | None = None, wait: float = 1.0) ->
     return {row.task: row for row in rows}
 
 
-def test_three_tasks_find_and_measure_each_other(start: Start) -> None:
+def test_three_tasks_find_and_measure_each_other(start: Start, tmp_path: Path) -> None:
     spec = spec_of(2, ps=[f"127.0.0.1:{free_ports(1)[0]}"])
     began = time.monotonic()
     configs = [tf_config(spec, 0), tf_config(spec, 1), spec.tf_config(Task("ps", 0))]
-    group = [start(CHECK, "--wait", "20", TF_CONFIG=config) for config in configs]
+    files = [tmp_path / f"{i}.json" for i in range(3)]
+    group = [
+        start(CHECK, "--wait", "20", "--json", str(file), TF_CONFIG=config)
+        for file, config in zip(files, configs, strict=True)
+    ]
     for process in group:
         assert process.child.wait(20) == 0, process.err
     assert time.monotonic() - began < 15  # not the whole of --wait
@@ -84,6 +88,10 @@ def test_three_tasks_find_and_measure_each_other(start: Start) -> None:
             row = lines(process, other)
             assert "reached" in row and " ms " in row and " MB/s " in row
             assert "but it has not" not in row
+    told = json.loads(files[0].read_text())["tasks"]
+    assert {row["task"]: row["speed"] is not None and row["speed"]["up"] > 0 for row in told} == {
+        "worker 0": False, "worker 1": True, "ps 0": True,
+    }  # fmt: skip
 
 
 def test_measurements_are_plausible() -> None:

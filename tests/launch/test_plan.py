@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from stratagem.launch import cli
+from stratagem.launch.diagnosis import Row, measured
+from stratagem.launch.probe import Speed
 from stratagem.plan.choose import choose
 from stratagem.plan.hardware import Hardware, cores
 from stratagem.plan.profile import Table
@@ -79,6 +82,29 @@ def test_other_links_without_the_script(
         assert cli.main(bad) == 2
     Path("plan.json").write_text("{}")
     assert cli.main(words) == 2 and "no plan as --json writes it" in capsys.readouterr().err
+
+
+def test_links_as_check_has_seen_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(dumps(choose(profile(), Hardware(hosts=4))))
+    rows = [
+        Row("worker 0", "a:1", "this task"),
+        measured("worker 1", "b:1", Speed(4e-4, 2e7, 1e7)),
+        measured("worker 2", "c:1", Speed(2e-4, 3e7, 4e7)),
+    ]
+    Path("check.json").write_text(json.dumps({"tasks": [asdict(row) for row in rows]}))
+    words = ["plan", "--from", "plan.json", "--network", "check.json", "--json", "seen.json"]
+    assert cli.main(words) == 0
+    told = json.loads(Path("seen.json").read_text())["hardware"]
+    assert (told["link"], told["latency"]) == (1e7, 2e-4), "of the slowest"
+    capsys.readouterr()
+    Path("check.json").write_text(json.dumps({"tasks": [asdict(rows[0])]}))
+    assert cli.main(words) == 2 and "no task was measured" in capsys.readouterr().err
+    Path("check.json").write_text("[]")
+    assert cli.main(words) == 2 and "stratagem check --json" in capsys.readouterr().err
+    assert cli.main([*words, "--link", "1Gbit"]) == 2
 
 
 def test_batch_and_max_are_as_asked(script: Path) -> None:
