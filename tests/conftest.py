@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,16 @@ import torch
 
 os.environ["KERAS_BACKEND"] = "torch"  # Keras reads it when it is imported
 torch.set_num_threads(1)  # replicas on few cores fight each other otherwise
+# whatever started the tests in the background may have chosen to ignore them, and children inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+#: files whose few tests take long: they begin first, so that no process is left alone with them
+_LONG = ("test_examples", "studies", "parameters", "test_scripts", "test_tf_distribute")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not any(name in str(item.path) for name in _LONG))
 
 
 def _shared_files() -> set[str]:

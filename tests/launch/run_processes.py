@@ -45,14 +45,11 @@ class Launcher:
         (self.where / "train.py").write_text(HEAD + script)
         base = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "TF_CONFIG")}
         command = [sys.executable, "-m", "stratagem", "run", *options]
-        # whatever started the tests may have chosen to ignore hangups
-        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         child = subprocess.Popen(
             command if "-m" in options or "train.py" in options else [*command, "train.py"],
             cwd=self.where, env={**base, "CUDA_VISIBLE_DEVICES": "", **environ}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="surrogateescape",
         )  # fmt: skip
-        signal.signal(signal.SIGHUP, before)
         self.started.append(child)
         return child
 

@@ -339,7 +339,7 @@ def test_without_a_spare_a_stopped_worker_is_waited_for(
         shoot(stop.pid, signal.SIGCONT)
 
     with beside(wake):
-        counts = count(strategy, loss=stop)
+        counts = count(strategy, pause=0.02, loss=stop)  # slow enough that it gets its turn
     assert (counts == 2).all()
     assert said(caplog, "worker 1 has been silent")[0].created - stop.when < NAMED
     assert not said(caplog, "another takes its place")
