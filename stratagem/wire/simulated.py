@@ -185,18 +185,18 @@ class Route:
                 if size > 0:
                     self._loads[link] = self._loads.get(link, 0.0) + size
 
-    def send(self, then: Action) -> None:
-        """Carry all of it, then act where it arrives."""
+    def send(self, then: Action, later: float = 0.0) -> None:
+        """Carry all of it, then act where it arrives, or so many seconds later."""
         if self._network.cuts and self._network.is_cut(self._hosts):
-            self._network.hold(partial(self.send, then))
+            self._network.hold(partial(self.send, then, later))
         elif self._loads:
-            clock = self._network.clock
-            earliest = clock.now + self._least + self.latency
-            passage = _Passage(clock, len(self._loads), self.latency, earliest, then)
+            clock, late = self._network.clock, self.latency + later
+            earliest = clock.now + self._least + late
+            passage = _Passage(clock, len(self._loads), late, earliest, then)
             for link, size in self._loads.items():
                 link.send(size, passage.passed)
         else:
-            self._network.clock.after(self._least + self.latency, then)
+            self._network.clock.after(self._least + self.latency + later, then)
 
 
 class _Passage:

@@ -20,7 +20,6 @@ from stratagem.plan.simulation.faults import Cut, Kill, ServerDeath, Stall
 from stratagem.plan.simulation.scenario import Event, Run, Scenario
 from stratagem.plan.simulation.trains import Trains
 from stratagem.plan.simulation.worker import Worker
-from stratagem.rules.push import Ticket
 from stratagem.strategies.parameters.lead import Lead
 from stratagem.strategies.parameters.parties import Attendee
 from stratagem.wire.simulated import Clock, Network
@@ -106,9 +105,12 @@ class Office:
         """Give a worker a ticket, or let it wait."""
         if not self.lead.running:
             return
-        answer = self.lead.offer(
-            worker.attendee, worker.epoch, worker.have[0], None, worker.asked
-        )
+        books = self.books
+        answer = None
+        if books.may_take(worker.number) or books.over:
+            answer = self.lead.offer(
+                worker.attendee, worker.epoch, worker.have[0], None, worker.asked
+            )
         if answer is None:
             self._parked[worker.number] = worker
             return
@@ -122,7 +124,7 @@ class Office:
                 self.clock.after(0.0, self.changed)  # the others wait for it, too
             self.offer(worker)
         elif "ticket" in told:
-            worker.take(Ticket(*told["ticket"]), told["epoch"])
+            worker.take(books.holds(worker.number), told["epoch"])
 
     def changed(self) -> None:
         """Something was pushed, or somebody went: updates may have been made, others may go on."""
@@ -130,7 +132,7 @@ class Office:
         if len(self.updates) < books.version:
             self._note_updates(books.version)
             self.deal()
-        if self._turn == books.turn and not books.over:
+        if self._turn == books.turn and (self._left or not books.over):
             return
         self._turn = books.turn
         for worker in list(self._parked.values()):

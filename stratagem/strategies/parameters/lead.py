@@ -276,15 +276,19 @@ class Lead:
             if told.get("settings"):
                 self._order(["settings", told["settings"]])
             ticket = books.holds(push.worker)
-            turn = books.turn
+            turn, update = books.turn, None
             verdict = books.push(push)
             if verdict.kept:
                 assert ticket is not None
                 self._payloads.pop((ticket.batch, ticket.part), None)  # nobody will ask for it
                 loss, examples = told["notes"]
                 self._tally.waiting.append((float(loss), push.weight, int(examples)))
-                self._take_in(attendee.seat, push, verdict, told.get("used"), books.ripe())
-            self._settle()
+                update = books.ripe()
+                self._take_in(attendee.seat, push, verdict, told.get("used"), update)
+            if update is not None or not verdict.kept:
+                self._settle()
+            else:
+                self._tell_late()
             self._wake(books, turn)
             header = {
                 "kept": verdict.kept, "tau": verdict.tau, "why": verdict.why,
@@ -337,6 +341,10 @@ class Lead:
         assert self.ledger is not None
         while (update := self.ledger.ripe()) is not None:
             self._apply(update)
+        self._tell_late()
+
+    def _tell_late(self) -> None:
+        assert self.ledger is not None
         self._late.update(self.ledger.overtaken())
         if not self._late:
             return
