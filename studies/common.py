@@ -142,6 +142,30 @@ def read(out: Path) -> Any:
     return json.loads((out / "data.json").read_text())
 
 
+def main(
+    file: str, description: str, study: Callable[[bool], Any], report: Callable[[Any], str],
+    draw: Callable[[Any, Path], None],
+) -> None:  # fmt: skip
+    """Run a study, or take what it found before; keep it, print it, draw it."""
+    chosen = options(file, description)
+    found = read(chosen.out) if chosen.plot else study(chosen.small)
+    if not chosen.plot:
+        write(chosen.out, found)
+    print(report(found))
+    if not chosen.small:
+        draw(found, chosen.out)
+
+
+def pyplot() -> Any:
+    """matplotlib, drawing into files; imported only where something is drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as found
+
+    return found
+
+
 def middle(values: Sequence[float | None]) -> str:
     """The median and the extremes; runs that never got there are counted, not hidden."""
     got = [v for v in values if v is not None]

@@ -159,10 +159,7 @@ def _takes(mine: list[dict[str, Any]], way: str, goal: float, era: str) -> str:
 
 
 def draw(data: list[dict[str, Any]], out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = common.pyplot()
 
     figure, axes = plt.subplots(1, len(MODELS), figsize=(13, 3.8))
     for axis, model in zip(axes, MODELS, strict=True):
@@ -179,10 +176,4 @@ def draw(data: list[dict[str, Any]], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    chosen = common.options(__file__, __doc__ or "")
-    result = common.read(chosen.out) if chosen.plot else study(chosen.small)
-    if not chosen.plot:
-        common.write(chosen.out, result)
-    print(report(result))
-    if not chosen.small:
-        draw(result, chosen.out)
+    common.main(__file__, __doc__ or "", study, report, draw)

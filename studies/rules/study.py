@@ -117,10 +117,7 @@ def report(data: dict[str, Any]) -> str:
 
 
 def draw(data: dict[str, Any], out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = common.pyplot()
 
     figure, axes = plt.subplots(1, len(data), figsize=(5.5 * len(data), 3.6), squeeze=False)
     for axis, (task, found) in zip(axes[0], data.items(), strict=True):
@@ -137,10 +134,4 @@ def draw(data: dict[str, Any], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    chosen = common.options(__file__, __doc__ or "")
-    result = common.read(chosen.out) if chosen.plot else study(chosen.small)
-    if not chosen.plot:
-        common.write(chosen.out, result)
-    print(report(result))
-    if not chosen.small:
-        draw(result, chosen.out)
+    common.main(__file__, __doc__ or "", study, report, draw)

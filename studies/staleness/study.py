@@ -137,10 +137,7 @@ def report(data: list[dict[str, Any]]) -> str:
 
 
 def draw(data: list[dict[str, Any]], out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = common.pyplot()
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=[1, 1.3])
     for rate in RATES:
@@ -166,10 +163,4 @@ def draw(data: list[dict[str, Any]], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    chosen = common.options(__file__, __doc__ or "")
-    result = common.read(chosen.out) if chosen.plot else study(chosen.small)
-    if not chosen.plot:
-        common.write(chosen.out, result)
-    print(report(result))
-    if not chosen.small:
-        draw(result, chosen.out)
+    common.main(__file__, __doc__ or "", study, report, draw)
