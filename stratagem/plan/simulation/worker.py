@@ -65,8 +65,8 @@ class Worker:
             scenario.work.compute, scenario.seed, number, scenario.slow.get(number, 1.0)
         )
         self._stalled = 0.0
-        #: what it works on; grows with every ticket, so that what belongs to the last is void
         self._ticket: Ticket | None = None
+        #: grows with all that it begins, so that what belongs to the last is void
         self._round = 0
         self._pending = 0
         #: nothing happens between the arrival of values and the gradient: one event for both
