@@ -89,7 +89,7 @@ def test_chaos_in_a_local_cluster() -> None:
         assert not any(runs(pid) for pid in servers)
         kills, stops = kills + chaos.kills, stops + chaos.stops
     print(f"{trainings} trainings, {kills} kills, {stops} stops in {SECONDS:.0f} s")
-    assert kills + stops > SECONDS / 2
+    assert kills + stops >= SECONDS / 6
 
 
 def _train(strategy: sg.ParameterServerStrategy) -> None:
