@@ -21,10 +21,14 @@ DOORS = {"__init__", "__main__", "ps"}
 
 
 def modules() -> dict[str, Path]:
-    return {
-        ".".join(("stratagem", *path.relative_to(ROOT).with_suffix("").parts)): path
-        for path in ROOT.rglob("*.py")
-    }
+    return {_name(path): path for path in ROOT.rglob("*.py")}
+
+
+def _name(path: Path) -> str:
+    """A folder's __init__ goes by the folder's name, as those do who import from it."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    folder = len(parts) > 1 and parts[-1] == "__init__"
+    return ".".join(("stratagem", *(parts[:-1] if folder else parts)))
 
 
 def imports(path: Path) -> set[str]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
-from stratagem.plan import advice, report
+from stratagem.plan.advice import code, sentence
 from stratagem.plan.choose import Plan, choose
 from stratagem.plan.cost import Prediction
 from stratagem.plan.hardware import Hardware
@@ -22,6 +22,7 @@ from stratagem.plan.measure import profile, rehearse
 from stratagem.plan.page import fragment, page
 from stratagem.plan.plot import png
 from stratagem.plan.profile import Profile
+from stratagem.plan.report import dumps, text, to_json, write
 from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit
 
 
@@ -37,27 +38,27 @@ class Answer:
 
     @property
     def sentence(self) -> str:
-        return advice.sentence(self.plan)
+        return sentence(self.plan)
 
     @property
     def code(self) -> str:
-        return advice.code(self.plan)
+        return code(self.plan)
 
     def to_json(self) -> dict[str, Any]:
-        return report.to_json(self.plan)
+        return to_json(self.plan)
 
     def save(self, path: str) -> None:
         """As plan.json, plan.html or plan.png."""
         make: dict[str, Callable[[Plan], str | bytes]] = {
-            ".json": report.dumps, ".html": page, ".png": png,
+            ".json": dumps, ".html": page, ".png": png,
         }  # fmt: skip
         kind = Path(path).suffix
         if kind not in make:
             raise UsageError(f"{path!r}: a plan is saved as .json, .html or .png.")
-        report.write(path, make[kind](self.plan))
+        write(path, make[kind](self.plan))
 
     def __repr__(self) -> str:
-        return report.text(self.plan)
+        return text(self.plan)
 
     def _repr_html_(self) -> str:
         return fragment(self.plan)

@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from stratagem.plan import advice
+from stratagem.plan.advice import code, sentence
 from stratagem.plan.choose import Plan
 from stratagem.plan.cost import Prediction
 from stratagem.plan.report import heading, shown, warnings
@@ -50,7 +50,7 @@ def fragment(plan: Plan) -> str:
     return (
         f"<h2>{say(plan.profile.name)}: how many replicas?</h2>"
         f"<p>{say(heading(plan.profile))}; on {say(str(plan.hardware))}.</p>{notes}"
-        f"<p><b>{say(advice.sentence(plan))}</b></p><pre>{say(advice.code(plan))}</pre>"
+        f"<p><b>{say(sentence(plan))}</b></p><pre>{say(code(plan))}</pre>"
         f"{drawing(plan)}{_key([name for name, _, _ in rows])}"
     )
 

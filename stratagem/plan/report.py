@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stratagem.errors import UsageError
-from stratagem.plan import advice
+from stratagem.plan.advice import code, sentence
 from stratagem.plan.choose import Plan, Saturation, sizes
 from stratagem.plan.cost import Prediction
 from stratagem.plan.hardware import Hardware
@@ -33,7 +33,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "predictions": [each.to_json() for each in plan.predictions],
         "saturation": [asdict(each) for each in plan.saturations.values()],
         "recommendation": {
-            **best.to_json(), "sentence": advice.sentence(plan), "code": advice.code(plan),
+            **best.to_json(), "sentence": sentence(plan), "code": code(plan),
         },
     }  # fmt: skip
 
@@ -106,9 +106,9 @@ def render(plan: Plan, console: Console) -> None:
     console.print(_table(plan))
     for each in warnings(plan.profile):
         console.print(f"[yellow]note:[/] {escape(each)}", soft_wrap=True)
-    console.print(f"[bold]{escape(advice.sentence(plan))}[/]", soft_wrap=True)
+    console.print(f"[bold]{escape(sentence(plan))}[/]", soft_wrap=True)
     console.print()
-    for line in advice.code(plan).splitlines():
+    for line in code(plan).splitlines():
         console.print(f"    {line}", soft_wrap=True, markup=False, highlight=False)
 
 
