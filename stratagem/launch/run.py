@@ -26,7 +26,7 @@ from stratagem.errors import UsageError
 from stratagem.launch import gpus
 from stratagem.launch.escalation import Inbox
 from stratagem.launch.job import Job, addresses, command
-from stratagem.launch.options import whole
+from stratagem.launch.options import below, whole
 from stratagem.launch.output import Relay, Sink, wants_colour
 from stratagem.launch.processes import Guard, Process
 from stratagem.launch.supervise import Supervisor, ending
@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(else at ports that are free)")  # fmt: skip
     add("--gpu-memory", type=_limit, metavar="LIMIT", help="what each task may take of a GPU: "
         "8GiB, 50%% or 0.5 (handed on as STRATAGEM_GPU_MEMORY)")  # fmt: skip
-    add("--grace", type=_seconds, default=5.0, metavar="SECONDS", help="for the other tasks to end "
-        "after one has failed, or after Ctrl-C (5)")  # fmt: skip
+    add("--grace", type=below(1e6, "a number of seconds"), default=5.0, metavar="SECONDS",
+        help="for the other tasks to end after one has failed, or after Ctrl-C (5)")  # fmt: skip
     add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
     # Both take all that follows: options after the script are the script's own.
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module")
@@ -127,16 +127,6 @@ def _verdict(first: Process, tail: Sequence[str]) -> str:
     if not tail:
         return f"{what}; it wrote nothing to stderr.\n"
     return "\n".join([f"{what}; its last lines:", *(f"    {line}" for line in tail), ""])
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
 
 
 def _limit(text: str) -> str:

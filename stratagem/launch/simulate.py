@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UsageError
-from stratagem.launch.options import whole
+from stratagem.launch.options import below, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.simulation.scenario import Run, Scenario
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slow", action="append", default=[], metavar="WORKER:TIMES", help="always that slow")
     add("--bytes", default="100MB", metavar="SIZE", help="of a gradient, and of the values (100MB)")
     add("--update", default="0ms", metavar="TIME", help="of one optimizer step, on one server (0)")
-    add("--overlap", type=_part, default=0.0, metavar="PART",
+    add("--overlap", type=below(1.0, "a part, from 0 to less than 1"), default=0.0, metavar="PART",
         help="of the computation beside which gradients travel: 0.6 (0)")  # fmt: skip
     add("--link", default="10Gbit", metavar="RATE", help="of each host, each way (10Gbit)")
     add("--latency", default="50us", metavar="TIME", help="one way (50us)")
@@ -156,16 +156,6 @@ def _number(whole_text: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise UsageError(f"{whole_text!r}: {text!r} is not a number (see --help).") from None
-
-
-def _part(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a part, from 0 to less than 1")
-    return value
 
 
 def summary(scenario: Scenario, run: Run) -> dict[str, Any]:
