@@ -20,6 +20,7 @@ from stratagem.plan.simulation.faults import Cut, Kill, ServerDeath, Stall
 from stratagem.plan.simulation.scenario import Event, Run, Scenario
 from stratagem.plan.simulation.trains import Trains
 from stratagem.plan.simulation.worker import Worker
+from stratagem.rules.ledger import Ledger
 from stratagem.strategies.parameters.lead import Lead
 from stratagem.strategies.parameters.parties import Attendee
 from stratagem.wire.simulated import Clock, Network
@@ -37,9 +38,11 @@ class Office:
         self.network = Network(self.clock, scenario.topology)
         self.trace: list[Event] | None = [] if trace else None
         work, first = scenario.work, scenario.topology.host(scenario.workers - 1) + 1
+        shards = trains.shards()
+        parts = scenario.parts[:1] if scenario.alike and len(shards) == 1 else scenario.parts
         self.desks = [
             Desk(self.clock, first + i, shard, work.update * part, work.add * part)
-            for i, (part, shard) in enumerate(zip(scenario.parts, trains.shards(), strict=False))
+            for i, (part, shard) in enumerate(zip(parts, shards, strict=True))
         ]
         self.lead = Lead(self.desks[0], self.desks[1:], self._end, clock=self.clock)
         self.workers = [Worker(self, number) for number in range(scenario.workers)]
@@ -67,7 +70,8 @@ class Office:
         )  # fmt: skip
 
     @property
-    def books(self) -> Any:
+    def books(self) -> Ledger:
+        assert self.lead.ledger is not None
         return self.lead.ledger
 
     def note(self, what: str, worker: int, *numbers: Any) -> None:
@@ -123,8 +127,8 @@ class Office:
                 self._next_epoch()
                 self.clock.after(0.0, self.changed)  # the others wait for it, too
             self.offer(worker)
-        elif "ticket" in told:
-            worker.take(books.holds(worker.number), told["epoch"])
+        elif (ticket := books.holds(worker.number)) is not None:
+            worker.take(ticket, told["epoch"])
 
     def changed(self) -> None:
         """Something was pushed, or somebody went: updates may have been made, others may go on."""
