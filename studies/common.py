@@ -157,9 +157,12 @@ def main(
 
 
 def pyplot() -> Any:
-    """matplotlib, drawing into files; imported only where something is drawn."""
-    import matplotlib
-
+    """matplotlib, drawing into files; None, with a word, where it is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no figure: matplotlib is missing; install it, then --plot", file=sys.stderr)
+        return None
     matplotlib.use("Agg")
     from matplotlib import pyplot as found
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
+
+import common
 
 Data = dict[str, Any]
 
@@ -51,14 +52,9 @@ def _row(data: Data, condition: str, arm: str) -> str:
 
 
 def figure(data: Data, path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no figure: matplotlib is missing; pip install matplotlib, then --plot",
-              file=sys.stderr)  # fmt: skip
+    plt = common.pyplot()
+    if plt is None:
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     drawing, axes = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True, sharex=True)
     conditions = dict.fromkeys(row["condition"] for row in data["runs"])

@@ -160,6 +160,8 @@ def _takes(mine: list[dict[str, Any]], way: str, goal: float, era: str) -> str:
 
 def draw(data: list[dict[str, Any]], out: Path) -> None:
     plt = common.pyplot()
+    if plt is None:
+        return
 
     figure, axes = plt.subplots(1, len(MODELS), figsize=(13, 3.8))
     for axis, model in zip(axes, MODELS, strict=True):

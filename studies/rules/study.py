@@ -118,6 +118,8 @@ def report(data: dict[str, Any]) -> str:
 
 def draw(data: dict[str, Any], out: Path) -> None:
     plt = common.pyplot()
+    if plt is None:
+        return
 
     figure, axes = plt.subplots(1, len(data), figsize=(5.5 * len(data), 3.6), squeeze=False)
     for axis, (task, found) in zip(axes[0], data.items(), strict=True):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
+
+import common
 
 Data = dict[str, Any]
 NAMES = {"dense": "dense", "sparse": "sparse", "needed": "sparse, needed rows only"}
@@ -93,14 +94,9 @@ def _knees(data: Data) -> None:
 
 
 def figure(data: Data, path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no figure: matplotlib is missing; pip install matplotlib, then --plot",
-              file=sys.stderr)  # fmt: skip
+    plt = common.pyplot()
+    if plt is None:
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     drawing, axes = plt.subplots(1, 3, figsize=(13, 4.2), constrained_layout=True)
     _bars(axes[0], data)

@@ -138,6 +138,8 @@ def report(data: list[dict[str, Any]]) -> str:
 
 def draw(data: list[dict[str, Any]], out: Path) -> None:
     plt = common.pyplot()
+    if plt is None:
+        return
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=[1, 1.3])
     for rate in RATES:
