@@ -92,8 +92,8 @@ class Lead:
                     )  # fmt: skip
                 self.changed.wait(0.5)
             self._check()
-            if self.fit > fit or not self.running:
-                return {"over": True}, [self._told]
+            if self.fit > fit:
+                return {"over": True}, []  # and its values are no more
             assert self.plan is not None
             return {"plan": self.plan.to_json()}, [self._beside]
 
@@ -129,8 +129,10 @@ class Lead:
         """A worker takes part from now on, unless the fit has ended since it entered."""
         with self.changed:
             self._check()
-            if not self.running or attendee.fit != self.fit:
-                return {"over": True}, [self._told]
+            if attendee.fit != self.fit:
+                return {"over": True}, []
+            if not self.running:
+                return {"over": True, "after": self._orders}, [self._told]
             books = self._books()
             before = self.attendees.get(attendee.worker)
             if before is not None:

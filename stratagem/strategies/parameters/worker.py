@@ -169,8 +169,12 @@ class Worker:
         frame = self._call(0, {"t": "join", "fit": fit})
         if "over" not in frame.header:
             return None
+        over = FitOver(self._tree(frame))
+        if "after" in frame.header:  # the servers still have what came of it
+            self._after = int(frame.header["after"])
+            self.refresh()
         self.memory.close()
-        return FitOver(self._tree(frame))
+        return over
 
     def _hire_couriers(self) -> None:
         """Where much has to travel it does so beside the computation."""

@@ -198,6 +198,29 @@ def test_a_worker_that_is_missing_comes_late_dies_and_is_restarted(cluster: Clus
     assert applied[1] > 5, applied
 
 
+@pytest.mark.parametrize("memory", ["0", "1"])
+def test_one_that_comes_when_all_is_over(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    """It has the trained values all the same."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", memory)
+    source = """
+    import pathlib
+    counts = count(made(free), 2)
+    print("all alike =", json.dumps(bool((counts - 2).abs().max() < 1e-3)), flush=True)
+    while me == ("worker", 0) and not pathlib.Path("go").exists():
+        time.sleep(0.05)
+    """
+    tasks = cluster.all(source, but="worker 1")
+    tasks["worker 0"].says("all alike", 20)
+    tasks["worker 1"] = cluster.start("worker 1", source)
+    tasks["worker 1"].says("all alike", 20)
+    (tmp_path / "go").touch()
+    all_end(tasks)
+    for worker in ("worker 0", "worker 1"):
+        assert tasks[worker].noted("all alike") is True, tasks[worker]
+
+
 def test_another_takes_the_place_of_one_that_lives(cluster: Cluster) -> None:
     """The old one is told, and only it ends."""
     source = f"""
