@@ -6,9 +6,10 @@
 The first form: a cluster on this machine in every combination of model, rule, way of the tensors,
 workers and servers. The second: asynchronous training against tf.distribute's
 ParameterServerStrategy with a ClusterCoordinator and a loop of one's own, 1 server, arms taking
-turns. Every arm is a fresh process tree with one thread a worker; it warms up, and then the updates
-that a fixed time sees are counted, and the processor time of all processes that one takes (a
-gradient's, for ours). Printed are medians over the rounds, and of the rounds' ratios.
+turns. Every arm is a fresh process tree with one thread a worker (`--threads default`: each library's
+own choice); it warms up, and then the updates that a fixed time sees are counted, and the processor
+time of all processes that one takes (a gradient's, for ours). Printed are medians over the rounds,
+and of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ ROWS, BAG = 200_000, 20  # of the embedding; numbers in an example
 EXAMPLES = 16_384
 PEER_BATCHES = 64  # different ones, made beforehand
 TIMEOUT = 300
+ONE_THREAD = "BENCH_ONE_THREAD"  # in the environment of an arm that has no other choice
 
 
 class Arm(NamedTuple):
@@ -78,7 +80,7 @@ def build(name: str) -> tuple[Any, Any, Any]:
         """Workers get the machine's cores divided among them; here each has one thread."""
 
         def forward(self, x: Any) -> Any:
-            if torch.get_num_threads() != 1:
+            if ONE_THREAD in os.environ and torch.get_num_threads() != 1:
                 torch.set_num_threads(1)
             return x
 
@@ -102,7 +104,8 @@ def ours(arm: Arm, warm: float, seconds: float) -> dict[str, float]:
 
     import stratagem as sg
 
-    torch.set_num_threads(1)
+    if ONE_THREAD in os.environ:
+        torch.set_num_threads(1)
     updates = sg.Synchronous() if arm.kind == "sync" else sg.Asynchronous()
     cluster = sg.LocalCluster(workers=arm.workers, ps=arm.servers)
     strategy = sg.ParameterServerStrategy(cluster, updates=updates)
@@ -157,7 +160,8 @@ def serve(cluster: str, job: str, task: int) -> None:
     """A worker or ps of TensorFlow's, until it is killed."""
     import tensorflow as tf
 
-    config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1)
+    threads = 1 if ONE_THREAD in os.environ else 0  # 0: as many as it likes
+    config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads)
     server = tf.distribute.Server(
         json.loads(cluster), job_name=job, task_index=task, protocol="grpc", config=config
     )
@@ -187,7 +191,8 @@ def coordinate(arm: Arm, warm: float, seconds: float) -> dict[str, float]:
     import numpy as np
     import tensorflow as tf
 
-    tf.config.threading.set_intra_op_parallelism_threads(1)
+    if ONE_THREAD in os.environ:
+        tf.config.threading.set_intra_op_parallelism_threads(1)
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -249,10 +254,12 @@ def coordinate(arm: Arm, warm: float, seconds: float) -> dict[str, float]:
 def measure(arm: Arm, args: Any) -> dict[str, float]:
     peer = arm.kind.startswith("tf")
     environ = {
-        **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        **os.environ, "CUDA_VISIBLE_DEVICES": "",
         "STRATAGEM_SHARED_MEMORY": "0" if arm.way == "sockets" else "1",
         "KERAS_BACKEND": "tensorflow" if peer else "torch", "TF_CPP_MIN_LOG_LEVEL": "3",
     }  # fmt: skip
+    if args.threads == "one":
+        environ |= {"OMP_NUM_THREADS": "1", ONE_THREAD: "1"}
     times = [str(args.warm), str(args.seconds)]
     done = subprocess.run(
         [args.tensorflow if peer else sys.executable, __file__, "--child", *map(str, arm), *times],
@@ -360,6 +367,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--threads", choices=["one", "default"], default="one",
+                        help="a worker's; default: what each library chooses")  # fmt: skip
     parser.add_argument("--json")
     parser.add_argument("--child", nargs=7)
     parser.add_argument("--serve", nargs=3)
@@ -377,7 +386,7 @@ def main() -> None:
 
     cores = len(os.sched_getaffinity(0))
     print(f"{platform.machine()}, {cores} cores, torch {torch.__version__}; batch {BATCH} a "
-          f"worker, 1 thread each; {args.seconds:g} s, median of {args.rounds} rounds; load "
+          f"worker, threads: {args.threads}; {args.seconds:g} s, median of {args.rounds} rounds; load "
           f"{os.getloadavg()[0]:.1f} before")  # fmt: skip
     if not args.peer:
         rows = scaling(args)

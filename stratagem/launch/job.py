@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from stratagem.cluster.cores import cores
 from stratagem.cluster.handshake import SECRET_VARIABLE
 from stratagem.cluster.parsing import MAX_PORT
 from stratagem.cluster.spec import ClusterSpec, Task
@@ -33,7 +34,7 @@ class Job:
         """The environment of every task, a fresh secret in all of them."""
         tasks = self.spec.tasks()
         shared = {
-            "OMP_NUM_THREADS": str(max(1, _cores() // len(tasks))),
+            "OMP_NUM_THREADS": str(max(1, cores() // len(tasks))),
             **base,
             "PYTHONUNBUFFERED": "1",
             SECRET_VARIABLE: secrets.token_hex(32),
@@ -47,12 +48,6 @@ class Job:
         if any(self.gpus.values()):
             own["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[task])
         return own
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def command(script: Sequence[str], module: Sequence[str] | None) -> tuple[str, ...]:

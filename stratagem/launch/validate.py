@@ -13,11 +13,11 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from stratagem.cluster.cores import cores
 from stratagem.errors import UsageError
 from stratagem.plan.choose import Plan
 from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
 from stratagem.plan.cost import predict
-from stratagem.plan.hardware import cores
 from stratagem.plan.measure import batch_of
 from stratagem.rules.updates import Asynchronous, Synchronous
 from stratagem.strategies.central_storage import CentralStorageStrategy

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stratagem.plan.hardware import cores
+from stratagem.cluster.cores import cores
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.rehearsal import Rehearsal
 from stratagem.strategies.replica import current_replica

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
@@ -90,10 +89,3 @@ class Hardware:
         if unknown:
             raise UsageError(f"hardware has no {', '.join(sorted(unknown))}.")
         return cls(**plain)
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from stratagem.plan.hardware import Hardware, cores
+from stratagem.cluster.cores import cores
+from stratagem.plan.hardware import Hardware
 
 _FLOATS = 4 << 20
 _ROUNDS = 5

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stratagem.cluster.cores import cores
 from stratagem.cluster.dial import is_loopback
 from stratagem.cluster.handshake import SECRET_VARIABLE, job_secret
 from stratagem.cluster.membership import Member, Membership
@@ -176,8 +177,7 @@ def _threads(ground: Ground, replicas_here: int) -> int:
     """Threads a replica, so that CPU replicas of one machine do not fight; 0 leaves torch alone."""
     if ground.kinds != {"cpu"} or replicas_here == 1:
         return 0
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (usable or 1) // replicas_here)
+    return max(1, cores() // replicas_here)
 
 
 def _names(place: Place | None, counts: list[int]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from stratagem.cluster.cores import cores
 from stratagem.cluster.handshake import job_secret
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import Place
@@ -190,7 +191,8 @@ class Crew:
         for i in range(self.cluster.ps):
             pool = Pool([f"ps {i}"])
             self._servers.append(pool)
-            pool.submit(_serve, [(i, address, self.patience, self.parameter_device)], _patiently)
+            told = (i, address, self.patience, self.parameter_device, cores() // self.cluster.ps)
+            pool.submit(_serve, [told], _patiently)
         return address
 
     def _look_at_servers(self) -> None:
@@ -221,10 +223,7 @@ class Crew:
         """Threads a worker, so that those of one machine do not fight; 0 leaves torch alone."""
         if self.cluster is None or not all(d.startswith("cpu") for d in self.devices):
             return 0
-        usable = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        )
-        return max(1, (usable or 1) // self.cluster.workers)
+        return max(1, cores() // self.cluster.workers)
 
     # --- running ----------------------------------------------------------------------------
 
@@ -478,12 +477,11 @@ def _was_dropped(hand: _Hand, answer: follower.Answer) -> bool:
     return isinstance(answer.error, ReplicaError) and answer.error.who == hand.name
 
 
-def _serve(index: int, address: Address, patience: Patience, device: str) -> None:
+def _serve(index: int, address: Address, patience: Patience, device: str, cores: int) -> None:
     """In a child: be a server until the job ends. What it has to say the chief says."""
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    Server(index, address.servers, address.secret, patience, device_of(device)).serve()
+    Server(index, address.servers, address.secret, patience, device_of(device), cores).serve()
 
 
 def _sit_down(

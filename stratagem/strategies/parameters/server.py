@@ -74,10 +74,12 @@ class Server:
     secret: bytes
     patience: Patience = field(default_factory=Patience)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    #: processors for an update that all wait for; None: torch's threads are left as they are
+    cores: int | None = None
 
     def __post_init__(self) -> None:
         self.name = f"ps {self.index}"
-        self.shard = Shard(self.index, self.device)
+        self.shard = Shard(self.index, self.device, self.cores)
         self.lead: Lead | None = None
         self._clerk = Clerk(self.shard)
         self.failure: ReplicaError | None = None

@@ -47,8 +47,9 @@ class Desk:
 class Shard:
     """The data of one server. Every method may be called from any thread."""
 
-    def __init__(self, index: int, device: torch.device) -> None:
-        self.index, self.device = index, device
+    def __init__(self, index: int, device: torch.device, cores: int | None = None) -> None:
+        """`cores` are those that may be used while nobody else computes."""
+        self.index, self.device, self._cores = index, device, cores
         self.changed = threading.Condition()
         self.done = 0
         #: the fit that is under way, None between fits
@@ -143,6 +144,7 @@ class Shard:
                 desk.edition, have = self._edition, -1
             if have == store.version:
                 return header, []
+            self._take_cores()
             body = self._news(desk, have, header)
             if self._keeps_then:
                 if desk.then is None:
@@ -188,6 +190,13 @@ class Shard:
             self._published = (self.store.version, self._for_wire(self.store.values))
         return self._published[1]
 
+    def _take_cores(self) -> None:
+        """All that there are, if everybody waits. torch counts them for each thread by itself."""
+        if self._cores is not None:
+            wanted = max(1, self._cores) if self._open().updates_alone else 1
+            if torch.get_num_threads() != wanted:
+                torch.set_num_threads(wanted)
+
     def _await(self, ready: Callable[[], bool]) -> None:
         while not ready():
             self._open()
@@ -206,6 +215,7 @@ class Shard:
     def obey(self, order: Order) -> Any:
         """Carry out one order; returns its number, for those that ask for one."""
         with self.changed:
+            self._take_cores()
             try:
                 return _ORDERS[order[0]](self, *order[1:])
             finally:
