@@ -6,10 +6,10 @@
 The first form: a cluster on this machine in every combination of model, rule, way of the tensors,
 workers and servers. The second: asynchronous training against tf.distribute's
 ParameterServerStrategy with a ClusterCoordinator and a loop of one's own, 1 server, arms taking
-turns. Every arm is a fresh process tree with one thread a worker (`--threads default`: each library's
-own choice); it warms up, and then the updates that a fixed time sees are counted, and the processor
-time of all processes that one takes (a gradient's, for ours). Printed are medians over the rounds,
-and of the rounds' ratios.
+turns. Every arm is a fresh process tree with one thread a worker (`--threads default`: as many as
+each library chooses); it warms up, and then the updates that a fixed time sees are counted, and the
+processor time of all processes that one takes (a gradient's, for ours). Printed are medians over
+the rounds, and of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -386,8 +386,8 @@ def main() -> None:
 
     cores = len(os.sched_getaffinity(0))
     print(f"{platform.machine()}, {cores} cores, torch {torch.__version__}; batch {BATCH} a "
-          f"worker, threads: {args.threads}; {args.seconds:g} s, median of {args.rounds} rounds; load "
-          f"{os.getloadavg()[0]:.1f} before")  # fmt: skip
+          f"worker, threads: {args.threads}; {args.seconds:g} s, median of {args.rounds} rounds; "
+          f"load {os.getloadavg()[0]:.1f} before")  # fmt: skip
     if not args.peer:
         rows = scaling(args)
     elif has_tensorflow(args.tensorflow):

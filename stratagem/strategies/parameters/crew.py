@@ -5,8 +5,7 @@
     children      = other workers    servers and other workers run elsewhere
                     and servers
 
-A worker that dies does not end the others. Children are replaced at once: the new one gets the
-same call and takes part from there.
+A worker that dies does not end the others.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import os
 import secrets
 import select
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,15 +28,17 @@ from stratagem.cluster.handshake import job_secret
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import Place
 from stratagem.errors import ReplicaError, ReplicaLost, UsageError
-from stratagem.replicas import follower, graph_pickle
-from stratagem.replicas.pool import Follower, Pool, ZygoteProcess
+from stratagem.replicas import follower
+from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.rules.stats import Stats
 from stratagem.strategies.agreement import Patience
 from stratagem.strategies.devices import place as device_of
 from stratagem.strategies.parameters.apart import Apart
+from stratagem.strategies.parameters.children import Children, patiently
+from stratagem.strategies.parameters.lines import Address
 from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.parameters.trouble import failed
-from stratagem.strategies.parameters.worker import Address, Worker
+from stratagem.strategies.parameters.worker import Worker
 from stratagem.strategies.replica import Replica, be, be_no_more, called_replica, set_called
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.team import Team
@@ -46,8 +46,6 @@ from stratagem.wire.tcp import local_address
 
 log = logging.getLogger("stratagem")
 
-_TOGETHER = 10.0  # seconds that a call waits for children which are still starting
-_IN_VAIN = 20  # replacements in a row that did not hand in a single gradient
 #: the worker that this process is
 _present: Worker | None = None
 
@@ -81,35 +79,6 @@ class LocalCluster:
             )
 
 
-@dataclass
-class _Hand:
-    """A child that works: the process, and what is still to come of it."""
-
-    index: int
-    name: str
-    pool: Pool
-    #: when it was started
-    hired: float = field(default_factory=time.monotonic)
-    #: it has said that it is connected
-    seated: bool = False
-    #: it has been given the call that is under way
-    called: bool = False
-    #: its answer to that is still to come
-    waiting: bool = False
-    value: Any = None
-    #: replacements since it was last known to have handed something in, and how much it had then
-    in_vain: int = 0
-    received: int = 0
-
-    @property
-    def one(self) -> Follower:
-        return self.pool.followers[0]
-
-
-class _Called(Exception):
-    """The call is over; what was being done beside it is done no more."""
-
-
 class Crew:
     """The workers and servers of one strategy."""
 
@@ -125,13 +94,9 @@ class Crew:
         self.fits = 0
         self._replica: Replica | None = None
         self._servers: list[Pool] = []
-        self._hands: list[_Hand] = []
+        self._children: Children | None = None
         self._lock = threading.RLock()
         self._owner = os.getpid()
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-        self._parcel = b""
-        self._segments: list[Any] = []
         self._last: Stats | None = None
         self._left = False
         #: the devices of one worker of a cluster, where it has several
@@ -173,8 +138,8 @@ class Crew:
         if self.place is not None:
             _be(self.worker)
         if self.cluster is not None:
-            for i in range(1, self.cluster.workers):
-                self._hands.append(_Hand(i, f"worker {i}", self._hire(i)))
+            self._children = Children(self.worker, self._hire, self.patience.arrive)
+            self._children.hire(range(1, self.cluster.workers))
         replica = _replica(self.index, self.size, self.devices[0], self.name)
         if self.place is not None:
             be(replica)
@@ -192,7 +157,7 @@ class Crew:
             pool = Pool([f"ps {i}"])
             self._servers.append(pool)
             told = (i, address, self.patience, self.parameter_device, cores() // self.cluster.ps)
-            pool.submit(_serve, [told], _patiently)
+            pool.submit(_serve, [told], patiently)
         return address
 
     def _look_at_servers(self) -> None:
@@ -214,8 +179,8 @@ class Crew:
         device = self.devices[index % len(self.devices)]
         pool.submit(
             _sit_down,
-            [(index, self.size, device, self.worker.address, self.patience, self._threads())],
-            _patiently,
+            [(index, self.size, device, self.worker.lines.address, self.patience, self._threads())],
+            patiently,
         )
         return pool
 
@@ -258,18 +223,10 @@ class Crew:
         sent: tuple[Any, ...],
     ) -> list[Any]:  # fmt: skip
         worker.fits = self.fits
-        self._error, self._done = None, threading.Event()
-        overseer: threading.Thread | None = None
-        if self._hands:
-            call = (function, sent, self.fits, torch.get_default_dtype())
-            self._parcel, self._segments = graph_pickle.dumps((_run, call, {}))
-            for hand in self._hands:
-                hand.called, hand.waiting, hand.value = False, True, None
-                hand.in_vain = hand.received = 0
-            self._wait_for_hands()
-            overseer = threading.Thread(target=self._oversee, name="stratagem-crew", daemon=True)
-            overseer.start()
-            if self._threads():
+        children = self._children
+        if children is not None:
+            children.begin((_run, (function, sent, self.fits, torch.get_default_dtype()), {}))
+            if children.hands and self._threads():
                 torch.set_num_threads(self._threads())
         try:
             if self._group is not None:
@@ -279,11 +236,9 @@ class Crew:
             self._last = worker.stats()
         finally:
             trained, self.fits = worker.fits > self.fits, worker.fits
-            self._done.set()
-            if overseer is not None:
-                overseer.join()
-        self._collect(trained)
-        return [mine, *(hand.value for hand in self._hands)]
+            if children is not None:
+                children.leave_alone()
+        return [mine, *(children.collect(trained=trained) if children is not None else ())]
 
     def _call_group(
         self, worker: Worker, group: Team, function: Callable[..., Any], args: tuple[Any, ...],
@@ -298,104 +253,6 @@ class Crew:
         finally:
             set_called(before)
 
-    def _wait_for_hands(self) -> None:
-        """Let everybody begin together; but who takes long comes later."""
-        until = time.monotonic() + _TOGETHER
-        while time.monotonic() < until and not all(hand.called for hand in self._hands):
-            self._look(_patiently)
-
-    def _oversee(self) -> None:
-        """Beside the call: hand it to the children, replace those that die, see what failed."""
-        while not self._done.is_set() and self._error is None:
-            try:
-                self._look(self._until_done)
-            except _Called:
-                return
-            except BaseException as error:
-                self._error = error
-                if self.worker is not None:
-                    self.worker.interrupt(error)
-
-    def _collect(self, trained: bool) -> None:
-        """Wait for the children's answers: a training has been brought to its end without them."""
-        if self._error is not None:
-            raise self._error
-        while any(hand.waiting for hand in self._hands):
-            self._look(_patiently, spare_the_silent=not trained)
-        self._segments, self._parcel = [], b""
-        for hand in self._hands:
-            hand.pool.drain()
-
-    def _until_done(self) -> None:
-        if self._done.is_set():
-            raise _Called
-
-    def _look(self, watch: Callable[[], None], *, spare_the_silent: bool = True) -> None:
-        """Take a tenth of a second to see what the children do."""
-        assert self.worker is not None
-        for hand in self._hands:
-            if hand.waiting and hand.seated and not hand.called:
-                self._hand_over(hand, watch)
-        waiting = {hand.one.control: hand for hand in self._hands if hand.waiting}
-        for sock in select.select(list(waiting), [], [], 0.1)[0]:
-            self._hear(waiting[sock], watch)
-        given_up = self.worker.given_up | (set() if spare_the_silent else self.worker.silent)
-        for hand in self._hands:
-            if hand.waiting and hand.name in given_up:
-                self._replace(hand, "does not answer any more")
-            elif not hand.seated and time.monotonic() - hand.hired > self.patience.arrive:
-                self._replace(hand, "has not come")  # the lead does not know it yet
-
-    def _hand_over(self, hand: _Hand, watch: Callable[[], None]) -> None:
-        try:
-            hand.one.send(self._parcel, watch)
-            hand.called = True
-        except ConnectionError:
-            self._replace(hand, "has ended")
-        except _Called:
-            self._replace(hand, "did not take its work")  # it has half of it
-            raise
-
-    def _hear(self, hand: _Hand, watch: Callable[[], None]) -> None:
-        answer = hand.one.answer(0.0, watch)
-        if answer is None or _was_dropped(hand, answer):
-            self._replace(hand, "has ended")
-        elif answer.failed:
-            hand.waiting = False
-            raise _failure(hand.name, answer) from answer.error
-        elif hand.seated:
-            hand.waiting, hand.value = False, answer.value
-        else:
-            hand.seated = True
-
-    def _replace(self, hand: _Hand, why: str) -> None:
-        assert self.worker is not None
-        received = self._received(hand)
-        hand.in_vain = hand.in_vain + 1 if received == hand.received else 0
-        hand.received = received
-        if hand.in_vain > _IN_VAIN:
-            raise ReplicaLost(
-                f"{hand.name} ended again and again: {_IN_VAIN} replacements in a row have not "
-                "handed in a single gradient. The last lines of their output stand above; is the "
-                "machine out of memory?", hand.name,
-            )  # fmt: skip
-        log.warning("%s %s; another takes its place", hand.name, why)
-        hand.pool.end()
-        self.worker.given_up.discard(hand.name)
-        self.worker.silent.discard(hand.name)
-        hand.seated = hand.called = False
-        hand.pool, hand.hired = self._hire(hand.index), time.monotonic()
-
-    def _received(self, hand: _Hand) -> int:
-        """How many gradients have come from a child's place so far."""
-        assert self.worker is not None
-        try:
-            stats = self.worker.stats()
-        except (OSError, ReplicaError) as problem:
-            log.info("the lead does not show its books: %s", problem)
-            return hand.received
-        return stats.by_worker.get(hand.index, {}).get("received", 0) if stats else 0
-
     # --- coming apart -----------------------------------------------------------------------
 
     def _fall(self, error: BaseException) -> BaseException:
@@ -403,8 +260,9 @@ class Crew:
         if self.worker is not None:
             self.worker.fall()
         better = error
-        if isinstance(error, ReplicaError) and self._error is not None:
-            better = self._error
+        seen = None if self._children is None else self._children.error
+        if isinstance(error, ReplicaError) and seen is not None:
+            better = seen
         if self.cluster is not None:
             self._end()
         elif not isinstance(error, Exception):
@@ -430,7 +288,9 @@ class Crew:
         worker, self.worker = self.worker, None
         if worker is not None and self.cluster is not None:
             worker.desert()
-        for pool in [*(hand.pool for hand in self._hands), *self._servers]:
+        if self._children is not None:
+            self._children.end()
+        for pool in self._servers:
             pool.end()
         if self._group is not None:
             self._group.close()
@@ -438,7 +298,7 @@ class Crew:
             worker.close(goodbye=self.cluster is None and not self._left)
         if _present is worker:
             _be(None)
-        self._hands, self._servers, self._segments, self._parcel = [], [], [], b""
+        self._children, self._servers = None, []
         if self._replica is not None and self.place is not None:
             be_no_more(self._replica)
         self._replica = None
@@ -456,25 +316,10 @@ def _size(place: Place | None) -> int:
     return 1 if place is None else place.size
 
 
-def _patiently() -> None:
-    """A child that lives is waited for."""
-
-
 def _replica(index: int, size: int, device: str, name: str) -> Replica:
     return Replica(
         index, size, device_of(device), name, Apart(index, size), Membership.alone(), local_index=0
     )
-
-
-def _failure(name: str, answer: follower.Answer) -> BaseException:
-    if isinstance(answer.error, ReplicaError):
-        return answer.error  # it only passes on what happened to another
-    return failed(name, answer.text)
-
-
-def _was_dropped(hand: _Hand, answer: follower.Answer) -> bool:
-    """Whether a child says of itself that the others have gone on without it."""
-    return isinstance(answer.error, ReplicaError) and answer.error.who == hand.name
 
 
 def _serve(index: int, address: Address, patience: Patience, device: str, cores: int) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,25 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stratagem.errors import ReplicaError, StratagemError
+from stratagem.errors import ReplicaError
 from stratagem.rules.push import Ticket
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Asynchronous
 from stratagem.strategies.agreement import Patience
-from stratagem.strategies.parameters.clerk import TREE_LIMIT
 from stratagem.strategies.parameters.courier import Courier
+from stratagem.strategies.parameters.lines import Address, Lines, room
 from stratagem.strategies.parameters.memory import Memory
 from stratagem.strategies.parameters.plan import Plan
-from stratagem.strategies.parameters.pulse import PulseThread
-from stratagem.strategies.parameters.reach import reach
-from stratagem.strategies.parameters.server import KNOWS_BETTER
-from stratagem.strategies.parameters.trouble import error_of, headline, lost
-from stratagem.wire.segment import host_identity
-from stratagem.wire.tcp import Connection, Frame, WireError
+from stratagem.wire.tcp import Frame
 from stratagem.wire.tree import decode, encode
-
-#: "0" has tensors travel over sockets on one machine, too
-SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
 
 log = logging.getLogger("stratagem")
 
@@ -71,14 +61,6 @@ class FitOver:
     told: Any
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where the servers are, and what proves that one belongs to their job."""
-
-    servers: tuple[str, ...]
-    secret: bytes
-
-
 class Worker:
     """One worker of a job with parameter servers."""
 
@@ -88,7 +70,6 @@ class Worker:
     ) -> None:  # fmt: skip
         """`watch` is called while servers do not answer yet, and may raise."""
         self.index, self.name, self.is_chief = index, name, chief
-        self.address = address
         self.plan: Plan | None = None
         self._epoch = 0
         self._snapshots = 0
@@ -101,23 +82,8 @@ class Worker:
         self._couriers: list[Courier] = []
         #: servers to which gradients are on their way while they are made
         self._streamed: set[int] = set()
-        hello = {"worker": index, "name": name, "chief": chief, "token": secrets.token_hex(8)}
-        tasks = [(f"ps {i}", where) for i, where in enumerate(address.servers)]
-        limit = patience.arrive
-        self._servers = reach(tasks, address.secret, {"hello": "worker", **hello}, limit, watch)
-        try:
-            (beats,) = reach(
-                tasks[:1], address.secret, {"hello": "pulse", **hello}, limit, watch
-            )
-            self._pulse = PulseThread(beats, patience.answer, self._cut_off)
-            here = host_identity()
-            #: whether every server can map this process' memory
-            self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and all(
-                self._call(i, {"t": "host"}).header["host"] == here for i in range(len(tasks))
-            )
-        except BaseException:
-            self._hang_up()
-            raise
+        me = {"worker": index, "name": name, "chief": chief}
+        self.lines = Lines(me, address, patience, watch)
 
     # --- a fit ------------------------------------------------------------------------------
 
@@ -129,7 +95,7 @@ class Worker:
 
         `beside` is what the other workers get to know besides: the weights that are not trained.
         """
-        self._call(0, {"t": "clear"})
+        self.lines.call(0, {"t": "clear"})
         self.plan = plan
         for i, values in enumerate(self._cut(params)):
             body = [values]
@@ -138,38 +104,35 @@ class Worker:
                 tree = encode(states[i])
                 body.append(tree)
                 header["states"] = tree.numel()
-            self._call(i, header, body)
-        self._call(0, {"t": "begin", "fit": fit}, [encode(beside)])
+            self.lines.call(i, header, body)
+        self.lines.call(0, {"t": "begin", "fit": fit}, [encode(beside)])
 
     def enter(self, fit: int) -> tuple[Plan, Any] | FitOver:
         """Wait for the chief to begin the fit; its plan, and what it has put beside."""
-        frame = self._call(0, {"t": "enter", "fit": fit})
-        told = self._tree(frame)
+        frame = self.lines.call(0, {"t": "enter", "fit": fit})
+        told = self.lines.tree(frame)
         if "plan" not in frame.header:
             return FitOver(told)
         self.plan = Plan.from_json(frame.header["plan"])
         return self.plan, told
 
-    def _tree(self, frame: Frame) -> Any:
-        return decode(self._servers[0].read(TREE_LIMIT)) if frame.size else None
-
     def join(self, fit: int, params: Sequence[nn.Parameter]) -> FitOver | None:
         """Take a desk at every server, and have the parameters live in memory they can reach."""
         assert self.plan is not None
-        self.memory = Memory(self.plan, params, near=self.near)
-        self._have = [-1] * len(self._servers)
-        self._epoch = self._news = self._after = 0
+        self.memory = Memory(self.plan, params, near=self.lines.near)
+        self._have = [-1] * len(self.lines)
+        self._epoch = self.lines.news = self._after = 0
         self._told: Any = None
         #: what came with the answer to a push
         self._ahead: Work | None = None
         self._came = 0.0
         self._hire_couriers()
-        for i in range(len(self._servers)):
-            self._call(i, {"t": "sit", "fit": fit, "memory": self.memory.handle})
-        frame = self._call(0, {"t": "join", "fit": fit})
+        for i in range(len(self.lines)):
+            self.lines.call(i, {"t": "sit", "fit": fit, "memory": self.memory.handle})
+        frame = self.lines.call(0, {"t": "join", "fit": fit})
         if "over" not in frame.header:
             return None
-        over = FitOver(self._tree(frame))
+        over = FitOver(self.lines.tree(frame))
         if "after" in frame.header:  # the servers still have what came of it
             self._after = int(frame.header["after"])
             self.refresh()
@@ -180,8 +143,8 @@ class Worker:
         """Where much has to travel it does so beside the computation."""
         assert self.plan is not None
         self._dismiss_couriers()
-        if not self.near and self.memory.values.nbytes >= _MUCH:
-            self._couriers = [Courier(f"courier-{i}") for i in range(len(self._servers))]
+        if not self.lines.near and self.memory.values.nbytes >= _MUCH:
+            self._couriers = [Courier(f"courier-{i}") for i in range(len(self.lines))]
 
     def _dismiss_couriers(self) -> None:
         for courier in self._couriers:
@@ -197,9 +160,9 @@ class Worker:
     def interrupt(self, error: BaseException) -> None:
         """From another thread: have whatever waits here end with this error."""
         if isinstance(error, ReplicaError):
-            self._pulse.fall(error)
+            self.lines.pulse.fall(error)
         else:
-            self._hang_up()
+            self.lines.hang_up()
 
     def fall(self) -> None:
         """Nothing comes of the training: the model is the user's own again."""
@@ -214,7 +177,7 @@ class Worker:
     def leave(self) -> None:
         """The fit is over: parameters get memory of their own again."""
         self.memory.close()
-        self._call(0, {"t": "leave"})
+        self.lines.call(0, {"t": "leave"})
 
     @property
     def version(self) -> int:
@@ -246,14 +209,14 @@ class Worker:
         """
         work, self._ahead = self._ahead, None
         if work is None:
-            frame = self._call(
+            frame = self.lines.call(
                 0, {"t": "next", "epoch": self._epoch, "have": self._have[0], "feeds": low}
             )
             told = frame.header
             if "hungry" in told:
                 return None
             if "end" in told:
-                return FitOver(self._tree(frame))
+                return FitOver(self.lines.tree(frame))
             if "over" in told:
                 self._epoch, self._after = int(told["over"]), int(told["after"])
                 return EpochOver(self._epoch)
@@ -266,12 +229,12 @@ class Worker:
 
     def _take(self, told: Mapping[str, Any], frame: Frame) -> Work:
         """A ticket has come; its values are on their way."""
-        payload = _room(int(told.get("payload", 0)), frame)
+        payload = room(int(told.get("payload", 0)), frame)
         if "payload" in told:
-            self._servers[0].read_into([payload], more=True)
+            self.lines.read_into(0, [payload], more=True)
         self._ask_others(int(told["after"]))
         self._carry(0, lambda: self._take_values(0, told))
-        for i in range(1, len(self._servers)):
+        for i in range(1, len(self.lines)):
             self._carry(i, partial(self._take_from, i))
         ticket = Ticket(*(int(n) for n in told["ticket"]))
         return Work(ticket, int(told["epoch"]), decode(payload) if "payload" in told else None)
@@ -280,7 +243,7 @@ class Worker:
         """Wait for the values that come with a ticket."""
         self._await_couriers()
         self.memory.arrived()
-        self._news = max(self._news, self.version)
+        self.lines.news = max(self.lines.news, self.version)
 
     def begin_backward(self, *, listens: bool = False) -> None:
         """Gradients are about to be made, once each: send each as soon as it is there.
@@ -289,17 +252,13 @@ class Worker:
         """
         if self._couriers and self.memory.streams:
             self.memory.begin()
-            self._streamed = set(range(int(listens), len(self._servers)))
+            self._streamed = set(range(int(listens), len(self.lines)))
             for i in self._streamed:
                 self._carry(i, partial(self._stream, i))
 
     def _stream(self, i: int) -> None:
         memory = self.memory
-        try:
-            self._servers[i].stream({"t": "stage"}, memory.nbytes(i), memory.parts(i))
-        except OSError as problem:
-            raise self._why(i) from problem
-        self._receive(i)
+        self.lines.stream(i, {"t": "stage"}, memory.nbytes(i), memory.parts(i))
 
     def _carry(self, i: int, errand: Callable[[], None]) -> None:
         if self._couriers:
@@ -319,9 +278,9 @@ class Worker:
         self.memory.landed()
         used = self.memory.used()
         streamed = self._finish_stream()
-        others = [i for i in range(1, len(self._servers)) if i not in streamed]
+        others = [i for i in range(1, len(self.lines)) if i not in streamed]
         for i in [i for i in others if self._stage(i, {"t": "stage"})]:
-            self._receive(i)
+            self.lines.receive(i)
         header = {
             "t": "push", "serial": ticket.serial, "version": self.version, "weight": weight,
             "notes": [loss, examples], "used": used,
@@ -333,10 +292,10 @@ class Worker:
         if settings is not None and settings != self._told:
             self._told, header["settings"] = settings, settings
         if 0 in streamed:
-            self._write(0, header)
+            self.lines.write(0, header)
         else:
             self._stage(0, header)
-        frame = self._receive(0)
+        frame = self.lines.receive(0)
         answer = frame.header
         self._after = int(answer["after"])
         if "next" in answer:
@@ -347,7 +306,7 @@ class Worker:
         """Have somebody else do what was to be done next here."""
         if self._ahead is not None:
             work, self._ahead = self._ahead, None
-            self._call(0, {"t": "abandon", "serial": work.ticket.serial})
+            self.lines.call(0, {"t": "abandon", "serial": work.ticket.serial})
 
     def _finish_stream(self) -> set[int]:
         """The servers whose gradients left while they were made; now they are all there."""
@@ -368,49 +327,41 @@ class Worker:
             header["rows"] = rows
         if not body and header["t"] == "stage":
             return False
-        self._write(i, header, body)
+        self.lines.write(i, header, body)
         return True
 
     @property
     def is_late(self) -> bool:
         """Whether the others have gone on without the gradient that is being computed here."""
-        while self._servers[0].readable():
-            frame = self._servers[0].receive()
-            if frame is None:
-                raise self._why(0)
-            self._news = max(self._news, int(frame.header["news"]))
-        self._check()
-        return self._news > self.version
+        self.lines.listen()
+        return self.lines.news > self.version
 
     def abandon(self, ticket: Ticket) -> None:
         """Stop working on a ticket that came too late."""
         self._finish_stream()
-        self._call(0, {"t": "abandon", "serial": ticket.serial})
+        self.lines.call(0, {"t": "abandon", "serial": ticket.serial})
 
     def refresh(self) -> None:
         """Fetch the newest values from every server."""
-        for i in range(len(self._servers)):
+        for i in range(len(self.lines)):
             header = {"t": "fetch", "have": self._have[i], "after": self._after_of(i)}
-            self._take_values(i, self._call(i, header).header)
+            self._take_values(i, self.lines.call(i, header).header)
         self.memory.arrived()
 
     def _after_of(self, i: int) -> int:
         return 0 if i == 0 else self._after
 
     def _ask_others(self, after: int) -> None:
-        for i in range(1, len(self._servers)):
-            self._write(i, {"t": "fetch", "have": self._have[i], "after": after})
+        for i in range(1, len(self.lines)):
+            self.lines.write(i, {"t": "fetch", "have": self._have[i], "after": after})
 
     def _take_from(self, i: int) -> None:
-        self._take_values(i, self._receive(i).header)
+        self._take_values(i, self.lines.receive(i).header)
 
     def _take_values(self, i: int, told: Mapping[str, Any]) -> None:
         into, settle = self.memory.incoming(i, told)
         if into:
-            try:
-                self._servers[i].read_into(into)
-            except OSError as problem:
-                raise self._why(i) from problem
+            self.lines.read_into(i, into)
         settle()
         self._have[i] = int(told["version"])
 
@@ -426,44 +377,44 @@ class Worker:
             "t": "deal", "epoch": epoch, "first": first, "runs": [list(run) for run in runs],
             "last": last, "sizes": [parcel.numel() for parcel in parcels],
         }  # fmt: skip
-        return int(self._call(0, header, parcels).header["left"])
+        return int(self.lines.call(0, header, parcels).header["left"])
 
     def gather(self) -> tuple[list[Any], float, int]:
         """Every worker's report on the epoch, the loss added up, and over how many examples."""
-        frame = self._call(0, {"t": "gather"})
-        trees = [_room(int(size), frame) for size in frame.header["sizes"]]
+        frame = self.lines.call(0, {"t": "gather"})
+        trees = [room(int(size), frame) for size in frame.header["sizes"]]
         if frame.size:
-            self._servers[0].read_into(trees)
+            self.lines.read_into(0, trees)
         told = frame.header
         return [decode(tree) for tree in trees], float(told["loss"]), int(told["examples"])
 
     def report(self, tree: Any) -> None:
         """What this worker has counted in the epoch that is over."""
-        self._call(0, {"t": "report", "epoch": self._epoch}, [encode(tree)])
+        self.lines.call(0, {"t": "report", "epoch": self._epoch}, [encode(tree)])
 
     def set_settings(self, groups: list[dict[str, Any]]) -> None:
         """Have the servers' optimizers follow, unless they know."""
         if groups != self._told:
             self._told = groups
-            self._call(0, {"t": "settings", "groups": groups})
+            self.lines.call(0, {"t": "settings", "groups": groups})
 
     def so_far(self) -> tuple[float, int]:
         """The loss added up in this epoch, and over how many examples."""
-        told = self._call(0, {"t": "so far"}).header
+        told = self.lines.call(0, {"t": "so far"}).header
         return float(told["loss"]), int(told["examples"])
 
     def snapshot(self) -> tuple[int, list[Tensor], list[Any]]:
         """One version of everything: its number, values and optimizer states by server."""
         self._snapshots += 1
         number = self._snapshots
-        after = int(self._call(0, {"t": "snapshot", "number": number}).header["after"])
+        after = int(self.lines.call(0, {"t": "snapshot", "number": number}).header["after"])
         values, states, version = [], [], 0
         assert self.plan is not None
-        for i in range(len(self._servers)):
-            frame = self._call(i, {"t": "restored", "number": number, "after": after})
+        for i in range(len(self.lines)):
+            frame = self.lines.call(i, {"t": "restored", "number": number, "after": after})
             flat = torch.empty(self.plan.layout.loads[i], dtype=self.plan.dtype)
-            tree = _room(int(frame.header["states"]), frame)
-            self._servers[i].read_into([flat, tree])
+            tree = room(int(frame.header["states"]), frame)
+            self.lines.read_into(i, [flat, tree])
             values.append(flat)
             states.append(decode(tree))
             version = int(frame.header["version"])
@@ -473,13 +424,13 @@ class Worker:
     def finish(self, told: Any) -> None:
         """End the fit; `told` is what the others get to hear."""
         self.put_back()
-        self._call(0, {"t": "finish"}, [encode(told)])
+        self.lines.call(0, {"t": "finish"}, [encode(told)])
 
     def assign(self, params: Sequence[Tensor]) -> None:
         """Put other values into the servers: somebody has changed them here."""
         self.put_back()  # it came with values that are not these
         for i, values in enumerate(self._cut(params)):
-            self._call(i, {"t": "assign"}, [values])
+            self.lines.call(i, {"t": "assign"}, [values])
 
     def _cut(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Every server's values, one block each."""
@@ -492,100 +443,31 @@ class Worker:
         ]
 
     def stats(self) -> Stats | None:
-        """The books; on a connection of its own, so that any thread may ask at any time."""
-        hello = {"hello": "visitor", "name": self.name}
-        (visit,) = reach([("ps 0", self.address.servers[0])], self.address.secret, hello, 5.0)
-        try:
-            frame = visit.receive()
-        finally:
-            visit.close()
-        told = frame.header["stats"] if frame is not None else None
-        return Stats.from_json(told) if told else None
+        """The books; any thread may ask at any time."""
+        return self.lines.stats()
 
     def report_failure(self, text: str) -> None:
         """Tell the others why this worker stops."""
         self._finish_stream()
-        self._call(0, {"t": "failed", "text": text})
+        self.lines.call(0, {"t": "failed", "text": text})
 
     @property
     def silent(self) -> set[str]:
         """As the chief: the names of tasks that the lead does not hear."""
-        return self._pulse.silent
+        return self.lines.pulse.silent
 
     @property
     def given_up(self) -> set[str]:
         """As the chief: the names of workers that the lead has given up."""
-        return self._pulse.given_up
+        return self.lines.pulse.given_up
 
     def close(self, *, goodbye: bool = True) -> None:
-        """Say goodbye to every server, the lead last."""
+        """Leave the job; without a goodbye the servers are gone, or nobody is to wait for them."""
         if goodbye:
             self._finish_stream()
         self._dismiss_couriers()
-        for i in reversed(range(len(self._servers) if goodbye else 0)):
-            try:
-                self._call(i, {"t": "bye"})
-            except (OSError, StratagemError):
-                continue  # it has gone first
-        if not goodbye:
-            self._hang_up()
-        self._pulse.stop()
-        self._hang_up()
+        self.lines.close(goodbye=goodbye)
 
     def desert(self) -> None:
         """The servers are about to be ended: what becomes of them is no news."""
-        self._pulse.mute()
-
-    def _cut_off(self, trouble: ReplicaError) -> None:
-        """The job cannot go on: say so, and wake whoever waits for a server."""
-        log.warning("%s", headline(trouble))
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        for connection in self._servers:
-            connection.close()
-
-    # --- talking ------------------------------------------------------------------------------
-
-    def _call(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> Frame:
-        self._write(i, header, body)
-        return self._receive(i)
-
-    def _write(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> None:
-        self._check()
-        try:
-            self._servers[i].send(header, body)
-        except OSError as problem:
-            raise self._why(i) from problem
-
-    def _receive(self, i: int) -> Frame:
-        connection: Connection = self._servers[i]
-        while True:
-            try:
-                frame = connection.receive()
-            except OSError as problem:
-                raise self._why(i) from problem
-            if frame is None:
-                raise self._why(i)
-            if "news" in frame.header:
-                self._news = max(self._news, int(frame.header["news"]))
-                continue
-            if "error" in frame.header:
-                raise error_of(frame.header)
-            return frame
-
-    def _check(self) -> None:
-        if self._pulse.trouble is not None:
-            raise self._pulse.trouble
-
-    def _why(self, i: int) -> ReplicaError:
-        """A connection ended: the pulse may know better whose fault it was."""
-        return self._pulse.explain(KNOWS_BETTER) or lost(f"ps {i}")
-
-
-
-def _room(size: int, frame: Frame) -> Tensor:
-    """Memory for a part of a frame's body, which cannot be larger than that."""
-    if not 0 <= size <= frame.size:
-        raise WireError(f"a part of {size} bytes was announced in a body of {frame.size}")
-    return torch.empty(size, dtype=torch.uint8)
+        self.lines.pulse.mute()

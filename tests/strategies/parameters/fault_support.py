@@ -71,7 +71,8 @@ def crew_of(strategy: sg.Strategy) -> Crew:
 
 def worker_pids(strategy: sg.Strategy) -> list[int]:
     """The children that work now; the first worker is this process."""
-    return [hand.pool.pids[0] for hand in crew_of(strategy)._hands]
+    children = crew_of(strategy)._children
+    return [] if children is None else [hand.pool.pids[0] for hand in children.hands]
 
 
 def ps_pids(strategy: sg.Strategy) -> list[int]:

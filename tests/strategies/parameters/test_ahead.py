@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 
 import stratagem as sg
 from stratagem.rules.stats import Stats
+from stratagem.strategies.parameters.lines import Address
 from stratagem.strategies.parameters.loop import TicketLoader
 from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.parameters.session import Session
-from stratagem.strategies.parameters.worker import Address, EpochOver, Work, Worker
+from stratagem.strategies.parameters.worker import EpochOver, Work, Worker
 from stratagem.strategies.settings import Served
 from stratagem.wire.tcp import local_address
 from tests.replicas.scripts import wait_for
@@ -96,13 +97,13 @@ def test_it_comes_with_the_newest_values(
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
     chief = join(0)
     asked: list[Any] = []
-    call = chief.worker._call
+    call = chief.worker.lines.call
 
     def noted(i: int, told: Any, body: Any = ()) -> Any:
         asked.append(told["t"])
         return call(i, told, body)
 
-    monkeypatch.setattr(chief.worker, "_call", noted)
+    monkeypatch.setattr(chief.worker.lines, "call", noted)
     chief.worker.deal(1, 0, [(3, 1)], True)
     for batch in range(3):
         work = take(chief, batch)

@@ -26,10 +26,11 @@ from torch import Tensor
 import stratagem as sg
 from stratagem.replicas import frames
 from stratagem.replicas.pool import ZygoteProcess
-from stratagem.strategies.parameters import crew
+from stratagem.strategies.parameters import children
+from stratagem.strategies.parameters.lines import Address
 from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.parameters.session import Session
-from stratagem.strategies.parameters.worker import Address, Work, Worker
+from stratagem.strategies.parameters.worker import Work, Worker
 from stratagem.strategies.settings import Served
 from stratagem.wire.tcp import local_address
 from tests.replicas.scripts import Nursery, family, nursery, runs, wait_for
@@ -180,7 +181,7 @@ def test_one_that_is_killed_between_two_trainings(made: Any) -> None:
 
 def test_one_that_ends_again_and_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something is wrong with it; the others do not try for ever."""
-    monkeypatch.setattr(crew, "_IN_VAIN", 5)
+    monkeypatch.setattr(children, "_IN_VAIN", 5)
     strategy = made(workers=2, ps=1)
 
     with pytest.raises(sg.ReplicaLost, match="worker 1 ended again and again") as caught:
@@ -269,7 +270,7 @@ def test_one_that_does_not_read_holds_nobody_up(
     chief = take_part(servers, 0, rows=500_000, spares=1)
     deaf = take_part(servers, 1, rows=500_000, spares=1)
     chief.worker.deal(1, 0, [(4, 1)], True)
-    deaf.worker._write(0, {"t": "next", "epoch": 0, "have": -1, "feeds": None})
+    deaf.worker.lines.write(0, {"t": "next", "epoch": 0, "have": -1, "feeds": None})
     wait_for(lambda: not servers[0].lead or servers[0].lead.ledger.holds(1))
     kept: list[bool] = []
     rest = threading.Thread(
@@ -365,9 +366,7 @@ def test_a_worker_that_stands_too_long_is_given_up(
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_killed_server_ends_the_training(
-    made: Any, which: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_server_ends_the_training(made: Any, which: int) -> None:
     """It is named, and the same strategy trains again, with fresh processes."""
     strategy = made(updates=sg.Synchronous())
     assert works(strategy)
@@ -385,7 +384,6 @@ def test_a_killed_server_ends_the_training(
     assert time.monotonic() - fell[0] < SOON
     assert caught.value.who == f"ps {which}"
     wait_for(lambda: not any(runs(pid) for pid in everybody), SOON)
-    assert said(caplog, f"ps {which} is gone")
     assert works(strategy)
 
 
@@ -447,7 +445,7 @@ def test_a_mistake_of_the_lead_ends_the_job_with_its_traceback(
     whole = worker.next
 
     def ask(*args: Any, **options: Any) -> Any:
-        worker._call(0, {"t": "push", "serial": "not a number"})
+        worker.lines.call(0, {"t": "push", "serial": "not a number"})
         return whole(*args, **options)
 
     monkeypatch.setattr(worker, "next", ask)
