@@ -1,52 +1,24 @@
-"""Metrics are torchmetrics: the common ones by name, joined over replicas when they are read."""
+"""Metrics are torchmetrics, joined over replicas when they are read."""
 
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torchmetrics
-from torch import Tensor
-from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
+from torch import Tensor, nn
 
 from stratagem.errors import UsageError
-from stratagem.frontends.losses import examples
+from stratagem.replicas.pool import ZygoteProcess
 from stratagem.strategies.replica import Replica
 from stratagem.wire.tree import gather_tree
 
-Maker = Callable[[int], torchmetrics.Metric]
+if TYPE_CHECKING:
+    import torchmetrics
 
-
-def _accuracy(classes: int) -> torchmetrics.Metric:
-    if classes > 1:
-        return MulticlassAccuracy(classes, average="micro", validate_args=False)
-    return BinaryAccuracy(validate_args=False)
-
-
-#: made when the first output shows how many classes there are (0: none)
-_NAMED: dict[str, Maker] = {
-    "accuracy": _accuracy,
-    "mae": lambda _: torchmetrics.MeanAbsoluteError(),
-    "mse": lambda _: torchmetrics.MeanSquaredError(),
-}
-
-
-class FunctionMetric(torchmetrics.MeanMetric):
-    """A plain function of (output, target), averaged over examples."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(nan_strategy="disable")
-        self.function = function
-
-    def update(self, output: Any, target: Any) -> None:  # type: ignore[override]
-        value = torch.as_tensor(self.function(output, target)).detach().float()
-        # As many values as examples: MeanMetric with nan_strategy="disable" ignores weights.
-        super().update(value if value.dim() else value.expand(examples(output, target)))
-
+    from stratagem.frontends.metric_kinds import Maker
 
 class MetricSet:
     """The metrics of one model, by name."""
@@ -56,13 +28,13 @@ class MetricSet:
         self.counted = False
         self._makers: dict[str, Maker] = {}
         self._metrics: dict[str, torchmetrics.Metric] = {}
-        for name, metric in _listed(metrics):
+        for name, metric in _named(metrics):
             if name in self._makers or name in self._metrics:
                 raise UsageError(f'two metrics are called "{name}"; give them names: a dict.')
-            if isinstance(metric, str):
-                self._makers[name] = _NAMED[metric]
-            else:
-                self._metrics[name] = metric
+            kept: dict[str, Any] = (
+                self._metrics if isinstance(metric, nn.Module) else self._makers
+            )
+            kept[name] = metric
 
     @property
     def names(self) -> list[str]:
@@ -186,44 +158,12 @@ def _classes(output: Any, target: Any) -> int:
     return 0
 
 
-def _listed(metrics: Any) -> list[tuple[str, Any]]:
+def _named(metrics: Any) -> list[tuple[str, Any]]:
+    """Metrics with their names, or what makes one. torchmetrics takes seconds to import: only who
+    has metrics waits for it, and replicas that will need it import it meanwhile."""
     if metrics is None:
         return []
-    if isinstance(metrics, Mapping):
-        given = [(str(name), metric) for name, metric in metrics.items()]
-    elif isinstance(metrics, Sequence) and not isinstance(metrics, str):
-        given = [("", metric) for metric in metrics]
-    else:
-        given = [("", metrics)]
-    return [pair for name, metric in given for pair in _members(name, metric)]
+    ZygoteProcess.prepare("torchmetrics")
+    from stratagem.frontends.metric_kinds import listed
 
-
-def _members(name: str, metric: Any) -> list[tuple[str, Any]]:
-    """A metric with its name; a collection as its members, with the names that it gives them."""
-    if not isinstance(metric, torchmetrics.MetricCollection):
-        return [(name or _name(metric), _checked(metric))]
-    # With a state for each: those of a used collection share one, which would count twice.
-    members = metric.items(keep_base=False, copy_state=True)
-    return [(f"{name}_{own}" if name else own, member) for own, member in members]
-
-
-def _checked(metric: Any) -> Any:
-    if isinstance(metric, str):
-        if metric not in _NAMED:
-            raise UsageError(
-                f'there is no metric "{metric}" here; the names are {", ".join(_NAMED)}, and any '
-                "torchmetrics metric can be given itself."
-            )
-        return metric
-    if isinstance(metric, torchmetrics.Metric):
-        return metric
-    if callable(metric):
-        return FunctionMetric(metric)
-    raise UsageError(f"{metric!r} is no metric; give a name, a torchmetrics metric or a function.")
-
-
-def _name(metric: Any) -> str:
-    if isinstance(metric, str):
-        return metric
-    name = getattr(metric, "__name__", type(metric).__name__)
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return listed(metrics)

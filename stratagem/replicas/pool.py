@@ -30,7 +30,7 @@ main()
 
 
 #: imported while the user builds a model; making any optimizer imports torch._dynamo (1.6 s)
-_ALWAYS = ["torch", "torch._dynamo", "torchmetrics", "stratagem.replicas.follower"]
+_ALWAYS = ["torch", "torch._dynamo", "stratagem.replicas.follower"]
 #: slow imports that followers will need, too, once their owner has them
 _SLOW = ("stratagem", "torchmetrics", "keras")
 
@@ -66,7 +66,7 @@ class ZygoteProcess:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START.format(path=_path()), str(theirs.fileno()),
-             ",".join([*_ALWAYS, *(name for name in _worth_sharing() if name == "keras")])],
+             ",".join([*_ALWAYS, *(name for name in _worth_sharing() if name in _SLOW[1:])])],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         theirs.close()
@@ -87,6 +87,15 @@ class ZygoteProcess:
                 cls._instance = cls()
             assert cls._instance is not None
             return cls._instance
+
+    @classmethod
+    def prepare(cls, module: str) -> None:
+        """Have it import what followers will need, while the caller does so itself."""
+        with cls._guard:
+            self = cls._instance
+        if self is not None and self._owner == os.getpid():
+            with self._lock, contextlib.suppress(OSError):  # who forks next sees that it is gone
+                frames.send_with_fds(self._channel, json.dumps({"import": module}).encode(), [])
 
     def fork(self, fds: list[int]) -> int:
         setting = {

@@ -53,7 +53,9 @@ class Zygote:
             if not ready:
                 continue
             request = json.loads(data)
-            if "fork" in request:
+            if "import" in request:
+                importlib.import_module(request["import"])
+            elif "fork" in request:
                 os.environ.update(_keras_settings(request["fork"]["environ"]))
                 for name in request["modules"]:
                     importlib.import_module(name)

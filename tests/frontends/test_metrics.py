@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,3 +96,24 @@ def test_a_collection_that_was_used_before(some: sg.Strategy) -> None:
 def test_two_collections_with_the_same_names_are_refused() -> None:
     with pytest.raises(sg.UsageError, match=r'two metrics are called "my_acc"'):
         sg.Model(mlp(), strategy(1)).compile("sgd", "cross_entropy", [collection(), collection()])
+
+
+@pytest.mark.timeout(60)
+def test_who_has_no_metrics_does_not_wait_for_torchmetrics() -> None:
+    """It takes seconds to import; with metrics, replicas import it while the caller does."""
+    code = """if True:
+        import sys, torch, stratagem as sg
+
+        def there():
+            return "torchmetrics" in sys.modules
+
+        strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+        with strategy.scope():
+            model = sg.Model(torch.nn.Linear(2, 1))
+            model.compile("sgd", loss="mse")
+            assert strategy.run(there) == [False, False]
+            model.compile("sgd", loss="mse", metrics=["mae"])
+        strategy.close()
+        assert strategy.run(there) == [True, True]
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)

@@ -1,0 +1,86 @@
+"""The kinds of metrics that there are: some by name, torchmetrics' own, and plain functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torchmetrics
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
+
+from stratagem.errors import UsageError
+from stratagem.frontends.losses import examples
+
+Maker = Callable[[int], torchmetrics.Metric]
+
+
+def _accuracy(classes: int) -> torchmetrics.Metric:
+    if classes > 1:
+        return MulticlassAccuracy(classes, average="micro", validate_args=False)
+    return BinaryAccuracy(validate_args=False)
+
+
+#: made when the first output shows how many classes there are (0: none)
+_NAMED: dict[str, Maker] = {
+    "accuracy": _accuracy,
+    "mae": lambda _: torchmetrics.MeanAbsoluteError(),
+    "mse": lambda _: torchmetrics.MeanSquaredError(),
+}
+
+
+class FunctionMetric(torchmetrics.MeanMetric):
+    """A plain function of (output, target), averaged over examples."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(nan_strategy="disable")
+        self.function = function
+
+    def update(self, output: Any, target: Any) -> None:  # type: ignore[override]
+        value = torch.as_tensor(self.function(output, target)).detach().float()
+        # As many values as examples: MeanMetric with nan_strategy="disable" ignores weights.
+        super().update(value if value.dim() else value.expand(examples(output, target)))
+
+
+def listed(metrics: Any) -> list[tuple[str, torchmetrics.Metric | Maker]]:
+    """What the user gave, each with a name; those made later as what makes them."""
+    if isinstance(metrics, Mapping):
+        given = [(str(name), metric) for name, metric in metrics.items()]
+    elif isinstance(metrics, Sequence) and not isinstance(metrics, str):
+        given = [("", metric) for metric in metrics]
+    else:
+        given = [("", metrics)]
+    pairs = [pair for name, metric in given for pair in _members(name, metric)]
+    return [(name, _NAMED[m] if isinstance(m, str) else m) for name, m in pairs]
+
+
+def _members(name: str, metric: Any) -> list[tuple[str, Any]]:
+    """A metric with its name; a collection as its members, with the names that it gives them."""
+    if not isinstance(metric, torchmetrics.MetricCollection):
+        return [(name or _name(metric), _checked(metric))]
+    # With a state for each: those of a used collection share one, which would count twice.
+    members = metric.items(keep_base=False, copy_state=True)
+    return [(f"{name}_{own}" if name else own, member) for own, member in members]
+
+
+def _checked(metric: Any) -> Any:
+    if isinstance(metric, str):
+        if metric not in _NAMED:
+            raise UsageError(
+                f'there is no metric "{metric}" here; the names are {", ".join(_NAMED)}, and any '
+                "torchmetrics metric can be given itself."
+            )
+        return metric
+    if isinstance(metric, torchmetrics.Metric):
+        return metric
+    if callable(metric):
+        return FunctionMetric(metric)
+    raise UsageError(f"{metric!r} is no metric; give a name, a torchmetrics metric or a function.")
+
+
+def _name(metric: Any) -> str:
+    if isinstance(metric, str):
+        return metric
+    name = getattr(metric, "__name__", type(metric).__name__)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
