@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.cluster.cores import cores
 from stratagem.launch import cli
 from stratagem.launch.diagnosis import Row, measured
 from stratagem.launch.probe import Speed
 from stratagem.plan.choose import choose
-from stratagem.plan.hardware import Hardware, cores
+from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Table
 from stratagem.plan.report import dumps
 from tests.plan.support import profile
