@@ -14,6 +14,7 @@ import pytest
 from stratagem.launch import cli
 from stratagem.launch.diagnosis import Row, measured
 from stratagem.launch.probe import Speed
+from stratagem.plan import advice
 from stratagem.plan.choose import choose
 from stratagem.plan.hardware import Hardware, cores
 from stratagem.plan.profile import Table
@@ -42,6 +43,12 @@ print("the script went on")
 """
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about what is asked and said; nobody reads the figures."""
+    monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.2)
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -56,7 +63,8 @@ def test_a_plan_from_a_script(script: Path, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(words) == 0
     shown = capsys.readouterr()
     assert "the script went on" not in shown.out and "strategy" in shown.out
-    assert "up to its first fit" in shown.err and "say what you have with --latency" in shown.err
+    assert "up to its first fit" in shown.err
+    assert "assumed --latency 50us; say what you have" in shown.err
     told = json.loads(Path("plan.json").read_text())
     assert told["profile"]["batch"] == 20  # half of the script's, which has two replicas
     assert told["profile"]["buckets"][0]["size"] == (20 * 8 + 8 + 8 * 3 + 3) * 4
@@ -65,6 +73,28 @@ def test_a_plan_from_a_script(script: Path, capsys: pytest.CaptureFixture[str]) 
     assert "<svg" in Path("plan.html").read_text()
     assert sorted(p.name for p in script.parent.iterdir()) == ["plan.html", "plan.json", "train.py"]
     assert (sys.argv, sys.path) == before
+
+
+def test_the_code_trains_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Pasted above a script, and started the way that it says."""
+    monkeypatch.chdir(tmp_path)
+    pasted = advice.code(choose(profile(batch=3, device="cuda"), Hardware(hosts=2, link=1.25e8)))
+    assert "sg.MultiWorkerMirroredStrategy(wire" in pasted
+    (tmp_path / "train.py").write_text(f"{pasted}\n{TRAINING}")
+    start = next(line for line in pasted.splitlines() if "stratagem run" in line)
+    assert cli.main(start.removeprefix("# stratagem ").split()) == 0
+    assert capfd.readouterr().out.count("trained on 2 with 6") == 2
+
+
+TRAINING = """
+import torch
+model = sg.Model(torch.nn.Linear(2, 1), strategy)
+model.compile("sgd", "mse")
+model.fit(torch.ones(12, 2), torch.ones(12, 1), batch_size=batch_size, verbose=0)
+print("trained on", strategy.num_replicas_in_sync, "with", batch_size)
+"""
 
 
 def test_other_links_without_the_script(
@@ -145,6 +175,9 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
         (["--json", "no/plan.json", "train.py"], "there is no folder 'no'"),
         (["--html", ".", "train.py"], "is a folder"),
         (["--nonsense", "train.py"], "--nonsense"),
+        (["--network", "no.json", "train.py"], "no.json: it cannot be read (No such file"),
+        (["--network", "train.py", "train.py"], "it is not what stratagem check --json writes"),
+        (["--network", "bytes", "train.py"], "--network bytes: it is not text."),
     ],
 )
 def test_misuse_is_one_sentence(
@@ -152,6 +185,7 @@ def test_misuse_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "train.py").write_text("raise SystemExit('this should not have run')")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x80")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", *words]) == 2
     shown = capsys.readouterr()
