@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     _check_network(args)
     outputs = {"json": args.json, "html": args.html, "png": args.png}
     _check_outputs(outputs)
-    trial = None if args.earlier else _rehearsal(words)
+    trial = None if args.earlier else _rehearsal(words, args.validate)
     profile, here = _earlier(args.earlier) if trial is None else _measured(args, trial)
     from stratagem.plan.choose import choose
 
@@ -139,12 +139,17 @@ def _check_outputs(outputs: Mapping[str, str | None]) -> None:
         library()
 
 
-def _rehearsal(words: Sequence[str]) -> Rehearsal:
-    """Run the script, as `python script args` would, up to its first fit."""
+def _rehearsal(words: Sequence[str], validate: bool) -> Rehearsal:
+    """Run the script, as `python script args` would, up to where it would train."""
     from stratagem.launch.script import run_to_fit
 
     _say(f"running {words[0]} up to its first fit, or step")
-    return run_to_fit(words)
+    trial = run_to_fit(words)
+    if validate:  # what cannot be done is said before anything is measured
+        from stratagem.launch.validate import trainer
+
+        trainer(trial)
+    return trial
 
 
 def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
@@ -183,7 +188,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
 
     render(plan, Console())
     assumed = {} if args.hosts or args.max else {"--hosts": str(_HOSTS)}
-    if args.network is None:
+    if args.network is None and plan.hardware.hosts > 1:
         given = {"--link": (args.link, _LINK), "--latency": (args.latency, _LATENCY)}
         assumed |= {name: usual for name, (value, usual) in given.items() if value is None}
     if assumed:

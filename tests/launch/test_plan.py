@@ -261,6 +261,58 @@ def test_validate_runs_what_fits(
     assert "ParameterServer, 1 server" in shown
 
 
+KERAS = """
+import keras
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+model.compile("adam", "mse", metrics=["mae"])
+x = keras.random.normal((40, 8)).cpu().numpy()
+model.fit(x, x[:, :2], batch_size=20, epochs=100000)
+"""
+
+
+def test_validate_runs_keras_too(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of the model, alone and on two replicas; the script's own is left as it was."""
+    keras = pytest.importorskip("keras")
+    if keras.config.backend() != "torch":
+        pytest.skip("Keras runs on another backend here")
+    from stratagem.launch import validate
+    from stratagem.launch.script import run_to_fit
+    from stratagem.plan.configuration import Configuration
+    from stratagem.plan.measure import rehearse
+
+    script.write_text(KERAS)
+    trial = run_to_fit(["train.py"])
+    before = trial.module.get_weights()
+    plan = choose(rehearse(trial, crowded=False), Hardware(per_host=2, cores=2))
+    monkeypatch.setattr(validate, "_SECONDS", 0.05)
+    chosen = [Configuration(), Configuration(per_host=2)]
+    rows = list(validate.validate(plan, trial, chosen))
+    assert [row.configuration for row in rows] == chosen
+    assert all(0 < row.measured < 10 for row in rows)
+    assert all((a == b).all() for a, b in zip(before, trial.module.get_weights(), strict=True))
+    assert int(trial.module.optimizer.iterations) == 0
+    assert "_stratagem" not in trial.module.__dict__ and "fit" not in trial.module.__dict__
+
+
+def test_a_loop_cannot_be_validated(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(
+        "import torch\nnet = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "net(torch.ones(4, 2)).sum().backward()\noptimizer.step()\n"
+    )
+    assert cli.main(["plan", "--json", "plan.json", "--validate", "train.py"]) == 2
+    shown = capsys.readouterr()
+    last = shown.err.splitlines()[-1]
+    assert last.startswith("stratagem plan: a loop of one's own cannot be run")
+    assert "profiling" not in shown.err and not shown.out and not Path("plan.json").exists()
+    assert cli.main(["plan", "--quick", "--hosts", "1", "train.py"]) == 0
+    assert "assumed" not in capsys.readouterr().err, "one host has no link to assume anything of"
+
+
 def test_what_fits_is_of_this_machine() -> None:
     from stratagem.launch.validate import fitting
 
