@@ -165,7 +165,7 @@ class _Case:
             return message + hierarchical(
                 size, cfg.hosts, cfg.per_host, inside=here, between=there
             )
-        longer = 1 + 2 * self.cal.half / cfg.replicas if cfg.wire and self.on_cpu else 1.0
+        longer = 1 + self.cal.half * (1 - 2 / cfg.replicas) if cfg.wire and self.on_cpu else 1.0
         return message + ring(size, cfg.replicas, *there) * longer
 
     def _wire(self) -> str:
