@@ -136,6 +136,7 @@ __all__ = ["__version__", *sorted([*_WHERE, *_MODULES])]
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         value: Any = importlib.import_module(_MODULES[name])
+        importlib.import_module("stratagem.frontends.keras.unscoped")  # it watches for plans
     elif name in _WHERE:
         value = getattr(importlib.import_module(_WHERE[name]), name)
         if _WHERE[name].startswith("stratagem.strategies."):

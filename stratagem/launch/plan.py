@@ -1,7 +1,8 @@
 """How many machines, which strategy, is the network enough? Answered without training.
 
-Runs the script up to its first fit, measures a few steps of the model there on a batch of the real
-data, and predicts every strategy at every number of replicas. The script's fit does not train.
+Runs the script (torch or Keras, distributed or not) up to its first fit, or the first step of its
+own loop, measures a few steps there on a batch of the real data, and predicts every strategy at
+every number of replicas. Nothing is trained.
 
 examples:
   stratagem plan train.py                                  this machine, and 10Gbit between hosts
@@ -67,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     _check_network(args)
     outputs = {"json": args.json, "html": args.html, "png": args.png}
     _check_outputs(outputs)
-    trial = None if args.earlier else _rehearsal(words)
+    trial = None if args.earlier else _rehearsal(words, args.validate)
     profile, here = _earlier(args.earlier) if trial is None else _measured(args, trial)
     from stratagem.plan.choose import choose
 
@@ -90,11 +91,16 @@ def _measured(args: argparse.Namespace, trial: Rehearsal) -> tuple[Profile, Hard
 def _earlier(file: str) -> tuple[Profile, Hardware]:
     from stratagem.plan.report import from_json
 
+    return from_json(_text(file, "--from"))
+
+
+def _text(file: str, option: str) -> str:
     try:
-        text = Path(file).read_text()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UsageError(f"--from {file}: it cannot be read ({problem}).") from None
-    return from_json(text)
+        return Path(file).read_text()
+    except OSError as problem:
+        raise UsageError(f"{option} {file}: it cannot be read ({problem.strerror}).") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{option} {file}: it is not text.") from None
 
 
 def _script(words: Sequence[str]) -> list[str]:
@@ -133,12 +139,17 @@ def _check_outputs(outputs: Mapping[str, str | None]) -> None:
         library()
 
 
-def _rehearsal(words: Sequence[str]) -> Rehearsal:
-    """Run the script, as `python script args` would, up to its first fit."""
+def _rehearsal(words: Sequence[str], validate: bool) -> Rehearsal:
+    """Run the script, as `python script args` would, up to where it would train."""
     from stratagem.launch.script import run_to_fit
 
-    _say(f"running {words[0]} up to its first fit")
-    return run_to_fit(words)
+    _say(f"running {words[0]} up to its first fit, or step")
+    trial = run_to_fit(words)
+    if validate:  # what cannot be done is said before anything is measured
+        from stratagem.launch.validate import trainer
+
+        trainer(trial)
+    return trial
 
 
 def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
@@ -158,12 +169,12 @@ def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
 def _seen(file: str) -> tuple[float, float, float]:
     """Of all tasks that `stratagem check` has measured, the slowest: latency, up and down."""
     try:
-        rows = json.loads(Path(file).read_text())["tasks"]
+        rows = json.loads(_text(file, "--network"))["tasks"]
         speeds = [row["speed"] for row in rows if row["speed"] is not None]
         numbers = [[float(speed[name]) for speed in speeds] for name in ("latency", "up", "down")]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (ValueError, KeyError, TypeError):
         raise UsageError(
-            f"--network {file}: it is not what stratagem check --json writes ({problem!r})."
+            f"--network {file}: it is not what stratagem check --json writes; make it anew."
         ) from None
     if not speeds or min(numbers[1] + numbers[2]) <= 0:
         raise UsageError(f"--network {file}: no task was measured; run stratagem check again.")
@@ -176,12 +187,13 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     from stratagem.plan.report import render
 
     render(plan, Console())
-    options = {"--hosts": args.hosts}
-    if args.network is None:
-        options |= {"--link": args.link, "--latency": args.latency}
-    assumed = [name for name, value in options.items() if value is None]
+    assumed = {} if args.hosts or args.max else {"--hosts": str(_HOSTS)}
+    if args.network is None and plan.hardware.hosts > 1:
+        given = {"--link": (args.link, _LINK), "--latency": (args.latency, _LATENCY)}
+        assumed |= {name: usual for name, (value, usual) in given.items() if value is None}
     if assumed:
-        _say(f"assumed: {plan.hardware}; say what you have with {', '.join(assumed)}")
+        words = " ".join(f"{name} {value}" for name, value in assumed.items())
+        _say(f"assumed {words}; say what you have")
 
 
 def _write(plan: Plan, outputs: Mapping[str, str | None]) -> None:

@@ -1,4 +1,4 @@
-"""Run somebody's script in this process, up to its first `fit`."""
+"""Run somebody's script in this process, up to where it would train."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stratagem.errors import UsageError
+from stratagem.frontends.keras import unscoped  # noqa: F401 (it watches Keras)
+from stratagem.launch.own_loop import instead_of_step
 from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit
 
 
 def run_to_fit(words: Sequence[str]) -> Rehearsal:
-    """The first fit of `python script args`, which is handed over and does not train."""
+    """The first fit, or step, of `python script args`; it is handed over and does not train."""
     found: list[Rehearsal] = []
-    with instead_of_fit(found.append), _as_main(words):
+    with instead_of_fit(found.append), instead_of_step(), _as_main(words):
         try:
             runpy.run_path(words[0], run_name="__main__")
         except Handed:
@@ -23,13 +25,12 @@ def run_to_fit(words: Sequence[str]) -> Rehearsal:
         except SystemExit as ended:
             if ended.code not in (None, 0):
                 raise UsageError(
-                    f"{words[0]} ended by itself ({ended.code}) before it called fit; give it the "
+                    f"{words[0]} ended by itself ({ended.code}) before it trained; give it the "
                     "arguments that it needs, after its name."
                 ) from None
     raise UsageError(
-        f"{words[0]} never called fit, so there is no training to plan for; plan takes a script "
-        "that calls fit of sg.Model, or of a Keras model in a strategy's scope. For a loop of "
-        "your own, use sg.plan(module, batch, loss=..., optimizer=...)."
+        f"{words[0]} never called fit, nor step of a torch optimizer, so there is no training to "
+        "plan for; give plan the script that trains, and the arguments that make it train."
     )
 
 

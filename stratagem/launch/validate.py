@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +47,7 @@ def validate(
     plan: Plan, trial: Rehearsal, chosen: Sequence[Configuration] | None = None
 ) -> Iterator[Row]:
     """Run these configurations, or all that this machine can hold, one after the other."""
-    if trial.train is None:
-        raise UsageError(
-            "this script's training cannot be repeated with other strategies; --validate works "
-            "with fit of sg.Model."
-        )
+    train = trainer(trial)
     for each in fitting(plan) if chosen is None else chosen:
         said = predict(plan.profile, plan.hardware, each, plan.calibration)
         steps = int(min(max(_LEAST, _SECONDS / said.step), _MOST))
@@ -59,8 +55,18 @@ def validate(
         steps *= each.replicas if each.asynchronous else 1
         batch = batch_of(trial, rows, torch.device("cpu"))
         with _strategy(each, plan.profile.device) as strategy, _threads(plan, each):
-            rate = trial.train(strategy, batch, steps)
+            rate = train(strategy, batch, steps)
         yield Row(each, said.step, each.counted * plan.profile.batch / rate)
+
+
+def trainer(trial: Rehearsal) -> Callable[[Strategy, Any, int], float]:
+    """What trains a copy, if the script's training can be repeated at all."""
+    if trial.train is None:
+        raise UsageError(
+            "a loop of one's own cannot be run with other strategies from outside, so there is "
+            "nothing to compare with; --validate works with fit of sg.Model or Keras."
+        )
+    return trial.train
 
 
 def fitting(plan: Plan) -> list[Configuration]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from stratagem.plan.choose import Plan
+from dataclasses import replace
+
+from stratagem.plan.choose import CLOSE, Plan, choose
 from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
-from stratagem.plan.cost import Prediction
+from stratagem.plan.cost import Prediction, predict
+from stratagem.plan.units import rate, say_rate
+
+#: links that are sold
+_SOLD = ("1Gbit", "10Gbit", "25Gbit", "100Gbit", "400Gbit")
 
 
 def sentence(plan: Plan) -> str:
@@ -12,26 +18,71 @@ def sentence(plan: Plan) -> str:
     best = plan.recommendation
     cfg = best.configuration
     if cfg.replicas == 1:
-        return (
+        text = (
             f"Stay on one device: {_number(best.rate)} examples/s, and nothing that was tried is "
             f"faster by a twentieth of a device for each replica added{_because(plan)}."
         )
+        return " ".join([text, *_link(plan, best)])
     text = (
         f"Take {_called(cfg)} on {cfg.replicas} replicas ({cfg.placement}{_servers(cfg)}): "
         f"{_number(best.rate)} examples/s, {best.speedup:.1f}x one device, "
         f"{best.efficiency:.0%} of each{_beyond(plan, best)}."
     )
-    return " ".join([text, *_placement(plan, best), *_asynchronous(plan, best)])
+    more = (_link(plan, best), _placement(plan, best), _asynchronous(plan, best))
+    return " ".join([text, *(each for part in more for each in part)])
 
 
 def code(plan: Plan) -> str:
-    """Python to paste into the script."""
+    """Python to paste into the script; it runs as it stands."""
     best = plan.recommendation
     cfg, batch = best.configuration, plan.profile.batch
-    lines = [*_cluster(cfg), f"strategy = {_constructor(cfg, plan.profile.device)}"]
     size = batch if cfg.asynchronous else batch * cfg.counted
     each = f"{batch} for each worker" if cfg.asynchronous else f"{cfg.counted} x {batch}"
-    return "\n".join([*lines, f"model.fit(..., batch_size={size})  # {each}"])
+    lines = [
+        "import stratagem as sg", "", *_cluster(cfg),
+        f"strategy = {_constructor(cfg, plan.profile.device)}",
+        f"batch_size = {size}  # {each}: for fit, or your DataLoader",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _link(plan: Plan, best: Prediction) -> list[str]:
+    """Whether the network is enough, and if not, what would be."""
+    if plan.hardware.hosts == 1:
+        return []
+    here = say_rate(plan.hardware.link)
+    if best.configuration.hosts == 1:
+        return _apart(plan, best, here)
+    free = _with_link(plan, best.configuration, 1e15)
+    if best.rate >= free.rate * CLOSE:
+        gain = max(0.01, free.rate / best.rate - 1)
+        return [f"{here} is enough: a faster link would add {gain:.0%} at most."]
+    for name in _SOLD:
+        faster = _with_link(plan, best.configuration, rate(name))
+        if rate(name) > plan.hardware.link and faster.rate >= free.rate * CLOSE:
+            return [f"{here} holds it back: with {name} it would be {faster.speedup:.1f}x."]
+    return [f"{here} holds it back: with no limit it would be {free.speedup:.1f}x."]
+
+
+def _apart(plan: Plan, best: Prediction, here: str) -> list[str]:
+    """The link from which on several hosts would be worth having, where one is the best."""
+    most = max(each.configuration.replicas for each in plan.predictions)
+    for name in _SOLD:
+        if rate(name) > plan.hardware.link:
+            faster = choose(
+                plan.profile, replace(plan.hardware, link=rate(name)), most=most,
+                calibration=plan.calibration,
+            ).recommendation  # fmt: skip
+            if faster.configuration.hosts > 1 and faster.rate > best.rate / CLOSE:
+                return [f"{here} is too slow for more hosts: with {name}, "
+                        f"{faster.configuration.hosts} of them would make it "
+                        f"{faster.speedup:.1f}x."]  # fmt: skip
+    return []
+
+
+def _with_link(plan: Plan, configuration: Configuration, link: float) -> Prediction:
+    faster = replace(plan.hardware, link=link)
+    return predict(plan.profile, faster, configuration, plan.calibration)
 
 
 def _constructor(cfg: Configuration, device: str) -> str:
@@ -69,7 +120,11 @@ def _cluster(cfg: Configuration) -> list[str]:
         return []
     workers = cfg.hosts if cfg.strategy != SERVERS else cfg.replicas
     ps = f" and {cfg.servers} ps" if cfg.strategy == SERVERS else ""
-    return [f"# a cluster of {workers} workers{ps} in the environment: docs/clusters.md"]
+    here = f"--workers 2{' --ps 1' if ps else ''}"
+    return [
+        f"# on a cluster of {workers} workers{ps}: docs/clusters.md; to try it on this machine:",
+        f"# stratagem run {here} train.py",
+    ]
 
 
 def _called(cfg: Configuration) -> str:
@@ -94,7 +149,7 @@ def _because(plan: Plan) -> str:
 def _beyond(plan: Plan, best: Prediction) -> str:
     at = plan.saturations[best.configuration.family]
     if not at.reached:
-        return f"; it has not saturated at {at.replicas}, the most that was asked for"
+        return f"; up to {at.replicas}, the most that was planned for, each more still pays"
     return f"; beyond {at.replicas} replicas one more adds little, because of {at.reason}"
 
 

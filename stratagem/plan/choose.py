@@ -16,8 +16,9 @@ from stratagem.plan.profile import Profile
 
 #: one more replica that adds less than this part of a device is not worth having
 WORTH = 0.05
-#: asynchronous updates are not the equals of synchronous ones: they must be this much faster
-BETTER = 1.10
+#: asynchronous updates are not the equals of synchronous ones, and are predicted up to 40% wrong:
+#: they must be this much faster
+BETTER = 1.40
 #: servers that are tried at most
 _SERVERS = 8
 #: of two that are this close, the smaller and simpler
@@ -69,7 +70,8 @@ class Plan:
         ]  # fmt: skip
         in_step = [each for each in worth if not each.configuration.asynchronous]
         best = max(each.rate for each in in_step)
-        if max(each.rate for each in worth) > best * BETTER:
+        # A restless machine's stragglers are its own: no reason to train another way elsewhere.
+        if not self.profile.restless and max(each.rate for each in worth) > best * BETTER:
             in_step = worth
             best = max(each.rate for each in worth)
         return min((each for each in in_step if each.rate >= best * CLOSE), key=_price)

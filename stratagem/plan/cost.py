@@ -108,8 +108,9 @@ class _Case:
         if not self.on_cpu or here == 1:
             return profile.compute
         known = dict(profile.crowd)
-        if known:
-            return _between(here, {1: profile.compute, **known}, self.hw.cores)
+        if known:  # among others nobody is faster than alone: that was the machine's unrest
+            seen = _between(here, {1: profile.compute, **known}, self.hw.cores)
+            return max(seen, profile.compute)
         cores = self.hw.cores
         alone = profile.with_threads(max(1, cores // here)) * max(1.0, here / cores)
         return alone * (1 + self.cal.contention * (min(here, cores) - 1))
@@ -164,7 +165,7 @@ class _Case:
             return message + hierarchical(
                 size, cfg.hosts, cfg.per_host, inside=here, between=there
             )
-        longer = 1 + 2 * self.cal.half / cfg.replicas if cfg.wire and self.on_cpu else 1.0
+        longer = 1 + self.cal.half * (1 - 2 / cfg.replicas) if cfg.wire and self.on_cpu else 1.0
         return message + ring(size, cfg.replicas, *there) * longer
 
     def _wire(self) -> str:

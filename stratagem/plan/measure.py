@@ -99,7 +99,7 @@ def _with_one_thread(runner: _Runner, measured: Profile, say: Say) -> Profile:
         runner.forget()
         runner.run(1, 1.0)
         runner.forget()
-        runner.run(max(_LEAST, len(measured.samples) // 2), _SECONDS / 2)
+        runner.run(max(2 * _LEAST, len(measured.samples) // 2), _SECONDS / 2)
         alone = runner.profile(measured.batch)
     finally:
         torch.set_num_threads(measured.threads)

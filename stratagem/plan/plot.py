@@ -30,7 +30,7 @@ def png(plan: Plan) -> bytes:
     library()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.2), dpi=80, layout="constrained")
+    figure = Figure(figsize=(10, 4.6), dpi=100, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     _speedups(plan, left)
     _parts(plan, right)
@@ -56,7 +56,7 @@ def _speedups(plan: Plan, axes: Any) -> None:
     axes.set_ylabel("times one device")
     axes.set_title(f"{plan.profile.name} on {plan.hardware}", fontsize=9)
     axes.grid(True, color="0.92")
-    axes.legend(fontsize=6)
+    axes.legend(fontsize=7)
 
 
 def _parts(plan: Plan, axes: Any) -> None:
@@ -72,4 +72,5 @@ def _parts(plan: Plan, axes: Any) -> None:
     axes.set_xlabel("replicas")
     axes.set_ylabel("ms a step")
     axes.set_title(plan.recommendation.configuration.family, fontsize=9)
-    axes.legend(fontsize=6)
+    axes.set_ylim(0, max(low) * (1.1 + 0.07 * len(names)))  # the legend covers no bar
+    axes.legend(fontsize=7, loc="upper left", reverse=True)

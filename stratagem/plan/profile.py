@@ -111,6 +111,17 @@ class Profile:
         mean = math.fsum(self.samples) / len(self.samples) if self.samples else 0.0
         return tuple(s / mean for s in sorted(self.samples)) if mean > 0 else (1.0,)
 
+    @property
+    def unrest(self) -> float:
+        """How much longer than the usual step one in ten took: 1 on a machine with nothing else."""
+        spread = self.spread
+        return spread[int(0.9 * (len(spread) - 1))] / spread[len(spread) // 2]
+
+    @property
+    def restless(self) -> bool:
+        """Whether that is too much, or too little was measured to tell."""
+        return bool(self.samples) and (len(self.samples) < 10 or self.unrest > 1.3)
+
     def with_threads(self, threads: int) -> float:
         """Forward and backward with so many threads: a serial part, and one that they share."""
         if self.single_thread is None or self.threads == 1 or threads == self.threads:

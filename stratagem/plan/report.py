@@ -21,7 +21,7 @@ from stratagem.plan.choose import Plan, Saturation, sizes
 from stratagem.plan.cost import Prediction
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Profile
-from stratagem.plan.units import say_bytes
+from stratagem.plan.units import say_bytes, say_seconds
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def heading(profile: Profile) -> str:
     """What was measured, in a line."""
     parts = [
         f"{profile.name}: {profile.batch} examples a replica",
-        f"forward {profile.forward * 1e3:.3g} ms, backward {profile.backward * 1e3:.3g} ms, "
-        f"optimizer {profile.optimizer * 1e3:.3g} ms on {profile.device}",
+        f"forward {say_seconds(profile.forward, 3)}, backward {say_seconds(profile.backward, 3)}, "
+        f"optimizer {say_seconds(profile.optimizer, 3)} on {profile.device}",
         f"gradients {say_bytes(profile.dense_bytes)}",
     ]
     if profile.sparse:
@@ -78,14 +78,17 @@ def heading(profile: Profile) -> str:
 
 def warnings(profile: Profile) -> list[str]:
     """What makes the figures doubtful."""
-    spread = profile.spread
-    high = spread[int(0.9 * (len(spread) - 1))] / spread[len(spread) // 2]
-    if len(spread) >= 10 and high > 1.3:
-        return [
-            f"one step in ten took {high:.1f}x the usual time here: other work on this machine? "
-            "Waiting for stragglers is predicted from that; measure again on a quiet one."
-        ]
-    return []
+    if not profile.restless:
+        return []
+    steps = len(profile.samples)
+    seen = (
+        f"one step in ten took {profile.unrest:.1f}x the usual time here: other work on this "
+        "machine?" if steps >= 10 else f"only {steps} steps were measured, each takes so long."
+    )  # fmt: skip
+    return [
+        f"{seen} Stragglers are predicted from that, so asynchronous updates are not recommended "
+        "on its account; measure again on a quiet machine, or with a smaller --batch."
+    ]
 
 
 def shown(plan: Plan) -> list[tuple[str, list[Prediction], Saturation]]:

@@ -62,12 +62,12 @@ def say_rate(value: float) -> str:
     return f"{_plain(bits)}bit"
 
 
-def say_seconds(value: float) -> str:
+def say_seconds(value: float, digits: int = 4) -> str:
     """As `seconds` reads it."""
     for unit in ("s", "ms", "us"):
         if value >= _SECONDS[unit]:
-            return f"{_plain(value / _SECONDS[unit])}{unit}"
-    return f"{_plain(value * 1e9)}ns"
+            return f"{_plain(value / _SECONDS[unit], digits)}{unit}"
+    return f"{_plain(value * 1e9, digits)}ns"
 
 
 def say_bytes(value: float) -> str:
@@ -78,6 +78,6 @@ def say_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def _plain(value: float) -> str:
+def _plain(value: float, digits: int = 4) -> str:
     """Four digits are what a measurement is worth."""
-    return f"{value:.4g}"
+    return f"{value:.{max(digits, len(str(int(value))))}g}"

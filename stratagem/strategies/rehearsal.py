@@ -1,20 +1,19 @@
 """A training tried out, step by step, in place of running it.
 
 Whoever wants to see what a script trains, and not to train it, opens `instead_of_fit`; the next
-`fit` hands over a Rehearsal and goes no further.
+`fit` hands over a Rehearsal and goes no further. Meanwhile strategies start nobody: a script that
+runs a loop of its own on several replicas runs it once, here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from stratagem.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class Rehearsal:
     #: over how many replicas the script's strategy splits the batch
     replicas: int = 1
     device: str = "cpu:0"
-    #: train a copy on so many such batches with another strategy; examples a second
-    train: Callable[[Strategy, Any, int], float] | None = None
+    #: train a copy with another strategy, on so many such batches; examples a second
+    train: Callable[[Any, Any, int], float] | None = None
     #: what a step changes besides the module and that optimizer
     beside: Sequence[Tensor] = ()
 
@@ -44,11 +43,25 @@ class Handed(BaseException):
 
 
 _taker: list[Callable[[Rehearsal], None]] = []
+#: into how many parts the script's strategy would have dealt out the batches of its own loop
+_parts = [1]
+#: front ends that must know when rehearsals are wanted; each returns what to hold open meanwhile
+_front_ends: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
 def wanted() -> bool:
     """Whether `fit` is to hand over a rehearsal instead of training."""
     return bool(_taker)
+
+
+def deal(parts: int) -> None:
+    """Remember that each of so many replicas would get its part of a loop's batches."""
+    _parts[0] = parts
+
+
+def dealt() -> int:
+    """What `deal` was told last."""
+    return _parts[0]
 
 
 def hand_over(rehearsal: Rehearsal) -> NoReturn:
@@ -60,8 +73,15 @@ def hand_over(rehearsal: Rehearsal) -> NoReturn:
 @contextmanager
 def instead_of_fit(take: Callable[[Rehearsal], None]) -> Iterator[None]:
     """While open, `fit` hands over a rehearsal, and raises `Handed`."""
-    _taker.append(take)
-    try:
+    with ExitStack() as held:
+        for enter in _front_ends:
+            held.enter_context(enter())
+        _taker.append(take)
+        held.callback(_taker.remove, take)
+        deal(1)
         yield
-    finally:
-        _taker.remove(take)
+
+
+def on_rehearsal(enter: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Have `enter` called, and its context held, while `instead_of_fit` is open."""
+    _front_ends.append(enter)

@@ -9,6 +9,7 @@ from torch import nn
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
+from stratagem.strategies import rehearsal
 from stratagem.strategies.company import Company
 from stratagem.strategies.parameters.audience import Audience
 from stratagem.strategies.parameters.crew import Crew, current_worker
@@ -54,7 +55,7 @@ class ServedStrategy(Strategy):
         The loader deals out batches to whoever is free; `optimizer.step()` hands the gradients
         in, and the next batch comes with the newest values.
         """
-        if self.settings.served is None:
+        if self.settings.served is None or rehearsal.wanted():
             return super().prepare(model, optimizer, loader, loss_reduction=loss_reduction)
         if not isinstance(model, nn.Module) or optimizer is None:
             raise UsageError(

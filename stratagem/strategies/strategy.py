@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.cluster.membership import Membership
 from stratagem.errors import UsageError
+from stratagem.strategies import rehearsal
 from stratagem.strategies.agreement import Patience
 from stratagem.strategies.company import Company
 from stratagem.strategies.devices import place
@@ -94,6 +95,8 @@ class Strategy:
         >>> strategy.run(lambda: sg.current_replica().index)
         [0, 1]
         """
+        if rehearsal.wanted():
+            return [here(self, lambda _: fn(*args), None)] * len(self.devices)
         return self.team.call(_with_fresh_share, (fn, args))
 
     @overload
@@ -118,6 +121,7 @@ class Strategy:
         `loader = strategy.prepare(loader)` deals out shares of a loader by itself.
         """
         replica = self.replica()
+        rehearsal.deal(self.num_replicas_in_sync)
         if not isinstance(model, nn.Module):
             return prepare_loader(replica, model, loss_reduction)
         if optimizer is None:
@@ -132,6 +136,8 @@ class Strategy:
         inside = called_replica()
         if inside is not None:
             return inside
+        if rehearsal.wanted():
+            return _alone(self)
         if len(self.team.devices) > 1:
             raise UsageError(
                 f"this strategy has {len(self.team.devices)} replicas in this process, and your "
@@ -200,12 +206,16 @@ def _gather_here(tensors: list[Tensor]) -> list[Tensor]:
 
 def here(strategy: Strategy, function: Callable[[Any], Any], job: Any) -> Any:
     """Run `function` in this process alone, on the first of the strategy's devices."""
-    device = place(strategy.team.devices[0])
-    before = set_called(Replica(0, 1, device, "this process", Alone(), Membership.alone()))
+    before = set_called(_alone(strategy))
     try:
         return function(job)
     finally:
         set_called(before)
+
+
+def _alone(strategy: Strategy) -> Replica:
+    device = place(strategy.team.devices[0])
+    return Replica(0, 1, device, "this process", Alone(), Membership.alone())
 
 
 def get_strategy() -> Strategy | None:

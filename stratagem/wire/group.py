@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from stratagem.wire.collective import Pending
+from stratagem.wire.errand import Errand, sum_half
 from stratagem.wire.lateness import Lateness, Limit
 
 _GLANCE = timedelta(milliseconds=200)
@@ -52,7 +53,7 @@ class Group:
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, size
         self._backend, self._watch = backend, meeting.watch
-        self._turn = 0
+        self._turn = self._tag = 0
         #: what Gloo has begun and may not have ended
         self._works: deque[Any] = deque()
         store = c10d.PrefixStore(name, meeting.store)
@@ -103,6 +104,10 @@ class Group:
         """Add up over the group, in place."""
         if self.size == 1:
             return Pending()
+        if flat.dtype in HALF and self._backend == "gloo" and flat.device.type == "cpu":
+            self._tag += 2
+            errand = self._begin(Errand(sum_half, self._group, self.rank, flat, self._tag))
+            return Pending(lambda: self.wait(errand))
         if flat.dtype in HALF:
             self._sum_half(flat)
             return Pending()

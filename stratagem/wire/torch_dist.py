@@ -49,7 +49,8 @@ class TorchCollective(Collective):
         apply_weight(flat, weight)
         if flat.is_cuda and self.backend == "gloo":
             return self._staged(flat)
-        if type(self) is TorchCollective and flat.dtype not in HALF and self._idle():
+        alone = flat.dtype not in HALF or self.backend == "gloo"
+        if type(self) is TorchCollective and alone and self._idle():
             pending = self.flat.sum(flat)  # runs beside the computation by itself
             return Pending(lambda: self._named(pending.wait))
         if self.backend == "nccl":

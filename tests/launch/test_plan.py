@@ -15,6 +15,7 @@ from stratagem.cluster.cores import cores
 from stratagem.launch import cli
 from stratagem.launch.diagnosis import Row, measured
 from stratagem.launch.probe import Speed
+from stratagem.plan import advice
 from stratagem.plan.choose import choose
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Table
@@ -43,6 +44,12 @@ print("the script went on")
 """
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about what is asked and said; nobody reads the figures."""
+    monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.2)
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -57,7 +64,8 @@ def test_a_plan_from_a_script(script: Path, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(words) == 0
     shown = capsys.readouterr()
     assert "the script went on" not in shown.out and "strategy" in shown.out
-    assert "up to its first fit" in shown.err and "say what you have with --latency" in shown.err
+    assert "up to its first fit" in shown.err
+    assert "assumed --latency 50us; say what you have" in shown.err
     told = json.loads(Path("plan.json").read_text())
     assert told["profile"]["batch"] == 20  # half of the script's, which has two replicas
     assert told["profile"]["buckets"][0]["size"] == (20 * 8 + 8 + 8 * 3 + 3) * 4
@@ -66,6 +74,28 @@ def test_a_plan_from_a_script(script: Path, capsys: pytest.CaptureFixture[str]) 
     assert "<svg" in Path("plan.html").read_text()
     assert sorted(p.name for p in script.parent.iterdir()) == ["plan.html", "plan.json", "train.py"]
     assert (sys.argv, sys.path) == before
+
+
+def test_the_code_trains_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Pasted above a script, and started the way that it says."""
+    monkeypatch.chdir(tmp_path)
+    pasted = advice.code(choose(profile(batch=3, device="cuda"), Hardware(hosts=2, link=1.25e8)))
+    assert "sg.MultiWorkerMirroredStrategy(wire" in pasted
+    (tmp_path / "train.py").write_text(f"{pasted}\n{TRAINING}")
+    start = next(line for line in pasted.splitlines() if "stratagem run" in line)
+    assert cli.main(start.removeprefix("# stratagem ").split()) == 0
+    assert capfd.readouterr().out.count("trained on 2 with 6") == 2
+
+
+TRAINING = """
+import torch
+model = sg.Model(torch.nn.Linear(2, 1), strategy)
+model.compile("sgd", "mse")
+model.fit(torch.ones(12, 2), torch.ones(12, 1), batch_size=batch_size, verbose=0)
+print("trained on", strategy.num_replicas_in_sync, "with", batch_size)
+"""
 
 
 def test_other_links_without_the_script(
@@ -146,6 +176,9 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
         (["--json", "no/plan.json", "train.py"], "there is no folder 'no'"),
         (["--html", ".", "train.py"], "is a folder"),
         (["--nonsense", "train.py"], "--nonsense"),
+        (["--network", "no.json", "train.py"], "no.json: it cannot be read (No such file"),
+        (["--network", "train.py", "train.py"], "it is not what stratagem check --json writes"),
+        (["--network", "bytes", "train.py"], "--network bytes: it is not text."),
     ],
 )
 def test_misuse_is_one_sentence(
@@ -153,6 +186,7 @@ def test_misuse_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "train.py").write_text("raise SystemExit('this should not have run')")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x80")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", *words]) == 2
     shown = capsys.readouterr()
@@ -226,6 +260,58 @@ def test_validate_runs_what_fits(
     shown = capsys.readouterr().out
     assert "predicted against measured" in shown and "median error" in shown
     assert "ParameterServer, 1 server" in shown
+
+
+KERAS = """
+import keras
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+model.compile("adam", "mse", metrics=["mae"])
+x = keras.random.normal((40, 8)).cpu().numpy()
+model.fit(x, x[:, :2], batch_size=20, epochs=100000)
+"""
+
+
+def test_validate_runs_keras_too(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of the model, alone and on two replicas; the script's own is left as it was."""
+    keras = pytest.importorskip("keras")
+    if keras.config.backend() != "torch":
+        pytest.skip("Keras runs on another backend here")
+    from stratagem.launch import validate
+    from stratagem.launch.script import run_to_fit
+    from stratagem.plan.configuration import Configuration
+    from stratagem.plan.measure import rehearse
+
+    script.write_text(KERAS)
+    trial = run_to_fit(["train.py"])
+    before = trial.module.get_weights()
+    plan = choose(rehearse(trial, crowded=False), Hardware(per_host=2, cores=2))
+    monkeypatch.setattr(validate, "_SECONDS", 0.05)
+    chosen = [Configuration(), Configuration(per_host=2)]
+    rows = list(validate.validate(plan, trial, chosen))
+    assert [row.configuration for row in rows] == chosen
+    assert all(0 < row.measured < 10 for row in rows)
+    assert all((a == b).all() for a, b in zip(before, trial.module.get_weights(), strict=True))
+    assert int(trial.module.optimizer.iterations) == 0
+    assert "_stratagem" not in trial.module.__dict__ and "fit" not in trial.module.__dict__
+
+
+def test_a_loop_cannot_be_validated(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(
+        "import torch\nnet = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "net(torch.ones(4, 2)).sum().backward()\noptimizer.step()\n"
+    )
+    assert cli.main(["plan", "--json", "plan.json", "--validate", "train.py"]) == 2
+    shown = capsys.readouterr()
+    last = shown.err.splitlines()[-1]
+    assert last.startswith("stratagem plan: a loop of one's own cannot be run")
+    assert "profiling" not in shown.err and not shown.out and not Path("plan.json").exists()
+    assert cli.main(["plan", "--quick", "--hosts", "1", "train.py"]) == 0
+    assert "assumed" not in capsys.readouterr().err, "one host has no link to assume anything of"
 
 
 def test_what_fits_is_of_this_machine() -> None:

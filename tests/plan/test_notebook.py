@@ -67,6 +67,20 @@ def test_a_keras_model() -> None:
     assert int(model.optimizer.iterations) == 0
 
 
+def test_a_keras_model_of_no_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned as it stands, its fit is not run, and is Keras' own again afterwards."""
+    keras = pytest.importorskip("keras")
+    if keras.config.backend() != "torch":
+        pytest.skip("Keras runs on another backend here")
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, activation="softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy")
+    own = type(model).fit
+    monkeypatch.delattr(sg, "plan", raising=False)  # as after a mere `import stratagem as sg`
+    answer = sg.plan(model, tuple(part.numpy() for part in data()), hosts=2)
+    assert answer.plan.profile.batch == 12
+    assert int(model.optimizer.iterations) == 0 and type(model).fit is own
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"link": "0Gbit"}, "more than 0"), ({"latency": "soon"}, "'soon'"), ({"hosts": 0}, "hosts"),

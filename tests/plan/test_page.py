@@ -57,6 +57,24 @@ def test_points_lie_inside_the_drawing(plan: Plan) -> None:
         assert 50 <= float(x) <= 745 and 15 <= float(y) <= 385
 
 
+def test_notebooks_have_the_figures_without_a_script(plan: Plan) -> None:
+    """And the page, whose script tells them, does not tell them twice."""
+    text = fragment(plan)
+    assert "<script" not in text and text.count("<title>") == text.count("<circle ")
+    assert page(plan).count("<title>") == 1 and "elementsFromPoint" in page(plan)
+
+
+def test_no_colour_of_text_is_fixed(plan: Plan) -> None:
+    """Notebooks and browsers may be dark."""
+    assert "fill:currentColor" in fragment(plan) and "prefers-color-scheme:dark" in page(plan)
+    assert not re.search(r"<text [^>]*fill=", fragment(plan))
+
+
+def test_the_recommended_line_lies_on_top(plan: Plan) -> None:
+    best = plan.recommendation.configuration
+    assert Reader(page(plan)).dots[-1].startswith(best.family)
+
+
 def test_one_replica_can_be_drawn() -> None:
     alone = choose(profile(), Hardware(), most=1)
     assert "Stay on one device" in fragment(alone)

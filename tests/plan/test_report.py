@@ -22,7 +22,7 @@ def plan() -> Plan:
 def test_text_has_it_all(plan: Plan) -> None:
     text = report.text(plan, width=160)
     for word in ("Net: 64 examples a replica", "8 MB", "8 hosts of 1, 1Gbit links",
-                 "strategy = sg.", "MultiWorkerMirrored", "batch_size=", "asynchronous",
+                 "strategy = sg.", "MultiWorkerMirrored", "batch_size = ", "asynchronous",
                  "spares"):  # fmt: skip
         assert word in text
     best = plan.recommendation
@@ -30,7 +30,7 @@ def test_text_has_it_all(plan: Plan) -> None:
 
 
 def test_narrow_terminals_lose_nothing(plan: Plan) -> None:
-    assert "batch_size=" in report.text(plan, width=60)
+    assert "batch_size = " in report.text(plan, width=60)
 
 
 def test_json_has_every_prediction(plan: Plan) -> None:

@@ -30,14 +30,13 @@ from stratagem.frontends.keras.needs import ONE_STEP, Needs
 from stratagem.frontends.keras.player import PARTS, Player, serve
 from stratagem.frontends.keras.rehearse import rehearse
 from stratagem.frontends.keras.results import from_chief, portable, public_names
-from stratagem.replicas import follower, graph_pickle
+from stratagem.replicas import follower
 from stratagem.strategies import rehearsal
 from stratagem.strategies.replica import Replica, current_replica
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.strategy import Strategy
 from stratagem.wire.tree import broadcast_tree
 
-graph_pickle.register(parcel.reduce_keras)
 _numbers = itertools.count()
 #: numbers of models that are gone here, for followers to forget
 _gone: list[int] = []

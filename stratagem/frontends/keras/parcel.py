@@ -13,6 +13,8 @@ import keras
 import torch
 from keras.src.utils import backend_utils, tracking
 
+from stratagem.replicas import graph_pickle
+
 #: attributes of a model that are the conductor's, or are made again on demand
 _LEFT_BEHIND = frozenset({
     "train_function", "test_function", "predict_function", "_eval_epoch_iterator", "_torch_params",
@@ -37,6 +39,18 @@ def reduce_keras(obj: Any) -> Any:
     if isinstance(obj, keras.Variable):
         return _blank, (kind,), dict(obj.__dict__), None, None, _fill
     return NotImplemented
+
+
+graph_pickle.register(reduce_keras)
+
+
+def copied(model: Any) -> Any:
+    """Another one like it, that shares nothing with it, in this process."""
+    data, segments = graph_pickle.dumps(model)
+    copy = graph_pickle.loads(data)
+    segments.clear()
+    settle(copy)
+    return copy
 
 
 def _attributes(obj: Any) -> dict[str, Any]:

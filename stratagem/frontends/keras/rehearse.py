@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any, NoReturn
 
 import keras
 import torch
 from torch import Tensor
 
+from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
+from stratagem.frontends.keras import parcel
 from stratagem.strategies import rehearsal
 from stratagem.strategies.devices import place
 from stratagem.strategies.strategy import Strategy
+
+_EPOCHS = 4  # the first of them warms up
 
 
 def rehearse(model: Any, strategy: Strategy, fit: Callable[[], Any]) -> NoReturn:
@@ -47,7 +53,7 @@ def _hand_over(model: Any, strategy: Strategy, data: Any) -> NoReturn:
     rehearsal.hand_over(
         rehearsal.Rehearsal(
             model, batch, steps.loss, steps.update, replicas=strategy.num_replicas_in_sync,
-            device=str(place(strategy.team.devices[0])),
+            device=str(place(strategy.team.devices[0])), train=steps.train,
             beside=[variable.value for variable in model.optimizer.variables],
         )
     )  # fmt: skip
@@ -71,6 +77,40 @@ class _Steps:
         variables = self.model.trainable_weights
         with torch.no_grad():
             self.model.optimizer.apply([v.value.grad for v in variables], variables)
+
+
+    def train(self, strategy: Strategy, batch: Any, steps: int) -> float:
+        """Examples a second of a copy, on the same global batch over and over."""
+        size = count_rows(batch)
+        again = torch.arange(size * steps) % size
+        x, y, weight = keras.tree.map_structure(lambda part: _rows(part, again), tuple(batch))
+        copy = parcel.copied(self.model)
+        with strategy.scope():  # without metrics, which have their own price
+            copy.compile(optimizer=copy.optimizer, loss=copy.loss)
+        clock = _Clock()
+        copy.fit(
+            x, y, sample_weight=weight, batch_size=size, epochs=_EPOCHS, shuffle=False, verbose=0,
+            callbacks=[clock],
+        )  # fmt: skip
+        return size * steps / median(clock.seconds[1:])
+
+
+class _Clock(keras.callbacks.Callback):  # type: ignore[misc]
+    """Seconds of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.start = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+def _rows(value: Any, chosen: Tensor) -> Any:
+    return value if value is None else value[chosen.to(value.device)]
 
 
 def _as_tensor(value: Any) -> Any:

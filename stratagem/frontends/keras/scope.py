@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -21,13 +21,21 @@ _OLDEST = (3, 12)
 @contextmanager
 def _open(strategy: Strategy) -> Iterator[None]:
     """While a scope is open: follow Keras, or wait for it to be imported."""
+    with after_import(follow):
+        keras = sys.modules.get("keras")
+        with keras.device(_first_device(strategy)) if keras is not None else nullcontext():
+            yield
+
+
+@contextmanager
+def after_import(then: Callable[[Any], object]) -> Iterator[None]:
+    """Have `then(keras)` called: now, or when it is imported while this is open."""
     keras = sys.modules.get("keras")
     if keras is not None:
-        follow(keras)
-        with keras.device(_first_device(strategy)):
-            yield
+        then(keras)
+        yield
         return
-    watcher = _Watcher()
+    watcher = _Watcher(then)
     sys.meta_path.insert(0, watcher)
     try:
         yield
@@ -38,6 +46,9 @@ def _open(strategy: Strategy) -> Iterator[None]:
 
 class _Watcher(MetaPathFinder):
     """Sees Keras being imported inside a scope."""
+
+    def __init__(self, then: Callable[[Any], object]) -> None:
+        self.then = then
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != "keras":
@@ -50,7 +61,7 @@ class _Watcher(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                follow(module)
+                self.then(module)
 
             loader.exec_module = exec_module
         return spec

@@ -1,0 +1,91 @@
+"""The recommendation answers what people ask: how many, which, is the link enough?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import PropertyMock, patch
+
+import pytest
+
+import stratagem as sg
+from stratagem.plan import advice
+from stratagem.plan.choose import Plan, choose
+from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
+from stratagem.plan.cost import predict
+from stratagem.plan.hardware import Hardware
+from stratagem.plan.profile import Bucket
+from tests.plan.support import profile
+
+LARGE = (Bucket(400_000_000, 0.02),)
+
+
+@pytest.mark.parametrize(
+    ("link", "buckets", "said"),
+    [
+        (1.25e10, profile().buckets, "100Gbit is enough: a faster link would add"),
+        (2.5e8, profile().buckets, "2Gbit holds it back: with 25Gbit it would be"),
+        (1.25e6, LARGE, "10Mbit is too slow for more hosts: with 100Gbit, 4 of them"),
+    ],
+)
+def test_is_the_link_enough(link: float, buckets: tuple[Bucket, ...], said: str) -> None:
+    model = profile(buckets=buckets, device="cuda", shapes=((10_000, 10_000),))
+    plan = choose(model, Hardware(hosts=4, link=link))
+    assert said in advice.sentence(plan)
+
+
+def test_a_sold_link_is_named_only_if_it_is_faster_and_holds() -> None:
+    """What is said of the other link is what a plan for it says."""
+    plan = choose(profile(device="cuda"), Hardware(hosts=4, link=2.5e8))
+    faster = replace(plan.hardware, link=3.125e9)
+    then = predict(plan.profile, faster, plan.recommendation.configuration, plan.calibration)
+    assert f"with 25Gbit it would be {then.speedup:.1f}x" in advice.sentence(plan)
+
+
+def test_one_host_has_no_link() -> None:
+    assert "bit" not in advice.sentence(choose(profile(), Hardware(per_host=2, cores=2)))
+
+
+def test_a_restless_machine_is_no_reason_to_be_asynchronous() -> None:
+    restless = (1.0,) * 17 + (4.0,) * 3
+    at = Hardware(hosts=8, link=1.25e10)
+    small = {"buckets": (Bucket(400_000, 0.02),), "shapes": ((100, 1000),)}
+    free = choose(profile(samples=restless, device="cuda", **small), at)
+    assert not free.recommendation.configuration.asynchronous
+    assert "Asynchronous updates would take in" in advice.sentence(free)
+    with patch("stratagem.plan.profile.Profile.restless", False):
+        assert choose(free.profile, at).recommendation.configuration.asynchronous
+
+
+def test_few_steps_are_as_good_as_none() -> None:
+    assert profile(samples=(1.0,) * 9).restless
+    assert not profile(samples=(1.0,) * 10).restless and not profile().restless
+
+
+def test_nobody_is_faster_among_others_than_alone() -> None:
+    """A replica that was measured so had more of the machine to itself."""
+    lucky = profile(crowd=((2, 0.02),))
+    two = predict(lucky, Hardware(per_host=2, cores=2), Configuration(MIRRORED, per_host=2))
+    assert two.efficiency <= 1 and two.parts["compute"] == lucky.compute
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("chosen", [
+    Configuration(MIRRORED),
+    Configuration(MIRRORED, per_host=2),
+    Configuration(CENTRAL, per_host=2),
+    Configuration(SERVERS, per_host=2, servers=1, asynchronous=True),
+], ids=str)  # fmt: skip
+def test_the_code_runs_as_printed(chosen: Configuration) -> None:
+    """On one machine; a test of the command line also trains with it, on a cluster."""
+    plan = choose(profile(batch=3), Hardware(per_host=2, cores=2))
+    best = predict(plan.profile, plan.hardware, chosen)
+    with patch.object(Plan, "recommendation", new_callable=PropertyMock, return_value=best):
+        text = advice.code(plan)
+    pasted: dict[str, object] = {}
+    exec(text, pasted)
+    strategy = pasted["strategy"]
+    assert isinstance(strategy, sg.Strategy)
+    assert type(strategy).__name__ == chosen.strategy
+    assert pasted["batch_size"] == 3 * (1 if chosen.asynchronous else chosen.replicas)
+    if not chosen.asynchronous:
+        assert strategy.num_replicas_in_sync == chosen.replicas
