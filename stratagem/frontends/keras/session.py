@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from stratagem.state.partition import partition
 from stratagem.state.recipe import OptimizerRecipe
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.session import Session
-from stratagem.strategies.parameters.worker import Worker
+from stratagem.strategies.parameters.worker import FitOver, Worker
 from stratagem.strategies.settings import Served, Settings
+
+log = logging.getLogger("stratagem")
 
 
 class Dismissed(Exception):
@@ -67,10 +70,7 @@ class KerasSession(Session):
         model, told = self.model, self.told
         if "dismissed" in told:
             raise Dismissed(told["dismissed"])
-        if not model.built:
-            with torch.no_grad():
-                model(keras.utils.unpack_x_y_sample_weight(told["example"])[0])
-            model._track_variables()  # a build of the user's own may come too late
+        self._build(told["example"])
         for variable, wanted in zip(model.weights, told["trainable"], strict=True):
             if variable.trainable != wanted:
                 variable.trainable = wanted
@@ -82,6 +82,37 @@ class KerasSession(Session):
             metric.reset_state()
         environment.own_dice(model, told["seed"], self.worker.index)
 
+    def _build(self, example: Any) -> None:
+        if not self.model.built:
+            with torch.no_grad():
+                self.model(keras.utils.unpack_x_y_sample_weight(example)[0])
+            self.model._track_variables()  # a build of the user's own may come too late
+
+    def last_words(self, result: Any) -> dict[str, Any]:
+        """As the chief: what those need who come when all is over."""
+        return {
+            "result": result, "states": keras_recipe.states(self.optimizer, self.variables),
+            "example": self.told["example"], "values": [p.detach() for p in self.params],
+        }  # fmt: skip
+
+    def believe(self, over: FitOver) -> dict[str, Any]:
+        """As another worker, after a training that was over before this one came."""
+        last: dict[str, Any] = (over.told or (None, None))[0] or {}
+        if "values" not in last:
+            return last
+        self._build(last["example"])
+        self._find()
+        values = last["values"]
+        if [p.shape for p in self.params] != [value.shape for value in values]:
+            log.warning("%s comes so late that another model is trained by now; this one stays "
+                        "untrained here.", self.worker.name)  # fmt: skip
+            return {}
+        with torch.no_grad():
+            for mine, theirs in zip(self.params, values, strict=True):
+                mine.copy_(theirs)
+        self.take_last(over)
+        return last
+
     def _recipe(self) -> OptimizerRecipe:
         return keras_recipe.describe(self.optimizer, self.variables)
 
@@ -91,6 +122,9 @@ class KerasSession(Session):
     def _take_states(self, by_variable: Mapping[int, Mapping[str, Any]]) -> None:
         given = [by_variable.get(i, {}) for i in range(len(self.variables))]
         keras_recipe.restore(self.optimizer, self.variables, given)
+
+    def _read_last(self) -> None:
+        """It is here, and a callback may have changed it since."""
 
     def settings(self) -> list[dict[str, Any]]:
         return [{"config": keras_recipe.settings(self.optimizer)}]

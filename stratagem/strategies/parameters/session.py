@@ -109,6 +109,10 @@ class Session:
         ]
         self.optimizer.load_state_dict(assembly.state_dict(by_variable, groups))
 
+    def _read_last(self) -> None:
+        """As the chief: what came of the training, into the user's own objects."""
+        self.read_state()
+
     def settings(self) -> list[dict[str, Any]]:
         """The optimizer's settings, as servers take them."""
         return [settings_of(group) for group in self.optimizer.param_groups]
@@ -181,7 +185,7 @@ class Session:
             handle.remove()
         self._handles = []
         if self.worker.is_chief:
-            self.read_state()
+            self._read_last()
             self.worker.finish([told, [t.detach() for t in self.beside]])
         else:
             self.worker.refresh()

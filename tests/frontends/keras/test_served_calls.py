@@ -154,6 +154,79 @@ def test_workers_follow_attributes_and_untrained_weights() -> None:
     both(fit=lambda: {"callbacks": [Annealing()]}, build=build)
 
 
+class Counting(keras.Model):
+    """Both weights go down by one with every update, whoever makes it and on whatever rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = layers.Dense(1, kernel_initializer="zeros")
+
+    def call(self, x: Any) -> Any:
+        return self.line(x)
+
+
+def counting(callback: Any, epochs: int = 2) -> Any:
+    """40 updates an epoch by two workers that never wait; returns kernel and bias."""
+    with served(sg.Asynchronous(), 2, 1).scope():
+        model = Counting()
+        model.compile(optimizer=keras.optimizers.SGD(1.0), loss=lambda y, p: p)
+    ones = np.ones((160, 1), "float32")
+    model.fit(ones, ones, batch_size=4, epochs=epochs, verbose=0, callbacks=[callback])
+    return [float(w.ravel()[0]) for w in model.get_weights()]
+
+
+@pytest.mark.timeout(120)
+def test_asynchronous_updates_of_other_weights_survive_what_a_callback_writes() -> None:
+    class Writing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.line.bias.assign([5.0])
+
+    assert counting(Writing()) == [-80.0, 5.0]
+
+
+@pytest.mark.timeout(120)
+def test_asynchronous_updates_that_were_under_way_come_before_what_a_callback_writes() -> None:
+    class Setting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 20:
+                self.model.set_weights([np.full((1, 1), 100.0), np.full(1, 200.0)])
+
+    assert counting(Setting()) == [100.0 - 19, 200.0 - 19]  # of the last epoch: 40 less 21
+
+
+@pytest.mark.timeout(120)
+def test_asynchronous_callbacks_read_and_write_at_the_end_of_an_epoch() -> None:
+    read: list[float] = []
+
+    class Setting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 30:
+                read.append(float(self.model.get_weights()[0][0, 0]))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            read.append(float(self.model.line.kernel.numpy()[0, 0]))
+            self.model.set_weights([w * 0 for w in self.model.get_weights()])
+
+    assert counting(Setting()) == [0.0, 0.0]
+    assert read == [-31.0, -40.0] * 2
+
+
+@pytest.mark.timeout(120)
+def test_what_callbacks_change_does_not_pile_up() -> None:
+    """Tickets bring the last value of each attribute, not all that there have been."""
+    seen: list[int] = []
+
+    class Annealing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.layers[0].beta = float(batch)
+            self.model.layers[0].other = float(-batch)
+            seen.append(len(self.model.__dict__["_stratagem"]._news["attributes"]))
+
+    model = train(mlp, momentum, {"x": digits(43)[0], "y": digits(43)[1], "batch_size": 4,
+                                  "callbacks": [Annealing()]}, served(SYNC, 2, 1))[0]  # fmt: skip
+    assert model.layers[0].beta == 10.0 and max(seen) == 2
+
+
 class Own(keras.Model):
     """A step of one's own, with numbers of its own."""
 
@@ -218,6 +291,35 @@ def test_weight_decay_and_constraints() -> None:
         return {"optimizer": optimizer, "loss": LOGITS}
 
     both(compile, build=build, where=served(SYNC, 2, 2))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("on_epoch", [False, True])
+def test_averages_swapped_in_for_a_while(on_epoch: bool) -> None:
+    swap = lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=on_epoch)  # noqa: E731
+    both(lambda: momentum(use_ema=True, ema_momentum=0.8), where=served(SYNC, 2, 2),
+         fit=lambda: {"callbacks": [swap()], "validation_split": 0.2})  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("updates", [SYNC, sg.Asynchronous()], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_sixteen_bits_on_the_wire(wire: str, updates: Any, monkeypatch: Any) -> None:
+    """Over sockets: on one machine nothing would travel. What is validated is what is saved."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
+    x, y = digits(43)
+    fit = {"x": x, "y": y, "batch_size": 8, "epochs": 3, "validation_data": (x[:9], y[:9])}
+    alone, expected = train(mlp, momentum, fit)
+    where = sg.ParameterServerStrategy(
+        sg.LocalCluster(workers=2 if updates is SYNC else 1, ps=2), updates=updates, wire=wire
+    )
+    try:
+        spread, history = train(mlp, momentum, fit, where)
+    finally:
+        where.close()
+    assert 1e-5 < apart(alone, spread) < 2e-2  # rounded, and only rounded
+    assert history_apart(expected, history) < (0.2 if wire == "bfloat16" else 0.02)
+    assert spread.evaluate(x[:9], y[:9], verbose=0)[0] == pytest.approx(history["val_loss"][-1])
 
 
 # --- statistics and metrics -----------------------------------------------------------------------
@@ -426,6 +528,14 @@ class Clipping(Own):
         return {"loss": 0.0}
 
 
+class Squeezing(Own):
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        for weight in self.trainable_variables:
+            weight.assign(keras.ops.clip(weight, -0.1, 0.1))
+        return logs
+
+
 def odd(weights: Any) -> Any:
     return weights
 
@@ -442,6 +552,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         global_clipnorm=1.0, gradient_accumulation_steps=2), "leave one of them out"),
     "apply twice": (Twice, momentum, "twice"),
     "no apply": (Silent, momentum, "did not hand its gradients"),
+    "weights written to": (Squeezing, momentum, "constraint"),
     "changed gradients": (Clipping, momentum, "changed the gradients"),
 }  # fmt: skip
 
@@ -456,6 +567,20 @@ def test_refused_with_a_sentence(case: str) -> None:
         model.compile(**compile())
     with pytest.raises(sg.errors.StratagemError, match=words):
         model.fit(x, y, batch_size=8, verbose=0)
+
+
+@pytest.mark.timeout(120)
+def test_optimizer_state_changed_by_a_callback_is_refused(tmp_path: Path) -> None:
+    class Loading(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 0:
+                self.model.save_weights(tmp_path / "a.weights.h5")
+            self.model.load_weights(tmp_path / "a.weights.h5")
+
+    x, y = digits(43)
+    with pytest.raises(sg.UsageError, match=r"model.set_weights"):
+        train(mlp, momentum, {"x": x, "y": y, "epochs": 3, "callbacks": [Loading()]},
+              served(SYNC, 2, 1))  # fmt: skip
 
 
 @pytest.mark.timeout(120)
