@@ -12,6 +12,7 @@ model is saved and when the training ends.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stratagem.data.shard import rows
-from stratagem.errors import NotDistributable, UsageError
+from stratagem.errors import NotDistributable, StratagemError, UsageError
 from stratagem.frontends.keras import conductor, environment, parcel
 from stratagem.frontends.keras.attributes import Attributes
 from stratagem.frontends.keras.conductor import Conductor, Part
@@ -34,6 +35,7 @@ from stratagem.strategies.parameters.source import AHEAD, parts_of_rows
 from stratagem.strategies.parameters.worker import EpochOver, FitOver
 from stratagem.strategies.replica import current_replica
 
+log = logging.getLogger("stratagem")
 _TRAINS = ("fit", "train_on_batch")
 
 
@@ -89,6 +91,10 @@ class ServedConductor(Conductor):
                 self._settle(state=True)
                 self._follow_changes(last=True)
             self._end(result)
+        except BaseException as error:
+            if not isinstance(error, StratagemError):
+                self._rescue()
+            raise
         finally:
             self._release()
         return result
@@ -103,6 +109,14 @@ class ServedConductor(Conductor):
             dismiss(self._worker, served, {"result": told})
         else:
             self.session.end(self.session.last_words(told) if apart else {})
+
+    def _rescue(self) -> None:
+        """After Ctrl-C, say: whoever calls `fit` again goes on from here."""
+        if self.session is not None and not self.session.rescue():
+            log.warning("the training was interrupted while it talked with a server: the weights "
+                        "are the newest, the optimizer's state is that of update %d.",
+                        self._state_of)  # fmt: skip
+            self.model.optimizer._iterations.assign(self._state_of)
 
     def _release(self) -> None:
         """The model and its optimizer are the user's own again."""
@@ -190,7 +204,8 @@ class ServedConductor(Conductor):
         self._epoch = self._batch = 0
         #: whether something was dealt since all was applied; whether the optimizer's state is here
         self._is_open = self._whole_here = False
-        self._first = int(optimizer._iterations)
+        #: the update of which the optimizer's state is here
+        self._first = self._state_of = int(optimizer._iterations)
         self._means: dict[int, list[Tensor]] = {}
         self._mark_versions()
 
@@ -342,7 +357,7 @@ class ServedConductor(Conductor):
         self._average()
         if whole:
             self.session.read_state()
-            self._whole_here = True
+            self._whole_here, self._state_of = True, int(self._optimizer._iterations)
         self._mark_versions()
 
     @torch.no_grad()

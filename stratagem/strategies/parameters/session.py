@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -166,7 +168,28 @@ class Session:
 
     def read_state(self) -> int:
         """As the chief: one version of values and optimizer state, into the user's own objects."""
-        version, values, states = self.worker.snapshot()
+        return self._take_snapshot(*self.worker.snapshot())
+
+    def rescue(self, seconds: float = 5.0) -> bool:
+        """As the chief, when an error ends the training here: the same, if servers answer soon.
+
+        Beside this thread, since one that was interrupted in mid-sentence may wait for ever.
+        """
+        found: list[tuple[int, list[Tensor], list[Any]]] = []
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):
+                self.worker.finish_stream()
+                found.append(self.worker.snapshot())
+
+        asking = threading.Thread(target=ask, name="stratagem-rescue", daemon=True)
+        asking.start()
+        asking.join(seconds)
+        if found:
+            self._take_snapshot(*found[0])
+        return bool(found)
+
+    def _take_snapshot(self, version: int, values: list[Tensor], states: list[Any]) -> int:
         plan = self.plan
         pieces = [e.piece for extents in plan.layout.extents for e in extents]
         whole = assembly.assemble_values(pieces, dict(enumerate(values)), plan.shapes)

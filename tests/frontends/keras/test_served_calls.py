@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from keras import layers
 
 import stratagem as sg
 from tests.frontends.keras.served_support import close_served, served
+from tests.keras_both import alike
 from tests.keras_support import apart, digits, history_apart, strategy, train
 
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -499,6 +501,56 @@ def test_after_an_error_the_model_is_the_users_own() -> None:
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert np.isfinite(model.evaluate(x, y, verbose=0)[0])
     model.fit(x, y, batch_size=8, verbose=0)
+
+
+class Interrupted(keras.callbacks.Callback):
+    """Ctrl-C in the second epoch; the connections may be broken by it, as in mid-sentence."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.breaks, self.epoch = breaks, 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch + 1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.epoch == 1 and batch == 2:
+            if self.breaks:
+                self.model.__dict__["_stratagem"]._worker._hang_up()
+            raise KeyboardInterrupt
+
+
+def interrupted(where: Any, **how: Any) -> tuple[Any, Any]:
+    x, y = digits(43)
+    fit = {"x": x, "y": y, "batch_size": 8, "epochs": 3, "verbose": 0, "shuffle": False}
+    keras.utils.set_random_seed(7)
+    with where.scope() if where is not None else nullcontext():
+        model = mlp()
+        model.compile(**momentum())
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(**fit, callbacks=[Interrupted(**how)])
+    state = [model.get_weights(), [v.numpy() for v in model.optimizer.variables]]
+    model.fit(**fit)
+    return state, [model.get_weights(), [v.numpy() for v in model.optimizer.variables]]
+
+
+@pytest.mark.timeout(120)
+def test_interrupted_and_fitted_again() -> None:
+    alike(interrupted(None), interrupted(served(SYNC, 2, 2)))
+
+
+@pytest.mark.timeout(120)
+def test_interrupted_while_a_server_was_talked_to(caplog: Any) -> None:
+    """The weights are kept, and the optimizer's state is of one moment, if not of the last."""
+    (weights, state), _ = interrupted(None)
+    where = sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=SYNC)
+    try:
+        (found, (iterations, *_)), _ = interrupted(where, breaks=True)
+    finally:
+        where.close()
+    alike(weights, found)
+    assert int(state[0]) == 9 and int(iterations) == 6
+    assert "the optimizer's state is that of update 6" in caplog.text
 
 
 class MySGD(keras.optimizers.SGD):
