@@ -194,9 +194,8 @@ class ServedConductor(Conductor):
         )
         self.hand = Hand(model, session, self._replica)
         self._optimizer, self._trainable = optimizer, [v.trainable for v in model.weights]
-        settings_too = {id(optimizer._iterations), id(optimizer._learning_rate)}
-        #: what the optimizer keeps for each variable
-        self._slots = [v.value for v in optimizer.variables if id(v) not in settings_too]
+        #: what the optimizer keeps, but for the rate, which is a setting
+        self._slots = [v.value for v in optimizer.variables if v is not optimizer._learning_rate]
         others = session.plan.workers - 1
         self._ahead = min(others, 1) * session.plan.parts if session.plan.parts > 1 else (
             AHEAD * others

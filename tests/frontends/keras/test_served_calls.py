@@ -636,6 +636,21 @@ def test_optimizer_state_changed_by_a_callback_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(120)
+def test_optimizer_state_changed_when_no_step_follows(tmp_path: Path) -> None:
+    class Loading(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 0:
+                self.model.save_weights(tmp_path / "a.weights.h5")
+            if epoch == 2:
+                self.model.load_weights(tmp_path / "a.weights.h5")
+
+    alone, spread = both(fit=lambda: {"callbacks": [Loading()]}, where=served(SYNC, 2, 2))
+    assert int(spread.optimizer.iterations.numpy()) == 6
+    for ours, theirs in zip(alone.optimizer.variables, spread.optimizer.variables, strict=True):
+        assert np.abs(ours.numpy() - theirs.numpy()).max() < 2e-6
+
+
+@pytest.mark.timeout(120)
 def test_masks_with_several_losses_are_refused() -> None:
     tokens = keras.Input((7,), dtype="int32")
     h = layers.Embedding(20, 6, mask_zero=True)(tokens)
