@@ -62,7 +62,7 @@ class Inbox:
             if not select.select([self._sock], [], [], 0.2)[0]:
                 watch()
                 continue
-            count = self._sock.recv_into(memoryview(self._data)[self._filled :])
+            count = _read(self._sock, memoryview(self._data)[self._filled :])
             if count == 0:
                 return False
             self._filled += count
@@ -86,8 +86,16 @@ def _exactly(sock: socket.socket, size: int) -> bytes | None:
     data = bytearray(size)
     view = memoryview(data)
     while view:
-        count = sock.recv_into(view)
+        count = _read(sock, view)
         if count == 0:
             return None
         view = view[count:]
     return bytes(data)
+
+
+def _read(sock: socket.socket, into: memoryview) -> int:
+    """How much came; 0 if the other side is gone, which may have left without hearing us out."""
+    try:
+        return sock.recv_into(into)
+    except ConnectionResetError:
+        return 0

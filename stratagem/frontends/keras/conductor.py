@@ -176,7 +176,7 @@ class Conductor:
     def _part(self, replica: Replica, again: bool) -> Part:
         """The model for the followers, unless they have it and it is the same."""
         mark = (
-            id(replica), id(self.model.optimizer), id(self.model.loss),
+            id(replica), id(self.model.optimizer), self._schedules(), id(self.model.loss),
             *((id(v), v.trainable) for v in self.model.weights),
         )  # fmt: skip
         alone = self.strategy.team.place is None
@@ -290,6 +290,12 @@ class Conductor:
     def _follow_changes(self) -> None:
         """Tell the others what a callback, or the user between two calls, has changed."""
         assert self.player is not None
+        if self._needs.attributes and self._schedules() != self._mark[2]:
+            raise UsageError(
+                "the schedule of the learning rate was replaced while the model trains, which the "
+                "other replicas cannot follow; replace it between two calls of fit, or have a "
+                "callback set a number each epoch (keras.callbacks.LearningRateScheduler)."
+            )
         if self._needs.attributes and (changes := self._watched().changed()):
             if id(self.model.optimizer) != self._mark[1]:
                 raise UsageError(
@@ -306,6 +312,12 @@ class Conductor:
             if changed:
                 self._tell("weights", changed)
             self._versions = now
+
+    def _schedules(self) -> tuple[int, ...]:
+        """Which objects the learning rate comes from; asked for every step."""
+        optimizer = self.model.optimizer
+        each = (optimizer, getattr(optimizer, "inner_optimizer", None))
+        return tuple(id(getattr(one, "_learning_rate", None)) for one in each)
 
     def _now(self) -> dict[int, int]:
         """How often each tensor has been written to; a new one starts at zero."""

@@ -19,12 +19,15 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras import attributes, environment, user_metrics
 from stratagem.frontends.keras.denominators import made_exact, whole_activity
 from stratagem.frontends.keras.parts import Part
-from stratagem.frontends.keras.session import KerasSession
+from stratagem.frontends.keras.results import from_chief
+from stratagem.frontends.keras.session import Dismissed, KerasSession
 from stratagem.rules.push import Ticket
+from stratagem.state import keras_recipe
 from stratagem.strategies.parameters.session import Late
-from stratagem.strategies.parameters.worker import EpochOver, FitOver, Work
+from stratagem.strategies.parameters.worker import EpochOver, FitOver, Work, Worker
 from stratagem.strategies.prepare import to_device
 from stratagem.strategies.replica import Replica
+from stratagem.strategies.settings import Settings
 
 
 class Hand:
@@ -118,10 +121,21 @@ class Hand:
         device = self.replica.device
         here = data if device.type == "cpu" else to_device(data, device)
         step: Callable[..., Any] = type(self.model).train_step.__get__(self.model)
+        written = self._written()
         if self.part.whole:
-            return step(here)
-        with made_exact(self.part), whole_activity(self.model, self.part):
-            return step(here)
+            logs = step(here)
+        else:
+            with made_exact(self.part), whole_activity(self.model, self.part):
+                logs = step(here)
+        if self._written() != written:
+            raise NotDistributable(
+                "train_step wrote to weights that are trained, and the servers do not see that; "
+                "have the optimizer do it (kernel_constraint=..., weight_decay=...), or a callback."
+            )
+        return logs
+
+    def _written(self) -> list[int]:
+        return [param._version for param in self.session.params]
 
     @torch.no_grad()
     def _take_back(self, counted: list[tuple[Tensor, Tensor]]) -> None:
@@ -240,6 +254,27 @@ class Hand:
         attributes.follow(self.model, news["attributes"])
         for index, value in news["weights"]:
             self.session.beside[index].copy_(value)
+
+
+def attend(worker: Worker, model: Any, settings: Settings, replica: Replica) -> Any:
+    """As another worker than the chief: take part until it ends the training; its result."""
+    try:
+        session = KerasSession(worker, model, settings, replica.device)
+    except Dismissed as nothing:
+        return from_chief(nothing.told["result"], model)
+    if session.over is not None:
+        last = session.take_last(session.over) or {}
+    else:
+        hand = Hand(model, session, replica)
+        try:
+            last = hand.follow() or {}
+        finally:
+            hand.close()
+    if "states" in last:
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        keras_recipe.restore(model.optimizer, model.trainable_variables, last["states"])
+    return from_chief(last.get("result"), model)
 
 
 def _real(tensor: Tensor) -> bool:

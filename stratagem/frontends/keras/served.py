@@ -12,7 +12,8 @@ model is saved and when the training ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -20,21 +21,21 @@ import torch
 from torch import Tensor
 
 from stratagem.data.shard import rows
-from stratagem.errors import NotDistributable, UsageError
+from stratagem.errors import NotDistributable, StratagemError, UsageError
 from stratagem.frontends.keras import conductor, environment, parcel
 from stratagem.frontends.keras.attributes import Attributes
 from stratagem.frontends.keras.conductor import Conductor, Part
-from stratagem.frontends.keras.hand import Hand
+from stratagem.frontends.keras.hand import Hand, attend
 from stratagem.frontends.keras.needs import Needs
-from stratagem.frontends.keras.results import from_chief, portable
-from stratagem.frontends.keras.session import Dismissed, KerasSession, dismiss, refuse
+from stratagem.frontends.keras.results import portable
+from stratagem.frontends.keras.session import KerasSession, dismiss, refuse
 from stratagem.rules.updates import Synchronous
-from stratagem.state import keras_recipe
 from stratagem.strategies.parameters.crew import current_worker
 from stratagem.strategies.parameters.source import AHEAD, parts_of_rows
-from stratagem.strategies.parameters.worker import EpochOver, FitOver, Worker
-from stratagem.strategies.replica import Replica, current_replica
+from stratagem.strategies.parameters.worker import EpochOver, FitOver
+from stratagem.strategies.replica import current_replica
 
+log = logging.getLogger("stratagem")
 _TRAINS = ("fit", "train_on_batch")
 
 
@@ -88,8 +89,12 @@ class ServedConductor(Conductor):
             with self.leads(needs), keras.device(environment.device_name(self._replica)):
                 result = call()
                 self._settle(state=True)
-                self._follow_changes()
+                self._follow_changes(last=True)
             self._end(result)
+        except BaseException as error:
+            if not isinstance(error, StratagemError):
+                self._rescue()
+            raise
         finally:
             self._release()
         return result
@@ -97,16 +102,21 @@ class ServedConductor(Conductor):
     def _end(self, result: Any) -> None:
         """Have everybody end with the same."""
         apart = self.strategy.team.place is not None
-        told: list[Any] = [portable(result) if apart else None, None]
+        told = portable(result) if apart else None
         served = self.strategy.settings.served
         assert served is not None
         if self.session is None:
-            dismiss(self._worker, served, told)
-            return
-        session = self.session
-        if apart:
-            told[1] = keras_recipe.states(session.optimizer, session.variables)
-        session.end(told)
+            dismiss(self._worker, served, {"result": told})
+        else:
+            self.session.end(self.session.last_words(told) if apart else {})
+
+    def _rescue(self) -> None:
+        """After Ctrl-C, say: whoever calls `fit` again goes on from here."""
+        if self.session is not None and not self.session.rescue():
+            log.warning("the training was interrupted while it talked with a server: the weights "
+                        "are the newest, the optimizer's state is that of update %d.",
+                        self._state_of)  # fmt: skip
+            self.model.optimizer._iterations.assign(self._state_of)
 
     def _release(self) -> None:
         """The model and its optimizer are the user's own again."""
@@ -141,6 +151,8 @@ class ServedConductor(Conductor):
             left -= 1
             if left > self._ahead:  # unless others have taken some meanwhile
                 left = self._worker.deal(self._epoch, self._batch, [], False)
+        if self._needs.steps:
+            self._worker.refresh()  # callbacks see what the servers have, as far as they are
         self._mark_versions()
         return hand.logs if hand.logs is not None else self._own("get_metrics_result")()
 
@@ -182,13 +194,17 @@ class ServedConductor(Conductor):
         )
         self.hand = Hand(model, session, self._replica)
         self._optimizer, self._trainable = optimizer, [v.trainable for v in model.weights]
+        #: what the optimizer keeps, but for the rate, which is a setting
+        self._slots = [v.value for v in optimizer.variables if v is not optimizer._learning_rate]
         others = session.plan.workers - 1
         self._ahead = min(others, 1) * session.plan.parts if session.plan.parts > 1 else (
             AHEAD * others
         )
         self._epoch = self._batch = 0
-        self._is_open = False
-        self._first = int(optimizer._iterations)
+        #: whether something was dealt since all was applied; whether the optimizer's state is here
+        self._is_open = self._whole_here = False
+        #: the update of which the optimizer's state is here
+        self._first = self._state_of = int(optimizer._iterations)
         self._means: dict[int, list[Tensor]] = {}
         self._mark_versions()
 
@@ -196,7 +212,7 @@ class ServedConductor(Conductor):
         assert self.hand is not None
         if not self._is_open:
             self._epoch += 1
-            self._batch, self._is_open = 0, True
+            self._batch, self._is_open, self._whole_here = 0, True, False
             self.hand.begin()
         left = self._worker.deal(self._epoch, self._batch, [(1, len(parts))], last, parts)
         self._batch += 1
@@ -252,8 +268,8 @@ class ServedConductor(Conductor):
 
     # --- what callbacks change ----------------------------------------------------------------
 
-    def _follow_changes(self) -> None:
-        """Tell servers and workers what a callback has changed here."""
+    def _follow_changes(self, *, last: bool = False) -> None:
+        """Tell servers and workers what a callback has changed here; `last`: no step follows."""
         session = self.session
         if session is None:
             return
@@ -269,33 +285,53 @@ class ServedConductor(Conductor):
                     "what is trainable was changed while the model trains, which the servers "
                     "cannot follow; change it between two calls of fit."
                 )
-            self._announce("attributes", [list(change) for change in changes])
-        written = self._written()
-        if written != self._versions:
-            self._take_up(session)
+            self._announce("attributes", changes)
+        if self._written() != self._versions:
+            self._take_up(session, last=last)
             self._mark_versions()
 
-    def _take_up(self, session: KerasSession) -> None:
-        """Weights were written to."""
-        was = self._versions
-        if any(p._version != was[id(p)] for p in session.params):
-            self._worker.assign(session.params)
-        if changed := [
-            [i, t.detach().clone()] for i, t in enumerate(session.beside)
-            if t._version != was[id(t)]
-        ]:  # fmt: skip
-            self._announce("weights", changed)
+    def _take_up(self, session: KerasSession, *, last: bool) -> None:
+        """Somebody has written to weights, or to the optimizer's state, which servers keep.
 
-    def _announce(self, kind: str, changes: list[Any]) -> None:
-        """Tickets bring it to the others from now on, whoever gets one."""
-        news = dict(self._news)
-        news["edition"] += 1
-        news[kind] = news[kind] + changes
-        self._news = news
+        What was dealt before comes first; then what was written counts, and nothing else: the
+        values here may be older than those of the servers.
+        """
+        params, beside, slots = (
+            [(i, t.detach().clone()) for i, t in enumerate(each)
+             if t._version != self._versions[id(t)]]
+            for each in (session.params, session.beside, self._slots)
+        )  # fmt: skip
+        if params or slots:
+            self._drain()
+            session.read_state()
+        if not last and any(not torch.equal(self._slots[i], value) for i, value in slots):
+            raise UsageError(
+                "the optimizer's state was changed while the model trains (load_weights does that, "
+                "too), which the servers cannot follow; do it between two calls of fit, or change "
+                "the weights alone: model.set_weights(...)."
+            )
+        with torch.no_grad():
+            for own, written in (
+                (session.params, params), (session.beside, beside), (self._slots, slots)
+            ):  # fmt: skip
+                for i, value in written:
+                    own[i].copy_(value)
+        if params:
+            self._worker.assign(session.params)
+        if beside:
+            self._announce("weights", beside)
+
+    def _announce(self, kind: str, changes: Sequence[Sequence[Any]]) -> None:
+        """Tickets bring it to the others from now on, whoever gets one: the last of each."""
+        known = {tuple(each[:-1]): list(each) for each in (*self._news[kind], *changes)}
+        self._news = {
+            **self._news, "edition": self._news["edition"] + 1, kind: list(known.values()),
+        }  # fmt: skip
 
     def _written(self) -> dict[int, int]:
         assert self.session is not None
-        return {id(t): t._version for t in (*self.session.params, *self.session.beside)}
+        tensors = (*self.session.params, *self.session.beside, *self._slots)
+        return {id(t): t._version for t in tensors}
 
     def _mark_versions(self) -> None:
         self._versions = self._written()
@@ -303,15 +339,24 @@ class ServedConductor(Conductor):
     # --- reading ----------------------------------------------------------------------------
 
     def _settle(self, *, state: bool = False) -> None:
-        """Everything that was dealt is applied, and the model here has what came of it."""
+        """Everything that was dealt is applied, and the model here has what came of it.
+
+        From then on until the next step it is a callback's to change, for a while too.
+        """
         if not self._listening():
             return
         assert self.session is not None and self._optimizer is not None
+        # in few bits values come rounded; whoever looks gets those that will be saved
+        rounded = self.session.plan.wire is not None
+        whole = state or rounded or self._needs.attributes or self._optimizer.use_ema
+        if not self._is_open and (self._whole_here or not whole):
+            return
         self._follow_changes()
         self._drain()
         self._average()
-        if state or self._needs.attributes or self._optimizer.use_ema:
+        if whole:
             self.session.read_state()
+            self._whole_here, self._state_of = True, int(self._optimizer._iterations)
         self._mark_versions()
 
     @torch.no_grad()
@@ -366,24 +411,4 @@ def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, part
         environment.configure(part.config)
         parcel.settle(model)
     with keras.device(environment.device_name(replica)):
-        return _attend(worker, model, part, replica)
-
-
-def _attend(worker: Worker, model: Any, part: Part, replica: Replica) -> Any:
-    try:
-        session = KerasSession(worker, model, part.settings, replica.device)
-    except Dismissed as nothing:
-        return from_chief(nothing.told[0], model)
-    if session.over is not None:
-        result, states = session.take_last(session.over) or (None, None)
-    else:
-        hand = Hand(model, session, replica)
-        try:
-            result, states = hand.follow() or (None, None)
-        finally:
-            hand.close()
-    if states is not None:
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-        keras_recipe.restore(model.optimizer, model.trainable_variables, states)
-    return from_chief(result, model)
+        return attend(worker, model, part.settings, replica)

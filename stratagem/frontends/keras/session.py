@@ -82,6 +82,10 @@ class KerasSession(Session):
             metric.reset_state()
         environment.own_dice(model, told["seed"], self.worker.index)
 
+    def last_words(self, result: Any) -> dict[str, Any]:
+        """As the chief: what the others need besides the weights."""
+        return {"result": result, "states": keras_recipe.states(self.optimizer, self.variables)}
+
     def _recipe(self) -> OptimizerRecipe:
         return keras_recipe.describe(self.optimizer, self.variables)
 
@@ -91,6 +95,9 @@ class KerasSession(Session):
     def _take_states(self, by_variable: Mapping[int, Mapping[str, Any]]) -> None:
         given = [by_variable.get(i, {}) for i in range(len(self.variables))]
         keras_recipe.restore(self.optimizer, self.variables, given)
+
+    def _read_last(self) -> None:
+        """It is here, and a callback may have changed it since."""
 
     def settings(self) -> list[dict[str, Any]]:
         return [{"config": keras_recipe.settings(self.optimizer)}]

@@ -15,7 +15,10 @@ from stratagem.rules.updates import Synchronous, Updates
 from stratagem.state.partition import Piece
 from stratagem.state.recipe import OptimizerRecipe
 
-_TYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_TYPES = {
+    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stratagem.errors import NotDistributable
+from stratagem.errors import NotDistributable, StratagemError
 from stratagem.rules.updates import Synchronous
 from stratagem.state import assembly
 from stratagem.state.partition import partition
@@ -109,6 +111,10 @@ class Session:
         ]
         self.optimizer.load_state_dict(assembly.state_dict(by_variable, groups))
 
+    def _read_last(self) -> None:
+        """As the chief: what came of the training, into the user's own objects."""
+        self.read_state()
+
     def settings(self) -> list[dict[str, Any]]:
         """The optimizer's settings, as servers take them."""
         return [settings_of(group) for group in self.optimizer.param_groups]
@@ -162,7 +168,28 @@ class Session:
 
     def read_state(self) -> int:
         """As the chief: one version of values and optimizer state, into the user's own objects."""
-        version, values, states = self.worker.snapshot()
+        return self._take_snapshot(*self.worker.snapshot())
+
+    def rescue(self, seconds: float = 5.0) -> bool:
+        """As the chief, when an error ends the training here: the same, if servers answer soon.
+
+        Beside this thread, since one that was interrupted in mid-sentence may wait for ever.
+        """
+        found: list[tuple[int, list[Tensor], list[Any]]] = []
+
+        def ask() -> None:
+            with contextlib.suppress(OSError, StratagemError):
+                self.worker.finish_stream()
+                found.append(self.worker.snapshot())
+
+        asking = threading.Thread(target=ask, name="stratagem-rescue", daemon=True)
+        asking.start()
+        asking.join(seconds)
+        if found:
+            self._take_snapshot(*found[0])
+        return bool(found)
+
+    def _take_snapshot(self, version: int, values: list[Tensor], states: list[Any]) -> int:
         plan = self.plan
         pieces = [e.piece for extents in plan.layout.extents for e in extents]
         whole = assembly.assemble_values(pieces, dict(enumerate(values)), plan.shapes)
@@ -181,7 +208,7 @@ class Session:
             handle.remove()
         self._handles = []
         if self.worker.is_chief:
-            self.read_state()
+            self._read_last()
             self.worker.finish([told, [t.detach() for t in self.beside]])
         else:
             self.worker.refresh()

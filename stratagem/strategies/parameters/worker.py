@@ -277,7 +277,7 @@ class Worker:
         """Hand in the gradients that lie in memory; whether they count."""
         self.memory.landed()
         used = self.memory.used()
-        streamed = self._finish_stream()
+        streamed = self.finish_stream()
         others = [i for i in range(1, len(self.lines)) if i not in streamed]
         for i in [i for i in others if self._stage(i, {"t": "stage"})]:
             self.lines.receive(i)
@@ -308,7 +308,7 @@ class Worker:
             work, self._ahead = self._ahead, None
             self.lines.call(0, {"t": "abandon", "serial": work.ticket.serial})
 
-    def _finish_stream(self) -> set[int]:
+    def finish_stream(self) -> set[int]:
         """The servers whose gradients left while they were made; now they are all there."""
         if not self._couriers:
             return set()
@@ -338,7 +338,7 @@ class Worker:
 
     def abandon(self, ticket: Ticket) -> None:
         """Stop working on a ticket that came too late."""
-        self._finish_stream()
+        self.finish_stream()
         self.lines.call(0, {"t": "abandon", "serial": ticket.serial})
 
     def refresh(self) -> None:
@@ -448,7 +448,7 @@ class Worker:
 
     def report_failure(self, text: str) -> None:
         """Tell the others why this worker stops."""
-        self._finish_stream()
+        self.finish_stream()
         self.lines.call(0, {"t": "failed", "text": text})
 
     @property
@@ -464,7 +464,7 @@ class Worker:
     def close(self, *, goodbye: bool = True) -> None:
         """Leave the job; without a goodbye the servers are gone, or nobody is to wait for them."""
         if goodbye:
-            self._finish_stream()
+            self.finish_stream()
         self._dismiss_couriers()
         self.lines.close(goodbye=goodbye)
 

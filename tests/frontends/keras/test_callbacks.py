@@ -323,6 +323,28 @@ def test_rate_changed_before_the_first_step() -> None:
     both(lambda scope: fitted(scope, lambda: [AtStep(0, act)]))
 
 
+def test_schedule_replaced_between_steps_is_refused() -> None:
+    def act(model: Any) -> None:
+        model.optimizer.learning_rate = keras.optimizers.schedules.CosineDecay(0.7, 10)
+
+    with pytest.raises(sg.UsageError, match="LearningRateScheduler"):
+        fitted(strategy(2).scope, lambda: [AtStep(2, act)])
+
+
+def test_schedule_replaced_between_calls() -> None:
+    def play(scope: Scope) -> Any:
+        model = compiled(scope)
+        model.fit(**FIT)
+        for first in (0.3, 0.7):
+            rate = keras.optimizers.schedules.CosineDecay(first, 30)
+            model.optimizer.learning_rate = rate
+            model.train_on_batch(X[:16], Y[:16])
+            model.train_on_batch(X[:16], Y[:16])
+        return outcome(model, model.fit(**FIT))
+
+    both(play)
+
+
 class Leaning(keras.Model):
     """Plain Python numbers of a model and of a layer take part in a step."""
 

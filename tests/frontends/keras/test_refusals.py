@@ -69,6 +69,13 @@ def test_keras_imported_inside_the_scope_is_followed(tmp_path: Path) -> None:
     assert "[replica 1] rows 5" in done.stdout
 
 
+@pytest.mark.timeout(120)
+def test_every_replica_has_the_keras_of_the_chief() -> None:
+    """Also where another Keras stands first on the path: test_oldest_keras has it so."""
+    found = strategy(2).run(lambda: __import__("keras").__version__)
+    assert found == [keras.__version__] * 2
+
+
 def compiled(**more: Any) -> Any:
     with strategy(2).scope():
         model = keras.Sequential([keras.Input((8,)), layers.Dense(3)])

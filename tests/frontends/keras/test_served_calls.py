@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from keras import layers
 
 import stratagem as sg
 from tests.frontends.keras.served_support import close_served, served
+from tests.keras_both import alike
 from tests.keras_support import apart, digits, history_apart, strategy, train
 
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -154,6 +156,79 @@ def test_workers_follow_attributes_and_untrained_weights() -> None:
     both(fit=lambda: {"callbacks": [Annealing()]}, build=build)
 
 
+class Counting(keras.Model):
+    """Both weights go down by one with every update, whoever makes it and on whatever rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = layers.Dense(1, kernel_initializer="zeros")
+
+    def call(self, x: Any) -> Any:
+        return self.line(x)
+
+
+def counting(callback: Any, epochs: int = 2) -> Any:
+    """40 updates an epoch by two workers that never wait; returns kernel and bias."""
+    with served(sg.Asynchronous(), 2, 1).scope():
+        model = Counting()
+        model.compile(optimizer=keras.optimizers.SGD(1.0), loss=lambda y, p: p)
+    ones = np.ones((160, 1), "float32")
+    model.fit(ones, ones, batch_size=4, epochs=epochs, verbose=0, callbacks=[callback])
+    return [float(w.ravel()[0]) for w in model.get_weights()]
+
+
+@pytest.mark.timeout(120)
+def test_asynchronous_updates_of_other_weights_survive_what_a_callback_writes() -> None:
+    class Writing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.line.bias.assign([5.0])
+
+    assert counting(Writing()) == [-80.0, 5.0]
+
+
+@pytest.mark.timeout(120)
+def test_asynchronous_updates_that_were_under_way_come_before_what_a_callback_writes() -> None:
+    class Setting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 20:
+                self.model.set_weights([np.full((1, 1), 100.0), np.full(1, 200.0)])
+
+    assert counting(Setting()) == [100.0 - 19, 200.0 - 19]  # of the last epoch: 40 less 21
+
+
+@pytest.mark.timeout(120)
+def test_asynchronous_callbacks_read_and_write_at_the_end_of_an_epoch() -> None:
+    read: list[float] = []
+
+    class Setting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 30:
+                read.append(float(self.model.get_weights()[0][0, 0]))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            read.append(float(self.model.line.kernel.numpy()[0, 0]))
+            self.model.set_weights([w * 0 for w in self.model.get_weights()])
+
+    assert counting(Setting()) == [0.0, 0.0]
+    assert read == [-31.0, -40.0] * 2
+
+
+@pytest.mark.timeout(120)
+def test_what_callbacks_change_does_not_pile_up() -> None:
+    """Tickets bring the last value of each attribute, not all that there have been."""
+    seen: list[int] = []
+
+    class Annealing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.layers[0].beta = float(batch)
+            self.model.layers[0].other = float(-batch)
+            seen.append(len(self.model.__dict__["_stratagem"]._news["attributes"]))
+
+    model = train(mlp, momentum, {"x": digits(43)[0], "y": digits(43)[1], "batch_size": 4,
+                                  "callbacks": [Annealing()]}, served(SYNC, 2, 1))[0]  # fmt: skip
+    assert model.layers[0].beta == 10.0 and max(seen) == 2
+
+
 class Own(keras.Model):
     """A step of one's own, with numbers of its own."""
 
@@ -218,6 +293,35 @@ def test_weight_decay_and_constraints() -> None:
         return {"optimizer": optimizer, "loss": LOGITS}
 
     both(compile, build=build, where=served(SYNC, 2, 2))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("on_epoch", [False, True])
+def test_averages_swapped_in_for_a_while(on_epoch: bool) -> None:
+    swap = lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=on_epoch)  # noqa: E731
+    both(lambda: momentum(use_ema=True, ema_momentum=0.8), where=served(SYNC, 2, 2),
+         fit=lambda: {"callbacks": [swap()], "validation_split": 0.2})  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("updates", [SYNC, sg.Asynchronous()], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_sixteen_bits_on_the_wire(wire: str, updates: Any, monkeypatch: Any) -> None:
+    """Over sockets: on one machine nothing would travel. What is validated is what is saved."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
+    x, y = digits(43)
+    fit = {"x": x, "y": y, "batch_size": 8, "epochs": 3, "validation_data": (x[:9], y[:9])}
+    alone, expected = train(mlp, momentum, fit)
+    where = sg.ParameterServerStrategy(
+        sg.LocalCluster(workers=2 if updates is SYNC else 1, ps=2), updates=updates, wire=wire
+    )
+    try:
+        spread, history = train(mlp, momentum, fit, where)
+    finally:
+        where.close()
+    assert 1e-5 < apart(alone, spread) < 2e-2  # rounded, and only rounded
+    assert history_apart(expected, history) < (0.2 if wire == "bfloat16" else 0.02)
+    assert spread.evaluate(x[:9], y[:9], verbose=0)[0] == pytest.approx(history["val_loss"][-1])
 
 
 # --- statistics and metrics -----------------------------------------------------------------------
@@ -399,6 +503,56 @@ def test_after_an_error_the_model_is_the_users_own() -> None:
     model.fit(x, y, batch_size=8, verbose=0)
 
 
+class Interrupted(keras.callbacks.Callback):
+    """Ctrl-C in the second epoch; the connections may be broken by it, as in mid-sentence."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.breaks, self.epoch = breaks, 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch + 1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.epoch == 1 and batch == 2:
+            if self.breaks:
+                self.model.__dict__["_stratagem"]._worker._hang_up()
+            raise KeyboardInterrupt
+
+
+def interrupted(where: Any, **how: Any) -> tuple[Any, Any]:
+    x, y = digits(43)
+    fit = {"x": x, "y": y, "batch_size": 8, "epochs": 3, "verbose": 0, "shuffle": False}
+    keras.utils.set_random_seed(7)
+    with where.scope() if where is not None else nullcontext():
+        model = mlp()
+        model.compile(**momentum())
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(**fit, callbacks=[Interrupted(**how)])
+    state = [model.get_weights(), [v.numpy() for v in model.optimizer.variables]]
+    model.fit(**fit)
+    return state, [model.get_weights(), [v.numpy() for v in model.optimizer.variables]]
+
+
+@pytest.mark.timeout(120)
+def test_interrupted_and_fitted_again() -> None:
+    alike(interrupted(None), interrupted(served(SYNC, 2, 2)))
+
+
+@pytest.mark.timeout(120)
+def test_interrupted_while_a_server_was_talked_to(caplog: Any) -> None:
+    """The weights are kept, and the optimizer's state is of one moment, if not of the last."""
+    (weights, state), _ = interrupted(None)
+    where = sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=SYNC)
+    try:
+        (found, (iterations, *_)), _ = interrupted(where, breaks=True)
+    finally:
+        where.close()
+    alike(weights, found)
+    assert int(state[0]) == 9 and int(iterations) == 6
+    assert "the optimizer's state is that of update 6" in caplog.text
+
+
 class MySGD(keras.optimizers.SGD):
     pass
 
@@ -426,6 +580,14 @@ class Clipping(Own):
         return {"loss": 0.0}
 
 
+class Squeezing(Own):
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        for weight in self.trainable_variables:
+            weight.assign(keras.ops.clip(weight, -0.1, 0.1))
+        return logs
+
+
 def odd(weights: Any) -> Any:
     return weights
 
@@ -442,6 +604,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         global_clipnorm=1.0, gradient_accumulation_steps=2), "leave one of them out"),
     "apply twice": (Twice, momentum, "twice"),
     "no apply": (Silent, momentum, "did not hand its gradients"),
+    "weights written to": (Squeezing, momentum, "constraint"),
     "changed gradients": (Clipping, momentum, "changed the gradients"),
 }  # fmt: skip
 
@@ -456,6 +619,35 @@ def test_refused_with_a_sentence(case: str) -> None:
         model.compile(**compile())
     with pytest.raises(sg.errors.StratagemError, match=words):
         model.fit(x, y, batch_size=8, verbose=0)
+
+
+@pytest.mark.timeout(120)
+def test_optimizer_state_changed_by_a_callback_is_refused(tmp_path: Path) -> None:
+    class Loading(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 0:
+                self.model.save_weights(tmp_path / "a.weights.h5")
+            self.model.load_weights(tmp_path / "a.weights.h5")
+
+    x, y = digits(43)
+    with pytest.raises(sg.UsageError, match=r"model.set_weights"):
+        train(mlp, momentum, {"x": x, "y": y, "epochs": 3, "callbacks": [Loading()]},
+              served(SYNC, 2, 1))  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+def test_optimizer_state_changed_when_no_step_follows(tmp_path: Path) -> None:
+    class Loading(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 0:
+                self.model.save_weights(tmp_path / "a.weights.h5")
+            if epoch == 2:
+                self.model.load_weights(tmp_path / "a.weights.h5")
+
+    alone, spread = both(fit=lambda: {"callbacks": [Loading()]}, where=served(SYNC, 2, 2))
+    assert int(spread.optimizer.iterations.numpy()) == 6
+    for ours, theirs in zip(alone.optimizer.variables, spread.optimizer.variables, strict=True):
+        assert np.abs(ours.numpy() - theirs.numpy()).max() < 2e-6
 
 
 @pytest.mark.timeout(120)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,13 @@ def start(script: str, index: int, addresses: list[str], **more: str) -> subproc
     )  # fmt: skip
 
 
-def start_task(script: str, job: str, index: int, cluster: Any) -> subprocess.Popen[str]:
+def start_task(
+    script: str, job: str, index: int, cluster: Any, **more: str
+) -> subprocess.Popen[str]:
     """A task of any job; a ps task needs no script."""
     config = {"cluster": cluster, "task": {"type": job, "index": index}}
     environ = {**os.environ, "TF_CONFIG": json.dumps(config), "PYTHONPATH": ROOT,
-               "OMP_NUM_THREADS": "1"}  # fmt: skip
+               "OMP_NUM_THREADS": "1", **more}  # fmt: skip
     if script:
         environ["KERAS_BACKEND"] = "torch"
     else:
@@ -103,20 +106,38 @@ WORKER = """
         "apart": max(far), "chief": strategy.is_chief, "callbacks": seen, "history": history,
         "plain": plain, "predictions": predictions.shape, "evaluate": losses,
         "iterations": int(model.optimizer.iterations.numpy()),
-    }))
+    }), flush=True)
+    tell = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("epoch", epoch))
+    model.fit(x, y, epochs=10**6, batch_size=16, verbose=0, callbacks=[tell])  # to be killed in it
 """
 
 
-@pytest.mark.timeout(180)
-def test_multi_worker_fit_in_two_processes() -> None:
-    """TensorFlow: ValueError, a PerReplica value cannot be converted."""
+def line_of(task: subprocess.Popen[str], start: str) -> str:
+    """The next line of its output that begins so."""
+    assert task.stdout is not None
+    seen = []
+    for line in task.stdout:
+        if line.startswith(start):
+            return line
+        seen.append(line)
+    raise AssertionError("ended early: " + "".join(seen))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[subprocess.Popen[str]]]:
+    """Two workers, started once for what is said of them here."""
     addresses = [f"127.0.0.1:{port}" for port in ports(2)]
-    tasks = [start(WORKER, i, addresses) for i in range(2)]
-    said = []
+    tasks = [start(WORKER, i, addresses, PYTHONUNBUFFERED="1") for i in range(2)]
+    yield tasks
     for task in tasks:
-        output, _ = task.communicate(timeout=150)
-        assert task.returncode == 0, output
-        said.append(json.loads(output.strip().splitlines()[-1]))
+        task.kill()
+        task.communicate(timeout=10)
+
+
+@pytest.mark.timeout(180)
+def test_multi_worker_fit_in_two_processes(pair: list[subprocess.Popen[str]]) -> None:
+    """TensorFlow: ValueError, a PerReplica value cannot be converted."""
+    said = [json.loads(line_of(task, "{")) for task in pair]
     for each in said:
         assert each["history"] == said[0]["history"]
         assert each["evaluate"] == said[0]["evaluate"]
@@ -128,8 +149,23 @@ def test_multi_worker_fit_in_two_processes() -> None:
     assert history_apart(said[0]["plain"], said[0]["history"]) < 1e-5
 
 
+@pytest.mark.timeout(180)
+def test_a_worker_killed_in_mid_training_is_named(pair: list[subprocess.Popen[str]]) -> None:
+    """TensorFlow: the survivor fails after about 10 s, "restart your program"."""
+    chief, other = pair
+    line_of(chief, "epoch 2")
+    other.kill()
+    before = time.monotonic()
+    output, _ = chief.communicate(timeout=30)
+    assert time.monotonic() - before < 10
+    assert chief.returncode > 0
+    last = [line for line in output.splitlines() if line.startswith("stratagem.errors.")][-1]
+    assert "worker 1" in last and "worker 0" not in last
+
+
 SERVED = """
-    import json, os
+    import json, os, time
+    from pathlib import Path
     import keras, numpy as np
     import stratagem as sg
 
@@ -158,6 +194,22 @@ SERVED = """
     fit = dict(batch_size=16, epochs=2, verbose=0, validation_split=0.2)
     history = model.fit(x, y, callbacks=[Seen()], **fit).history
     last = model.train_on_batch(x[:11], y[:11])
+    with strategy.scope():
+        keras.utils.set_random_seed(os.getpid())
+        missed = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dense(3)])
+        compile(missed)
+
+    def wait_for(file):
+        limit = time.monotonic() + 60
+        while not file.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+
+    folder = Path(os.environ["DONE"])
+    if not strategy.is_chief:  # it comes when all is over
+        wait_for(folder / "chief")
+    belated = missed.fit(x, y, verbose=0).history
+    (folder / ("chief" if strategy.is_chief else "worker")).touch()
+    wait_for(folder / "worker")
     alone = build()
     compile(alone)
     plain = alone.fit(x, y, **fit).history
@@ -168,18 +220,20 @@ SERVED = """
     print(json.dumps({
         "apart": max(far), "states": max(states), "chief": strategy.is_chief, "callbacks": seen,
         "history": history, "plain": plain, "predictions": model.predict(x, verbose=0).shape,
-        "evaluate": model.evaluate(x, y, verbose=0), "last": last,
+        "evaluate": model.evaluate(x, y, verbose=0), "last": last, "belated": belated,
+        "missed": [float(w.sum()) for w in missed.get_weights()] + [
+            float(v.numpy().sum()) for v in missed.optimizer.variables],
     }))
 """
 
 
 @pytest.mark.timeout(180)
-def test_parameter_servers_fit_evaluate_and_predict() -> None:
+def test_parameter_servers_fit_evaluate_and_predict(tmp_path: Path) -> None:
     """TensorFlow: ValueError, pass this dataset to ClusterCoordinator. Two clients, one server."""
     addresses = [f"127.0.0.1:{port}" for port in ports(3)]
     cluster = {"worker": addresses[:2], "ps": addresses[2:]}
     server = start_task("", "ps", 0, cluster)
-    tasks = [start_task(SERVED, "worker", i, cluster) for i in range(2)]
+    tasks = [start_task(SERVED, "worker", i, cluster, DONE=str(tmp_path)) for i in range(2)]
     said = []
     for task in tasks:
         output, _ = task.communicate(timeout=150)
@@ -192,6 +246,7 @@ def test_parameter_servers_fit_evaluate_and_predict() -> None:
         assert each["evaluate"] == pytest.approx(said[0]["evaluate"])
         assert each["predictions"] == [83, 3]
         assert each["apart"] < 1e-6 and each["states"] < 1e-6
+        assert each["belated"] == said[0]["belated"] and each["missed"] == said[0]["missed"]
     assert said[0]["chief"] and not said[1]["chief"]
     assert said[0]["callbacks"] == [0, 1] and said[1]["callbacks"] == []
     assert history_apart(said[0]["plain"], said[0]["history"]) < 1e-5
