@@ -40,8 +40,10 @@ class Office:
         work, first = scenario.work, scenario.topology.host(scenario.workers - 1) + 1
         shards = trains.shards()
         parts = scenario.parts[:1] if scenario.alike and len(shards) == 1 else scenario.parts
+        # an order has no answer: half a message, for the lead to each of the others
+        words = [scenario.overhead.server_message / 2 * (n or len(parts) - 1) for n in (0, 1)]
         self.desks = [
-            Desk(self.clock, first + i, shard, work.update * part, work.add * part)
+            Desk(self.clock, first + i, shard, work.update * part, work.add * part, words[i > 0])
             for i, (part, shard) in enumerate(zip(parts, shards, strict=True))
         ]
         self.lead = Lead(self.desks[0], self.desks[1:], self._end, clock=self.clock)
@@ -143,7 +145,7 @@ class Office:
             self.offer(worker)
 
     def _note_updates(self, version: int) -> None:
-        now = max(self.clock.now, self.desks[0].free)
+        now = max(self.clock.now, self.desks[0].updated)
         while len(self.updates) < version:
             self.updates.append(now)
             self.note("update", -1, len(self.updates))
