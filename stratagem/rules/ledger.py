@@ -113,9 +113,10 @@ class Ledger:
         ticket = self._offer(member)
         if ticket is None:
             return None
-        if table.deck:
-            table.deck.draw()
-            self.turn += not table.deck  # others may do backups now
+        deck = table.deck
+        if deck.front is not None:
+            deck.draw()
+            self.turn += deck.front is None  # others may do backups now
         table.give(member, ticket)
         return ticket
 
@@ -165,7 +166,7 @@ class Ledger:
     def ripe(self) -> Update | None:
         """The update that is due, if the gate is open; it counts as made, the version grows."""
         table, gate = self._table, self._gate
-        if not gate.opens(table):
+        if not table.kept or not gate.opens(table):
             return None
         admitted = table.crew.admitted
         pushes = table.advance()
@@ -194,9 +195,10 @@ class Ledger:
         table = self._table
         if not member.admitted:
             return None
-        if not table.deck:
+        front = table.deck.front
+        if front is None:
             return self._gate.backup(table)
-        return table.deck.front if self._gate.admits(table, member) else None
+        return front if self._gate.admits(table, member) else None
 
     def _judge(self, push: Push, tau: int) -> Verdict:
         """The rule for a push whose ticket is the worker's own."""

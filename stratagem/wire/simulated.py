@@ -36,7 +36,7 @@ class Clock:
 
     def at(self, time: float, action: Action) -> None:
         """Have something happen at a time, or now if that has passed."""
-        heappush(self._due, (max(time, self.now), next(self._number), action))
+        heappush(self._due, (time if time > self.now else self.now, next(self._number), action))
 
     def after(self, seconds: float, action: Action) -> None:
         """Have something happen later."""
@@ -110,15 +110,14 @@ class Link:
             return  # another look was asked for since, and an earlier one has been
         self._alarm = inf
         self._progress()
-        streams = self._streams
-        while streams and self._open and self._is_through(streams[0][0]):
+        streams, rate = self._streams, self._rate
+        # what the clock cannot tell from now is now
+        soon = 1e-12 * max(1.0, self._clock.now)
+        while streams and self._open:
+            if (streams[0][0] - self._served) * len(streams) / rate > soon:
+                break
             heappop(streams)[2]()
         self._look_later()
-
-    def _is_through(self, end: float) -> bool:
-        """Whether a stream has ended, or would before the clock can tell the difference."""
-        left = (end - self._served) * len(self._streams) / self._rate
-        return left <= 1e-12 * max(1.0, self._clock.now)
 
 
 @dataclass(frozen=True)
@@ -184,11 +183,17 @@ class Route:
             for link, size in network.way(flow):
                 if size > 0:
                     self._loads[link] = self._loads.get(link, 0.0) + size
+        self._only = next(iter(self._loads.items())) if len(self._loads) == 1 else None
 
     def send(self, then: Action, later: float = 0.0) -> None:
         """Carry all of it, then act where it arrives, or so many seconds later."""
         if self._network.cuts and self._network.is_cut(self._hosts):
             self._network.hold(partial(self.send, then, later))
+        elif self._only is not None:  # nothing else to wait for
+            late = self.latency + later
+            earliest = self._network.clock.now + self._least + late
+            link, size = self._only
+            link.send(size, partial(self._passed, late, earliest, then))
         elif self._loads:
             clock, late = self._network.clock, self.latency + later
             earliest = clock.now + self._least + late
@@ -197,6 +202,11 @@ class Route:
                 link.send(size, passage.passed)
         else:
             self._network.clock.after(self._least + self.latency + later, then)
+
+    def _passed(self, late: float, earliest: float, then: Action) -> None:
+        clock = self._network.clock
+        at = clock.now + late
+        clock.at(at if at > earliest else earliest, then)
 
 
 class _Passage:

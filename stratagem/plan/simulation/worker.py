@@ -175,14 +175,14 @@ class Worker:
         if self._at_once:
             self._pending = 1 + len(self._pushes)
             seconds = self._bill.received + self._draws.next() + self._bill.sent
-            send = partial(way.send, self._mine(self._computed), seconds)
+            then = self._mine(self._computed)
         else:
-            send = partial(way.send, self._mine(self._arrived))
+            seconds, then = 0.0, self._mine(self._arrived)
         free = desks[0].free if len(desks) == 1 else max(desk.free for desk in desks)
         if free > self._clock.now:
-            self._clock.at(free, send)
+            self._clock.at(free, partial(way.send, then, seconds))
         else:
-            send()
+            way.send(then, seconds)
 
     def _arrived(self) -> None:
         begun, seconds = self._bill.received, self._draws.next()

@@ -310,7 +310,7 @@ class Lead:
     def _take_in(
         self, seat: str, push: Push, verdict: Verdict, used: Any, update: Update | None
     ) -> None:
-        factor = verdict.factor * self._gap_factor(seat)
+        factor = verdict.factor * self._gap_factor(seat) if self._gaps else verdict.factor
         assert self.plan is not None
         if update is not None and len(update.pushes) == 1 and self.plan.clip_norm is None:
             self._order(["one", seat, factor, update.rate, used])
@@ -345,7 +345,8 @@ class Lead:
 
     def _tell_late(self) -> None:
         assert self.ledger is not None
-        self._late.update(self.ledger.overtaken())
+        if overtaken := self.ledger.overtaken():
+            self._late.update(overtaken)
         if not self._late:
             return
         for worker in sorted(self._late):
