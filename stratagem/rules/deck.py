@@ -18,7 +18,7 @@ class Deck:
 
     def __init__(self) -> None:
         self.closed = False
-        #: the ticket that is drawn next, None if there is none; looked at more often than it changes
+        #: the ticket that is drawn next, if any; it is looked at more often than it changes
         self.front: Ticket | None = None
         self._fresh: deque[Ticket] = deque()
         self._returned: list[tuple[int, Ticket]] = []

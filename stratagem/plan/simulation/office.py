@@ -21,6 +21,7 @@ from stratagem.plan.simulation.scenario import Event, Run, Scenario
 from stratagem.plan.simulation.trains import Trains
 from stratagem.plan.simulation.worker import Worker
 from stratagem.rules.ledger import Ledger
+from stratagem.rules.push import Ticket
 from stratagem.strategies.parameters.lead import Lead
 from stratagem.strategies.parameters.parties import Attendee
 from stratagem.wire.simulated import Clock, Network
@@ -53,6 +54,8 @@ class Office:
         self._parked: dict[int, Worker] = {}
         self._turn = -1
         self._epoch = self._dealt = self._left = 0
+        #: tickets under which more are dealt
+        self._low = _LOW * max(trains.plan.parts, scenario.workers)
 
     def run(self) -> Run:
         """From the first ticket to the last update."""
@@ -93,11 +96,10 @@ class Office:
 
     def deal(self) -> None:
         """Put up some more batches of the epoch, when those that are up run out."""
-        parts = self.trains.plan.parts
-        low = _LOW * max(parts, len(self.workers))
-        if not self._left or (self._dealt and self.books.left >= low):
+        if not self._left or (self._dealt and self.books.left >= self._low):
             return
-        count = min(self._left, max(1, 2 * low // parts))
+        parts = self.trains.plan.parts
+        count = min(self._left, max(1, 2 * self._low // parts))
         self._left -= count
         self.lead.deal(
             {"epoch": self._epoch, "first": self._dealt, "runs": [[count, parts]],
@@ -129,8 +131,8 @@ class Office:
                 self._next_epoch()
                 self.clock.after(0.0, self.changed)  # the others wait for it, too
             self.offer(worker)
-        elif (ticket := books.holds(worker.number)) is not None:
-            worker.take(ticket, told["epoch"])
+        elif "ticket" in told:
+            worker.take(Ticket(*told["ticket"]), told["epoch"])
 
     def changed(self) -> None:
         """Something was pushed, or somebody went: updates may have been made, others may go on."""
@@ -148,7 +150,8 @@ class Office:
         now = max(self.clock.now, self.desks[0].updated)
         while len(self.updates) < version:
             self.updates.append(now)
-            self.note("update", -1, len(self.updates))
+            if self.trace is not None:
+                self.note("update", -1, len(self.updates))
 
     # --- faults -----------------------------------------------------------------------------
 

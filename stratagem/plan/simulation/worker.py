@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from stratagem.plan.simulation.bill import Bill
 from stratagem.plan.simulation.desk import Desk
 from stratagem.plan.simulation.faults import Cut
-from stratagem.plan.simulation.scenario import Scenario
+from stratagem.plan.simulation.scenario import Event, Scenario
 from stratagem.plan.simulation.spread import Draws
 from stratagem.plan.simulation.trains import Trains
 from stratagem.rules.push import Push, Ticket
@@ -33,6 +33,7 @@ class Job(Protocol):
     network: Network
     desks: list[Desk]
     lead: Lead
+    trace: list[Event] | None
 
     def note(self, what: str, worker: int, *numbers: Any) -> None:
         """Write into the trace what happened."""
@@ -72,6 +73,8 @@ class Worker:
         self._pending = 0
         #: nothing happens between the arrival of values and the gradient: one event for both
         self._at_once = not scenario.faults and all(r >= 1.0 for _, r in scenario.work.buckets)
+        #: where the gradient leaves in one piece, its arrival is the push
+        self._whole = self._at_once and len(scenario.work.buckets) == 1
         self._looks_ahead = isinstance(scenario.updates, Asynchronous)
         self._bill = Bill(scenario)
         self._lay_routes()
@@ -161,7 +164,8 @@ class Worker:
         Who did not ask for it got it with the answer to a push.
         """
         office = self.office
-        self.office.note("take", self.number, ticket.serial)
+        if office.trace is not None:
+            office.note("take", self.number, ticket.serial)
         self._ticket, self._ticket_epoch = ticket, epoch
         self._round += 1
         before = self.have
@@ -196,6 +200,9 @@ class Worker:
     def _computed(self) -> None:
         assert self._ticket is not None
         self._result = self.office.trains.gradient(self.number, self._ticket_epoch, self._ticket)
+        if self._whole:
+            self._pushes[0][1].send(partial(self._if_same, self.life, self._round, self._push))
+            return
         for ready, way in self._pushes:
             if ready >= 1.0:
                 way.send(self._from_me(self._sent))
@@ -216,7 +223,8 @@ class Worker:
         push = Push(self.number, ticket.serial, min(self.have), weight)
         ahead = (self.epoch, self.have[0]) if self._looks_ahead else None
         told, _ = office.lead.push(self.attendee, push, {"notes": [loss, examples]}, ahead)
-        office.note("push", self.number, ticket.serial, told["tau"], told["kept"])
+        if office.trace is not None:
+            office.note("push", self.number, ticket.serial, told["tau"], told["kept"])
         self._ticket = None
         self._round += 1
         if "next" in told:
