@@ -60,12 +60,14 @@ class Clock:
         """Have everything happen that is due, until nothing is or somebody stops it."""
         self._stopped, due = False, self._due
         while due:
-            self.now, _, actions = heappop(due)
+            self.now, number, actions = heappop(due)
             if actions is self._last:
-                self._last_time = nan  # what is asked for from now on comes after others
-            for action in actions:
+                self._last_time = nan  # nothing can be added to what happens already
+            for done, action in enumerate(actions, 1):
                 action()
                 if self._stopped:
+                    if actions[done:]:
+                        heappush(due, (self.now, number, actions[done:]))
                     return
 
     def stop(self) -> None:

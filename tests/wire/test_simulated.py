@@ -177,6 +177,12 @@ def test_nothing_happens_after_a_stop_not_even_at_the_same_time() -> None:
     clock.at(1.0, lambda: seen.append("too late"))
     clock.run()
     assert seen == ["first"]
+    clock.at(1.0, lambda: seen.append("last"))
+    clock.run()
+    assert seen == ["first", "too late", "last"], "it goes on where it was"
+    clock.at(1.0, lambda: seen.append("again"))
+    clock.run()
+    assert seen[-1] == "again"
 
 
 def test_a_small_message_overtakes_a_large_one() -> None:
