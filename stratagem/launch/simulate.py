@@ -22,7 +22,7 @@ from stratagem.errors import UsageError
 from stratagem.launch.options import below, whole
 
 if TYPE_CHECKING:
-    from stratagem.plan.simulation.scenario import Run, Scenario
+    from stratagem.plan.simulation.scenario import Overhead, Run, Scenario
     from stratagem.plan.simulation.spread import Spread
     from stratagem.rules.updates import Updates
 
@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--link", default="10Gbit", metavar="RATE", help="of each host, each way (10Gbit)")
     add("--latency", default="50us", metavar="TIME", help="one way (50us)")
     add("--per-host", type=whole(1), default=1, metavar="G", help="workers behind one link (1)")
+    add("--overhead", default="none", metavar="TIMES", help="of processors for each message, "
+        "WORKER:SERVER, as 0.2ms:0.3ms; or `measured`, here and now (none)")  # fmt: skip
     add("--asynchronous", action="store_true", help="nobody waits for the others")
     add("--spares", type=whole(0), default=0, metavar="B", help="late ones not waited for (0)")
     add("--bound", type=whole(0), metavar="S", help="asynchronous, but at most S steps ahead")
@@ -93,6 +95,7 @@ def read(args: argparse.Namespace) -> Scenario:
         Topology(rate(args.link, "--link"), seconds(args.latency, "--latency"), args.per_host),
         _updates(args), args.servers, slow=dict(_slow(text) for text in args.slow), faults=bad,
         patience=seconds(args.patience, "--patience"), seed=args.seed,
+        overhead=_overhead(args.overhead),
     )  # fmt: skip
 
 
@@ -109,6 +112,20 @@ def _updates(args: argparse.Namespace) -> Updates:
     if free:
         return Asynchronous(bound=args.bound, buffer=args.buffer)
     return Synchronous(spares=args.spares)
+
+
+def _overhead(text: str) -> Overhead:
+    from stratagem.plan.simulation.scenario import Overhead
+    from stratagem.plan.units import seconds
+
+    if text == "none":
+        return Overhead()
+    if text == "measured":
+        from stratagem.plan.overhead import measure
+
+        return measure()
+    worker, _, server = text.partition(":")
+    return Overhead(seconds(worker, "--overhead"), seconds(server, "--overhead"))
 
 
 def _spread(text: str, usual: float, stragglers: str | None) -> Spread:

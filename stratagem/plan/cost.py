@@ -38,6 +38,9 @@ class Prediction:
     parts: Mapping[str, float]
     #: what most of the step is spent on
     limit: str
+    #: where `step` lies for certain: asynchronous workers stay out of each other's way, or in it,
+    #: as chance has it
+    within: tuple[float, float]
 
     @property
     def efficiency(self) -> float:
@@ -49,6 +52,7 @@ class Prediction:
             "replicas": self.configuration.replicas, "step_s": self.step,
             "examples_per_s": self.rate, "speedup": self.speedup, "efficiency": self.efficiency,
             "updates_per_s": self.updates, "parts_s": dict(self.parts), "limit": self.limit,
+            "step_within_s": list(self.within),
         }  # fmt: skip
 
 
@@ -255,22 +259,48 @@ class _Case:
         Who comes there meets as many as there are on average with one worker less (mean value
         analysis); alone it meets nobody, and many fill the slowest of the three.
         """
-        size, values, rates = self.pushes, self.pulls, self._rates()
+        size, values = self.pushes, self.pulls
         here = 2 * size * self.share / self.hw.local if self.cfg.hosts == 1 else 0.0
         update = self._update() + here
-        met = waiting = took = pushed = updated = 0.0
-        for n in range(1, self.cfg.replicas + 1):
-            took = transfer(values, values * self.share, 1 + met, *rates)
-            each = transfer(size, size * self.share, 1 + met, *rates) / size if size else 0.0
+
+        def times(others: int, met: float, waiting: float) -> tuple[float, float, float]:
+            each = self._met(size, others, met) / size if size else 0.0
             pushed = max(0.0, self._pushed(0.0, each) - self.compute)
-            updated = update * (1 + waiting)
-            cycle = self.compute + pushed + updated + took + self._talk()
-            met, waiting = n * took / cycle, n * updated / cycle
+            return pushed, self._met(values, others, met), update * (1 + waiting)
+
+        def cycle(*spent: float) -> float:
+            return self.compute + sum(spent) + self._talk()
+
+        met = waiting = 0.0
+        for n in range(1, self.cfg.replicas + 1):
+            pushed, took, updated = times(n - 1, met, waiting)
+            round_ = cycle(pushed, took, updated)
+            met, waiting = n * took / round_, n * updated / round_
         parts = {
             "compute": self.compute, self._server_link(1 + met): pushed + took,
             "the servers' update": updated, "overhead": self._talk(),
         }  # fmt: skip
-        return self.told(parts, sum(parts.values()))
+        all_others = self.cfg.replicas - 1
+        apart, in_step = cycle(*times(0, 0, 0)), cycle(*times(*[all_others] * 3))
+        return self.told(parts, sum(parts.values()), (apart, in_step))
+
+    def _met(self, size: float, others: int, met: float) -> float:
+        """A transfer that meets so many of the others on average, each of them by chance.
+
+        Several servers are not full before several workers are there. So a crowd makes it slower,
+        and nobody there makes it no faster: the number that is met on average is not enough.
+        """
+        worker, server = self._rates()
+        alone, each = size / worker, size * self.share / server
+        chance = met / others if others else 0.0
+        if chance >= 1:
+            return max(alone, each * (1 + others))
+        took, likely, n = each * (1 + met), (1 - chance) ** others, 0
+        while n <= others and each * (1 + n) < alone:  # so few that the worker's own link binds
+            took += likely * (alone - each * (1 + n))
+            likely *= (others - n) / (n + 1) * chance / (1 - chance)
+            n += 1
+        return took
 
     def _server_link(self, at_once: float) -> str:
         """Whose link binds with so many workers at a server."""
@@ -282,14 +312,17 @@ class _Case:
 
     # --- the result ---------------------------------------------------------------------------
 
-    def told(self, parts: dict[str, float], step: float) -> Prediction:
+    def told(
+        self, parts: dict[str, float], step: float, within: tuple[float, float] | None = None
+    ) -> Prediction:
         cfg = self.cfg
         rate = cfg.counted * self.profile.batch / max(step, 1e-12)
         updates = (cfg.replicas if cfg.asynchronous else 1) / max(step, 1e-12)
         limit = max(parts, key=lambda name: parts[name])
         return Prediction(
-            cfg, step, rate, rate / single(self.profile), updates, parts, limit
-        )
+            cfg, step, rate, rate / single(self.profile), updates, parts, limit,
+            within or (step, step),
+        )  # fmt: skip
 
 
 def _between(n: int, known: Mapping[int, float], cores: int) -> float:

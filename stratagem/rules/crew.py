@@ -35,26 +35,23 @@ class Crew:
         self.clocks = Clocks()
         self.admitted = 0
         self._warmup = warmup
-        self._members: dict[int, Member] = {}
+        #: by worker
+        self.members: dict[int, Member] = {}
         self._order: list[Member] = []
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def find(self, worker: int) -> Member | None:
-        """The member, if it is here."""
-        return self._members.get(worker)
-
     def join(self, worker: int, version: int) -> Member:
         """A new member, behind all others."""
-        member = self._members[worker] = Member(worker)
+        member = self.members[worker] = Member(worker)
         self._order.append(member)
         self.admit(version)
         return member
 
     def leave(self, member: Member, version: int) -> None:
         """A member goes; it holds no ticket any more."""
-        del self._members[member.worker]
+        del self.members[member.worker]
         self._order.remove(member)
         if member.admitted:
             self.admitted -= 1

@@ -18,6 +18,8 @@ class Deck:
 
     def __init__(self) -> None:
         self.closed = False
+        #: the ticket that is drawn next, if any; it is looked at more often than it changes
+        self.front: Ticket | None = None
         self._fresh: deque[Ticket] = deque()
         self._returned: list[tuple[int, Ticket]] = []
         self._serial = self._first = 0
@@ -30,6 +32,7 @@ class Deck:
         self._first = self._serial
         self._fresh.clear()
         self._returned.clear()
+        self.front = None
 
     def add(self, batch: int, parts: int = 1) -> None:
         """Deal a batch, cut into `parts` tickets."""
@@ -40,17 +43,22 @@ class Deck:
         for part in range(parts):
             self._fresh.append(Ticket(self._serial, batch, part, parts))
             self._serial += 1
-
-    @property
-    def front(self) -> Ticket:
-        """The ticket that is drawn next."""
-        return self._returned[0][1] if self._returned else self._fresh[0]
+        self._look()
 
     def draw(self) -> Ticket:
         """Take the front ticket."""
-        return heappop(self._returned)[1] if self._returned else self._fresh.popleft()
+        drawn = heappop(self._returned)[1] if self._returned else self._fresh.popleft()
+        self._look()
+        return drawn
 
     def put_back(self, ticket: Ticket) -> None:
         """Return a ticket that was drawn, unless it was given up meanwhile."""
         if ticket.serial >= self._first:
             heappush(self._returned, (ticket.serial, ticket))
+            self._look()
+
+    def _look(self) -> None:
+        if self._returned:
+            self.front = self._returned[0][1]
+        else:
+            self.front = self._fresh[0] if self._fresh else None

@@ -50,10 +50,11 @@ class AllOf(Gate):
         return self._of_this_batch(table) or not (table.hands or table.kept)
 
     def opens(self, table: Table) -> bool:
-        return bool(table.kept) and not table.hands and not self._of_this_batch(table)
+        return not table.hands and bool(table.kept) and not self._of_this_batch(table)
 
     def _of_this_batch(self, table: Table) -> bool:
-        return bool(table.deck) and table.deck.front.first == table.batch
+        front = table.deck.front
+        return front is not None and front.first == table.batch
 
 
 class FirstOf(Gate):
@@ -75,19 +76,21 @@ class FirstOf(Gate):
             )
         self.workers = workers
         self.spares = spares
+        self._number = workers - spares  # more than 0, if workers are expected
 
     def number(self, table: Table) -> int:
         """N: how many gradients make an update."""
-        return max(1, (self.workers or len(table.crew)) - self.spares)
+        return self._number if self.workers else max(1, len(table.crew) - self.spares)
 
     def admits(self, table: Table, member: Member) -> bool:
-        if self.opens(table):
+        number = self.number(table)
+        if _enough(table, number):
             return False
         members = len(table.crew)
         given = len(table.hands) + len(table.kept)
-        wanted = self.number(table) + self.spares
+        wanted = number + self.spares
         if member.stamp != table.version:
-            return given < max(wanted, members)
+            return given < wanted or given < members
         # one that had its ticket leaves enough for those who had none
         return given + members - table.served < wanted
 

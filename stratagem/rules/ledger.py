@@ -68,7 +68,7 @@ class Ledger:
     def leave(self, worker: int) -> None:
         """A worker goes or died: its ticket is put back, pushes that were kept stay kept."""
         table = self._table
-        member = table.crew.find(worker)
+        member = table.crew.members.get(worker)
         if member is None:
             return
         self._return(member)
@@ -99,13 +99,13 @@ class Ledger:
 
     def may_take(self, worker: int) -> bool:
         """Whether `take` would give this worker a ticket."""
-        member = self._table.crew.find(worker)
+        member = self._table.crew.members.get(worker)
         return member is not None and (member.ticket or self._offer(member)) is not None
 
     def take(self, worker: int) -> Ticket | None:
         """Work for a worker: what it has in hand already, else a new ticket; None: not now."""
         table = self._table
-        member = table.crew.find(worker)
+        member = table.crew.members.get(worker)
         if member is None:
             raise UsageError(f"worker {worker} asks for work but is not in the job; join first.")
         if member.ticket is not None:
@@ -113,20 +113,21 @@ class Ledger:
         ticket = self._offer(member)
         if ticket is None:
             return None
-        if table.deck:
-            table.deck.draw()
-            self.turn += not table.deck  # others may do backups now
+        deck = table.deck
+        if deck.front is not None:
+            deck.draw()
+            self.turn += deck.front is None  # others may do backups now
         table.give(member, ticket)
         return ticket
 
     def holds(self, worker: int) -> Ticket | None:
         """What a worker has in hand."""
-        member = self._table.crew.find(worker)
+        member = self._table.crew.members.get(worker)
         return None if member is None else member.ticket
 
     def late(self, worker: int) -> bool:
         """Whether a worker computes in vain: its ticket was taken from it."""
-        member = self._table.crew.find(worker)
+        member = self._table.crew.members.get(worker)
         return member is not None and member.revoked is not None
 
     def overtaken(self) -> list[int]:
@@ -140,7 +141,7 @@ class Ledger:
         """Judge a gradient that arrived, once and for all: kept for the gate, or dropped."""
         table = self._table
         tau = table.version - push.version
-        member = table.crew.find(push.worker)
+        member = table.crew.members.get(push.worker)
         if member is None or member.ticket is None or member.ticket.serial != push.serial:
             verdict = _dropped(tau, _stray(member, push))
         else:
@@ -151,7 +152,7 @@ class Ledger:
 
     def abandon(self, worker: int, serial: int) -> None:
         """A worker stopped computing; if the ticket is still its own it is put back."""
-        member = self._table.crew.find(worker)
+        member = self._table.crew.members.get(worker)
         if member is None:
             return
         if member.revoked == serial:
@@ -165,7 +166,7 @@ class Ledger:
     def ripe(self) -> Update | None:
         """The update that is due, if the gate is open; it counts as made, the version grows."""
         table, gate = self._table, self._gate
-        if not gate.opens(table):
+        if not table.kept or not gate.opens(table):
             return None
         admitted = table.crew.admitted
         pushes = table.advance()
@@ -175,7 +176,7 @@ class Ledger:
         if gate.synchronous:
             for serial in list(table.hands):
                 self._requeue_or_lose(table.revoke(serial))
-        return Update(table.version, pushes, fsum(push.weight for push in pushes), self._rate)
+        return Update(table.version, pushes, fsum([push.weight for push in pushes]), self._rate)
 
     # accounting
 
@@ -194,9 +195,10 @@ class Ledger:
         table = self._table
         if not member.admitted:
             return None
-        if not table.deck:
+        front = table.deck.front
+        if front is None:
             return self._gate.backup(table)
-        return table.deck.front if self._gate.admits(table, member) else None
+        return front if self._gate.admits(table, member) else None
 
     def _judge(self, push: Push, tau: int) -> Verdict:
         """The rule for a push whose ticket is the worker's own."""

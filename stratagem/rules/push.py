@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from stratagem.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """A piece of work: batch `batch` of the epoch, or part `part` of the `parts` it is cut into.
 
     `serial` is unique over the whole job; the parts of one batch have consecutive ones.
@@ -43,8 +43,7 @@ class Push:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The one decision about a push, for all shards alike.
 
     kept: it goes into the sum as factor * weight * gradient; `rate` is what it asks of the
@@ -58,8 +57,7 @@ class Verdict:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """The gate opened: the step that takes the parameters to `version`.
 
     The mean gradient is the sum of factor * weight * gradient over `pushes`, by `divisor`, the sum

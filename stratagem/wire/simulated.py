@@ -9,12 +9,13 @@ server that everybody sends to at once is shared by all of them (incast). Nothin
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import NamedTuple
 
 from stratagem.errors import UsageError
@@ -23,31 +24,51 @@ Action = Callable[[], None]
 
 
 class Clock:
-    """Virtual time: what is due happens in order of time, then in the order it was asked for."""
+    """Virtual time: what is due happens in order of time, then in the order it was asked for.
+
+    What is asked for the same time in a row, as by all workers that wait for one update, is kept
+    together: the order is the same, and there is less of it to keep.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._due: list[tuple[float, int, Action]] = []
+        self._due: list[tuple[float, int, list[Action]]] = []
         self._number = count()
         self._stopped = False
+        #: what was asked for last, unless it has begun to happen, and when that is due
+        self._last: list[Action] = []
+        self._last_time = nan
 
     def __call__(self) -> float:
         return self.now
 
     def at(self, time: float, action: Action) -> None:
         """Have something happen at a time, or now if that has passed."""
-        heappush(self._due, (max(time, self.now), next(self._number), action))
+        if time < self.now:
+            time = self.now
+        if time == self._last_time:
+            self._last.append(action)
+        else:
+            self._last, self._last_time = [action], time
+            heappush(self._due, (time, next(self._number), self._last))
 
     def after(self, seconds: float, action: Action) -> None:
         """Have something happen later."""
-        heappush(self._due, (self.now + seconds, next(self._number), action))
+        self.at(self.now + seconds, action)
 
     def run(self) -> None:
         """Have everything happen that is due, until nothing is or somebody stops it."""
         self._stopped, due = False, self._due
-        while due and not self._stopped:
-            self.now, _, action = heappop(due)
-            action()
+        while due:
+            self.now, number, actions = heappop(due)
+            if actions is self._last:
+                self._last_time = nan  # nothing can be added to what happens already
+            for done, action in enumerate(actions, 1):
+                action()
+                if self._stopped:
+                    if actions[done:]:
+                        heappush(due, (self.now, number, actions[done:]))
+                    return
 
     def stop(self) -> None:
         """What is happening is the last thing."""
@@ -58,8 +79,8 @@ class Link:
     """One direction of a cable, shared evenly by whatever travels on it at the moment.
 
     `_served` counts the bytes that each stream present all along would have had so far; a stream
-    ends when that has grown by its size. So streams end in the order of a heap, and one event is
-    enough for all of them.
+    ends when that has grown by its size. So it is known in which order streams end, and one event
+    is enough for all of them. Most are of one size, and end in the order in which they came.
     """
 
     def __init__(self, clock: Clock, rate: float) -> None:
@@ -72,10 +93,16 @@ class Link:
 
     def send(self, size: float, then: Action) -> None:
         """Let so many bytes pass, then act."""
-        self._progress()
+        streams, now = self._streams, self._clock.now
+        if streams and self._open:  # as _progress does, which is called too often for a call
+            self._served += (now - self._since) * self._rate / len(streams)
+        self._since = now
         stream = (self._served + size, next(self._number), then)
-        heappush(self._streams, stream)
-        if self._streams[0] is stream:  # else the look that is due comes early enough
+        if not streams or stream > streams[-1]:
+            streams.append(stream)
+        else:
+            insort(streams, stream)
+        if streams[0] is stream:  # else the look that is due comes early enough
             self._look_later()
 
     def stop(self) -> None:
@@ -97,10 +124,11 @@ class Link:
 
     def _look_later(self) -> None:
         """Be there when the first stream ends, unless a look is due before that anyway."""
-        if not self._streams or not self._open:
+        streams = self._streams
+        if not streams or not self._open:
             return
-        left = max(0.0, self._streams[0][0] - self._served)
-        end = self._clock.now + left * len(self._streams) / self._rate
+        left = streams[0][0] - self._served
+        end = self._clock.now + (left * len(streams) / self._rate if left > 0.0 else 0.0)
         if end < self._alarm:
             self._alarm = end
             self._clock.at(end, self._look)
@@ -110,15 +138,14 @@ class Link:
             return  # another look was asked for since, and an earlier one has been
         self._alarm = inf
         self._progress()
-        streams = self._streams
-        while streams and self._open and self._is_through(streams[0][0]):
-            heappop(streams)[2]()
+        streams, rate = self._streams, self._rate
+        # what the clock cannot tell from now is now
+        soon = 1e-12 * max(1.0, self._clock.now)
+        while streams and self._open:
+            if (streams[0][0] - self._served) * len(streams) / rate > soon:
+                break
+            streams.pop(0)[2]()
         self._look_later()
-
-    def _is_through(self, end: float) -> bool:
-        """Whether a stream has ended, or would before the clock can tell the difference."""
-        left = (end - self._served) * len(self._streams) / self._rate
-        return left <= 1e-12 * max(1.0, self._clock.now)
 
 
 @dataclass(frozen=True)
@@ -184,11 +211,17 @@ class Route:
             for link, size in network.way(flow):
                 if size > 0:
                     self._loads[link] = self._loads.get(link, 0.0) + size
+        self._only = next(iter(self._loads.items())) if len(self._loads) == 1 else None
 
     def send(self, then: Action, later: float = 0.0) -> None:
         """Carry all of it, then act where it arrives, or so many seconds later."""
         if self._network.cuts and self._network.is_cut(self._hosts):
             self._network.hold(partial(self.send, then, later))
+        elif self._only is not None:  # nothing else to wait for
+            late = self.latency + later
+            earliest = self._network.clock.now + self._least + late
+            link, size = self._only
+            link.send(size, partial(self._passed, late, earliest, then))
         elif self._loads:
             clock, late = self._network.clock, self.latency + later
             earliest = clock.now + self._least + late
@@ -197,6 +230,11 @@ class Route:
                 link.send(size, passage.passed)
         else:
             self._network.clock.after(self._least + self.latency + later, then)
+
+    def _passed(self, late: float, earliest: float, then: Action) -> None:
+        clock = self._network.clock
+        at = clock.now + late
+        clock.at(at if at > earliest else earliest, then)
 
 
 class _Passage:

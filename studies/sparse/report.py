@@ -66,15 +66,21 @@ def twin(arms: list[Data], arm: Data) -> Data:
 
 
 def _predicted(data: Data) -> None:
-    held = [row for row in data["predicted"] if not row["fitted"]]
-    heads = [key for key in held[0] if key.startswith("error")]
-    print("| runs not fitted | count | " + " | ".join(f"{head}: median (worst)" for head in heads)
+    rows, costs = data["predicted"], data["real"]["overhead"]
+    said = ", ".join(f"{name} {value * 1e9 if 'byte' in name else value * 1e3:.2f}"
+                     for name, value in costs.items())  # fmt: skip
+    print(f"Overhead in ms (of a byte in ns): {said}.\n")
+    heads = [key for key in rows[0] if key.startswith("error")]
+    print("| runs | count | " + " | ".join(f"{head}: median (worst)" for head in heads)
           + " |\n" + "| --- " * (2 + len(heads)) + "|")  # fmt: skip
-    for key in sorted({(r["rule"], r["workers"], r["servers"]) for r in held}):
-        rows = [r for r in held if (r["rule"], r["workers"], r["servers"]) == key]
-        cells = [f"{statistics.median(row[head] for row in rows):+.0%} "
-                 f"({max((row[head] for row in rows), key=abs):+.0%})" for head in heads]
-        print(f"| {key[0]}, {key[1]} on {key[2]} | {len(rows)} | " + " | ".join(cells) + " |")
+    groups: dict[str, list[Data]] = {}
+    for row in sorted(rows, key=lambda r: (r["rule"], r["workers"], r["servers"])):
+        name = f"{row['rule']}, {row['workers']} on {row['servers']}"
+        groups.setdefault(name, []).append(row)
+    for name, members in {**groups, "all": rows}.items():
+        cells = [f"{statistics.median(row[head] for row in members):+.0%} "
+                 f"({max((row[head] for row in members), key=abs):+.0%})" for head in heads]
+        print(f"| {name} | {len(members)} | " + " | ".join(cells) + " |")
     print()
 
 

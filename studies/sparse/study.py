@@ -21,6 +21,8 @@ import report
 import virtual
 from size import SMALL, Size, rows_touched, traffic
 
+from stratagem.plan.overhead import measure
+
 HERE = Path(__file__).parent
 TIMEOUT = 400
 
@@ -66,6 +68,7 @@ def measured(size: Size, small: bool) -> dict[str, Any]:
         "arms": sorted(merged, key=lambda r: [str(r[k]) for k in ("way", "rule", "workers")]),
         "alone": alone, "server": server,
         "one device": rounds[0]["one device"], "tables": _medians(rounds),
+        "overhead": asdict(measure(20 if small else 300)),
     }  # fmt: skip
 
 

@@ -45,6 +45,13 @@ def test_a_seed_can_be_replayed(tmp_path: Path, options: tuple[str, ...]) -> Non
     assert (traces[0]["digest"] != traces[2]["digest"]) == bool(chance)
 
 
+def test_messages_cost_what_is_said(tmp_path: Path) -> None:
+    run = told(tmp_path, "--workers", "1", "--bytes", "0B", "--latency", "0s", "--overhead",
+               "10ms:20ms")  # fmt: skip
+    # the last push is applied before it is answered
+    assert run["seconds"] == pytest.approx(20 * (0.1 + 0.02 + 0.04), rel=0.01)
+
+
 def test_a_recorded_trace(tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text("[0.25]")
     run = told(tmp_path, "--workers", "2", "--bytes", "0B", "--latency", "0s", "--spread",

@@ -76,4 +76,20 @@ def test_in_step_within_ten_percent_and_twenty_at_worst() -> None:
 
 def test_asynchronous_at_the_median() -> None:
     """Workers fall into step or out of it by chance, so that single rows are far off."""
-    assert statistics.median(errors({"async"})) < 0.15
+    assert statistics.median(errors({"async"})) < 0.08
+
+
+def test_asynchronous_between_apart_and_in_step() -> None:
+    """Every row, to 10%: what chance decides is where between the two."""
+    every = rows()
+    loops = {
+        row["bytes"]: row["step_s"] - row["compute_s"] for row in every if row["strategy"] == "one"
+    }
+    free = [row for row in every if row["strategy"] == "async"]
+    assert len(free) > 30
+    for row in free:
+        machine = Hardware(hosts=8, link=row["link_bits"] / 8, latency=150e-6)
+        said = predict(profile(row, loops[row["bytes"]]), machine, configuration(row))
+        apart, in_step = said.within
+        assert apart <= said.step <= in_step
+        assert 0.9 * apart < row["mean_s"] < 1.1 * in_step, row

@@ -232,7 +232,7 @@ class Books(RuleBasedStateMachine):
 
     def late_work(self, worker: int, chance: random.Random) -> None:
         """A late worker stops, or pushes all the same."""
-        serial = self.ledger._table.crew._members[worker].revoked
+        serial = self.ledger._table.crew.members[worker].revoked
         assert serial is not None
         if chance.random() < 0.5:
             self.abandon(worker, serial)

@@ -45,3 +45,12 @@ def test_on_a_narrow_link_sparse_goes_further(data: Any) -> None:
     }  # fmt: skip
     assert best["dense"] < best["sparse"] < best["needed"]
     assert all(0 < row["speedup"] <= 1.3 * row["workers"] for row in data["simulated"])
+
+
+@pytest.mark.timeout(90)
+def test_what_messages_cost_is_measured_and_explains_a_part(data: Any) -> None:
+    costs = data["real"]["overhead"]
+    assert costs["server_message"] > 0 and costs["worker_step"] > 0 and costs["server_step"] > 0
+    assert all(0 <= cost < 0.1 for cost in costs.values())
+    for row in data["predicted"]:
+        assert row["error, overhead"] < row["error, alone"], "messages make it slower"

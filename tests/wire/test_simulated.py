@@ -153,3 +153,42 @@ def test_it_can_be_stopped_and_go_on() -> None:
 def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         Topology(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_asked_for_one_time_happens_in_the_order_of_asking() -> None:
+    clock, seen = Clock(), list[str]()
+
+    def first() -> None:
+        seen.append("first")
+        clock.at(1.0, lambda: seen.append("asked meanwhile"))
+
+    clock.at(1.0, first)
+    clock.at(2.0, lambda: seen.append("later"))
+    clock.at(1.0, lambda: seen.append("second"))
+    clock.at(1.0, lambda: seen.append("third"))
+    clock.run()
+    assert seen == ["first", "second", "third", "asked meanwhile", "later"]
+
+
+def test_nothing_happens_after_a_stop_not_even_at_the_same_time() -> None:
+    clock, seen = Clock(), list[str]()
+    clock.at(1.0, lambda: seen.append("first"))
+    clock.at(1.0, clock.stop)
+    clock.at(1.0, lambda: seen.append("too late"))
+    clock.run()
+    assert seen == ["first"]
+    clock.at(1.0, lambda: seen.append("last"))
+    clock.run()
+    assert seen == ["first", "too late", "last"], "it goes on where it was"
+    clock.at(1.0, lambda: seen.append("again"))
+    clock.run()
+    assert seen[-1] == "again"
+
+
+def test_a_small_message_overtakes_a_large_one() -> None:
+    clock, seen = Clock(), list[tuple[str, float]]()
+    link = Link(clock, 100.0)
+    link.send(100.0, lambda: seen.append(("large", clock.now)))
+    link.send(10.0, lambda: seen.append(("small", clock.now)))
+    clock.run()
+    assert seen == [("small", pytest.approx(0.2)), ("large", pytest.approx(1.1))]

@@ -21,6 +21,7 @@ from stratagem.plan.simulation.scenario import Event, Run, Scenario
 from stratagem.plan.simulation.trains import Trains
 from stratagem.plan.simulation.worker import Worker
 from stratagem.rules.ledger import Ledger
+from stratagem.rules.push import Ticket
 from stratagem.strategies.parameters.lead import Lead
 from stratagem.strategies.parameters.parties import Attendee
 from stratagem.wire.simulated import Clock, Network
@@ -40,8 +41,10 @@ class Office:
         work, first = scenario.work, scenario.topology.host(scenario.workers - 1) + 1
         shards = trains.shards()
         parts = scenario.parts[:1] if scenario.alike and len(shards) == 1 else scenario.parts
+        # an order has no answer: half a message, for the lead to each of the others
+        words = [scenario.overhead.server_message / 2 * (n or len(parts) - 1) for n in (0, 1)]
         self.desks = [
-            Desk(self.clock, first + i, shard, work.update * part, work.add * part)
+            Desk(self.clock, first + i, shard, work.update * part, work.add * part, words[i > 0])
             for i, (part, shard) in enumerate(zip(parts, shards, strict=True))
         ]
         self.lead = Lead(self.desks[0], self.desks[1:], self._end, clock=self.clock)
@@ -51,6 +54,8 @@ class Office:
         self._parked: dict[int, Worker] = {}
         self._turn = -1
         self._epoch = self._dealt = self._left = 0
+        #: tickets under which more are dealt
+        self._low = _LOW * max(trains.plan.parts, scenario.workers)
 
     def run(self) -> Run:
         """From the first ticket to the last update."""
@@ -91,11 +96,10 @@ class Office:
 
     def deal(self) -> None:
         """Put up some more batches of the epoch, when those that are up run out."""
-        parts = self.trains.plan.parts
-        low = _LOW * max(parts, len(self.workers))
-        if not self._left or (self._dealt and self.books.left >= low):
+        if not self._left or (self._dealt and self.books.left >= self._low):
             return
-        count = min(self._left, max(1, 2 * low // parts))
+        parts = self.trains.plan.parts
+        count = min(self._left, max(1, 2 * self._low // parts))
         self._left -= count
         self.lead.deal(
             {"epoch": self._epoch, "first": self._dealt, "runs": [[count, parts]],
@@ -127,8 +131,8 @@ class Office:
                 self._next_epoch()
                 self.clock.after(0.0, self.changed)  # the others wait for it, too
             self.offer(worker)
-        elif (ticket := books.holds(worker.number)) is not None:
-            worker.take(ticket, told["epoch"])
+        elif "ticket" in told:
+            worker.take(Ticket(*told["ticket"]), told["epoch"])
 
     def changed(self) -> None:
         """Something was pushed, or somebody went: updates may have been made, others may go on."""
@@ -143,10 +147,11 @@ class Office:
             self.offer(worker)
 
     def _note_updates(self, version: int) -> None:
-        now = max(self.clock.now, self.desks[0].free)
+        now = max(self.clock.now, self.desks[0].updated)
         while len(self.updates) < version:
             self.updates.append(now)
-            self.note("update", -1, len(self.updates))
+            if self.trace is not None:
+                self.note("update", -1, len(self.updates))
 
     # --- faults -----------------------------------------------------------------------------
 

@@ -53,6 +53,36 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Overhead:
+    """Processor seconds of a step besides computing and updating, at the worker and at servers.
+
+    message   each request and its answer
+    byte      each byte of gradients and values
+    step      each gradient: the worker's loop around it, the lead's judging it
+
+    A worker computes nothing meanwhile, and a server serves nobody else. `plan.overhead.measure`
+    finds them on the machine at hand.
+    """
+
+    worker_message: float = 0.0
+    server_message: float = 0.0
+    worker_byte: float = 0.0
+    server_byte: float = 0.0
+    worker_step: float = 0.0
+    server_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (isfinite(value) and value >= 0):
+                raise UsageError(f"{name} of the overhead is a number of seconds, 0 or more.")
+
+    @property
+    def none(self) -> bool:
+        """Whether nothing costs anything."""
+        return not any(vars(self).values())
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One training of `steps` global batches.
 
@@ -61,6 +91,7 @@ class Scenario:
     slow       workers that always take so many times as long
     patience   seconds of silence after which a worker is given up
     cancels    whether a late worker can stop in the middle of a step
+    overhead   what messages cost processors; nothing if not given
     """
 
     workers: int
@@ -75,6 +106,7 @@ class Scenario:
     patience: float = 60.0
     cancels: bool = True
     seed: int = 0
+    overhead: Overhead = Overhead()
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("steps", 1), ("servers", 0)):
@@ -86,6 +118,11 @@ class Scenario:
         if not self.servers and self.updates != Synchronous():
             raise UsageError(
                 "without servers all workers step together: servers=1 or more for other updates."
+            )
+        if not self.servers and not self.overhead.none:
+            raise UsageError(
+                "overhead is that of messages with servers; where workers all-reduce put it into "
+                "the latency of the topology."
             )
         if not all(0 <= w < self.workers and times > 0 for w, times in self.slow.items()):
             raise UsageError(f"slow names workers 0 to {self.workers - 1}, and times above 0.")
@@ -101,8 +138,12 @@ class Scenario:
 
     @property
     def alike(self) -> bool:
-        """Whether all servers have the same traffic at the same time: one stands for all."""
-        return not self.topology.per_rack and len(set(self.parts)) == 1
+        """Whether all servers have the same to do at the same time: one stands for all.
+
+        Where messages cost something the lead has more to do than the others.
+        """
+        same = len(set(self.parts)) == 1 and self.overhead.none
+        return same and not self.topology.per_rack
 
 
 #: one thing that happened: when, what, to which worker, and the numbers of it

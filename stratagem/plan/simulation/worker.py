@@ -11,9 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from stratagem.plan.simulation.bill import Bill
 from stratagem.plan.simulation.desk import Desk
 from stratagem.plan.simulation.faults import Cut
-from stratagem.plan.simulation.scenario import Scenario
+from stratagem.plan.simulation.scenario import Event, Scenario
 from stratagem.plan.simulation.spread import Draws
 from stratagem.plan.simulation.trains import Trains
 from stratagem.rules.push import Push, Ticket
@@ -32,6 +33,7 @@ class Job(Protocol):
     network: Network
     desks: list[Desk]
     lead: Lead
+    trace: list[Event] | None
 
     def note(self, what: str, worker: int, *numbers: Any) -> None:
         """Write into the trace what happened."""
@@ -71,7 +73,10 @@ class Worker:
         self._pending = 0
         #: nothing happens between the arrival of values and the gradient: one event for both
         self._at_once = not scenario.faults and all(r >= 1.0 for _, r in scenario.work.buckets)
+        #: where the gradient leaves in one piece, its arrival is the push
+        self._whole = self._at_once and len(scenario.work.buckets) == 1
         self._looks_ahead = isinstance(scenario.updates, Asynchronous)
+        self._bill = Bill(scenario)
         self._lay_routes()
 
     def _lay_routes(self) -> None:
@@ -153,10 +158,14 @@ class Worker:
         self.asked = self._clock.now
         self._word.send(self._from_me(partial(self.office.offer, self)))
 
-    def take(self, ticket: Ticket, epoch: int) -> None:
-        """A ticket, and with it new values from every server that has some."""
+    def take(self, ticket: Ticket, epoch: int, *, asked: bool = True) -> None:
+        """A ticket, and with it new values from every server that has some.
+
+        Who did not ask for it got it with the answer to a push.
+        """
         office = self.office
-        self.office.note("take", self.number, ticket.serial)
+        if office.trace is not None:
+            office.note("take", self.number, ticket.serial)
         self._ticket, self._ticket_epoch = ticket, epoch
         self._round += 1
         before = self.have
@@ -164,30 +173,36 @@ class Worker:
             office.trains.fetch(self.number, i, have) for i, have in enumerate(before)
         ]
         way = self._pulls if self.have != before else self._word_back
+        desks = office.desks
+        if not self._bill.none:
+            self._bill.pull(desks, asked=asked, news=way is self._pulls)
         if self._at_once:
             self._pending = 1 + len(self._pushes)
-            send = partial(way.send, self._mine(self._computed), self._draws.next())
+            seconds = self._bill.received + self._draws.next() + self._bill.sent
+            then = self._mine(self._computed)
         else:
-            send = partial(way.send, self._mine(self._arrived))
-        desks = office.desks
+            seconds, then = 0.0, self._mine(self._arrived)
         free = desks[0].free if len(desks) == 1 else max(desk.free for desk in desks)
         if free > self._clock.now:
-            self._clock.at(free, send)
+            self._clock.at(free, partial(way.send, then, seconds))
         else:
-            send()
+            way.send(then, seconds)
 
     def _arrived(self) -> None:
-        seconds = self._draws.next()
+        begun, seconds = self._bill.received, self._draws.next()
         self._pending = 1 + len(self._pushes)
         for ready, way in self._pushes:
             if ready < 1.0:
                 begin = partial(way.send, self._from_me(self._sent))
-                self._clock.after(seconds * ready, self._mine(begin))
-        self._clock.after(seconds, self._mine(self._computed))
+                self._clock.after(begun + seconds * ready, self._mine(begin))
+        self._clock.after(begun + seconds + self._bill.sent, self._mine(self._computed))
 
     def _computed(self) -> None:
         assert self._ticket is not None
         self._result = self.office.trains.gradient(self.number, self._ticket_epoch, self._ticket)
+        if self._whole:
+            self._pushes[0][1].send(partial(self._if_same, self.life, self._round, self._push))
+            return
         for ready, way in self._pushes:
             if ready >= 1.0:
                 way.send(self._from_me(self._sent))
@@ -203,14 +218,17 @@ class Worker:
         office, ticket = self.office, self._ticket
         assert ticket is not None
         weight, loss, examples = self._result
+        if not self._bill.none:
+            self._bill.push(office.desks)
         push = Push(self.number, ticket.serial, min(self.have), weight)
         ahead = (self.epoch, self.have[0]) if self._looks_ahead else None
         told, _ = office.lead.push(self.attendee, push, {"notes": [loss, examples]}, ahead)
-        office.note("push", self.number, ticket.serial, told["tau"], told["kept"])
+        if office.trace is not None:
+            office.note("push", self.number, ticket.serial, told["tau"], told["kept"])
         self._ticket = None
         self._round += 1
         if "next" in told:
-            self.take(Ticket(*told["next"]["ticket"]), told["next"]["epoch"])
+            self.take(Ticket(*told["next"]["ticket"]), told["next"]["epoch"], asked=False)
         else:
             self._answered(max(office.desks[0].free, self._clock.now))
         office.changed()

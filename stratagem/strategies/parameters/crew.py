@@ -117,6 +117,11 @@ class Crew:
     def name(self) -> str:
         return "worker 0" if self.place is None else str(self.place.task)
 
+    @property
+    def server_pids(self) -> list[int]:
+        """The processes of its own servers."""
+        return [pid for pool in self._servers for pid in pool.pids]
+
     # --- coming together --------------------------------------------------------------------
 
     def start(self) -> Replica:

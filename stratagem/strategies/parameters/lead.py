@@ -156,17 +156,17 @@ class Lead:
             self._settle()
             self._order(["leave", attendee.seat])
 
-    def _counts(self, attendee: Attendee) -> bool:
-        """Whether its fit is under way; an error if another has its place there."""
+    def _counts(self, attendee: Attendee) -> Ledger | None:
+        """The books, if its fit is under way; an error if another has its place there."""
         self._check()
         if not self.running or attendee.fit != self.fit:
-            return False
+            return None
         if attendee.gone or self.attendees.get(attendee.worker) is not attendee:
             raise ReplicaLost(
                 f"{attendee.name} counts no more: it was silent too long, or another process has "
                 "taken its place. Start it again to take part.", attendee.name,
             )  # fmt: skip
-        return True
+        return self.ledger
 
     def fail(self, failure: ReplicaError) -> None:
         """Nobody goes on after this; whoever asks is told why."""
@@ -231,31 +231,40 @@ class Lead:
         for itself.
         """
         with self.changed:
-            if not self._counts(attendee):
+            books = self._counts(attendee)
+            if books is None:
                 return {"end": True}, [self._told]
-            books = self._books()
             if self.epoch <= epoch:
                 return None
-            ticket = books.take(attendee.worker)
-            if ticket is None:
-                if books.over:
-                    return {"over": self.epoch, "after": self._orders}, []
-                hungry = feeds is not None and not self._dealt and books.left <= feeds
-                return ({"hungry": True}, []) if hungry else None
-            books.waited(attendee.worker, self._clock() - since)
-            header, body = self.shard.fetch(attendee.seat, have, 0)
-            header["ticket"] = [ticket.serial, ticket.batch, ticket.part, ticket.parts]
-            header["epoch"], header["after"] = self.epoch, self._orders
-            payload = self._payloads.get((ticket.batch, ticket.part))
-            if payload is not None:
-                header["payload"] = payload.numel()
-                body = [payload, *body]  # first, so that it can be unpacked while the rest comes
-            return header, body
+            found = self._ticket(books, attendee, have, since)
+            if found is not None:
+                return found
+            if books.over:
+                return {"over": self.epoch, "after": self._orders}, []
+            hungry = feeds is not None and not self._dealt and books.left <= feeds
+            return ({"hungry": True}, []) if hungry else None
+
+    def _ticket(
+        self, books: Ledger, attendee: Attendee, have: int, since: float
+    ) -> tuple[dict[str, Any], list[Tensor]] | None:
+        """A ticket, if there is one for it, with the newest values."""
+        ticket = books.take(attendee.worker)
+        if ticket is None:
+            return None
+        books.waited(attendee.worker, self._clock() - since)
+        header, body = self.shard.fetch(attendee.seat, have, 0)
+        header["ticket"] = list(ticket)
+        header["epoch"], header["after"] = self.epoch, self._orders
+        payload = self._payloads.get((ticket.batch, ticket.part)) if self._payloads else None
+        if payload is not None:
+            header["payload"] = payload.numel()
+            body = [payload, *body]  # first, so that it can be unpacked while the rest comes
+        return header, body
 
     def abandon(self, attendee: Attendee, serial: int) -> None:
         with self.changed:
-            if self._counts(attendee):
-                books = self._books()
+            books = self._counts(attendee)
+            if books is not None:
                 turn = books.turn
                 books.abandon(attendee.worker, serial)
                 self._settle()
@@ -271,10 +280,10 @@ class Lead:
         there is one: it would wait once more for its turn otherwise, behind others' updates.
         """
         with self.changed:
-            if not self._counts(attendee):
+            books = self._counts(attendee)
+            if books is None:
                 why = "the training is over"
                 return {"kept": False, "tau": 0, "why": why, "after": 0, "version": 0}, []
-            books = self._books()
             if told.get("settings"):
                 self._order(["settings", told["settings"]])
             ticket = books.holds(push.worker)
@@ -296,9 +305,9 @@ class Lead:
                 "kept": verdict.kept, "tau": verdict.tau, "why": verdict.why,
                 "after": self._orders, "version": books.version,
             }  # fmt: skip
-            if ahead is None or not books.may_take(attendee.worker):
+            if ahead is None or self.epoch <= ahead[0]:
                 return header, []
-            found = self.offer(attendee, *ahead, None, self._clock())
+            found = self._ticket(books, attendee, ahead[1], self._clock())
             if found is None:
                 return header, []
             header["next"], body = found
@@ -312,7 +321,7 @@ class Lead:
     def _take_in(
         self, seat: str, push: Push, verdict: Verdict, used: Any, update: Update | None
     ) -> None:
-        factor = verdict.factor * self._gap_factor(seat)
+        factor = verdict.factor * self._gap_factor(seat) if self._gaps else verdict.factor
         assert self.plan is not None
         if update is not None and len(update.pushes) == 1 and self.plan.clip_norm is None:
             self._order(["one", seat, factor, update.rate, used])
@@ -347,7 +356,8 @@ class Lead:
 
     def _tell_late(self) -> None:
         assert self.ledger is not None
-        self._late.update(self.ledger.overtaken())
+        if overtaken := self.ledger.overtaken():
+            self._late.update(overtaken)
         if not self._late:
             return
         for worker in sorted(self._late):
@@ -410,7 +420,7 @@ class Lead:
     def report(self, attendee: Attendee, epoch: int, tree: Tensor) -> None:
         """What a worker has counted in an epoch."""
         with self.changed:
-            if self._counts(attendee) and epoch == self.epoch:
+            if self._counts(attendee) is not None and epoch == self.epoch:
                 self._reports[attendee.worker] = tree
                 self.changed.notify_all()
 

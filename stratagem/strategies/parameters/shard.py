@@ -154,6 +154,8 @@ class Shard:
 
     def _news(self, desk: Desk, have: int, header: dict[str, Any]) -> list[Tensor]:
         """What has changed since version `have`: into the worker's memory, or to be sent."""
+        if not self.store.views:
+            return []  # there are more servers than pieces
         changes = self.store.changed_since(have)
         whole = [change.rows is None for change in changes]
         if len(changes) == len(self.store.views) and all(whole):

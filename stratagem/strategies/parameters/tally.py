@@ -15,9 +15,11 @@ class Tally:
 
     def fold(self) -> None:
         """An update was made of all that waits: the loss of its batch, weighted by examples."""
-        weight = sum(w for _, w, _ in self.waiting)
-        count = sum(n for _, _, n in self.waiting)
+        weight, count, total = 0.0, 0, 0.0
+        for loss, w, n in self.waiting:
+            weight, count = weight + w, count + n
+            total += loss * w if w else 0.0  # where nothing weighs, its loss may be no number
         if weight and count:
-            self.total += sum(loss * w for loss, w, _ in self.waiting if w) / weight * count
+            self.total += total / weight * count
             self.examples += count
         self.waiting = []

@@ -13,7 +13,7 @@ from stratagem.errors import UsageError
 from stratagem.plan.simulate import simulate
 from stratagem.plan.simulation import faults as bad
 from stratagem.plan.simulation.faults import Cut, Kill, ServerDeath, Stall
-from stratagem.plan.simulation.scenario import Run, Scenario, Work
+from stratagem.plan.simulation.scenario import Overhead, Run, Scenario, Work
 from stratagem.plan.simulation.spread import Constant, Lognormal, ShiftedExponential, Stragglers
 from stratagem.rules.ramp import Ramp
 from stratagem.rules.staleness import Drop, ScaleDown
@@ -133,6 +133,59 @@ def test_who_cannot_stop_comes_to_every_step_too_late() -> None:
     assert stops.stats.abandoned > 0 == cannot.stats.abandoned
 
 
+# --- what messages cost processors --------------------------------------------------------------
+
+
+def a_step(costs: Overhead, updates: Updates, **given: object) -> float:
+    """Seconds of the last of some steps; the first asks for its ticket under any rule."""
+    times = simulate(scenario(topology=FREE, overhead=costs, updates=updates, **given)).updates
+    return times[-1] - times[-2]
+
+
+def test_an_asynchronous_worker_sends_one_message_to_one_server() -> None:
+    costs = Overhead(0.01, 0.02, 1e-8, 2e-8, 0.003, 0.004)
+    # a message, the loop and 2 MB of the worker's; the same of the server's
+    expected = 0.1 + (0.01 + 0.003 + 0.02) + (0.02 + 0.004 + 0.04)
+    assert a_step(costs, Asynchronous(), workers=1) == pytest.approx(expected)
+
+
+def test_a_synchronous_one_asks_for_its_ticket_besides() -> None:
+    more = a_step(Overhead(0.01, 0.02), Synchronous(), workers=1)
+    assert more == pytest.approx(0.1 + 2 * 0.01 + 2 * 0.02)
+
+
+def test_each_further_server_takes_two_messages_and_hears_an_order() -> None:
+    worker = a_step(Overhead(worker_message=0.01), Asynchronous(), workers=1, servers=3)
+    assert worker == pytest.approx(0.1 + 5 * 0.01)
+    # at the lead: a message, and two orders of half a one; at each other: two, and an order
+    server = a_step(Overhead(server_message=0.02), Asynchronous(), workers=1, servers=3)
+    assert server == pytest.approx(0.1 + 2.5 * 0.02)
+    lead = a_step(Overhead(server_message=0.02), Asynchronous(), workers=1, servers=9)
+    assert lead == pytest.approx(0.1 + (1 + 8 / 2) * 0.02), "the lead's orders take longest"
+
+
+def test_messages_fill_a_server() -> None:
+    costs = Overhead(server_message=0.03, server_step=0.02)
+    given = scenario(workers=8, steps=400, updates=Asynchronous(), topology=FREE, overhead=costs)
+    assert simulate(given).rate == pytest.approx(1 / 0.05, rel=0.03)
+    together = a_step(costs, Synchronous(), workers=8)
+    assert together == pytest.approx(8 * 0.03 + 8 * 0.05), "computing hides behind the others"
+
+
+def test_an_update_is_made_when_the_server_has_got_to_it() -> None:
+    costs = Overhead(server_message=0.02)
+    for updates in (Synchronous(), Asynchronous()):
+        run = simulate(scenario(workers=1, work=Work(Constant(0.1), update=0.05), topology=FREE,
+                                updates=updates, overhead=costs))  # fmt: skip
+        assert run.updates[0] == pytest.approx(0.02 + 0.1 + 0.02 + 0.05)
+
+
+def test_buckets_leave_before_the_loop_around_is_through() -> None:
+    work = Work(Constant(0.1), push=1e6, pull=0.0, buckets=((0.9, 0.5), (0.1, 1.0)))
+    run = simulate(scenario(work=work, overhead=Overhead(worker_step=0.05)))
+    assert run.seconds == pytest.approx(20 * (0.1 + 0.05 + 0.004))
+
+
 # --- the same again -----------------------------------------------------------------------------
 
 
@@ -219,12 +272,17 @@ def test_nobody_left() -> None:
     "wrong",
     [{"workers": 0}, {"steps": 0}, {"servers": -1}, {"servers": 0, "updates": Asynchronous()},
      {"servers": 2, "shards": (1.0,)}, {"faults": (Kill(9, 1.0),)}, {"faults": (Stall(0, -1, 1),)},
-     {"faults": (ServerDeath(1, 1.0),)}],
+     {"faults": (ServerDeath(1, 1.0),)}, {"servers": 0, "overhead": Overhead(0.1)}],
     ids=str,
 )  # fmt: skip
 def test_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         scenario(**wrong)
+
+
+def test_overhead_that_cannot_be() -> None:
+    with pytest.raises(UsageError):
+        Overhead(server_byte=-1.0)
 
 
 @pytest.mark.parametrize(
