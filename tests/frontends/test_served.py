@@ -120,6 +120,23 @@ def test_synchronous_equals_one_device(name: str, place: str) -> None:
             torch.testing.assert_close(ours_state[i][key], value, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_more_servers_than_pieces(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who comes with a tiny model and many servers: those without a piece do no harm."""
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
+    x, y = torch.randn(40, 1), torch.randn(40, 1)
+    many = sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=3), updates=sg.Synchronous())
+    found = []
+    for where in (None, many):
+        torch.manual_seed(1)
+        small = sg.Model(nn.Linear(1, 1), where)
+        small.compile("adam", loss="mse", clip_norm=0.5)
+        small.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        found.append(small.module)
+    many.close()
+    assert apart(*found) < 1e-5
+
+
 @pytest.mark.parametrize("options", [
     {"clip_norm": 0.1}, {"clip_value": 0.01}, {"clip_norm": 0.2, "clip_value": 0.05},
 ])  # fmt: skip
