@@ -6,11 +6,12 @@ READY := $(VENV)/.ready
 # Tests run in parallel; more than a process a core makes those that watch the clock fragile.
 JOBS ?= 2
 
-.PHONY: help demo test lint bench studies clean
+.PHONY: help demo test test-slow lint bench studies clean
 
 help:
 	@echo "make demo    train on one device and on a local cluster, and compare"
-	@echo "make test    all checks: style, types, tests"
+	@echo "make test    style, types, and all tests but the slow ones"
+	@echo "make test-slow  those: whole programs, notebooks and studies from their start"
 	@echo "make lint    style and types only"
 	@echo "make bench   the benchmarks that fit this machine"
 	@echo "make studies every study again, data and figures: half an hour on two cores"
@@ -29,8 +30,12 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-slow: $(READY)
+	$(PYTEST) -m slow
 
 bench: $(READY)
 	$(BIN)/python benchmarks/one_replica/bench.py

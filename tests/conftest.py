@@ -15,8 +15,8 @@ torch.set_num_threads(1)  # replicas on few cores fight each other otherwise
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-#: files whose few tests take long: they begin first, so that no process is left alone with them
-_LONG = ("test_examples", "studies", "parameters", "test_scripts", "test_tf_distribute")
+#: files whose tests take long: they begin first, so that no process is left alone with them
+_LONG = ("test_served", "parameters", "test_faults", "membership", "multi_worker", "keras")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

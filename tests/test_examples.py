@@ -93,6 +93,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_loop_by_hand_gives_the_same_however_it_is_started(
     tmp_path: Path, plainly: Plainly
@@ -109,6 +110,7 @@ def test_a_loop_by_hand_gives_the_same_however_it_is_started(
     assert numbers(launched)[-2:] == pytest.approx([accuracy, weight], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_model_gives_the_same_on_two_replicas(tmp_path: Path, plainly: Plainly) -> None:
     (mirrored,) = outputs(start(*python("model_mirrored.py", "--epochs", 1), cwd=tmp_path))
@@ -118,6 +120,7 @@ def test_a_model_gives_the_same_on_two_replicas(tmp_path: Path, plainly: Plainly
     assert numbers(mirrored.splitlines()[-1]) == pytest.approx([loss, accuracy], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_keras_gives_the_same_on_two_replicas(tmp_path: Path, plainly: Plainly) -> None:
     (mirrored,) = outputs(start(*python("keras_mirrored.py", "--epochs", 2), cwd=tmp_path))
@@ -127,6 +130,7 @@ def test_keras_gives_the_same_on_two_replicas(tmp_path: Path, plainly: Plainly) 
     assert numbers(mirrored.splitlines()[-1]) == pytest.approx([loss, accuracy], abs=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_two_workers_by_tf_config(tmp_path: Path) -> None:
     spec = ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]})
@@ -149,6 +153,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_notebook_runs() -> None:
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
@@ -160,6 +165,7 @@ def test_the_notebook_runs() -> None:
     assert "[replica 1] the last share had 18 images" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_keras_notebook_runs() -> None:
     """A subclassed model and its training step, defined in cells of a real kernel."""
@@ -175,6 +181,7 @@ def test_the_keras_notebook_runs() -> None:
 # --- the demo ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_demo(tmp_path: Path) -> None:
     (printed,) = outputs(start(*python("demo.py", "--epochs", 5), cwd=tmp_path))
@@ -216,6 +223,7 @@ def load(name: str) -> ModuleType:
 # --- pages ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_blocks_of_live_pages_run(tmp_path: Path) -> None:
     """One process for all of them, each page with names of its own."""

@@ -26,6 +26,7 @@ from stratagem.wire.errand import Errand, sum_half
 from stratagem.wire.lateness import Lateness, Limit
 
 _GLANCE = timedelta(milliseconds=200)
+_TAGS = 1 << 30  # of single messages; Gloo counts in 32 bits
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -105,7 +106,7 @@ class Group:
         if self.size == 1:
             return Pending()
         if flat.dtype in HALF and self._backend == "gloo" and flat.device.type == "cpu":
-            self._tag += 2
+            self._tag = (self._tag + 2) % _TAGS
             errand = self._begin(Errand(sum_half, self._group, self.rank, flat, self._tag))
             return Pending(lambda: self.wait(errand))
         if flat.dtype in HALF:

@@ -98,6 +98,7 @@ def test_two_collections_with_the_same_names_are_refused() -> None:
         sg.Model(mlp(), strategy(1)).compile("sgd", "cross_entropy", [collection(), collection()])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_who_has_no_metrics_does_not_wait_for_torchmetrics() -> None:
     """It takes seconds to import; with metrics, replicas import it while the caller does."""

@@ -130,6 +130,7 @@ class Watcher(NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_in_a_notebook_without_widgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real kernel: one output a pass, which is replaced as the bar moves."""

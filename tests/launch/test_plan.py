@@ -76,6 +76,7 @@ def test_a_plan_from_a_script(script: Path, capsys: pytest.CaptureFixture[str]) 
     assert (sys.argv, sys.path) == before
 
 
+@pytest.mark.slow
 def test_the_code_trains_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -522,6 +522,7 @@ def ends_by(number: signal.Signals, script: Script, everybody: list[int]) -> Non
     wait_for(lambda: not any(runs(pid) for pid in everybody), SOON, "for replicas to end")
 
 
+@pytest.mark.slow
 def test_the_script_itself_is_stopped_then_killed(scripts: Nursery, tmp_path: Path) -> None:
     """A laptop's lid: replicas wait as long as the strategy was told to, and go on."""
     script = scripts.start(

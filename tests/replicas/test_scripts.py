@@ -102,6 +102,7 @@ def check(said: str) -> None:
     assert lines[-1] == "all is well"
 
 
+@pytest.mark.slow
 def test_a_plain_script_and_a_module_beside_it(tmp_path: Path) -> None:
     """The module is found by followers though neither is installed; sys.path may hold a Path."""
     (tmp_path / "beside.py").write_text(
@@ -127,11 +128,13 @@ def test_a_plain_script_and_a_module_beside_it(tmp_path: Path) -> None:
     check(run("train.py", "--rate", "1", where=tmp_path))
 
 
+@pytest.mark.slow
 def test_a_script_from_standard_input(tmp_path: Path) -> None:
     """The interpreter reads it line by line: nobody else may take a byte of it."""
     check(run("-", where=tmp_path, stdin=SCRIPT))
 
 
+@pytest.mark.slow
 def test_a_script_on_the_command_line(tmp_path: Path) -> None:
     check(run("-c", SCRIPT, where=tmp_path))
 
@@ -227,6 +230,7 @@ print("pids", *strategy.run(greet, "four"))
 ]
 
 
+@pytest.mark.slow
 def test_a_notebook(tmp_path: Path) -> None:
     """A real kernel: classes of a cell travel, followers print into the cell that runs."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in CELLS])

@@ -161,6 +161,7 @@ def test_same_weights_and_only_the_chief_writes(
     assert distance(reference, module) < 1e-6
 
 
+@pytest.mark.slow
 def test_two_devices_each(two: Cluster, tmp_path: Path) -> None:
     """Four replicas in two processes; one strategy after another on the same addresses.
 
@@ -192,6 +193,7 @@ def test_two_devices_each(two: Cluster, tmp_path: Path) -> None:
     assert "finished and left" in everybody[0].out
 
 
+@pytest.mark.slow
 def test_unequal_workers_and_the_death_of_a_follower(two: Cluster, tmp_path: Path) -> None:
     """One device here, two there. The follower of worker 1 dies: worker 0 is told its name."""
     everybody = two.all(

@@ -12,6 +12,7 @@ import pytest
 STUDY = Path(__file__).parents[2] / "studies" / "exercise" / "study.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_every_arm_reaches_the_target(tmp_path: Path) -> None:
     subprocess.run([sys.executable, STUDY, "--small", "--out", tmp_path], check=True, timeout=80)

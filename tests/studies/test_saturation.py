@@ -41,6 +41,7 @@ def study(*words: str, **more: Any) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @as_root
 @pytest.mark.timeout(100)
 def test_measured_steps_are_near_the_formulas(tmp_path: Path) -> None:

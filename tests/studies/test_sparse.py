@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 STUDY = Path(__file__).parents[2] / "studies" / "sparse" / "study.py"
 
 

@@ -1,4 +1,7 @@
-"""Plain attributes of a model, its layers and its optimizer, which callbacks may change."""
+"""Attributes of a model, its layers and its optimizer, which callbacks may change.
+
+Plain ones can be followed elsewhere. Functions cannot: that one was replaced can only be noticed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+
+from stratagem.errors import UsageError
 
 Change = tuple[int, str, Any]
 _PLAIN = (int, float, bool, str, type(None), np.generic, Tensor)
@@ -16,11 +21,12 @@ _THEIR_OWN = frozenset({"training", "built"})
 
 
 class Attributes:
-    """Sees which plain attributes have changed since the last look."""
+    """Sees which plain attributes have changed since the last look, and which functions at all."""
 
     def __init__(self, model: Any) -> None:
         self._objects = _objects(model)
         self._seen = self._look()
+        self._functions = self._callables()
 
     def changed(self) -> list[Change]:
         """What differs from the last look, as (object, name, value); a new look is taken."""
@@ -30,6 +36,23 @@ class Attributes:
             for i, (old, new) in enumerate(zip(before, self._seen, strict=True))
             for name, mark in new.items() if name not in old or old[name] != mark
         ]  # fmt: skip
+
+    def replaced(self) -> str | None:
+        """A function of a layer that is another now, by its name; None if all are the same."""
+        now = self._callables()
+        for (i, name), value in self._functions.items():
+            if now.get((i, name), value) is not value:
+                return f"{self._objects[i].name}.{name}"
+        return None
+
+    def refuse_replaced(self) -> None:
+        """While the model trains."""
+        if name := self.replaced():
+            raise UsageError(
+                f"{name} was replaced while the model trains, which the other replicas cannot "
+                "follow; replace it between two calls of fit, or have the layer look at a number "
+                "that the callback changes."
+            )
 
     def everything(self) -> list[Change]:
         """All of them, for a copy that was made earlier."""
@@ -42,6 +65,16 @@ class Attributes:
         if isinstance(value, Tensor):
             return value.detach()
         return value.item() if isinstance(value, np.generic) else value
+
+    def _callables(self) -> dict[tuple[int, str], Any]:
+        """Activations, for example; a model's own attributes Keras changes itself."""
+        return {
+            (i, name): value
+            for i, obj in enumerate(self._objects)
+            if isinstance(obj, keras.Layer) and not isinstance(obj, keras.Model)
+            for name, value in obj.__dict__.items()
+            if callable(value) and not isinstance(value, Module)
+        }
 
     def _look(self) -> list[dict[str, Any]]:
         return [

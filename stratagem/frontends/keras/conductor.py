@@ -180,7 +180,10 @@ class Conductor:
             *((id(v), v.trainable) for v in self.model.weights),
         )  # fmt: skip
         alone = self.strategy.team.place is None
-        known = again and alone and self.player is not None and mark == self._mark
+        known = (
+            again and alone and self.player is not None and mark == self._mark
+            and self._watched().replaced() is None
+        )
         if not known:
             if self.player is not None:
                 self.player.close()
@@ -296,6 +299,8 @@ class Conductor:
                 "other replicas cannot follow; replace it between two calls of fit, or have a "
                 "callback set a number each epoch (keras.callbacks.LearningRateScheduler)."
             )
+        if self._needs.attributes:
+            self._watched().refuse_replaced()
         if self._needs.attributes and (changes := self._watched().changed()):
             if id(self.model.optimizer) != self._mark[1]:
                 raise UsageError(

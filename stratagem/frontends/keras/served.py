@@ -279,6 +279,8 @@ class ServedConductor(Conductor):
                 "follow; compile the model again between two calls of fit."
             )
         self._worker.set_settings(session.settings())
+        if self._needs.attributes:
+            self._watched().refuse_replaced()
         if self._needs.attributes and (changes := self._watched().changed()):
             if [v.trainable for v in self.model.weights] != self._trainable:
                 raise UsageError(

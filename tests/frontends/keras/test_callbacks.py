@@ -331,6 +331,30 @@ def test_schedule_replaced_between_steps_is_refused() -> None:
         fitted(strategy(2).scope, lambda: [AtStep(2, act)])
 
 
+@pytest.mark.parametrize("place", ["mirrored", "servers"])
+def test_activation_replaced_between_steps_is_refused(place: str) -> None:
+    def act(model: Any) -> None:
+        model.layers[0].activation = keras.activations.softplus
+
+    where = strategy(2) if place == "mirrored" else sg.ParameterServerStrategy()
+    with pytest.raises(sg.UsageError, match=r"activation was replaced while the model trains"):
+        fitted(where.scope, lambda: [AtStep(2, act)])
+    if place == "servers":
+        where.close()
+
+
+def test_activation_replaced_between_calls() -> None:
+    def play(scope: Scope) -> Any:
+        model = compiled(scope)
+        model.train_on_batch(X[:16], Y[:16])
+        model.layers[0].activation = keras.activations.softplus
+        model.train_on_batch(X[:16], Y[:16])
+        model.layers[0].activation = keras.activations.sigmoid
+        return outcome(model, model.fit(**FIT))
+
+    both(play)
+
+
 def test_schedule_replaced_between_calls() -> None:
     def play(scope: Scope) -> Any:
         model = compiled(scope)
@@ -711,6 +735,7 @@ model.fit(np.ones((64, 8)), np.ones((64, 3)), epochs=100000, verbose=0, callback
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_mid_fit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))

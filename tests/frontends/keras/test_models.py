@@ -198,6 +198,7 @@ print("apart", max(float(np.abs(p - q).max()) for p, q in zip(a, b, strict=True)
 '''
 
 
+@pytest.mark.slow
 def test_classes_of_a_script(tmp_path: Path) -> None:
     """Everything is defined in `__main__`, and nothing is guarded."""
     script = tmp_path / "script.py"

@@ -73,6 +73,7 @@ def test_the_oldest_is_what_is_promised_and_the_newest_is_newer() -> None:
     assert tuple(map(int, keras.__version__.split(".")[:2])) > oldest[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_with_the_oldest_keras(older: Path) -> None:
     names = [f"{HERE / file}::{test}" for file, tests in AGAIN.items() for test in tests]

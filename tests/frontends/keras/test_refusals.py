@@ -43,6 +43,7 @@ def test_the_keras_that_is_here_can_be_followed() -> None:
     scope.check(keras)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_keras_imported_inside_the_scope_is_followed(tmp_path: Path) -> None:
     script = tmp_path / "late.py"

@@ -134,6 +134,7 @@ def pair() -> Iterator[list[subprocess.Popen[str]]]:
         task.communicate(timeout=10)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_multi_worker_fit_in_two_processes(pair: list[subprocess.Popen[str]]) -> None:
     """TensorFlow: ValueError, a PerReplica value cannot be converted."""
@@ -149,6 +150,7 @@ def test_multi_worker_fit_in_two_processes(pair: list[subprocess.Popen[str]]) ->
     assert history_apart(said[0]["plain"], said[0]["history"]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_worker_killed_in_mid_training_is_named(pair: list[subprocess.Popen[str]]) -> None:
     """TensorFlow: the survivor fails after about 10 s, "restart your program"."""
@@ -227,6 +229,7 @@ SERVED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_parameter_servers_fit_evaluate_and_predict(tmp_path: Path) -> None:
     """TensorFlow: ValueError, pass this dataset to ClusterCoordinator. Two clients, one server."""

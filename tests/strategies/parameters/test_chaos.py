@@ -106,6 +106,7 @@ def scripts() -> Iterator[Nursery]:
     nursery().clear()
 
 
+@pytest.mark.slow
 def test_chaos_in_a_cluster_of_processes(scripts: Nursery, tmp_path: Path) -> None:
     """Whoever was killed is started again by hand, until the chief is done."""
     cluster = Cluster(scripts, tmp_path, workers=3)

@@ -164,6 +164,7 @@ def test_servers_without_user_code(cluster: Cluster) -> None:
     went_well(tasks["worker 0"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_under_the_launcher(tmp_path: Path) -> None:
     """`stratagem run --workers 2 --ps 1 train.py`."""

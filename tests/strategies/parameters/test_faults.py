@@ -541,6 +541,7 @@ def scripts() -> Iterator[Nursery]:
     nursery().clear()
 
 
+@pytest.mark.slow
 def test_ctrl_c(scripts: Nursery, tmp_path: Path) -> None:
     """Once it is an exception like any other: the strategy lives. Uncaught, all ends at once."""
     script = scripts.start(tmp_path, LONG + """
@@ -573,6 +574,7 @@ def test_a_question_to_the_zygote_that_was_cut_short(made: Any) -> None:
     assert works(strategy)
 
 
+@pytest.mark.slow
 def test_the_script_is_terminated_or_killed(scripts: Nursery, tmp_path: Path) -> None:
     numbers = signal.SIGTERM, signal.SIGKILL
     both = [scripts.start(tmp_path, LONG + "fit(4000, 'one')", str(int(n))) for n in numbers]
@@ -596,6 +598,7 @@ def trace(pid: int | str = "self") -> tuple[int, int, int]:
     return len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), segments
 
 
+@pytest.mark.slow
 def test_twenty_trainings_and_twenty_deaths_leave_nothing(made: Any) -> None:
     """Between trainings and within one."""
     strategy, over = made(workers=2, updates=sg.Asynchronous()), Until()

@@ -46,6 +46,7 @@ if first:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_devices_of_a_worker_share_its_batches(workers: int, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def inside(host: str, role: str, index: int, *command: object) -> subprocess.Pop
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_between_hosts_everything_is_encrypted(hosts: tuple[str, str], tmp_path: Path) -> None:
     here, there = hosts
     script = tmp_path / "train.py"
