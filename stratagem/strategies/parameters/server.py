@@ -281,14 +281,14 @@ class Server:
 
     def _beat(self, guest: Guest) -> None:
         """A task's pulse: a word every half second, both ways."""
-        words: StratagemError | None = None
         try:
             while (frame := guest.connection.receive()) is not None:
                 guest.heard = time.monotonic()
                 if frame.header.get("bye"):
                     return
-                if "dying" in frame.header:
-                    words = error_of(frame.header["dying"])
+                words = error_of(frame.header["dying"]) if "dying" in frame.header else None
+                if isinstance(words, ReplicaError):
+                    self._fail(words)  # at once: others will only see that it hangs up
                 guest.connection.send({"beat": 1})
         except OSError as problem:
             log.info("no pulse of %s: %s", guest.name, problem)
@@ -296,7 +296,7 @@ class Server:
         if self._ending is not None:
             return
         if guest.worker < 0:
-            self._fail(words if isinstance(words, ReplicaError) else lost(guest.name))
+            self._fail(lost(guest.name))
             return
         for other in self._of(guest):
             self._gone(other, "its process has ended")

@@ -434,8 +434,15 @@ def test_a_stopped_server_goes_on(made: Any, caplog: pytest.LogCaptureFixture) -
     assert (counts == 6).all()
 
 
-def test_a_mistake_of_the_lead_ends_the_job_with_its_traceback(
-    made: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("which", "mistake", "where"),
+    [
+        (0, {"t": "push", "serial": "not a number"}, "in _push"),
+        (1, {"t": "fetch", "have": "not a number", "after": 0}, "in fetch"),
+    ],
+)
+def test_a_mistake_of_a_server_ends_the_job_with_its_traceback(
+    made: Any, monkeypatch: pytest.MonkeyPatch, which: int, mistake: dict[str, Any], where: str
 ) -> None:
     """Nobody may wait for an answer that will not come."""
     strategy = made()
@@ -445,13 +452,13 @@ def test_a_mistake_of_the_lead_ends_the_job_with_its_traceback(
     whole = worker.next
 
     def ask(*args: Any, **options: Any) -> Any:
-        worker.lines.call(0, {"t": "push", "serial": "not a number"})
+        worker.lines.call(which, mistake)
         return whole(*args, **options)
 
     monkeypatch.setattr(worker, "next", ask)
-    with pytest.raises(sg.ReplicaFailed, match="ps 0 raised an exception") as caught:
+    with pytest.raises(sg.ReplicaFailed, match=f"ps {which} raised an exception") as caught:
         count(strategy)
-    assert "Traceback" in str(caught.value) and "in _push" in str(caught.value)
+    assert "Traceback" in str(caught.value) and where in str(caught.value)
     monkeypatch.undo()
     assert works(strategy)
 
