@@ -29,15 +29,21 @@ class Errand:
     def __init__(self, run: Callable[..., None], *args: Any) -> None:
         self._done = Event()
         self._error: BaseException | None = None
-        Thread(target=self._go, args=(run, args), daemon=True, name="stratagem-errand").start()
+        self._work: tuple[Callable[..., None], tuple[Any, ...]] | None = (run, args)
+        self._thread = Thread(target=self._go, daemon=True, name="stratagem-errand")
+        self._thread.start()
 
-    def _go(self, run: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def _go(self) -> None:
+        assert self._work is not None
+        run, args = self._work
         try:
             run(*args)
         except BaseException as error:
             self._error = error
-        finally:
-            self._done.set()
+        # Nothing may be left to free here: the interpreter may end as soon as it is done.
+        del run, args
+        self._work = None
+        self._done.set()
 
     def is_completed(self) -> bool:
         return self._done.is_set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -125,3 +126,13 @@ def test_what_goes_wrong_is_told_to_who_waits() -> None:
         with pytest.raises(RuntimeError, match="closed by peer"):
             errand.wait()
     assert errand.is_completed()
+
+
+def test_nothing_is_held_when_it_is_done() -> None:
+    """Tensors that are freed by another thread while the interpreter ends would abort it."""
+    tensor = torch.zeros(3)
+    held = weakref.ref(tensor)
+    errand = Errand(lambda each: None, tensor)
+    del tensor
+    errand.wait()
+    assert held() is None

@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+_LEAVES = 2.0  # seconds that one may take whose connection has been closed
+
 
 class Courier:
     """Runs errands one after the other; `wait` brings back what went wrong with one."""
@@ -35,7 +37,10 @@ class Courier:
             raise problem
 
     def end(self) -> None:
+        """Let it go, and wait for that: Python does not survive a thread that still frees tensors
+        while the interpreter ends."""
         self._errands.put(None)
+        self._thread.join(_LEAVES)
 
     def _run(self) -> None:
         while (errand := self._errands.get()) is not None:
@@ -44,6 +49,7 @@ class Courier:
                     errand()
             except BaseException as problem:
                 self._problem = problem
+            del errand  # and all that it holds, before anybody relies on its being done
             with self._lock:
                 self._open -= 1
                 if not self._open:

@@ -153,8 +153,6 @@ class Lines:
                 self.call(i, {"t": "bye"})
             except (OSError, StratagemError):
                 continue  # it has gone first
-        if not goodbye:
-            self.hang_up()
         self.pulse.stop()
         self.hang_up()
 

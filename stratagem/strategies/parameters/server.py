@@ -40,6 +40,7 @@ from stratagem.wire.tcp import Connection, Listener
 log = logging.getLogger("stratagem")
 
 LINGER = 10.0  # seconds that the others may take to leave after a failure
+_LEAVES = 2.0  # seconds until threads have noticed that their connections are closed
 KNOWS_BETTER = 1.0  # seconds until the pulse knows why a connection has closed
 
 @dataclass
@@ -107,8 +108,16 @@ class Server:
                 guest.connection.close()
             for server in self._far:
                 server.connection.close()
+            self._see_out()
         if self.failure is not None:
             raise self.failure
+
+    def _see_out(self) -> None:
+        """Wait for the threads of guests whose connections are closed: Python does not survive one
+        that still frees tensors while the interpreter ends."""
+        until = time.monotonic() + _LEAVES
+        while self._present() and time.monotonic() < until:
+            time.sleep(0.01)
 
     def _meet_the_others(self) -> None:
         """The lead reaches the others to command them; they reach it to be felt."""

@@ -465,6 +465,8 @@ class Worker:
         """Leave the job; without a goodbye the servers are gone, or nobody is to wait for them."""
         if goodbye:
             self.finish_stream()
+        else:
+            self.lines.hang_up()  # a courier may be waiting for something
         self._dismiss_couriers()
         self.lines.close(goodbye=goodbye)
 

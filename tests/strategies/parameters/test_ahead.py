@@ -60,6 +60,7 @@ def join() -> Iterator[Callable[[int], Session]]:
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+    assert not any(server._present() for server in servers)  # nor any thread of theirs
 
 
 def take(session: Session, wanted: int | None = None) -> Work:
