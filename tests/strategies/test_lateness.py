@@ -13,6 +13,7 @@ import stratagem as sg
 from tests.support import strategy
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("op", ["shared_memory", "ring", "hierarchical"])
 def test_the_late_one_is_named(op: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -31,6 +32,7 @@ def test_the_late_one_is_named(op: str, caplog: pytest.LogCaptureFixture) -> Non
     assert lines and all("replica 2," in line and "replica 1" not in line for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("op", ["shared_memory", "ring"])
 @pytest.mark.parametrize("late", [0, 2])

@@ -513,6 +513,7 @@ def test_workers_that_disagree_about_the_number_of_epochs(two: Cluster) -> None:
         assert re.search("number of (epochs|steps)", script.err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", BOTH)
 def test_a_worker_that_does_not_come_is_given_up(two: Cluster, how: str | None) -> None:
     """It lives and answers, but is elsewhere; in the end everybody is told, itself included."""
@@ -594,6 +595,7 @@ torch.save(model.state_dict(), f"weights{os.environ['RANK']}.pt")
 """
 
 
+@pytest.mark.slow
 def test_own_loop_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TORCHRUN)
     done = subprocess.run(

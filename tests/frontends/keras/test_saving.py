@@ -289,6 +289,7 @@ def others() -> Iterator[Any]:
             yield pytest.param(python, backend, id=f"{python}-{backend}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("python", "backend"), list(others()))
 def test_every_backend_opens_it_and_goes_on(
     python: str, backend: str, model: Any, saved: Path, whole: Path, tmp_path: Path

@@ -335,6 +335,7 @@ def test_a_stopped_server_is_given_up(cluster: Cluster) -> None:
     assert stopped.ends(10) == 1, stopped
 
 
+@pytest.mark.slow
 def test_a_worker_that_stood_too_long_is_told(cluster: Cluster) -> None:
     """The others have done its work; when it wakes it ends with the reason."""
     source = """
