@@ -499,9 +499,9 @@ def test_after_an_error_the_model_is_the_users_own() -> None:
 
 
 class Interrupted(keras.callbacks.Callback):
-    """Ctrl-C in the second epoch; the connections may be broken by it, as in mid-sentence."""
+    """Ctrl-C in the second epoch; a connection may break by it, or a question stay unanswered."""
 
-    def __init__(self, *, breaks: bool = False) -> None:
+    def __init__(self, *, breaks: str = "") -> None:
         super().__init__()
         self.breaks, self.epoch = breaks, 0
 
@@ -510,8 +510,11 @@ class Interrupted(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.epoch == 1 and batch == 2:
-            if self.breaks:
-                self.model.__dict__["_stratagem"]._worker.lines.hang_up()
+            lines = self.model.__dict__["_stratagem"]._worker.lines if self.breaks else None
+            if self.breaks == "connection":
+                lines.hang_up()
+            elif self.breaks == "question":
+                lines.write(0, {"t": "so far"})
             raise KeyboardInterrupt
 
 
@@ -535,12 +538,14 @@ def test_interrupted_and_fitted_again() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_interrupted_while_a_server_was_talked_to(caplog: Any) -> None:
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("breaks", ["connection", "question"])
+def test_interrupted_while_a_server_was_talked_to(breaks: str, caplog: Any) -> None:
     """The weights are kept, and the optimizer's state is of one moment, if not of the last."""
     (weights, state), _ = interrupted(None)
     where = sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=SYNC)
     try:
-        (found, (iterations, *_)), _ = interrupted(where, breaks=True)
+        (found, (iterations, *_)), _ = interrupted(where, breaks=breaks)
     finally:
         where.close()
     alike(weights, found)
