@@ -137,10 +137,11 @@ def main() -> None:
     for name in args.models.split(","):
         for replicas in map(int, args.replicas.split(",")):
             threads = max(1, cores // replicas)
-            rounds = [
-                {arm: measure(arm, replicas, name, threads) for arm in ("limit", "ddp", "ours")}
-                for _ in range(args.rounds)
-            ]
+            rounds = []
+            for _ in range(args.rounds):
+                arms = ("limit", "ddp", "ours")
+                rounds.append({arm: measure(arm, replicas, name, threads) for arm in arms})
+                print({arm: round(ms, 2) for arm, ms in rounds[-1].items()}, file=sys.stderr)
             row = {arm: statistics.median(r[arm] for r in rounds) for arm in rounds[0]}
             faster = statistics.median(r["ddp"] / r["ours"] for r in rounds)
             ideal = statistics.median(r["limit"] / r["ours"] for r in rounds)

@@ -276,7 +276,11 @@ def rounds(arms: dict[str, Arm], args: Any) -> list[dict[str, dict[str, float]]]
     found = []
     for number in range(args.rounds):
         order = list(arms) if number % 2 == 0 else list(arms)[::-1]
-        figures = {name: measure(arms[name], args) for name in order}
+        figures = {}
+        for name in order:
+            figures[name] = measure(arms[name], args)
+            print(f"round {number + 1}, {name}: {figures[name]['updates/s']:.1f} updates/s",
+                  file=sys.stderr)  # fmt: skip
         found.append({name: figures[name] for name in arms})
     return found
 

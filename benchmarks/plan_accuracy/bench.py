@@ -21,9 +21,9 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.launch.validate import Row, validate
+from stratagem.cluster.cores import cores
 from stratagem.plan.choose import choose
 from stratagem.plan.configuration import MIRRORED, SERVERS, Configuration
-from stratagem.plan.hardware import cores
 from stratagem.plan.machine import measure
 from stratagem.plan.measure import rehearse
 from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit

@@ -23,13 +23,14 @@ from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.proof import Proof
 from stratagem.state.sliced import SlicedUpdate, can_slice
 from stratagem.strategies import setup, sync_batchnorm
+from stratagem.strategies.at_home import AtHome
 from stratagem.strategies.exchange import GradientExchange
 from stratagem.strategies.prepare import to_device
 from stratagem.strategies.replica import Replica
 from stratagem.strategies.settings import Settings
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
-_NO_CAST = nullcontext()
+_NOTHING = nullcontext()
 
 
 @dataclass
@@ -121,7 +122,7 @@ class Solo:
 
     def autocast(self) -> Any:
         if self.recipe.autocast is None:
-            return _NO_CAST
+            return _NOTHING
         return torch.autocast(self.device.type, self.recipe.autocast)
 
     def take(self, portion: Portion, last: bool) -> None:
@@ -217,6 +218,8 @@ class Replicated(Solo):
         self.exchange = GradientExchange(
             list(module.named_parameters()), replica, reducer, notes=2
         )
+        self._at_home = AtHome(self.exchange.buckets.params, self.exchange.buckets.views)
+        self._straight = bool(self._at_home) and not recipe.jit_compile
 
     def take(self, portion: Portion, last: bool) -> None:
         recipe = self.recipe
@@ -224,7 +227,8 @@ class Replicated(Solo):
         apply = last or self._waiting == recipe.accumulate
         self.replica.share.set(portion.examples, portion.total, float(portion.examples > 0))
         self.exchange.armed = apply
-        numerator, denominator = self._gradients(portion)
+        with self._at_home if self._straight else _NOTHING:
+            numerator, denominator = self._gradients(portion)
         if recipe.accumulate > 1:
             self._count_now(portion, numerator, denominator)
         if apply:
@@ -258,6 +262,10 @@ class Replicated(Solo):
         if denominator is None:
             return numerator.detach(), float(portion.examples) / portion.total
         return numerator.detach(), denominator
+
+    def backward(self, loss: Tensor) -> None:
+        with self._at_home.lending():
+            super().backward(loss)
 
     def _divisor(self, portion: Portion, denominator: Any) -> float:
         """What the sum of numerators is divided by before backward."""

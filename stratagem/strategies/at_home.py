@@ -1,0 +1,124 @@
+"""Weight gradients of linear layers, computed where they are to lie.
+
+Backward makes a gradient in fresh memory, from where it is copied into its bucket. With a core for
+each replica and all of them copying at once, that takes a fifth of a step. A linear layer's weight
+gradient is one matrix product, which can as well be written into the bucket at once:
+
+    x, dy -> dy' x -> fresh memory -> bucket       as it comes
+    x, dy -> dy' x ----------------> bucket       at home
+
+The product is the same to the bit. Autograd takes the bucket's memory for the gradient's own, so
+hooks, accumulation and everything else that hangs on `p.grad` goes on as if nothing had happened.
+Wherever a second writer could come (a weight used twice, a gradient that is already there, a
+gradient that is differentiated itself or that somebody else asked for), memory is fresh as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+#: elements of a weight; a smaller one is copied sooner than it takes to go this way
+WORTH = 1 << 16
+
+
+class AtHome(TorchFunctionMode):
+    """While it is entered, linear layers know where their weight gradients are to lie.
+
+    Forward and backward both belong into it: a checkpointed forward runs again in backward. Only
+    within `lending` are gradients written there, since no other backward's are meant for it.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], homes: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._homes = {
+            param: home for param, home in zip(params, homes, strict=True)
+            if param.dim() == 2 and param.numel() >= WORTH and param.device.type == "cpu"
+        }  # fmt: skip
+        self._lent: set[Tensor] = set()
+        self._lending = False
+
+    def __bool__(self) -> bool:
+        """Whether any weight is worth it."""
+        return bool(self._homes)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is linear and self._fits(*args, **kwargs):
+            return _Linear.apply(self, *_in_order(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _fits(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+        return (
+            weight in self._homes
+            and weight.requires_grad
+            and torch.is_grad_enabled()
+            and type(input) in (Tensor, nn.Parameter)
+            and input.dim() > 1
+            and input.dtype is weight.dtype
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
+            and forward_ad._current_level < 0
+        )
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """Around the backward pass whose gradients belong into the buckets."""
+        self._lent.clear()
+        self._lending = True
+        try:
+            yield
+        finally:
+            self._lending = False
+
+    def lend(self, weight: Tensor) -> Tensor | None:
+        """The home of this weight's gradient, once a pass; None where it may not be written."""
+        if (
+            not self._lending
+            or weight in self._lent
+            or weight.grad is not None
+            or torch.is_grad_enabled()
+        ):
+            return None
+        self._lent.add(weight)
+        return self._homes[weight].detach()  # an alias that only the gradient will hold
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, host: AtHome, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.host, ctx.owner = host, weight  # what is saved may come back as another tensor
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, need_x, need_weight, need_bias = ctx.needs_input_grad
+        dy = grads[0].reshape(-1, grads[0].shape[-1])
+        dx = dw = db = None
+        if need_x:
+            dx = dy.mm(weight).view(x.shape)
+        if need_weight:
+            rows = x.reshape(-1, x.shape[-1])
+            home = ctx.host.lend(ctx.owner)
+            dw = dy.t().mm(rows) if home is None else torch.mm(dy.t(), rows, out=home)
+        if need_bias:
+            db = dy.sum(0)
+        return None, dx, dw, db
+
+
+def _in_order(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
