@@ -22,8 +22,10 @@ def test_times_are_the_devices_own() -> None:
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(6))).cuda()
     batch = torch.randn(2048, width), torch.randn(2048, width)
     seen = profile(net, batch, loss=mse_loss, optimizer=torch.optim.SGD(net.parameters()), steps=10)
-    assert seen.device == "cuda" and len(seen.buckets) == 6
-    ready = [bucket.ready for bucket in seen.buckets]
+    assert seen.device == "cuda"
+    weights = [bucket for bucket in seen.buckets if bucket.size >= 4 * width * width]
+    assert len(weights) == 6
+    ready = [bucket.ready for bucket in weights]
     assert ready == sorted(ready) and ready[-1] <= seen.backward
     # Six equal layers: the first gradient is there long before the last.
     assert ready[0] < 0.5 * ready[-1]
