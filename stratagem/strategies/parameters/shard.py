@@ -19,8 +19,10 @@ from torch import Tensor
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.rules.staleness import Policy
 from stratagem.rules.updates import Asynchronous
+from stratagem.state.recipe import elementwise
 from stratagem.state.store import Snapshot, Store
 from stratagem.strategies.parameters.plan import Plan
+from stratagem.strategies.parameters.threads import Trial, choices
 from stratagem.wire.segment import Segment
 
 Order = list[Any]
@@ -73,6 +75,7 @@ class Shard:
             self._keeps_then = any(p.needs_then or p.needs_gap for p in self._policies)
             self._measures = any(p.needs_gap for p in self._policies)
             self._stepped = 0.0
+            self._trial = Trial(self._numbers(plan))
             self.plan, self.done = plan, 0
             self._desks.clear()
             self._snapshots.clear()
@@ -144,7 +147,7 @@ class Shard:
                 desk.edition, have = self._edition, -1
             if have == store.version:
                 return header, []
-            self._take_cores()
+            self._take(self._trial.threads)
             body = self._news(desk, have, header)
             if self._keeps_then:
                 if desk.then is None:
@@ -192,12 +195,16 @@ class Shard:
             self._published = (self.store.version, self._for_wire(self.store.values))
         return self._published[1]
 
-    def _take_cores(self) -> None:
-        """All that there are, if everybody waits. torch counts them for each thread by itself."""
-        if self._cores is not None:
-            wanted = max(1, self._cores) if self._open().updates_alone else 1
-            if torch.get_num_threads() != wanted:
-                torch.set_num_threads(wanted)
+    def _numbers(self, plan: Plan) -> list[int]:
+        """Of threads to try. Nothing but time may depend on them, so an optimizer that adds up
+        whole variables gets one."""
+        alone = plan.updates_alone and elementwise(plan.recipe)
+        return choices(self._cores or 1) if alone else [1]
+
+    def _take(self, threads: int) -> None:
+        """So many threads from here on. torch counts them for each thread of ours by itself."""
+        if self._cores is not None and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
     def _await(self, ready: Callable[[], bool]) -> None:
         while not ready():
@@ -217,10 +224,13 @@ class Shard:
     def obey(self, order: Order) -> Any:
         """Carry out one order; returns its number, for those that ask for one."""
         with self.changed:
-            self._take_cores()
+            # Sums come out the same every time only if as many threads add them up.
+            self._take(self._trial.threads if order[0] in _BY_ELEMENT else 1)
             try:
                 return _ORDERS[order[0]](self, *order[1:])
             finally:
+                if order[0] in _MAKES:
+                    self._trial.made()
                 self.done += 1
                 self.changed.notify_all()
 
@@ -315,6 +325,8 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "distance": Shard._distance, "step": Shard._step, "settings": Shard._settings,
     "snapshot": Shard._snapshot, "leave": Shard._leave, "flush": Shard._flush,
 }  # fmt: skip
+_MAKES = {"one", "apply"}  # an update
+_BY_ELEMENT = {"add", *_MAKES}
 
 
 def _policies(plan: Plan) -> tuple[Policy, ...]:
