@@ -30,7 +30,7 @@ from stratagem.strategies.replica import Replica
 from stratagem.strategies.settings import Settings
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
-_NOTHING = nullcontext()
+_NO_CAST = nullcontext()
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Solo:
 
     def autocast(self) -> Any:
         if self.recipe.autocast is None:
-            return _NOTHING
+            return _NO_CAST
         return torch.autocast(self.device.type, self.recipe.autocast)
 
     def take(self, portion: Portion, last: bool) -> None:
@@ -218,8 +218,8 @@ class Replicated(Solo):
         self.exchange = GradientExchange(
             list(module.named_parameters()), replica, reducer, notes=2
         )
-        self._at_home = AtHome(self.exchange.buckets.params, self.exchange.buckets.views)
-        self._straight = bool(self._at_home) and not recipe.jit_compile
+        layers = () if recipe.jit_compile else module.modules()
+        self._at_home = AtHome(layers, self.exchange.buckets)
 
     def take(self, portion: Portion, last: bool) -> None:
         recipe = self.recipe
@@ -227,7 +227,7 @@ class Replicated(Solo):
         apply = last or self._waiting == recipe.accumulate
         self.replica.share.set(portion.examples, portion.total, float(portion.examples > 0))
         self.exchange.armed = apply
-        with self._at_home if self._straight else _NOTHING:
+        with self._at_home.working():
             numerator, denominator = self._gradients(portion)
         if recipe.accumulate > 1:
             self._count_now(portion, numerator, denominator)

@@ -15,7 +15,7 @@ gradient that is differentiated itself or that somebody else asked for), memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,53 +23,43 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
+
+from stratagem.wire.buckets import Buckets
 
 #: elements of a weight; a smaller one is copied sooner than it takes to go this way
 WORTH = 1 << 16
 
 
-class AtHome(TorchFunctionMode):
-    """While it is entered, linear layers know where their weight gradients are to lie.
+class AtHome:
+    """The linear layers of a module, which know where their weight gradients are to lie.
 
-    Forward and backward both belong into it: a checkpointed forward runs again in backward. Only
-    within `lending` are gradients written there, since no other backward's are meant for it.
+    Forward and backward both belong into `working`: a checkpointed forward runs again in backward.
+    Only within `lending` are gradients written there, since no other backward's are meant for it.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], homes: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._homes = {
-            param: home for param, home in zip(params, homes, strict=True)
-            if param.dim() == 2 and param.numel() >= WORTH and param.device.type == "cpu"
+    def __init__(self, modules: Iterable[nn.Module], buckets: Buckets) -> None:
+        self._homes: dict[Tensor, Tensor] = {
+            param: home for param, home in zip(buckets.params, buckets.views, strict=True)
+            if param.device.type == "cpu" and param.numel() >= WORTH
         }  # fmt: skip
+        self._layers = [
+            (layer, _forward(self, layer)) for layer in modules
+            if type(layer) is nn.Linear and layer.weight in self._homes
+            and "forward" not in vars(layer)
+        ]  # fmt: skip
         self._lent: set[Tensor] = set()
         self._lending = False
 
-    def __bool__(self) -> bool:
-        """Whether any weight is worth it."""
-        return bool(self._homes)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is linear and self._fits(*args, **kwargs):
-            return _Linear.apply(self, *_in_order(*args, **kwargs))
-        return func(*args, **kwargs)
-
-    def _fits(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-        return (
-            weight in self._homes
-            and weight.requires_grad
-            and torch.is_grad_enabled()
-            and type(input) in (Tensor, nn.Parameter)
-            and input.dim() > 1
-            and input.dtype is weight.dtype
-            and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
-            and not torch._C._are_functorch_transforms_active()
-            and forward_ad._current_level < 0
-        )
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around forward and backward."""
+        for layer, forward in self._layers:
+            vars(layer)["forward"] = forward
+        try:
+            yield
+        finally:
+            for layer, _ in self._layers:
+                del vars(layer)["forward"]
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -80,6 +70,21 @@ class AtHome(TorchFunctionMode):
             yield
         finally:
             self._lending = False
+
+    def fits(self, x: Any, weight: Tensor) -> bool:
+        """Whether this product, and its derivative, is the plain one of two matrices."""
+        return (
+            weight in self._homes
+            and torch.is_grad_enabled()
+            and type(x) in (Tensor, nn.Parameter)
+            and x.dim() > 1
+            and x.dtype is weight.dtype
+            and x.device == weight.device
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.compiler.is_compiling()
+            and not torch._C._are_functorch_transforms_active()
+            and forward_ad._current_level < 0
+        )
 
     def lend(self, weight: Tensor) -> Tensor | None:
         """The home of this weight's gradient, once a pass; None where it may not be written."""
@@ -92,6 +97,15 @@ class AtHome(TorchFunctionMode):
             return None
         self._lent.add(weight)
         return self._homes[weight].detach()  # an alias that only the gradient will hold
+
+
+def _forward(host: AtHome, layer: nn.Linear) -> Any:
+    def forward(input: Tensor) -> Any:
+        if host.fits(input, layer.weight):
+            return _Linear.apply(host, input, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+        return linear(input, layer.weight, layer.bias)
+
+    return forward
 
 
 class _Linear(torch.autograd.Function):
@@ -117,8 +131,3 @@ class _Linear(torch.autograd.Function):
             db = dy.sum(0)
         return None, dx, dw, db
 
-
-def _in_order(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
