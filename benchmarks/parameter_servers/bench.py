@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 BATCH = 64  # a worker
 WIDTHS = {"mlp": 1024, "small": 64}
 ROWS, BAG = 200_000, 20  # of the embedding; numbers in an example
-EXAMPLES = 16_384
+EXAMPLES = 8_192
 PEER_BATCHES = 64  # different ones, made beforehand
 TIMEOUT = 300
 ONE_THREAD = "BENCH_ONE_THREAD"  # in the environment of an arm that has no other choice

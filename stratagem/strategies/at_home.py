@@ -9,8 +9,8 @@ gradient is one matrix product, which can as well be written into the bucket at 
 
 The product is the same to the bit. Autograd takes the bucket's memory for the gradient's own, so
 hooks, accumulation and everything else that hangs on `p.grad` goes on as if nothing had happened.
-Wherever a second writer could come (a weight used twice, a gradient that is already there, a
-gradient that is differentiated itself or that somebody else asked for), memory is fresh as ever.
+Wherever a second writer could come (a weight used twice, a gradient that is already there, one that
+somebody else asked for), memory is fresh as ever.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class AtHome:
         """Whether this product, and its derivative, is the plain one of two matrices."""
         return (
             weight in self._homes
-            and torch.is_grad_enabled()
             and type(x) in (Tensor, nn.Parameter)
             and x.dim() > 1
             and x.dtype is weight.dtype
@@ -88,12 +87,7 @@ class AtHome:
 
     def lend(self, weight: Tensor) -> Tensor | None:
         """The home of this weight's gradient, once a pass; None where it may not be written."""
-        if (
-            not self._lending
-            or weight in self._lent
-            or weight.grad is not None
-            or torch.is_grad_enabled()
-        ):
+        if not self._lending or weight in self._lent or weight.grad is not None:
             return None
         self._lent.add(weight)
         return self._homes[weight].detach()  # an alias that only the gradient will hold
