@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.launch.validate import Row, validate
 from stratagem.cluster.cores import cores
+from stratagem.launch.validate import Row, validate
 from stratagem.plan.choose import choose
 from stratagem.plan.configuration import MIRRORED, SERVERS, Configuration
 from stratagem.plan.machine import measure
