@@ -1,8 +1,8 @@
-"""Which rows of a piece changed since a version.
+"""Which rows of a piece changed since a version, and to what.
 
 A table holds the version of every row's last change. Most who ask are a few versions behind, so
-the rows of the last updates are also kept as they came: to look through those costs what changed,
-not what there is.
+the rows of the last updates are also kept as they came, with the values that they got: however many
+ask for those, they are looked up once. Whoever takes them one after the other is current.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from collections import deque
 import torch
 from torch import Tensor
 
-_RECENT = 64
+_RECENT = 64  # updates that are kept, and
+_ROOM = 0.5  # of the piece's rows, so that copies never take more memory than it does
+
+#: rows, and what they became; None: what they are by now
+Change = tuple[Tensor, Tensor | None]
 
 
 class RowVersions:
@@ -20,22 +24,21 @@ class RowVersions:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._table = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._recent: deque[tuple[int, Tensor]] = deque()
+        self._recent: deque[tuple[int, Tensor, Tensor]] = deque()
+        self._kept = 0  # rows in them
         self._forgotten = 0  # the version of the last change that is in the table alone
 
-    def note(self, version: int, rows: Tensor) -> None:
-        """These rows changed, and this is the version after it."""
+    def note(self, version: int, rows: Tensor, piece: Tensor) -> None:
+        """These rows changed, and this is the version after it, and the piece."""
         self._table[rows] = version
-        self._recent.append((version, rows))
-        if len(self._recent) > _RECENT:
-            self._forgotten = self._recent.popleft()[0]
+        self._recent.append((version, rows, piece.index_select(0, rows)))
+        self._kept += len(rows)
+        while len(self._recent) > _RECENT or self._kept > _ROOM * len(self._table):
+            self._forgotten, forgotten, _ = self._recent.popleft()
+            self._kept -= len(forgotten)
 
-    def since(self, version: int) -> Tensor:
-        """The rows that changed after `version`, in order."""
+    def since(self, version: int) -> list[Change]:
+        """The rows that changed after `version`, in the order of changes."""
         if version < self._forgotten:
-            return (self._table > version).nonzero().flatten()
-        parts = [rows for changed, rows in self._recent if changed > version]
-        if not parts:
-            return self._table[:0]
-        rows: Tensor = torch.unique(torch.cat(parts))
-        return rows
+            return [((self._table > version).nonzero().flatten(), None)]
+        return [(rows, new) for changed, rows, new in self._recent if changed > version]

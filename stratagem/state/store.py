@@ -32,10 +32,15 @@ from stratagem.state.sums import GradientSum, distance_squared
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """What a piece needs to become current: all of it, or just these rows."""
+    """What a piece needs to become current: all of it, or just these rows.
+
+    Several of one piece follow each other: a later one may name a row again.
+    """
 
     piece: int
     rows: Tensor | None = None
+    #: what the rows became, if that is known; never changed again
+    values: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +153,7 @@ class Store:
             if rows is None:
                 self._changed[i] = self.version
             else:
-                self._rows_of(i).note(self.version, rows)
+                self._rows_of(i).note(self.version, rows, self.views[i])
 
     def _optimizer(self) -> Steps:
         if self._stepper is None:
@@ -174,13 +179,18 @@ class Store:
                 if changed > version or version > self.version:
                     deltas.append(Delta(i))
                 elif i in self._row_versions:
-                    rows = self._row_versions[i].since(version)
-                    if len(rows):
-                        deltas.append(Delta(i, rows if self._worth(i, len(rows)) else None))
+                    changes = self._row_versions[i].since(version)
+                    count = sum(len(rows) for rows, _ in changes)
+                    if not self._worth(i, count):
+                        deltas.append(Delta(i))
+                    else:
+                        deltas += [Delta(i, *change) for change in changes if len(change[0])]
             return deltas
 
     def values_of(self, delta: Delta) -> Tensor:
         """The values that `delta` is about: a view of the piece, or a copy of its rows."""
+        if delta.values is not None:
+            return delta.values
         view = self.views[delta.piece]
         return view if delta.rows is None else view.index_select(0, delta.rows)
 

@@ -382,16 +382,18 @@ class Words(nn.Module):
         return self.head(self.table(x).mean(1))
 
 
-@pytest.mark.parametrize("memory", ["1", "0"])
-@pytest.mark.parametrize("rule", [sg.Synchronous(), sg.Asynchronous()], ids=["sync", "async"])
+@pytest.mark.parametrize(("rule", "workers", "memory"), [
+    (sg.Synchronous(), 2, "1"), (sg.Synchronous(), 2, "0"),
+    (sg.Synchronous(), 3, "1"),  # each scatters its rows itself
+    (sg.Asynchronous(), 1, "1"), (sg.Asynchronous(), 1, "0"),
+], ids=["sync 2", "sync 2, sockets", "sync 3", "async", "async, sockets"])  # fmt: skip
 def test_sparse_gradients_travel_as_rows(
-    rule: Any, memory: str, monkeypatch: pytest.MonkeyPatch
+    rule: Any, workers: int, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", memory)
     dice = torch.Generator().manual_seed(0)
     x = torch.randint(0, 5000, (120, 6), generator=dice)
     y = torch.randint(0, 3, (120,), generator=dice)
-    workers = 2 if rule == sg.Synchronous() else 1
     where = sg.ParameterServerStrategy(sg.LocalCluster(workers=workers, ps=2), updates=rule)
     made = []
     try:

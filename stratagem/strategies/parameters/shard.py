@@ -27,6 +27,8 @@ from stratagem.wire.segment import Segment
 
 Order = list[Any]
 
+_FEW = 2  # workers, for which a server itself writes the rows that have changed
+
 
 @dataclass
 class Desk:
@@ -38,6 +40,8 @@ class Desk:
     filled: int
     #: the worker's own memory, where it can be reached
     targets: list[Tensor] | None = None
+    #: whether rows are written there, too, or sent for the worker to write them itself
+    scatters: bool = True
     #: rows of sparse gradients: piece, row numbers, values
     rows: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     #: the values that the worker computes with, for rules that ask
@@ -115,9 +119,11 @@ class Shard:
             if handle is None:
                 self._desks[seat] = Desk(torch.empty(load, dtype=plan.wire_dtype), load)
                 return
-            self.share(seat, *memory_of(Segment.attach(handle), plan))
+            # Many workers scatter their rows sooner than one server does it for all of them.
+            scatters = plan.workers <= _FEW or plan.wire_dtype is not plan.dtype
+            self.share(seat, *memory_of(Segment.attach(handle), plan), scatters)
 
-    def share(self, seat: str, values: Tensor, outbox: Tensor) -> None:
+    def share(self, seat: str, values: Tensor, outbox: Tensor, scatters: bool = True) -> None:
         """Give a worker a desk in its own memory: all its values, and its outbox of gradients."""
         with self.changed:
             layout = self._open().layout
@@ -126,7 +132,7 @@ class Shard:
                 values[e.lo : e.hi].view(view.shape)
                 for e, view in zip(layout.extents[self.index], self.store.views, strict=True)
             ]
-            self._desks[seat] = Desk(outbox[first : first + load], load, targets)
+            self._desks[seat] = Desk(outbox[first : first + load], load, targets, scatters)
 
     def find(self, seat: str) -> Desk | None:
         """A worker's desk; None if it had one in a fit that is over."""
@@ -171,23 +177,25 @@ class Shard:
         body: list[Tensor] = []
         for change in changes:
             new = self.store.values_of(change)
-            if desk.targets is not None:
+            if desk.targets is not None and (change.rows is None or desk.scatters):
                 target = desk.targets[change.piece]
                 if change.rows is None:
                     target.copy_(new)
                 else:
-                    target.index_copy_(0, change.rows, new.to(target.device))
+                    rows = change.rows.to(target.device)
+                    target.index_copy_(0, rows, new.to(target.device))
                 continue
             pieces.append([change.piece, -1 if change.rows is None else len(change.rows)])
             if change.rows is not None:
-                body.append(change.rows)
-            body.append(self._for_wire(new))
+                body.append(change.rows.cpu())
+            body.append(self._for_wire(new, copy=change.rows is None))
         header["pieces"] = pieces
         return body
 
-    def _for_wire(self, values: Tensor) -> Tensor:
+    def _for_wire(self, values: Tensor, copy: bool = True) -> Tensor:
+        """Sent when others may be at it again, so in memory of its own."""
         wire = self._open().wire_dtype
-        return values.detach().to("cpu", wire, copy=True).contiguous()
+        return values.detach().to("cpu", wire, copy=copy).contiguous()
 
     def _publish(self) -> Tensor:
         """All values in memory of their own, made once a version however many ask."""
