@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,20 @@ def test_importing_does_nothing_but_import() -> None:
         "assert threading.active_count() == 1\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+
+
+AROUND = sorted(
+    path for folder in ("benchmarks", "examples", "studies")
+    for path in (ROOT.parent / folder).rglob("*.py")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", AROUND, ids=lambda path: str(path.relative_to(ROOT.parent)))
+def test_what_is_built_around_finds_its_doors(path: Path) -> None:
+    """Scripts that no test starts still import names that exist."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stratagem"):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                there = hasattr(module, alias.name) or f"{node.module}.{alias.name}" in GRAPH
+                assert there, f"{path} imports {alias.name} from {node.module}"
