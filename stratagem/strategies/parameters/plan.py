@@ -58,12 +58,6 @@ class Plan:
         return 1
 
     @property
-    def updates_alone(self) -> bool:
-        """Whether no worker computes while an update is made."""
-        rule = self.updates
-        return self.workers == 1 or (isinstance(rule, Synchronous) and not rule.spares)
-
-    @property
     def compares(self) -> bool:
         """Whether a gradient is held against the values that it was computed with."""
         return any(policy.needs_then for policy in getattr(self.updates, "staleness", ()))

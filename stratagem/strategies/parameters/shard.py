@@ -65,6 +65,7 @@ class Shard:
         self._desks: dict[str, Desk] = {}
         self._published: tuple[int, Tensor] | None = None
         self._snapshots: dict[int, Snapshot] = {}
+        self._tried: Any = None
 
     # --- a fit begins -----------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ class Shard:
             self._keeps_then = any(p.needs_then or p.needs_gap for p in self._policies)
             self._measures = any(p.needs_gap for p in self._policies)
             self._stepped = 0.0
-            self._trial = Trial(self._numbers(plan))
+            self._try_threads(plan)
             self.plan, self.done = plan, 0
             self._desks.clear()
             self._snapshots.clear()
@@ -203,11 +204,13 @@ class Shard:
             self._published = (self.store.version, self._for_wire(self.store.values))
         return self._published[1]
 
-    def _numbers(self, plan: Plan) -> list[int]:
-        """Of threads to try. Nothing but time may depend on them, so an optimizer that adds up
-        whole variables gets one."""
-        alone = plan.updates_alone and elementwise(plan.recipe)
-        return choices(self._cores or 1) if alone else [1]
+    def _try_threads(self, plan: Plan) -> None:
+        """How many make updates, unless it is known from a fit like this one. Nothing but time may
+        depend on it, so an optimizer that adds up whole variables gets one."""
+        numbers = choices(self._cores or 1) if elementwise(plan.recipe) else [1]
+        fit = (numbers, plan.workers, plan.updates, plan.layout.count)
+        if fit != self._tried:
+            self._tried, self._trial = fit, Trial(numbers)
 
     def _take(self, threads: int) -> None:
         """So many threads from here on. torch counts them for each thread of ours by itself."""

@@ -1,8 +1,9 @@
 """How many threads make a server's updates: tried in turns, then kept.
 
 More threads shorten an update, but those of torch go on spinning for a while after it, and then
-they take the cores from workers that have begun to compute. Which of the two weighs more depends
-on the machine, so it is measured where it counts: in the time from one update to the next.
+they take the cores from workers that compute. Which of the two weighs more depends on the machine
+and on how many workers there are, so it is measured where it counts: in the time from one update
+to the next.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MOST = 4  # threads; an update is soon as fast as memory
 
 
 def choices(cores: int) -> list[int]:
-    """The numbers of threads that are worth a trial where `cores` stand idle."""
+    """The numbers of threads that are worth a trial on a machine with so many cores."""
     return sorted({1, max(1, min(cores, _MOST))})
 
 

@@ -1,8 +1,9 @@
-"""A server's threads: several are tried where everybody waits for an update, else it has one."""
+"""A server's threads: several are tried, and what is faster is kept."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -38,25 +39,24 @@ def threads_of_updates(shard: Shard) -> set[int]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("updates", "workers", "optimizer", "wanted"),
-    [
-        (sg.Asynchronous(), 1, torch.optim.SGD, {1, CORES}),
-        (sg.Asynchronous(), 2, torch.optim.SGD, {1}),
-        (sg.Synchronous(), 2, torch.optim.SGD, {1, CORES}),
-        (sg.Synchronous(requeue=False), 2, torch.optim.SGD, {1, CORES}),
-        (sg.Synchronous(spares=1), 3, torch.optim.SGD, {1}),
-        (sg.Synchronous(), 2, torch.optim.Adafactor, {1}),
-    ],
-)
-def test_several_threads_only_while_everybody_waits(
-    updates: Updates, workers: int, optimizer: type[torch.optim.Optimizer], wanted: set[int]
-) -> None:
-    before = torch.get_num_threads()
+def plan_with(optimizer: Any, updates: Updates, workers: int = 2) -> Plan:
     weight = nn.Parameter(torch.zeros(4, 2))
     shapes = ((4, 2),)
-    recipe = describe(optimizer([weight]), [weight])  # type: ignore[call-arg]
-    plan = Plan(shapes, "float32", partition(shapes, 4, 1, None), recipe, updates, workers, 1)
+    recipe = describe(optimizer([weight]), [weight])
+    return Plan(shapes, "float32", partition(shapes, 4, 1, None), recipe, updates, workers, 1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "updates", "wanted"),
+    [
+        (torch.optim.SGD, sg.Asynchronous(), {1, CORES}),
+        (torch.optim.Adam, sg.Synchronous(), {1, CORES}),
+        (torch.optim.Adafactor, sg.Synchronous(), {1}),  # its sums would come out otherwise
+    ],
+)
+def test_several_threads_are_tried(optimizer: Any, updates: Updates, wanted: set[int]) -> None:
+    before = torch.get_num_threads()
+    plan = plan_with(optimizer, updates)
     try:
         for cores, threads in ((CORES, wanted), (0, {1})):
             shard = Shard(0, torch.device("cpu"), cores)
@@ -68,6 +68,18 @@ def test_several_threads_only_while_everybody_waits(
         assert torch.get_num_threads() == before
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_fit_like_the_last_one_needs_no_other_trial() -> None:
+    shard = Shard(0, torch.device("cpu"), CORES)
+    made = []
+    for plan in (
+        plan_with(torch.optim.SGD, sg.Synchronous()), plan_with(torch.optim.SGD, sg.Synchronous()),
+        plan_with(torch.optim.SGD, sg.Synchronous(), workers=3),
+    ):  # fmt: skip
+        shard.open(plan, 0)
+        made.append(shard._trial)
+    assert made[0] is made[1] is not made[2]
 
 
 @pytest.mark.parametrize(
