@@ -20,6 +20,7 @@ from stratagem.frontends.group import Leader, assist
 from stratagem.frontends.loop import Evaluation, Fit, evaluate_here
 from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Solo
+from stratagem.strategies.at_home import AtHome
 from stratagem.strategies.parameters.apart import Apart
 from stratagem.strategies.parameters.crew import current_worker
 from stratagem.strategies.parameters.session import Late, Session
@@ -89,6 +90,8 @@ class Hand:
         self.worker = session.worker
         self.dealer: Dealer = dealer(job.feed, session.plan.parts)
         self._solo = Solo(job.module, job.optimizer, job.recipe, replica)
+        layers = () if job.recipe.jit_compile else job.module.modules()
+        self._at_home = AtHome(layers, self.worker.memory.homes())
         several = session.plan.parts > 1 and group is None  # a group looks after that itself
         self._proof = Proof(job.recipe.loss, replica) if several else None
         self.handed_in = 0
@@ -126,7 +129,8 @@ class Hand:
         if self.group is not None:
             return self._do_together(self.group, work, portion)
         try:
-            loss, weight, output, y = self._gradients(portion)
+            with self._at_home.working():
+                loss, weight, output, y = self._gradients(portion)
         except Late:
             self.session.forget_gradients()
             self.worker.abandon(work.ticket)
@@ -166,7 +170,8 @@ class Hand:
         if self.session.cancels and self.worker.is_late:
             raise Late
         self.worker.begin_backward(listens=self.session.cancels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with self._at_home.lending():
+            loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), weight, output, y
 
     def _part(

@@ -219,7 +219,8 @@ class Replicated(Solo):
             list(module.named_parameters()), replica, reducer, notes=2
         )
         layers = () if recipe.jit_compile else module.modules()
-        self._at_home = AtHome(layers, self.exchange.buckets)
+        buckets = self.exchange.buckets
+        self._at_home = AtHome(layers, zip(buckets.params, buckets.views, strict=True))
 
     def take(self, portion: Portion, last: bool) -> None:
         recipe = self.recipe

@@ -1,13 +1,14 @@
 """Weight gradients of linear layers, computed where they are to lie.
 
-Backward makes a gradient in fresh memory, from where it is copied into its bucket. With a core for
-each replica and all of them copying at once, that takes a fifth of a step. A linear layer's weight
-gradient is one matrix product, which can as well be written into the bucket at once:
+Backward makes a gradient in fresh memory, from where it is copied to where others find it: a bucket,
+or a worker's outbox. With a core for each replica and all of them copying at once, that takes a fifth
+of a step. A linear layer's weight gradient is one matrix product, which can as well be written there
+at once:
 
     x, dy -> dy' x -> fresh memory -> bucket       as it comes
     x, dy -> dy' x ----------------> bucket       at home
 
-The product is the same to the bit. Autograd takes the bucket's memory for the gradient's own, so
+The product is the same to the bit. Autograd takes that memory for the gradient's own, so
 hooks, accumulation and everything else that hangs on `p.grad` goes on as if nothing had happened.
 Wherever a second writer could come (a weight used twice, a gradient that is already there, one that
 somebody else asked for), memory is fresh as ever.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,10 +26,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
-from stratagem.wire.buckets import Buckets
-
 #: elements of a weight; a smaller one is copied sooner than it takes to go this way
 WORTH = 1 << 16
+
+#: by weight: whose layers are at work
+_hosts: dict[Tensor, AtHome] = {}
 
 
 class AtHome:
@@ -37,13 +40,16 @@ class AtHome:
     Only within `lending` are gradients written there, since no other backward's are meant for it.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], buckets: Buckets) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], homes: Iterable[tuple[nn.Parameter, Tensor]]
+    ) -> None:
+        """`homes`: parameters, and memory of the same shape and type for their gradients."""
         self._homes: dict[Tensor, Tensor] = {
-            param: home for param, home in zip(buckets.params, buckets.views, strict=True)
+            param: home for param, home in homes
             if param.device.type == "cpu" and param.numel() >= WORTH
         }  # fmt: skip
         self._layers = [
-            (layer, _forward(self, layer)) for layer in modules
+            (layer, layer.weight) for layer in modules
             if type(layer) is nn.Linear and layer.weight in self._homes
             and "forward" not in vars(layer)
         ]  # fmt: skip
@@ -53,37 +59,26 @@ class AtHome:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Around forward and backward."""
-        for layer, forward in self._layers:
-            vars(layer)["forward"] = forward
+        for layer, weight in self._layers:
+            # bound, so that a copy which somebody makes in between is bound to the copy
+            vars(layer)["forward"] = MethodType(forward, layer)
+            _hosts[weight] = self
         try:
             yield
         finally:
-            for layer, _ in self._layers:
-                del vars(layer)["forward"]
+            for layer, weight in self._layers:
+                vars(layer).pop("forward", None)
+                _hosts.pop(weight, None)
 
     @contextmanager
     def lending(self) -> Iterator[None]:
-        """Around the backward pass whose gradients belong into the buckets."""
+        """Around the backward pass whose gradients belong there."""
         self._lent.clear()
         self._lending = True
         try:
             yield
         finally:
             self._lending = False
-
-    def fits(self, x: Any, weight: Tensor) -> bool:
-        """Whether this product, and its derivative, is the plain one of two matrices."""
-        return (
-            weight in self._homes
-            and type(x) in (Tensor, nn.Parameter)
-            and x.dim() > 1
-            and x.dtype is weight.dtype
-            and x.device == weight.device
-            and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
-            and not torch._C._are_functorch_transforms_active()
-            and forward_ad._current_level < 0
-        )
 
     def lend(self, weight: Tensor) -> Tensor | None:
         """The home of this weight's gradient, once a pass; None where it may not be written."""
@@ -93,13 +88,22 @@ class AtHome:
         return self._homes[weight].detach()  # an alias that only the gradient will hold
 
 
-def _forward(host: AtHome, layer: nn.Linear) -> Any:
-    def forward(input: Tensor) -> Any:
-        if host.fits(input, layer.weight):
-            return _Linear.apply(host, input, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
-        return linear(input, layer.weight, layer.bias)
-
-    return forward
+def forward(self: nn.Linear, input: Tensor) -> Any:
+    """In place of nn.Linear's. Whatever is not a plain product of two matrices goes its usual way."""
+    if (
+        not torch.compiler.is_compiling()
+        and self.weight in _hosts
+        and type(input) in (Tensor, nn.Parameter)
+        and input.dim() > 1
+        and input.dtype is self.weight.dtype
+        and input.device == self.weight.device
+        and not torch.is_autocast_enabled("cpu")
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    ):
+        host = _hosts[self.weight]
+        return _Linear.apply(host, input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+    return linear(input, self.weight, self.bias)
 
 
 class _Linear(torch.autograd.Function):

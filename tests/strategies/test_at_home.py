@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +39,8 @@ class Trainee:
         self.plain = make()
         params = [p for p in self.module.parameters() if p.requires_grad]
         self.buckets = Buckets(params, fresh, capacity=1 << 62, notes=0)
-        self.at_home = AtHome(self.module.modules(), self.buckets)
+        homes = zip(self.buckets.params, self.buckets.views, strict=True)
+        self.at_home = AtHome(self.module.modules(), homes)
 
     def backward(self, loss: Callable[[nn.Module], Tensor]) -> None:
         """Of both."""
@@ -203,12 +206,42 @@ def test_frozen_weights_and_layers_with_a_forward_of_their_own() -> None:
     assert not any(trainee.check())
 
 
+class Target(nn.Module):
+    """Copies itself, and saves itself, in forward: as self-supervised models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.target = [copy.deepcopy(self.net), pickle.loads(pickle.dumps(self.net))]
+        with torch.no_grad():
+            for target in self.target:
+                for p in target.parameters():
+                    p.mul_(2.0)
+            aims = [target(x) for target in self.target]
+        return sum(((self.net(x) - aim).square().sum() for aim in aims), torch.zeros(()))
+
+
+def test_copies_stand_on_their_own() -> None:
+    trainee, x = Trainee(Target), torch.randn(3, 6)
+    trainee.backward(lambda net: net(x))
+    trainee.check()
+    target: Any = trainee.module.target
+    for one in target:
+        one.weight.data.zero_()
+        assert torch.equal(one(x), one.bias.expand(3, 4))
+        assert torch.equal(copy.deepcopy(one)(x), one(x))
+        pickle.dumps(one)
+
+
 def test_nothing_is_left_on_the_layers() -> None:
     trainee = Trainee(two_layers)
     with pytest.raises(ZeroDivisionError), trainee.at_home.working():
         assert "forward" in vars(trainee.module[0])  # type: ignore[index]
         raise ZeroDivisionError
     assert not any("forward" in vars(layer) for layer in trainee.module.modules())
+    assert not at_home._hosts
 
 
 @pytest.mark.timeout(120)

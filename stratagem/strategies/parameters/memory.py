@@ -113,6 +113,12 @@ class Memory:
 
     # --- gradients --------------------------------------------------------------------------
 
+    def homes(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Variables that leave in one piece, as they are, and where their gradients leave from."""
+        for param, slots in zip(self.params, self._slots, strict=True):
+            if len(slots) == 1 and param.dtype is self._wire:
+                yield param, slots[0][1].view(param.shape)
+
     def take(self, index: int) -> None:
         """Bring one variable's gradient into the outbox."""
         grad = self.params[index].grad
@@ -123,7 +129,8 @@ class Memory:
             return
         flat = grad.detach().reshape(-1)
         for _, target, start, end in self._slots[index]:
-            target.copy_(flat[start:end], non_blocking=True)
+            if target.data_ptr() != flat.data_ptr():  # else it was made there
+                target.copy_(flat[start:end], non_blocking=True)
         if self.streams:
             with self._news:
                 self._ready[index] = True
