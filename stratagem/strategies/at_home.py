@@ -1,9 +1,9 @@
 """Weight gradients of linear layers, computed where they are to lie.
 
-Backward makes a gradient in fresh memory, from where it is copied to where others find it: a bucket,
-or a worker's outbox. With a core for each replica and all of them copying at once, that takes a fifth
-of a step. A linear layer's weight gradient is one matrix product, which can as well be written there
-at once:
+Backward makes a gradient in fresh memory, from where it is copied to where others find it: into a
+bucket, or a worker's outbox. With a core for each replica and all of them copying at once, that
+takes a fifth of a step. A linear layer's weight gradient is one matrix product, which can as well
+be written there at once:
 
     x, dy -> dy' x -> fresh memory -> bucket       as it comes
     x, dy -> dy' x ----------------> bucket       at home
@@ -89,7 +89,7 @@ class AtHome:
 
 
 def forward(self: nn.Linear, input: Tensor) -> Any:
-    """In place of nn.Linear's. Whatever is not a plain product of two matrices goes its usual way."""
+    """In place of nn.Linear's; whatever is not a plain product of matrices goes its usual way."""
     if (
         not torch.compiler.is_compiling()
         and self.weight in _hosts
