@@ -41,13 +41,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/one_replica/bench.py
 	$(BIN)/python benchmarks/cpu_replicas/bench.py
 
-# Those in virtual time take a core each and do not look at the clock; the others measure.
-VIRTUAL := rules staleness headlines
-MEASURED := sparse exercise
+STUDIES := rules staleness headlines sparse exercise
 studies: $(READY)
-	@echo "== $(VIRTUAL)"; printf '%s\n' $(VIRTUAL) | \
-		xargs -P 2 -I STUDY $(BIN)/python studies/STUDY/study.py
-	@for study in $(MEASURED); do \
+	@for study in $(STUDIES); do \
 		echo "== $$study"; $(BIN)/python studies/$$study/study.py || exit 1; \
 	done
 	@if [ "$$(id -u)" = 0 ]; then \
