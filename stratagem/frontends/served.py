@@ -90,8 +90,8 @@ class Hand:
         self.worker = session.worker
         self.dealer: Dealer = dealer(job.feed, session.plan.parts)
         self._solo = Solo(job.module, job.optimizer, job.recipe, replica)
-        layers = () if job.recipe.jit_compile else job.module.modules()
-        self._at_home = AtHome(layers, self.worker.memory.homes())
+        homes = () if job.recipe.jit_compile else self.worker.memory.homes()
+        self._at_home = AtHome(job.module, homes)
         several = session.plan.parts > 1 and group is None  # a group looks after that itself
         self._proof = Proof(job.recipe.loss, replica) if several else None
         self.handed_in = 0
@@ -129,8 +129,7 @@ class Hand:
         if self.group is not None:
             return self._do_together(self.group, work, portion)
         try:
-            with self._at_home.working():
-                loss, weight, output, y = self._gradients(portion)
+            loss, weight, output, y = self._gradients(portion)
         except Late:
             self.session.forget_gradients()
             self.worker.abandon(work.ticket)
@@ -162,7 +161,8 @@ class Hand:
     def _gradients(self, portion: Portion) -> tuple[Tensor, float, Any, Any]:
         solo, recipe = self._solo, self.job.recipe
         with solo.autocast():
-            output, y, sample_weight = solo.forward(portion)
+            with self._at_home.forward():
+                output, y, sample_weight = solo.forward(portion)
             if portion.examples == portion.total:  # a whole batch: as on one device
                 loss, weight = recipe.loss.mean(output, y, sample_weight), float(portion.examples)
             else:
@@ -170,7 +170,7 @@ class Hand:
         if self.session.cancels and self.worker.is_late:
             raise Late
         self.worker.begin_backward(listens=self.session.cancels)
-        with self._at_home.lending():
+        with self._at_home.backward():
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), weight, output, y
 

@@ -218,9 +218,9 @@ class Replicated(Solo):
         self.exchange = GradientExchange(
             list(module.named_parameters()), replica, reducer, notes=2
         )
-        layers = () if recipe.jit_compile else module.modules()
         buckets = self.exchange.buckets
-        self._at_home = AtHome(layers, zip(buckets.params, buckets.views, strict=True))
+        homes = () if recipe.jit_compile else zip(buckets.params, buckets.views, strict=True)
+        self._at_home = AtHome(module, homes)
 
     def take(self, portion: Portion, last: bool) -> None:
         recipe = self.recipe
@@ -228,8 +228,7 @@ class Replicated(Solo):
         apply = last or self._waiting == recipe.accumulate
         self.replica.share.set(portion.examples, portion.total, float(portion.examples > 0))
         self.exchange.armed = apply
-        with self._at_home.working():
-            numerator, denominator = self._gradients(portion)
+        numerator, denominator = self._gradients(portion)
         if recipe.accumulate > 1:
             self._count_now(portion, numerator, denominator)
         if apply:
@@ -264,8 +263,12 @@ class Replicated(Solo):
             return numerator.detach(), float(portion.examples) / portion.total
         return numerator.detach(), denominator
 
+    def forward(self, portion: Portion) -> tuple[Any, Any, Any]:
+        with self._at_home.forward():
+            return super().forward(portion)
+
     def backward(self, loss: Tensor) -> None:
-        with self._at_home.lending():
+        with self._at_home.backward():
             super().backward(loss)
 
     def _divisor(self, portion: Portion, denominator: Any) -> float:

@@ -12,8 +12,9 @@ from collections import deque
 import torch
 from torch import Tensor
 
-_RECENT = 64  # updates that are kept, and
-_ROOM = 0.5  # of the piece's rows, so that copies never take more memory than it does
+_RECENT = 64  # updates are kept, while they are no more than
+_ROOM = 0.5  # of the piece's rows: copies must not take more memory than it does
+_MANY = 16  # updates and more may name the same rows again and again
 
 #: rows, and what they became; None: what they are by now
 Change = tuple[Tensor, Tensor | None]
@@ -31,6 +32,7 @@ class RowVersions:
     def note(self, version: int, rows: Tensor, piece: Tensor) -> None:
         """These rows changed, and this is the version after it, and the piece."""
         self._table[rows] = version
+        rows = rows.clone()  # they may be a part of memory for all that came
         self._recent.append((version, rows, piece.index_select(0, rows)))
         self._kept += len(rows)
         while len(self._recent) > _RECENT or self._kept > _ROOM * len(self._table):
@@ -41,4 +43,9 @@ class RowVersions:
         """The rows that changed after `version`, in the order of changes."""
         if version < self._forgotten:
             return [((self._table > version).nonzero().flatten(), None)]
-        return [(rows, new) for changed, rows, new in self._recent if changed > version]
+        changes: list[Change] = [
+            (rows, new) for changed, rows, new in self._recent if changed > version
+        ]
+        if len(changes) <= _MANY:
+            return changes
+        return [(torch.unique(torch.cat([rows for rows, _ in changes])), None)]

@@ -104,7 +104,8 @@ class Stepper:
         tensor = self._pieces[piece][1]
         if grad.dtype is not tensor.dtype:
             grad = grad.to(tensor.dtype)
-        if grad.is_sparse and not self._moves_rows_alone(group):
+        # A sparse vector is never left so: torch adds it to a view at twice the view's offset.
+        if grad.is_sparse and (not grad.dense_dim() or not self._moves_rows_alone(group)):
             grad = grad.to_dense()
         tensor.grad = grad
         if not grad.is_sparse:

@@ -181,7 +181,7 @@ class Store:
                 elif i in self._row_versions:
                     changes = self._row_versions[i].since(version)
                     count = sum(len(rows) for rows, _ in changes)
-                    if not self._worth(i, count):
+                    if count and not self._worth(i, count):
                         deltas.append(Delta(i))
                     else:
                         deltas += [Delta(i, *change) for change in changes if len(change[0])]

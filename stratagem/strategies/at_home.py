@@ -8,71 +8,72 @@ be written there at once:
     x, dy -> dy' x -> fresh memory -> bucket       as it comes
     x, dy -> dy' x ----------------> bucket       at home
 
-The product is the same to the bit. Autograd takes that memory for the gradient's own, so
-hooks, accumulation and everything else that hangs on `p.grad` goes on as if nothing had happened.
-Wherever a second writer could come (a weight used twice, a gradient that is already there, one that
-somebody else asked for), memory is fresh as ever.
+The product is the same to the bit, and autograd takes that memory for the gradient's own. But what
+a forward of somebody's own does with its layers (copies them, runs them again, differentiates them)
+nobody can know; so this is for stacks of torch's own layers alone, without hooks: there, nothing
+but torch's code runs between x and dy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.functional import linear
+from torch.nn.modules.module import _has_any_global_hook
 
 #: elements of a weight; a smaller one is copied sooner than it takes to go this way
 WORTH = 1 << 16
 
-#: by weight: whose layers are at work
-_hosts: dict[Tensor, AtHome] = {}
+_TORCHS_OWN = nn.Linear.forward
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class AtHome:
-    """The linear layers of a module, which know where their weight gradients are to lie.
-
-    Forward and backward both belong into `working`: a checkpointed forward runs again in backward.
-    Only within `lending` are gradients written there, since no other backward's are meant for it.
-    """
+    """The linear layers of a module, which know where their weight gradients are to lie."""
 
     def __init__(
-        self, modules: Iterable[nn.Module], homes: Iterable[tuple[nn.Parameter, Tensor]]
+        self, module: nn.Module, homes: Iterable[tuple[nn.Parameter, Tensor]]
     ) -> None:
         """`homes`: parameters, and memory of the same shape and type for their gradients."""
+        self._module = module
         self._homes: dict[Tensor, Tensor] = {
             param: home for param, home in homes
-            if param.device.type == "cpu" and param.numel() >= WORTH
+            if param.device.type == "cpu" and param.is_floating_point() and param.numel() >= WORTH
         }  # fmt: skip
-        self._layers = [
-            (layer, layer.weight) for layer in modules
-            if type(layer) is nn.Linear and layer.weight in self._homes
-            and "forward" not in vars(layer)
-        ]  # fmt: skip
         self._lent: set[Tensor] = set()
         self._lending = False
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Around forward and backward."""
-        for layer, weight in self._layers:
-            # bound, so that a copy which somebody makes in between is bound to the copy
-            vars(layer)["forward"] = MethodType(forward, layer)
-            _hosts[weight] = self
+    def forward(self) -> Iterator[None]:
+        """Around the module's forward."""
+        layers = self._layers() if self._homes else []
+        for layer in layers:
+            vars(layer)["forward"] = _forward(self, layer)
         try:
             yield
         finally:
-            for layer, weight in self._layers:
-                vars(layer).pop("forward", None)
-                _hosts.pop(weight, None)
+            for layer in layers:
+                del vars(layer)["forward"]
+
+    def _layers(self) -> list[nn.Linear]:
+        """Those whose gradients have a home; none if code of somebody's own may come in between.
+
+        Looked up every time: callbacks may have put a hook, or another layer, in.
+        """
+        modules = list(self._module.modules())
+        patched = nn.Linear.forward is not _TORCHS_OWN or nn.functional.linear is not linear
+        hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        if patched or hooked or not all(map(_is_torchs, modules)):
+            return []
+        return [m for m in modules if type(m) is nn.Linear and m.weight in self._homes]
 
     @contextmanager
-    def lending(self) -> Iterator[None]:
-        """Around the backward pass whose gradients belong there."""
+    def backward(self) -> Iterator[None]:
+        """Around the backward pass whose gradients belong there; no other's are written there."""
         self._lent.clear()
         self._lending = True
         try:
@@ -82,34 +83,58 @@ class AtHome:
 
     def lend(self, weight: Tensor) -> Tensor | None:
         """The home of this weight's gradient, once a pass; None where it may not be written."""
-        if not self._lending or weight in self._lent or weight.grad is not None:
+        if (
+            not self._lending or weight in self._lent or weight.grad is not None
+            or weight._backward_hooks or not _accumulates(weight)
+        ):  # fmt: skip
             return None
         self._lent.add(weight)
         return self._homes[weight].detach()  # an alias that only the gradient will hold
 
 
-def forward(self: nn.Linear, input: Tensor) -> Any:
-    """In place of nn.Linear's; whatever is not a plain product of matrices goes its usual way."""
-    if (
-        not torch.compiler.is_compiling()
-        and self.weight in _hosts
-        and type(input) in (Tensor, nn.Parameter)
-        and input.dim() > 1
-        and input.dtype is self.weight.dtype
-        and input.device == self.weight.device
-        and not torch.is_autocast_enabled("cpu")
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    ):
-        host = _hosts[self.weight]
-        return _Linear.apply(host, input, self.weight, self.bias)  # type: ignore[no-untyped-call]
-    return linear(input, self.weight, self.bias)
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether calling it runs torch's code alone."""
+    own = vars(module)
+    return (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and "forward" not in own
+        and not any(own.get(hooks) for hooks in _HOOKS)
+    )
+
+
+def _accumulates(weight: Tensor) -> bool:
+    """Whether the pass under way will add to `weight.grad`: torch.autograd.grad does not."""
+    node = torch.autograd.graph._get_grad_fn_or_grad_acc(weight)
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # that is how it says that it collects gradients for its caller
+        return False
+
+
+def _forward(host: AtHome, layer: nn.Linear) -> Callable[[Tensor], Any]:
+    def forward(input: Tensor) -> Any:
+        weight, bias = layer.weight, layer.bias
+        if (
+            type(input) is Tensor
+            and input.dim() == 2
+            and input.dtype is weight.dtype
+            and input.device == weight.device
+            and input.layout is torch.strided
+            and not input.is_nested
+            and (bias is None or bias.shape == weight.shape[:1])
+            and not torch.is_autocast_enabled("cpu")
+        ):
+            return _Linear.apply(host, input, weight, bias)  # type: ignore[no-untyped-call]
+        return linear(input, weight, bias)
+
+    return forward
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, host: AtHome, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        _, need_x, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.host, ctx.owner = host, weight  # what is saved may come back as another tensor
         return linear(x, weight, bias)
 
@@ -117,15 +142,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, need_x, need_weight, need_bias = ctx.needs_input_grad
-        dy = grads[0].reshape(-1, grads[0].shape[-1])
-        dx = dw = db = None
-        if need_x:
-            dx = dy.mm(weight).view(x.shape)
+        (dy,) = grads
+        dx = dy.mm(weight) if need_x else None
+        dw = None
         if need_weight:
-            rows = x.reshape(-1, x.shape[-1])
             home = ctx.host.lend(ctx.owner)
-            dw = dy.t().mm(rows) if home is None else torch.mm(dy.t(), rows, out=home)
-        if need_bias:
-            db = dy.sum(0)
-        return None, dx, dw, db
-
+            dw = dy.t().mm(x) if home is None else torch.mm(dy.t(), x, out=home)
+        return None, dx, dw, dy.sum(0) if need_bias else None

@@ -106,6 +106,36 @@ def test_many_rows_travel_as_the_whole() -> None:
     assert delta.rows is None  # 7 rows and their numbers are more bytes than 8 rows
 
 
+def test_a_table_without_rows() -> None:
+    store = one(O.SGD, (0, 4), (3,))
+    store.add(torch.ones(3), 1.0, [False, True])
+    store.add_rows(0, torch.empty(0, dtype=torch.int64), torch.empty(0, 4), 1.0)
+    store.apply(1.0)
+    assert [delta.piece for delta in store.changed_since(0)] == [1]
+
+
+@pytest.mark.parametrize("optimizer", [O.SGD, O.Adagrad])
+def test_rows_of_a_vector(optimizer: Any) -> None:
+    """torch itself adds a sparse vector to a view at the wrong place."""
+    store = one(optimizer, (3,), (8,))
+    store.add_rows(1, torch.tensor([6, 1]), torch.tensor([2.0, 1.0]), 1.0)
+    store.apply(1.0)
+    moved = store.values.nonzero().flatten().tolist()
+    assert moved == [3 + 1, 3 + 6]
+
+
+def test_who_is_far_behind_gets_every_row_once() -> None:
+    store = one(O.SGD, (400, 2))
+    for _ in range(40):
+        store.add_rows(0, torch.tensor([5, 5, 7]), torch.ones(3, 2), 1.0)
+        store.apply(1.0)
+    (delta,) = store.changed_since(10)
+    assert delta.rows is not None and delta.rows.tolist() == [5, 7]
+    assert len(store.changed_since(38)) == 2
+    recent = store._row_versions[0]._recent
+    assert all(rows.untyped_storage().nbytes() == rows.nbytes for _, rows, _ in recent)
+
+
 @pytest.mark.parametrize("recent", [0, 2])
 @settings(deadline=None, max_examples=50)  # a busy machine is no failure
 @given(st.lists(st.lists(st.integers(0, 19), max_size=4), min_size=1, max_size=8), st.data())

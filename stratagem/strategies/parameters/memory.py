@@ -152,7 +152,7 @@ class Memory:
         for server, number, first in self._piece_numbers[index]:
             piece = self.plan.layout.extents[server][number].piece
             here = (rows >= first) & (rows < piece.stop)
-            chosen = values[here].to(self._wire).contiguous()
+            chosen = values[here].to(self.plan.wire_dtype).contiguous()
             self._rows[server].append((number, (rows[here] - first).contiguous(), chosen))
 
     def landed(self) -> None:

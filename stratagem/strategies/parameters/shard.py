@@ -66,6 +66,7 @@ class Shard:
         self._published: tuple[int, Tensor] | None = None
         self._snapshots: dict[int, Snapshot] = {}
         self._tried: Any = None
+        self._trial = Trial([1])
 
     # --- a fit begins -----------------------------------------------------------------------
 
