@@ -223,7 +223,7 @@ def test_gradients_that_somebody_else_asks_for_are_theirs() -> None:
     assert all(one.data_ptr() != home.data_ptr() for one in found)
 
 
-def test_a_backward_of_the_losss_own() -> None:
+def test_a_backward_inside_the_loss() -> None:
     trainee, x = Trainee(two_layers), torch.randn(4, 7)
 
     def loss(y: Tensor) -> Tensor:
