@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as every_module
 
 #: elements of a weight; a smaller one is copied sooner than it takes to go this way
 WORTH = 1 << 16
@@ -66,7 +66,7 @@ class AtHome:
         """
         modules = list(self._module.modules())
         patched = nn.Linear.forward is not _TORCHS_OWN or nn.functional.linear is not linear
-        hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        hooked = any(getattr(every_module, f"_global{hooks}") for hooks in _HOOKS)
         if patched or hooked or not all(map(_is_torchs, modules)):
             return []
         return [m for m in modules if type(m) is nn.Linear and m.weight in self._homes]

@@ -174,10 +174,15 @@ def test_hooks_on_all_modules_and_layers_that_were_patched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainee, x = Trainee(two_layers), torch.randn(4, 7)
-    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda *args: None, with_kwargs=True
+    )
     trainee.backward(x)
     handle.remove()
     assert not any(trainee.check())
+    trainee = Trainee(two_layers)
+    trainee.backward(x)
+    assert any(trainee.check())
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.t() * 2)
     trainee = Trainee(two_layers)
     trainee.backward(x)

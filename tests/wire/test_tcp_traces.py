@@ -63,7 +63,8 @@ def test_no_descriptor_and_no_thread_is_left(kind: str) -> None:
     before = descriptors(), threading.active_count()
     for _ in range(5):
         once()
-    eventually(lambda: (descriptors(), threading.active_count()) == before)
+    # Fewer, if something of an earlier test has ended only now.
+    eventually(lambda: descriptors() <= before[0] and threading.active_count() <= before[1])
 
 
 def test_closing_a_listener_ends_those_who_greet() -> None:
