@@ -70,7 +70,8 @@ def test_digits(rule: str, place: str) -> None:
         model = keras.Sequential([layers.Dense(384, activation="relu"), layers.Dense(10)])
         model.compile(optimizer=keras.optimizers.Adam(0.006), loss=LOGITS,
                       metrics=["accuracy", "sparse_categorical_accuracy"])  # fmt: skip
-    epochs = 14 if rule == "buffered" else 8  # half the updates an epoch
+    # Half the updates an epoch; and what comes of stale gradients differs from run to run.
+    epochs = {"buffered": 14, "bounded": 12, "asynchronous": 12}.get(rule, 8)
     history = model.fit(x, y, batch_size=75, epochs=epochs, verbose=0).history
     assert history["loss"][-1] < history["loss"][0]
     assert history["accuracy"] == history["sparse_categorical_accuracy"]

@@ -329,7 +329,8 @@ def test_a_stopped_server_is_given_up(cluster: Cluster) -> None:
     tasks["worker 0"].says("ps 1 has been silent", 6.5)
     for task, script in tasks.items():
         assert script.ends(10) == (3 if "worker" in task else 1), script
-    assert "raised ReplicaStalled about ps 1" in tasks["worker 1"].out, tasks
+    # Which of its ends a worker hears of first is chance: that ps 1 is given up, or hung up on.
+    assert "about ps 1" in tasks["worker 1"].out, tasks
     assert time.monotonic() - start < 4 + SOON
     stopped.signal(signal.SIGCONT)
     assert stopped.ends(10) == 1, stopped
