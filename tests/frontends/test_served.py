@@ -87,7 +87,8 @@ def test_own_loop_learns_the_digits(rule: str, place: str) -> None:
         assert apart(trained, results[0][0]) == 0.0  # everybody ends with the same weights
     if where.served and rule != "spares":
         parts = 2 if rule == "synchronous" else 1
-        assert sum(steps for _, steps in results) == EPOCHS * 28 * parts
+        made = sum(steps for _, steps in results)
+        assert made == EPOCHS * 28 * parts, where.stats()
 
 
 OPTIMIZERS = {
