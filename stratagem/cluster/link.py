@@ -29,7 +29,7 @@ class Link:
             while self.pending:
                 del self.pending[: self.sock.send(self.pending)]
         except BlockingIOError:
-            pass
+            pass  # the rest when there is room again
         except OSError:
             # The peer is gone, but its last words may still wait to be read: reading, which
             # comes to the same end, is what reports it.

@@ -198,7 +198,7 @@ class Star:
             for note in link.notes.feed(piece):
                 self._listener.heard(link.rank, note)
         except BlockingIOError:
-            pass
+            pass  # woken for nothing
         except Exception as problem:
             # A member of the job that sends nonsense is as lost as one that hung up.
             self.drop(link.rank)

@@ -114,7 +114,7 @@ def _die_with_socket(sock: socket.socket) -> None:
                 if not sock.recv(1, socket.MSG_PEEK):
                     os._exit(1)
             except BlockingIOError:
-                pass
+                pass  # nothing was said, and nothing has closed
             threading.Event().wait(0.5)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -64,12 +64,16 @@ class AtHome:
 
         Looked up every time: callbacks may have put a hook, or another layer, in.
         """
-        modules = list(self._module.modules())
         patched = nn.Linear.forward is not _TORCHS_OWN or nn.functional.linear is not linear
-        hooked = any(getattr(every_module, f"_global{hooks}") for hooks in _HOOKS)
-        if patched or hooked or not all(map(_is_torchs, modules)):
+        if patched or any(getattr(every_module, f"_global{hooks}") for hooks in _HOOKS):
             return []
-        return [m for m in modules if type(m) is nn.Linear and m.weight in self._homes]
+        layers = []
+        for module in self._module.modules():
+            if not _is_torchs(module):
+                return []  # mostly at once: the model itself comes first
+            if type(module) is nn.Linear and module.weight in self._homes:
+                layers.append(module)
+        return layers
 
     @contextmanager
     def backward(self) -> Iterator[None]:
