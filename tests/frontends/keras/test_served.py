@@ -68,11 +68,11 @@ def test_digits(rule: str, place: str) -> None:
     keras.utils.set_random_seed(4)
     with strategy.scope():
         model = keras.Sequential([layers.Dense(384, activation="relu"), layers.Dense(10)])
-        model.compile(optimizer=keras.optimizers.Adam(0.006), loss=LOGITS,
+        model.compile(optimizer=keras.optimizers.Adam(0.004), loss=LOGITS,
                       metrics=["accuracy", "sparse_categorical_accuracy"])  # fmt: skip
-    # Half the updates an epoch; and what comes of stale gradients differs from run to run.
-    epochs = {"buffered": 14, "bounded": 12, "asynchronous": 12}.get(rule, 8)
-    history = model.fit(x, y, batch_size=75, epochs=epochs, verbose=0).history
+    epochs = 20 if rule == "buffered" else 12  # half the updates an epoch
+    history = model.fit(x, y, batch_size=50, epochs=epochs, verbose=0, callbacks=[
+        falling_rate(0.004, epochs)]).history  # fmt: skip
     assert history["loss"][-1] < history["loss"][0]
     assert history["accuracy"] == history["sparse_categorical_accuracy"]
     _, accuracy, _ = model.evaluate(held_x, held_y, verbose=0)
@@ -85,10 +85,15 @@ def test_digits(rule: str, place: str) -> None:
         strategy.close()
 
 
+def falling_rate(rate: float, epochs: int) -> Any:
+    """Stale gradients make the last weights swing; a rate that falls to zero lets them settle."""
+    return keras.callbacks.LearningRateScheduler(lambda epoch, _: rate * (1 - epoch / epochs))
+
+
 def check_books(stats: Any, rule: str, epochs: int, iterations: int) -> None:
     assert stats.received == stats.applied + stats.dropped + stats.buffered
     parts = 2 if rule in ("synchronous", "spares") else 1
-    assert stats.applied == epochs * 20 * parts and not stats.buffered
+    assert stats.applied == epochs * 30 * parts and not stats.buffered
     assert iterations == stats.updates
 
 
