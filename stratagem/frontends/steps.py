@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.data.shard import share
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.feeds import Portion
 from stratagem.frontends.losses import Loss
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.proof import Proof
+from stratagem.state.factors import worth_factoring
 from stratagem.state.sliced import SlicedUpdate, can_slice
 from stratagem.strategies import setup, sync_batchnorm
 from stratagem.strategies.at_home import AtHome
@@ -313,10 +316,28 @@ class Sliced(Replicated):
     ) -> None:  # fmt: skip
         super().__init__(module, optimizer, recipe, replica, settings)
         assert isinstance(replica.collective, SharedMemoryCollective)
-        self.sliced = SlicedUpdate(optimizer, self.exchange.buckets, replica.collective)
+        buckets = self.exchange.buckets
+        factored = self._factored(buckets.params)
+        self.sliced = SlicedUpdate(optimizer, buckets, replica.collective, factored)
+        self._factors = self.sliced.factors
+        self._at_home.factors = {buckets.params[i]: f for i, f in self._factors.items()}
+
+    def _factored(self, params: Sequence[nn.Parameter]) -> list[int]:
+        """Weights of which replicas tell each other the factors of the gradient."""
+        if self.recipe.accumulate > 1:  # gradients are added up here first
+            return []
+        at: dict[Tensor, int] = {p: i for i, p in enumerate(params)}
+        weights = self._at_home.weights()
+        return [at[w] for w in weights if worth_factoring(w, self.replica.count)]
+
+    def _gradients(self, portion: Portion) -> tuple[Any, Any]:
+        mine = share(portion.total, self.replica.count, self.replica.index)
+        for factors in self._factors.values():
+            factors.expect(*mine)
+        return super()._gradients(portion)
 
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
-        self.exchange.stage([numerator, denominator])
+        self.exchange.stage([numerator, denominator], self._factors)
         notes = self.sliced.add_up()
         scale = 1.0
         if self.recipe.accumulate == 1:

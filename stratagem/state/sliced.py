@@ -10,11 +10,14 @@ optimizer step on that 1/N alone, so that the update costs N times less, too.
                                                      |   replica 1
                                                      replica 0
 
-Only optimizers that treat every element by itself can be sliced; `can_slice` knows which.
+Weights of large linear layers have their gradients in factors (factors.py), which each replica
+multiplies for its slice. Only optimizers that treat every element by itself can be sliced;
+`can_slice` knows which.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.state.elementwise import ELEMENTWISE
+from stratagem.state.factors import Factors
 from stratagem.wire.buckets import Buckets
 from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_rows
 from stratagem.wire.tree import gather_tree
@@ -35,11 +39,12 @@ def can_slice(optimizer: Optimizer, params: list[nn.Parameter]) -> bool:
 
 @dataclass
 class Piece:
-    """Elements lo..hi of parameter `index`, which this replica updates."""
+    """Elements lo..hi of parameter `index`, which this replica updates; they begin at `at`."""
 
     index: int
     lo: int
     hi: int
+    at: int
     data: Tensor
     grad: Tensor
 
@@ -48,17 +53,21 @@ class SlicedUpdate:
     """One replica's slice of the parameters and of the optimizer's state. Made collectively."""
 
     def __init__(
-        self, optimizer: Optimizer, buckets: Buckets, collective: SharedMemoryCollective
-    ) -> None:
+        self, optimizer: Optimizer, buckets: Buckets, collective: SharedMemoryCollective,
+        factored: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """`factored`: parameters whose gradients come in factors."""
         (bucket,) = buckets.buckets
         self.optimizer, self.buckets, self.collective = optimizer, buckets, collective
         self.table = collective.table_of(bucket.flat)
         self._norms = collective.table(16, torch.float32)
+        self.factors = {i: Factors(buckets.params[i], collective) for i in factored}
         count = sum(p.numel() for p in buckets.params)
-        self._slice = slices(count, collective.size)[collective.rank]
+        self._slice = self._slice_of_rows(bucket.members, count)
         self._share_parameters(bucket.members, count)
         self._total = torch.empty(max(self._slice[1] - self._slice[0], 0))
         self.pieces = self._cut(bucket.members)
+        self._plain = self._plain_runs()
         self.twin = self._twin()
         tails = self.table.grid[:, -buckets.notes_size :]
         notes = buckets.notes_size - len(buckets.params)
@@ -73,9 +82,7 @@ class SlicedUpdate:
 
     def step(self, scale: float, clip_norm: float | None, clip_value: float | None) -> None:
         """Sum this slice, scale it, clip, update, and wait until everybody has."""
-        start, end = self._slice
-        if end > start:
-            sum_rows(self.table, start, [scale] * self.collective.size, self._total)
+        self._sum(scale)
         if clip_norm is not None:
             self._clip(clip_norm)
         if clip_value is not None:
@@ -83,6 +90,17 @@ class SlicedUpdate:
         self._leave_out_unused()
         self.twin.step()
         self.collective.meet("update")
+
+    def _sum(self, scale: float) -> None:
+        """The gradient of this slice, over all replicas."""
+        start, weights = self._slice[0], [scale] * self.collective.size
+        for lo, hi in self._plain:
+            sum_rows(self.table, lo, weights, self._total[lo - start : hi - start])
+        for piece in self.pieces:
+            factors = self.factors.get(piece.index)
+            if factors is not None:
+                rows = piece.lo // factors.width, piece.hi // factors.width
+                factors.add_up(*rows, scale, (self.table, piece.at), piece.grad)
 
     def _clip(self, limit: float) -> None:
         """By the norm of the whole gradient, which every replica learns from all slices."""
@@ -123,9 +141,37 @@ class SlicedUpdate:
             lo, hi = max(start, at), min(end, at + size)
             if lo < hi:
                 data, grad = self._flat[lo:hi], self._total[lo - start : hi - start]
-                pieces.append(Piece(i, lo - at, hi - at, data, grad))
+                pieces.append(Piece(i, lo - at, hi - at, lo, data, grad))
             at += size
         return pieces
+
+    def _slice_of_rows(self, members: list[int], count: int) -> tuple[int, int]:
+        """This replica's slice; what comes in factors is cut between two rows."""
+        bounds = [*(lo for lo, _ in slices(count, self.collective.size)), count]
+        at = 0
+        for i in members:
+            size = self.buckets.params[i].numel()
+            if i in self.factors:
+                width = self.factors[i].width
+                bounds = [
+                    at + round((bound - at) / width) * width if at < bound < at + size else bound
+                    for bound in bounds
+                ]
+            at += size
+        return bounds[self.collective.rank], bounds[self.collective.rank + 1]
+
+    def _plain_runs(self) -> list[tuple[int, int]]:
+        """What of the slice is added up, piece after piece in one."""
+        runs: list[tuple[int, int]] = []
+        for piece in self.pieces:
+            end = piece.at + piece.hi - piece.lo
+            if piece.index in self.factors:
+                continue
+            if runs and runs[-1][1] == piece.at:
+                runs[-1] = (runs[-1][0], end)
+            else:
+                runs.append((piece.at, end))
+        return runs
 
     def _twin(self) -> Optimizer:
         """The same optimizer over this replica's pieces, with the state it already had."""

@@ -7,6 +7,7 @@ be written there at once:
 
     x, dy -> dy' x -> fresh memory -> bucket       as it comes
     x, dy -> dy' x ----------------> bucket       at home
+    x, dy -------------------------> factors      not at all, where others multiply (factors.py)
 
 The product is the same to the bit, and autograd takes that memory for the gradient's own. But what
 a forward of somebody's own does with its layers (copies them, runs them again, differentiates them)
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.modules import module as every_module
+
+from stratagem.state.factors import Factors
 
 #: elements of a weight; a smaller one is copied sooner than it takes to go this way
 WORTH = 1 << 16
@@ -44,6 +47,8 @@ class AtHome:
             param: home for param, home in homes
             if param.device.type == "cpu" and param.is_floating_point() and param.numel() >= WORTH
         }  # fmt: skip
+        #: weights of which x and dy are wanted rather than their product
+        self.factors: dict[Tensor, Factors] = {}
         self._lent: set[Tensor] = set()
         self._lending = False
 
@@ -69,11 +74,19 @@ class AtHome:
             return []
         layers = []
         for module in self._module.modules():
-            if not _is_torchs(module):
+            if not _is_torchs(module) or not _is_bare(module):
                 return []  # mostly at once: the model itself comes first
             if type(module) is nn.Linear and module.weight in self._homes:
                 layers.append(module)
         return layers
+
+    def weights(self) -> list[Tensor]:
+        """Those whose gradients can have a home: a matter of types, the same on every replica."""
+        modules = list(self._module.modules())
+        if not all(map(_is_torchs, modules)):
+            return []
+        found = (m.weight for m in modules if type(m) is nn.Linear and m.weight in self._homes)
+        return list(dict.fromkeys(found))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -85,25 +98,39 @@ class AtHome:
         finally:
             self._lending = False
 
-    def lend(self, weight: Tensor) -> Tensor | None:
-        """The home of this weight's gradient, once a pass; None where it may not be written."""
-        if (
-            not self._lending or weight in self._lent or weight.grad is not None
-            or weight._backward_hooks or not _accumulates(weight)
-        ):  # fmt: skip
-            return None
+    def gradient(self, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+        """The weight's gradient, made at home if it may be; None: its factors have been taken."""
+        if not self._may_lend(weight):
+            return dy.t().mm(x)
         self._lent.add(weight)
-        return self._homes[weight].detach()  # an alias that only the gradient will hold
+        factors = self.factors.get(weight)
+        if factors is not None and _is_unwatched(weight) and factors.keep(dy, x):
+            return None
+        home = self._homes[weight].detach()  # an alias that only the gradient will hold
+        return torch.mm(dy.t(), x, out=home)
+
+    def _may_lend(self, weight: Tensor) -> bool:
+        """Whether this pass may write the gradient there: once, and only if it is to lie there."""
+        return (
+            self._lending and weight not in self._lent and weight.grad is None
+            and not weight._backward_hooks and _accumulates(weight)
+        )  # fmt: skip
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Whether calling it runs torch's code alone."""
+    """Whether it is of one of torch's own types."""
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether calling it runs the code of its type alone."""
     own = vars(module)
-    return (
-        type(module).__module__.startswith("torch.nn.modules.")
-        and "forward" not in own
-        and not any(own.get(hooks) for hooks in _HOOKS)
-    )
+    return "forward" not in own and not any(own.get(hooks) for hooks in _HOOKS)
+
+
+def _is_unwatched(weight: Tensor) -> bool:
+    """Whether nobody but the exchange waits for the gradient to be there."""
+    return len(weight._post_accumulate_grad_hooks or ()) <= 1
 
 
 def _accumulates(weight: Tensor) -> bool:
@@ -148,8 +175,5 @@ class _Linear(torch.autograd.Function):
         _, need_x, need_weight, need_bias = ctx.needs_input_grad
         (dy,) = grads
         dx = dy.mm(weight) if need_x else None
-        dw = None
-        if need_weight:
-            home = ctx.host.lend(ctx.owner)
-            dw = dy.t().mm(x) if home is None else torch.mm(dy.t(), x, out=home)
+        dw = ctx.host.gradient(ctx.owner, dy, x) if need_weight else None
         return None, dx, dw, dy.sum(0) if need_bias else None

@@ -9,7 +9,7 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stratagem.codecs.reducer import Reducer
 from stratagem.errors import NotDistributable, UsageError
+from stratagem.state.factors import Factors
 from stratagem.strategies.replica import Replica
 from stratagem.wire.buckets import Buckets
 from stratagem.wire.collective import Pending
@@ -66,8 +67,10 @@ class GradientExchange:
             return
         if not self._open:
             self._begin()
+        if param.grad is None:
+            return  # it comes in factors
         index = self._index[param]  # type: ignore[index]
-        if param.grad is not None and param.grad.layout != torch.strided:
+        if param.grad.layout != torch.strided:
             raise NotDistributable(
                 "a parameter has sparse gradients (nn.Embedding(sparse=True)?), which this "
                 "strategy cannot add up; use sparse=False."
@@ -102,26 +105,34 @@ class GradientExchange:
         for bucket in buckets:
             self._under_way.append(self.reducer.reduce(bucket.flat, weight))
 
-    def stage(self, notes: Sequence[float | Tensor]) -> None:
-        """Complete the buckets: parameters without a gradient, and the notes."""
+    def stage(
+        self, notes: Sequence[float | Tensor], factors: Mapping[int, Factors] | None = None
+    ) -> None:
+        """Complete the buckets: parameters without a gradient, and the notes.
+
+        Of a gradient that comes in factors there may be a product besides, which is said there.
+        """
         if not self._open:
             self._begin()
         buckets = self.buckets
+        has = list(self._fired)
         for i, fired in enumerate(self._fired):
-            if not fired:
-                grad = buckets.params[i].grad
-                if grad is None:
-                    buckets.views[i].zero_()
-                elif grad.data_ptr() != buckets.views[i].data_ptr():
+            grad = buckets.params[i].grad
+            if not fired and grad is not None:
+                has[i] = True
+                if grad.data_ptr() != buckets.views[i].data_ptr():
                     buckets.views[i].copy_(grad)
+            if factors and i in factors:
+                factors[i].mark(has[i])
+                has[i] |= factors[i].kept
+            elif not has[i]:
+                buckets.views[i].zero_()
         self._open = False
         for i, note in enumerate(notes):
             buckets.notes[i] = note
-        if all(self._fired):
+        if all(has):
             buckets.used.fill_(1.0)
         else:
-            both = zip(self._fired, buckets.params, strict=True)
-            has = [fired or p.grad is not None for fired, p in both]
             buckets.used.copy_(torch.tensor(has, dtype=torch.float32))
 
     def finish(self, notes: Sequence[float | Tensor]) -> Tensor:

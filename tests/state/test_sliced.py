@@ -40,7 +40,7 @@ def test_state_cut_and_pasted_is_the_same_state(
     edges = sorted({0, param.numel(), *(c for c in cuts if c < param.numel())})
     pieces = []
     for lo, hi in pairwise(edges):
-        piece = Piece(0, lo, hi, param.detach().view(-1)[lo:hi], torch.empty(0))
+        piece = Piece(0, lo, hi, lo, param.detach().view(-1)[lo:hi], torch.empty(0))
         pieces.append((lo, hi, {k: _cut_state(k, v, param, piece) for k, v in before.items()}))
     optimizer.state.clear()
     for lo, hi, state in reversed(pieces):
@@ -54,6 +54,6 @@ def test_state_cut_and_pasted_is_the_same_state(
 @pytest.mark.parametrize("key", ["step", "exp_avg"])
 def test_a_single_element_is_not_mistaken_for_a_counter(key: str) -> None:
     param = nn.Parameter(torch.zeros(()))
-    piece = Piece(0, 0, 1, torch.zeros(1), torch.zeros(1))
+    piece = Piece(0, 0, 1, 0, torch.zeros(1), torch.zeros(1))
     cut = _cut_state(key, torch.tensor(3.0), param, piece)
     assert cut.dim() == (0 if key == "step" else 1)

@@ -1,0 +1,107 @@
+"""Weight gradients of linear layers as their two factors.
+
+The gradient of a linear layer's weight is a product, dy' x, of two thin matrices with a row for
+every example. Replicas that share memory need not make their products, and add them up: each
+writes its rows of dy and x into one table, and multiplies what concerns its own slice of the
+weight, for the whole batch at once.
+
+               dy                x                 weight
+    replica 0 [ rows of 0 ]     [ rows of 0 ]     [ replica 0 multiplies these rows ]
+    replica 1 [ rows of 1 ]     [ rows of 1 ]     [ replica 1 these                  ]
+
+That is the product that one device would make, cut by rows; nothing as large as the weight is
+written or read by anybody, and there is nothing to add up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stratagem.wire.shared_memory import SharedMemoryCollective, Table, sum_rows
+
+#: rows of the weight that a replica must have for its product to be an efficient one
+_ROWS = 16
+
+
+def worth_factoring(weight: Tensor, replicas: int) -> bool:
+    """Whether a weight is large enough in the direction in which it is cut."""
+    return len(weight) >= _ROWS * replicas
+
+
+class Factors:
+    """Those of one weight, for batches of up to as many examples as the weight has rows.
+
+    With more, factors would be larger than what they make. Made collectively.
+    """
+
+    def __init__(self, weight: Tensor, collective: SharedMemoryCollective) -> None:
+        self.height, self.width = weight.shape
+        self._rank = collective.rank
+        self._dy = _matrix(collective, self.height, self.height)
+        self._x = _matrix(collective, self.height, self.width)
+        #: by replica: its first row, one past the last; and whether it has a product besides
+        self._marks = collective.table(3, torch.int64)
+        self._mine = (0, 0)
+        #: whether this replica's rows of the step under way are in there
+        self.kept = False
+
+    def expect(self, start: int, end: int) -> None:
+        """A step begins, in which this replica has these examples of the batch."""
+        self._mine = (start, end)
+        self.kept = False
+
+    def keep(self, dy: Tensor, x: Tensor) -> bool:
+        """Put this replica's rows down; False: they are not one for each of its examples."""
+        start, end = self._mine
+        if len(x) != end - start or end > self.height:
+            return False
+        self._dy[start:end].copy_(dy)
+        self._x[start:end].copy_(x)
+        self.kept = True
+        return True
+
+    def mark(self, product: bool) -> None:
+        """Before the others look: what of this replica's gradient lies where."""
+        start, end = self._mine if self.kept else (0, 0)
+        self._marks.rows[self._rank].copy_(torch.tensor([start, end, product]))
+
+    def add_up(
+        self, lo: int, hi: int, scale: float, products: tuple[Table, int], total: Tensor
+    ) -> None:
+        """Rows lo..hi of the gradient, over all replicas, into `total`.
+
+        `products`: where those replicas that made one have it, and where these rows begin there.
+        """
+        marks = self._marks.grid.tolist()
+        table, start = products
+        matrix = total.view(hi - lo, self.width)
+        fresh = not any(product for _, _, product in marks)
+        if not fresh:
+            sum_rows(table, start, [scale * product for _, _, product in marks], total)
+        for first, last in _joined([(first, last) for first, last, _ in marks]):
+            dy, x = self._dy[first:last, lo:hi].t(), self._x[first:last]
+            if fresh:
+                torch.mm(dy, x, out=matrix)
+                if scale != 1.0:
+                    total.mul_(scale)
+                fresh = False
+            else:
+                matrix.addmm_(dy, x, alpha=scale)
+        if fresh:
+            total.zero_()
+
+
+def _matrix(collective: SharedMemoryCollective, height: int, width: int) -> Tensor:
+    return collective.table(height * width, torch.float32, rows=1).rows[0].view(height, width)
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans in order, those that touch made one."""
+    found: list[tuple[int, int]] = []
+    for first, last in spans:
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], last)
+        elif last > first:
+            found.append((first, last))
+    return found

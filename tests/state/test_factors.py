@@ -1,0 +1,220 @@
+"""Gradients as factors: whoever has what, the sum is that of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import stratagem as sg
+from stratagem.data.shard import share
+from stratagem.state.factors import Factors
+from stratagem.state.sliced import SlicedUpdate
+from stratagem.strategies import at_home
+from stratagem.wire.buckets import Buckets
+from stratagem.wire.segment import Segment
+from stratagem.wire.shared_memory import SharedMemoryCollective
+
+
+def give_up(rank: int, seconds: float) -> None:
+    if seconds > 5:
+        raise TimeoutError(f"replica {rank} does not come")
+
+
+def together(size: int, work: Callable[[SharedMemoryCollective], Any]) -> list[Any]:
+    """What replicas find, a thread each."""
+    control = Segment(SharedMemoryCollective.control_size(size))
+    members = [SharedMemoryCollective(rank, size, control, give_up) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return [found.result(timeout=30) for found in [pool.submit(work, m) for m in members]]
+
+
+@pytest.mark.timeout(120)
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 4), height=st.integers(1, 12), width=st.integers(1, 5),
+    total=st.integers(0, 16), scale=st.sampled_from([1.0, 0.25]), draw=st.data(),
+)  # fmt: skip
+def test_the_sum_is_that_of_all_rows(
+    size: int, height: int, width: int, total: int, scale: float, draw: st.DataObject
+) -> None:
+    """Replicas with factors, with a product, with both and with nothing, and unequal shares."""
+    torch.manual_seed(0)
+    dy, x = torch.randn(total, height), torch.randn(total, width)
+    kind = st.sampled_from(["factors", "product", "both", "none"])
+    kinds = draw.draw(st.lists(kind, min_size=size, max_size=size))
+    cuts = sorted({0, height, *draw.draw(st.lists(st.integers(0, height), max_size=3))})
+    besides = torch.randn(size, height, width)
+
+    def work(collective: SharedMemoryCollective) -> tuple[Tensor, bool]:
+        rank = collective.rank
+        table = collective.table(height * width, torch.float32)
+        row = table.rows[rank].view(height, width).fill_(torch.nan)
+        factors = Factors(torch.empty(height, width), collective)
+        if rank == 0:  # what nobody has written there is nobody's
+            factors._dy.fill_(torch.nan)
+        collective.barrier()
+        start, end = share(total, size, rank)
+        found = torch.full((height * width,), torch.nan)
+        for _ in range(2):  # a step leaves nothing to the next
+            factors.expect(start, end)
+            kept = kinds[rank] in ("factors", "both") and factors.keep(dy[start:end], x[start:end])
+            product = kinds[rank] in ("product", "both")
+            if product:
+                row.copy_(besides[rank])
+            factors.mark(product)
+            collective.barrier()
+            for lo, hi in pairwise(cuts):
+                at = lo * width
+                factors.add_up(lo, hi, scale, (table, at), found[at : hi * width])
+            collective.barrier()
+        return found.view(height, width), kept
+
+    results = together(size, work)
+    expected = torch.zeros(height, width, dtype=torch.double)
+    for rank, (_, kept) in enumerate(results):
+        start, end = share(total, size, rank)
+        assert not kept or end <= height
+        if kept:
+            expected += dy[start:end].double().t() @ x[start:end].double()
+        if kinds[rank] in ("product", "both"):
+            expected += besides[rank].double()
+    for found, _ in results:
+        torch.testing.assert_close(found.double(), expected * scale, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.timeout(120)
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 5),
+    shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=4),
+    factored=st.sets(st.integers(0, 3)),
+)  # fmt: skip
+def test_slices_cover_everything_once_and_cut_between_rows(
+    size: int, shapes: list[tuple[int, int]], factored: set[int]
+) -> None:
+    chosen = [i for i in factored if i < len(shapes)]
+
+    def work(collective: SharedMemoryCollective) -> list[tuple[int, int, int]]:
+        params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        allocate = collective.buffer
+        buckets = Buckets(params, allocate, capacity=1 << 62, notes=2)
+        update = SlicedUpdate(torch.optim.SGD(params), buckets, collective, chosen)
+        return [(piece.index, piece.lo, piece.hi) for piece in update.pieces]
+
+    pieces = [piece for found in together(size, work) for piece in found]
+    for i, (height, width) in enumerate(shapes):
+        mine = sorted((lo, hi) for index, lo, hi in pieces if index == i)
+        assert [e for lo, hi in mine for e in range(lo, hi)] == list(range(height * width))
+        assert i not in chosen or all(lo % width == hi % width == 0 for lo, hi in mine)
+
+
+# --- real processes -----------------------------------------------------------------------------
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(nn.Linear(700, 96), nn.ReLU(), nn.Linear(96, 10))
+
+
+def tied() -> nn.Module:
+    first, last = nn.Linear(260, 260), nn.Linear(260, 260)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def folded() -> nn.Module:
+    """Two rows for each example."""
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 350)), nn.Flatten(0, 1), nn.Linear(350, 192), nn.ReLU(),
+        nn.Unflatten(0, (-1, 2)), nn.Flatten(1), nn.Linear(384, 10),
+    )  # fmt: skip
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "plain": (stack, {}),
+    "clipped by norm": (stack, {"clip_norm": 0.05}),
+    "clipped by value": (stack, {"clip_value": 0.001}),
+    "accumulated": (stack, {"accumulate": 2}),
+    "tied": (tied, {}),
+    "rows that are no examples": (folded, {}),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rows", [97, 24])  # more examples than the weight has rows, and fewer
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_equal_one_device(case: str, rows: int) -> None:
+    """Batches that do not divide, and a last one with fewer examples than replicas."""
+    make, how = CASES[case]
+    inputs = 260 if case == "tied" else 700
+    torch.manual_seed(1)
+    x, y = torch.randn(2 * rows + 2, inputs), torch.randint(0, 10, (2 * rows + 2,))
+
+    def trained(devices: list[str]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = make()
+        model = sg.Model(net, sg.MirroredStrategy(devices))
+        model.compile(lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9), "cross_entropy", **how)
+        model.fit(x, y, batch_size=rows, epochs=3, verbose=0)
+        return [p.detach().clone() for p in net.parameters()]
+
+    for one, three in zip(trained(["cpu:0"]), trained([f"cpu:{i}" for i in range(3)]), strict=True):
+        torch.testing.assert_close(one, three, rtol=1e-4, atol=2e-6)
+
+
+def test_who_looks_at_a_gradient_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors are taken of weights that only the exchange waits for, and once a pass."""
+    monkeypatch.setattr(at_home, "WORTH", 1)
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net[4].weight = net[2].weight  # type: ignore[union-attr]
+    params = list(net.parameters())
+    home = at_home.AtHome(net, [(p, torch.empty_like(p)) for p in params])
+    control = Segment(SharedMemoryCollective.control_size(1))
+    alone = SharedMemoryCollective(0, 1, control)
+    home.factors = {p: Factors(p, alone) for p in home.weights()}
+    first, twice = home.factors.values()
+
+    def passed() -> tuple[bool, bool]:
+        for p in params:
+            p.grad = None
+        for factors in home.factors.values():
+            factors.expect(0, 3)
+        with home.forward():
+            loss = net(torch.randn(3, 5)).square().sum() + net[2].weight.sum()  # type: ignore[union-attr]
+        with home.backward():
+            loss.backward()
+        assert (params[0].grad is None) == first.kept
+        assert params[2].grad is not None  # of the sum and of its second use
+        return first.kept, twice.kept
+
+    params[0].register_post_accumulate_grad_hook(lambda p: None)  # as the exchange has one
+    assert passed() == (True, True)
+    seen: list[Tensor] = []
+    handle = params[0].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    assert passed() == (False, True) and len(seen) == 1
+    handle.remove()
+    assert passed() == (True, True)
+    params[2].register_hook(seen.append)
+    assert passed() == (True, False) and len(seen) == 2
+
+
+def test_which_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones of torch's own layers, whatever hooks a replica has."""
+    monkeypatch.setattr(at_home, "WORTH", 100)
+    net = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
+    homes = [(p, torch.empty_like(p)) for p in net.parameters()]
+    assert at_home.AtHome(net, homes).weights() == [net[0].weight]
+    net[0].register_forward_hook(lambda *args: None)
+    assert at_home.AtHome(net, homes).weights() == [net[0].weight]
+
+    class Own(nn.Linear):
+        pass
+
+    assert at_home.AtHome(nn.Sequential(*net, Own(2, 2)), homes).weights() == []
