@@ -30,6 +30,8 @@ class Loss(Protocol):
 
     #: whether `terms` returns a denominator that only the targets tell
     counted: bool
+    #: whether it runs code that is not torch's
+    own: bool
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         """The loss of a whole batch on one device."""
@@ -55,7 +57,7 @@ class RowLoss:
         self.function = function
         self.per_row = per_row
         #: not torch's: that its single number is a mean over rows has to be seen
-        self.own = not str(getattr(function, "__module__", "")).startswith("torch.nn.")
+        self.own = _is_own(function)
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is not None:
@@ -86,6 +88,7 @@ class SummedLoss:
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
+        self.own = _is_own(function)
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is not None:
@@ -100,6 +103,7 @@ class CountedLoss:
     """Cross entropy and its kin: the mean is over the targets that count, by class weight."""
 
     counted = True
+    own = False
 
     def __init__(
         self, function: Callable[..., Tensor], class_weight: Tensor | None = None,
@@ -149,6 +153,18 @@ class CountedLoss:
         return (self.class_weight[target.clamp_min(0)] * counts).sum()
 
 
+def _is_own(function: Any) -> bool:
+    """Whether it is not torch's, or somebody has hooked into it."""
+    torchs = str(getattr(function, "__module__", "")).startswith("torch.nn.")
+    return not torchs or _is_hooked(function)
+
+
+def _is_hooked(function: Any) -> bool:
+    hooks = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+             "_backward_pre_hooks")  # fmt: skip
+    return isinstance(function, nn.Module) and any(vars(function).get(name) for name in hooks)
+
+
 def _only_integers(target: Tensor, **options: Any) -> dict[str, Any]:
     return {} if target.is_floating_point() else options
 
@@ -159,7 +175,9 @@ def resolve(loss: Any) -> Loss:
         loss = _by_name(loss)
     if loss in _COUNTED:
         return CountedLoss(loss)
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean":
+    kind = getattr(type(loss), "forward", None)
+    plain = kind in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward) and not _is_hooked(loss)
+    if plain and loss.reduction == "mean":
         counted = isinstance(loss, nn.CrossEntropyLoss)
         options = {"label_smoothing": loss.label_smoothing} if counted else {}
         function = F.cross_entropy if counted else F.nll_loss

@@ -40,6 +40,12 @@ class MetricSet:
     def names(self) -> list[str]:
         return [*self._metrics, *self._makers]
 
+    @property
+    def own(self) -> bool:
+        """Whether one of them is not torchmetrics' own."""
+        kinds = (type(metric).__module__ for metric in self._metrics.values())
+        return not all(kind.startswith("torchmetrics.") for kind in kinds)
+
     def __bool__(self) -> bool:
         return bool(self._makers or self._metrics)
 

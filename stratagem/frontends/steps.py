@@ -23,10 +23,10 @@ from stratagem.frontends.feeds import Portion
 from stratagem.frontends.losses import Loss
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.proof import Proof
-from stratagem.state.factors import worth_factoring
+from stratagem.state.factors import Factors, worth_factoring
 from stratagem.state.sliced import SlicedUpdate, can_slice
 from stratagem.strategies import setup, sync_batchnorm
-from stratagem.strategies.at_home import AtHome
+from stratagem.strategies.at_home import AtHome, is_unseen
 from stratagem.strategies.exchange import GradientExchange
 from stratagem.strategies.prepare import to_device
 from stratagem.strategies.replica import Replica
@@ -297,7 +297,7 @@ class Replicated(Solo):
         notes = self.exchange.finish([numerator, denominator])
         if self.recipe.accumulate == 1:
             if self.recipe.loss.counted:
-                self.exchange.buckets.scale(portion.total / notes[1])
+                self.exchange.buckets.scale(_per_target(portion, notes))
             self.tally.add(notes[0] / notes[1], portion.total)
         self.update()
 
@@ -320,11 +320,17 @@ class Sliced(Replicated):
         factored = self._factored(buckets.params)
         self.sliced = SlicedUpdate(optimizer, buckets, replica.collective, factored)
         self._factors = self.sliced.factors
-        self._at_home.factors = {buckets.params[i]: f for i, f in self._factors.items()}
+        self._by_weight: dict[Tensor, Factors] = {
+            buckets.params[i]: factors for i, factors in self._factors.items()
+        }
 
     def _factored(self, params: Sequence[nn.Parameter]) -> list[int]:
-        """Weights of which replicas tell each other the factors of the gradient."""
-        if self.recipe.accumulate > 1:  # gradients are added up here first
+        """Weights of which replicas tell each other the factors of the gradient.
+
+        Not where somebody's own code runs before the update: it would find no gradient there.
+        """
+        recipe = self.recipe
+        if recipe.accumulate > 1 or recipe.loss.own or recipe.metrics.own:
             return []
         at: dict[Tensor, int] = {p: i for i, p in enumerate(params)}
         weights = self._at_home.weights()
@@ -334,6 +340,9 @@ class Sliced(Replicated):
         mine = share(portion.total, self.replica.count, self.replica.index)
         for factors in self._factors.values():
             factors.expect(*mine)
+        if self._factors:
+            unseen = is_unseen(self.exchange.buckets.params)
+            self._at_home.factors = self._by_weight if unseen else {}
         return super()._gradients(portion)
 
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
@@ -342,7 +351,7 @@ class Sliced(Replicated):
         scale = 1.0
         if self.recipe.accumulate == 1:
             if self.recipe.loss.counted:
-                scale = portion.total / float(notes[1])
+                scale = float(_per_target(portion, notes))
             self.tally.add(notes[0] / notes[1], portion.total)
         self.sliced.step(scale, self.recipe.clip_norm, self.recipe.clip_value)
         self.forget_gradients()
@@ -356,6 +365,13 @@ class Sliced(Replicated):
     def close(self) -> None:
         self.sliced.close()
         super().close()
+
+
+def _per_target(portion: Portion, notes: Tensor) -> Tensor:
+    """From a mean over all rows to one over the targets that count; where none does, gradients are
+    zero as they are, which is torch's answer, too."""
+    counted = notes[1]
+    return torch.where(counted == 0, torch.ones_like(counted), portion.total / counted)
 
 
 def choose(

@@ -15,6 +15,8 @@ written or read by anybody, and there is nothing to add up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,25 +28,51 @@ _ROWS = 16
 
 def worth_factoring(weight: Tensor, replicas: int) -> bool:
     """Whether a weight is large enough in the direction in which it is cut."""
-    return len(weight) >= _ROWS * replicas
+    return weight.dim() == 2 and len(weight) >= _ROWS * replicas
+
+
+def make_factors(
+    weights: Sequence[Tensor], collective: SharedMemoryCollective
+) -> list[Factors]:
+    """Those of some weights, all in one piece of shared memory. Made collectively."""
+    if not weights:
+        return []
+    sizes = [_most_rows(w, collective.size) * sum(w.shape) for w in weights]
+    flat = collective.table(sum(sizes), torch.float32, rows=1).rows[0]
+    marks = collective.table(3 * len(weights), torch.int64)
+    return [
+        Factors(weight, part, (marks.rows[collective.rank][3 * i : 3 * i + 3],
+                               marks.grid[:, 3 * i : 3 * i + 3]), collective.size)
+        for i, (weight, part) in enumerate(zip(weights, torch.split(flat, sizes), strict=True))
+    ]  # fmt: skip
+
+
+def _most_rows(weight: Tensor, replicas: int) -> int:
+    """Examples of a batch up to which factors are no larger than what they make."""
+    height, width = weight.shape
+    return max(1, min(height, replicas * height * width // (height + width)))
 
 
 class Factors:
-    """Those of one weight, for batches of up to as many examples as the weight has rows.
+    """Those of one weight."""
 
-    With more, factors would be larger than what they make. Made collectively.
-    """
-
-    def __init__(self, weight: Tensor, collective: SharedMemoryCollective) -> None:
+    def __init__(
+        self, weight: Tensor, memory: Tensor, marks: tuple[Tensor, Tensor], replicas: int
+    ) -> None:
+        """`marks`: this replica's, and those of all."""
         self.height, self.width = weight.shape
-        self._rank = collective.rank
-        self._dy = _matrix(collective, self.height, self.height)
-        self._x = _matrix(collective, self.height, self.width)
-        #: by replica: its first row, one past the last; and whether it has a product besides
-        self._marks = collective.table(3, torch.int64)
+        self.rows = _most_rows(weight, replicas)
+        self._dy = memory[: self.rows * self.height].view(self.rows, self.height)
+        self._x = memory[self.rows * self.height :].view(self.rows, self.width)
+        #: the first row, one past the last; and whether there is a product besides
+        self._mark, self._marks = marks
         self._mine = (0, 0)
         #: whether this replica's rows of the step under way are in there
         self.kept = False
+
+    def slice(self, rank: int, replicas: int) -> tuple[int, int]:
+        """The rows of the weight that a replica multiplies for."""
+        return self.height * rank // replicas, self.height * (rank + 1) // replicas
 
     def expect(self, start: int, end: int) -> None:
         """A step begins, in which this replica has these examples of the batch."""
@@ -54,7 +82,7 @@ class Factors:
     def keep(self, dy: Tensor, x: Tensor) -> bool:
         """Put this replica's rows down; False: they are not one for each of its examples."""
         start, end = self._mine
-        if len(x) != end - start or end > self.height:
+        if len(x) != end - start or end > self.rows:
             return False
         self._dy[start:end].copy_(dy)
         self._x[start:end].copy_(x)
@@ -64,7 +92,7 @@ class Factors:
     def mark(self, product: bool) -> None:
         """Before the others look: what of this replica's gradient lies where."""
         start, end = self._mine if self.kept else (0, 0)
-        self._marks.rows[self._rank].copy_(torch.tensor([start, end, product]))
+        self._mark.copy_(torch.tensor([start, end, product]))
 
     def add_up(
         self, lo: int, hi: int, scale: float, products: tuple[Table, int], total: Tensor
@@ -73,7 +101,7 @@ class Factors:
 
         `products`: where those replicas that made one have it, and where these rows begin there.
         """
-        marks = self._marks.grid.tolist()
+        marks = self._marks.tolist()
         table, start = products
         matrix = total.view(hi - lo, self.width)
         fresh = not any(product for _, _, product in marks)
@@ -90,10 +118,6 @@ class Factors:
                 matrix.addmm_(dy, x, alpha=scale)
         if fresh:
             total.zero_()
-
-
-def _matrix(collective: SharedMemoryCollective, height: int, width: int) -> Tensor:
-    return collective.table(height * width, torch.float32, rows=1).rows[0].view(height, width)
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

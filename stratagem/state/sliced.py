@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.state.elementwise import ELEMENTWISE
-from stratagem.state.factors import Factors
+from stratagem.state.factors import make_factors
 from stratagem.wire.buckets import Buckets
 from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_rows
 from stratagem.wire.tree import gather_tree
@@ -61,11 +61,9 @@ class SlicedUpdate:
         self.optimizer, self.buckets, self.collective = optimizer, buckets, collective
         self.table = collective.table_of(bucket.flat)
         self._norms = collective.table(16, torch.float32)
-        self.factors = {i: Factors(buckets.params[i], collective) for i in factored}
-        count = sum(p.numel() for p in buckets.params)
-        self._slice = self._slice_of_rows(bucket.members, count)
-        self._share_parameters(bucket.members, count)
-        self._total = torch.empty(max(self._slice[1] - self._slice[0], 0))
+        made = make_factors([buckets.params[i] for i in factored], collective)
+        self.factors = dict(zip(factored, made, strict=True))
+        self._share_parameters(bucket.members)
         self.pieces = self._cut(bucket.members)
         self._plain = self._plain_runs()
         self.twin = self._twin()
@@ -93,9 +91,9 @@ class SlicedUpdate:
 
     def _sum(self, scale: float) -> None:
         """The gradient of this slice, over all replicas."""
-        start, weights = self._slice[0], [scale] * self.collective.size
-        for lo, hi in self._plain:
-            sum_rows(self.table, lo, weights, self._total[lo - start : hi - start])
+        weights = [scale] * self.collective.size
+        for at, total in self._plain:
+            sum_rows(self.table, at, weights, total)
         for piece in self.pieces:
             factors = self.factors.get(piece.index)
             if factors is not None:
@@ -119,7 +117,8 @@ class SlicedUpdate:
 
     # --- setting up and taking down -----------------------------------------------------------
 
-    def _share_parameters(self, members: list[int], count: int) -> None:
+    def _share_parameters(self, members: list[int]) -> None:
+        count = sum(p.numel() for p in self.buckets.params)
         self._flat = self.collective.table(count, torch.float32, rows=1).rows[0]
         self._homes = [(p, p.data) for p in self.buckets.params]
         at = 0
@@ -134,44 +133,42 @@ class SlicedUpdate:
         self.collective.barrier()
 
     def _cut(self, members: list[int]) -> list[Piece]:
-        start, end = self._slice
-        pieces, at = [], 0
+        """What this replica updates: some rows of each factored weight, since these are work, and
+        one slice of all the rest."""
+        rank, size = self.collective.rank, self.collective.size
+        sizes = {i: self.buckets.params[i].numel() for i in members}
+        rest = sum(n for i, n in sizes.items() if i not in self.factors)
+        start, end = slices(rest, size)[rank]
+        ranges, at = [], 0
         for i in members:
-            size = self.buckets.params[i].numel()
-            lo, hi = max(start, at), min(end, at + size)
-            if lo < hi:
-                data, grad = self._flat[lo:hi], self._total[lo - start : hi - start]
-                pieces.append(Piece(i, lo - at, hi - at, lo, data, grad))
-            at += size
-        return pieces
-
-    def _slice_of_rows(self, members: list[int], count: int) -> tuple[int, int]:
-        """This replica's slice; what comes in factors is cut between two rows."""
-        bounds = [*(lo for lo, _ in slices(count, self.collective.size)), count]
-        at = 0
-        for i in members:
-            size = self.buckets.params[i].numel()
             if i in self.factors:
-                width = self.factors[i].width
-                bounds = [
-                    at + round((bound - at) / width) * width if at < bound < at + size else bound
-                    for bound in bounds
-                ]
-            at += size
-        return bounds[self.collective.rank], bounds[self.collective.rank + 1]
-
-    def _plain_runs(self) -> list[tuple[int, int]]:
-        """What of the slice is added up, piece after piece in one."""
-        runs: list[tuple[int, int]] = []
-        for piece in self.pieces:
-            end = piece.at + piece.hi - piece.lo
-            if piece.index in self.factors:
-                continue
-            if runs and runs[-1][1] == piece.at:
-                runs[-1] = (runs[-1][0], end)
+                lo, hi = (row * self.factors[i].width for row in self.factors[i].slice(rank, size))
             else:
-                runs.append((piece.at, end))
-        return runs
+                lo, hi = (min(max(bound, 0), sizes[i]) for bound in (start, end))
+                start, end = start - sizes[i], end - sizes[i]
+            if lo < hi:
+                ranges.append((i, lo, hi, at + lo))
+            at += sizes[i]
+        self._total = torch.empty(sum(hi - lo for _, lo, hi, _ in ranges), dtype=torch.float32)
+        grads = torch.split(self._total, [hi - lo for _, lo, hi, _ in ranges])
+        return [
+            Piece(i, lo, hi, at, self._flat[at : at + hi - lo], grad)
+            for (i, lo, hi, at), grad in zip(ranges, grads, strict=True)
+        ]
+
+    def _plain_runs(self) -> list[tuple[int, Tensor]]:
+        """What is added up and where it begins in the table, neighbours in one."""
+        runs: list[tuple[int, int, int]] = []  # in the table, in the total
+        done = 0
+        for piece in self.pieces:
+            size = piece.hi - piece.lo
+            if piece.index not in self.factors:
+                if runs and runs[-1][0] + runs[-1][2] - runs[-1][1] == piece.at:
+                    runs[-1] = (*runs[-1][:2], done + size)
+                else:
+                    runs.append((piece.at, done, done + size))
+            done += size
+        return [(at, self._total[lo:hi]) for at, lo, hi in runs]
 
     def _twin(self) -> Optimizer:
         """The same optimizer over this replica's pieces, with the state it already had."""

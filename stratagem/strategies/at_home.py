@@ -17,7 +17,7 @@ but torch's code runs between x and dy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,7 +104,7 @@ class AtHome:
             return dy.t().mm(x)
         self._lent.add(weight)
         factors = self.factors.get(weight)
-        if factors is not None and _is_unwatched(weight) and factors.keep(dy, x):
+        if factors is not None and factors.keep(dy, x):
             return None
         home = self._homes[weight].detach()  # an alias that only the gradient will hold
         return torch.mm(dy.t(), x, out=home)
@@ -128,9 +128,25 @@ def _is_bare(module: nn.Module) -> bool:
     return "forward" not in own and not any(own.get(hooks) for hooks in _HOOKS)
 
 
-def _is_unwatched(weight: Tensor) -> bool:
-    """Whether nobody but the exchange waits for the gradient to be there."""
-    return len(weight._post_accumulate_grad_hooks or ()) <= 1
+def is_unseen(params: Sequence[Tensor]) -> bool:
+    """Whether nobody but the exchange has asked to be called when a gradient is there.
+
+    Hooks of any parameter count: it may be another's gradient that they look at.
+    """
+    return not torch.is_anomaly_enabled() and not any(
+        p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 or _is_kept(p)
+        for p in params
+    )
+
+
+def _is_kept(param: Tensor) -> bool:
+    """Whether somebody keeps the node that adds to `param.grad`, as who has a hook on it must:
+    otherwise it is gone when nobody looks, and the next one bears no mark."""
+    node: Any = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
+    node.metadata["stratagem"] = True
+    del node
+    again: Any = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
+    return "stratagem" in again.metadata
 
 
 def _accumulates(weight: Tensor) -> bool:

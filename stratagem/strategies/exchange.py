@@ -118,6 +118,11 @@ class GradientExchange:
         has = list(self._fired)
         for i, fired in enumerate(self._fired):
             grad = buckets.params[i].grad
+            if not fired and not buckets.params[i].requires_grad:
+                raise UsageError(
+                    "a parameter was frozen after the model was distributed, which the other "
+                    "replicas do not know of; freeze it first, then call prepare or fit again."
+                )
             if not fired and grad is not None:
                 has[i] = True
                 if grad.data_ptr() != buckets.views[i].data_ptr():
@@ -163,6 +168,8 @@ class GradientExchange:
             handle.remove()
         for param in self.buckets.params:
             param.grad = None
+        for bucket in self.buckets.buckets:
+            self.replica.collective.release(bucket.flat)
 
 
 def _on_gradient(param: Any, hook: Callable[[Tensor], None]) -> Any:

@@ -33,6 +33,9 @@ class Collective(ABC):
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeroed flat storage that `all_reduce` handles best. Collective."""
 
+    def release(self, flat: Tensor) -> None:  # noqa: B027
+        """A `buffer` is needed no longer."""
+
     @abstractmethod
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
         """Replace `flat` by the sum over replicas of `weight * flat`.

@@ -179,6 +179,9 @@ class SharedMemoryCollective(Collective):
         self._tables[row.data_ptr()] = table
         return row
 
+    def release(self, flat: Tensor) -> None:
+        self._tables.pop(flat.data_ptr(), None)
+
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
         table = self._tables.get(flat.data_ptr())
         if table is not None and table.count == flat.numel():

@@ -83,3 +83,26 @@ def test_weights_need_a_value_for_each_row() -> None:
 def test_no_loss(odd: Any) -> None:
     with pytest.raises(UsageError, match="cross_entropy"):
         resolve(odd)
+
+
+def test_whose_loss_it_is() -> None:
+    """A child of torch's loss that computes something else is a loss of one's own."""
+
+    class Doubled(nn.CrossEntropyLoss):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return 2 * super().forward(output, target)
+
+    class Same(nn.CrossEntropyLoss):
+        pass
+
+    output, target = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
+    mean = nn.functional.cross_entropy(output, target)
+    doubled, same, hooked = resolve(Doubled()), resolve(Same()), nn.CrossEntropyLoss()
+    assert doubled.own and not same.own and same.counted
+    torch.testing.assert_close(doubled.mean(output, target, None), 2 * mean)
+    torch.testing.assert_close(same.mean(output, target, None), mean)
+    hooked.register_forward_hook(lambda module, args, value: 3 * value)
+    assert resolve(hooked).own
+    torch.testing.assert_close(resolve(hooked).mean(output, target, None), 3 * mean)
+    assert not resolve("mse").own and not resolve(nn.MSELoss(reduction="sum")).own
+    assert resolve(lambda output, target: output.sum()).own

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -526,6 +528,46 @@ def test_refusals_say_what_to_do(two: sg.Strategy, case: str) -> None:
     act, words = REFUSED[case]
     with pytest.raises(sg.StratagemError, match=words):
         act(two)
+
+
+def test_freezing_behind_our_back_is_noticed(two: sg.Strategy) -> None:
+    """The other replicas would go on training what the chief's callback has frozen."""
+    module = mlp()
+    with two.scope():
+        model = sg.Model(module)
+        model.compile(sgd, "cross_entropy")
+
+    def freeze(epoch: int, logs: Any = None) -> None:
+        module[0].weight.requires_grad_(epoch < 1)
+
+    callback = sg.callbacks.LambdaCallback(on_epoch_begin=freeze)
+    with pytest.raises(sg.UsageError, match="frozen"):
+        model.fit(X, Y, epochs=2, callbacks=[callback], verbose=0)
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_a_batch_in_which_no_target_counts_is_as_on_one_device(wire: str | None) -> None:
+    ignored = torch.cat([Y[:20], torch.full_like(Y[20:], -100)])
+    found = []
+    for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):
+        model = sg.Model(mlp(), sg.MirroredStrategy(devices, wire=wire))
+        model.compile(sgd, "cross_entropy")
+        history = model.fit(X, ignored, batch_size=20, shuffle=False, verbose=0).history
+        assert np.isnan(history["loss"]).all()
+        found.append([p.detach().clone() for p in model.module.parameters()])
+    for one, both in zip(*found, strict=True):
+        torch.testing.assert_close(one, both, rtol=1e-2 if wire else 1e-5, atol=1e-3)
+
+
+def test_fits_leave_no_memory_behind(two: sg.Strategy) -> None:
+    model = sg.Model(mlp(), two)
+    model.compile(sgd, "cross_entropy")
+    open_files = []
+    for _ in range(4):
+        model.fit(X, Y, verbose=0)
+        gc.collect()
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    assert open_files[-1] <= open_files[1], open_files  # one more a fit it was
 
 
 def test_unfreezing_behind_our_back_is_noticed(two: sg.Strategy) -> None:

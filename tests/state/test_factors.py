@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.data.shard import share
-from stratagem.state.factors import Factors
+from stratagem.state.factors import Factors, make_factors
 from stratagem.state.sliced import SlicedUpdate
 from stratagem.strategies import at_home
 from stratagem.wire.buckets import Buckets
@@ -57,7 +57,7 @@ def test_the_sum_is_that_of_all_rows(
         rank = collective.rank
         table = collective.table(height * width, torch.float32)
         row = table.rows[rank].view(height, width).fill_(torch.nan)
-        factors = Factors(torch.empty(height, width), collective)
+        _, factors = make_factors([torch.empty(3, 2), torch.empty(height, width)], collective)
         if rank == 0:  # what nobody has written there is nobody's
             factors._dy.fill_(torch.nan)
         collective.barrier()
@@ -81,7 +81,7 @@ def test_the_sum_is_that_of_all_rows(
     expected = torch.zeros(height, width, dtype=torch.double)
     for rank, (_, kept) in enumerate(results):
         start, end = share(total, size, rank)
-        assert not kept or end <= height
+        assert not kept or end <= min(height, size * height * width // (height + width) or 1)
         if kept:
             expected += dy[start:end].double().t() @ x[start:end].double()
         if kinds[rank] in ("product", "both"):
@@ -107,13 +107,26 @@ def test_slices_cover_everything_once_and_cut_between_rows(
         allocate = collective.buffer
         buckets = Buckets(params, allocate, capacity=1 << 62, notes=2)
         update = SlicedUpdate(torch.optim.SGD(params), buckets, collective, chosen)
+        bucket = buckets.buckets[0].flat.copy_(torch.arange(len(buckets.buckets[0].flat)))
+        for factors in update.factors.values():
+            factors.expect(0, 0)
+            factors.mark(True)
+        collective.barrier()
+        update._sum(1.0)
+        for piece in update.pieces:  # every element is the sum of its own ones
+            torch.testing.assert_close(
+                piece.grad, bucket[piece.at : piece.at + piece.hi - piece.lo] * size
+            )
         return [(piece.index, piece.lo, piece.hi) for piece in update.pieces]
 
     pieces = [piece for found in together(size, work) for piece in found]
     for i, (height, width) in enumerate(shapes):
         mine = sorted((lo, hi) for index, lo, hi in pieces if index == i)
         assert [e for lo, hi in mine for e in range(lo, hi)] == list(range(height * width))
-        assert i not in chosen or all(lo % width == hi % width == 0 for lo, hi in mine)
+        if i in chosen:  # by rows, and as much for everybody as can be
+            assert all(lo % width == hi % width == 0 for lo, hi in mine)
+            assert len(mine) == min(size, height)
+            assert max(hi - lo for lo, hi in mine) - min(hi - lo for lo, hi in mine) <= width
 
 
 # --- real processes -----------------------------------------------------------------------------
@@ -169,40 +182,115 @@ def test_replicas_equal_one_device(case: str, rows: int) -> None:
         torch.testing.assert_close(one, three, rtol=1e-4, atol=2e-6)
 
 
-def test_who_looks_at_a_gradient_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Factors are taken of weights that only the exchange waits for, and once a pass."""
+def test_factors_are_taken_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(at_home, "WORTH", 1)
     net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     net[4].weight = net[2].weight  # type: ignore[union-attr]
     params = list(net.parameters())
     home = at_home.AtHome(net, [(p, torch.empty_like(p)) for p in params])
+    first, twice = alone(home)
+    for factors in (first, twice):
+        factors.expect(0, 2)
+    with home.forward():
+        loss = net(torch.randn(2, 5)).square().sum() + net[2].weight.sum()  # type: ignore[union-attr]
+    with home.backward():
+        loss.backward()
+    assert first.kept and params[0].grad is None
+    assert twice.kept and params[2].grad is not None  # of the sum and of its second use
+
+
+def alone(home: at_home.AtHome) -> list[Factors]:
     control = Segment(SharedMemoryCollective.control_size(1))
-    alone = SharedMemoryCollective(0, 1, control)
-    home.factors = {p: Factors(p, alone) for p in home.weights()}
-    first, twice = home.factors.values()
+    weights = home.weights()
+    made = make_factors(weights, SharedMemoryCollective(0, 1, control))
+    home.factors = dict(zip(weights, made, strict=True))
+    return made
 
-    def passed() -> tuple[bool, bool]:
-        for p in params:
-            p.grad = None
-        for factors in home.factors.values():
-            factors.expect(0, 3)
-        with home.forward():
-            loss = net(torch.randn(3, 5)).square().sum() + net[2].weight.sum()  # type: ignore[union-attr]
-        with home.backward():
-            loss.backward()
-        assert (params[0].grad is None) == first.kept
-        assert params[2].grad is not None  # of the sum and of its second use
-        return first.kept, twice.kept
 
-    params[0].register_post_accumulate_grad_hook(lambda p: None)  # as the exchange has one
-    assert passed() == (True, True)
-    seen: list[Tensor] = []
-    handle = params[0].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
-    assert passed() == (False, True) and len(seen) == 1
-    handle.remove()
-    assert passed() == (True, True)
-    params[2].register_hook(seen.append)
-    assert passed() == (True, False) and len(seen) == 2
+def test_who_looks_at_gradients_is_known() -> None:
+    net = stack()
+    params = list(net.parameters())
+    for p in params:
+        p.register_post_accumulate_grad_hook(lambda p: None)  # as the exchange has one
+    assert at_home.is_unseen(params)
+    net(torch.randn(2, 700)).sum().backward()
+    assert at_home.is_unseen(params)
+    for register in (params[1].register_hook, params[1].register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        assert not at_home.is_unseen(params)
+        handle.remove()
+        assert at_home.is_unseen(params)
+    node: Any = torch.autograd.graph.get_gradient_edge(params[3]).node
+    node.register_prehook(lambda grads: None)
+    assert not at_home.is_unseen(params)
+    net(torch.randn(2, 700)).sum().backward()
+    assert not at_home.is_unseen(params)
+    del node
+    assert at_home.is_unseen(params)
+    with torch.autograd.detect_anomaly(check_nan=False):
+        assert not at_home.is_unseen(params)
+
+
+def look_at_hook(net: Any) -> dict[str, Any]:
+    """A hook of one parameter changes the gradient of another that is complete by then."""
+    hooked: list[Any] = []
+
+    def halve(_: Tensor) -> None:
+        net[2].weight.grad.mul_(0.5)
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        if not hooked:  # on every replica
+            hooked.append(net[0].bias.register_post_accumulate_grad_hook(halve))
+        return nn.functional.cross_entropy(output, y, reduction="none")
+
+    return {"loss": loss}
+
+
+def look_in_loss(net: Any) -> dict[str, Any]:
+    """A loss hooks into what adds a gradient up, and keeps that."""
+    kept: list[Any] = []
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        if not kept:
+            kept.append(torch.autograd.graph.get_gradient_edge(net[0].weight).node)
+            kept[0].register_prehook(lambda grads: (grads[0] * 0.5,))
+        return nn.functional.cross_entropy(output, y, reduction="none")
+
+    return {"loss": loss}
+
+
+def look_in_metric(net: Any) -> dict[str, Any]:
+    def metric(output: Tensor, y: Tensor) -> Tensor:
+        net[0].weight.grad.mul_(0.5)
+        return output.mean()
+
+    return {"loss": "cross_entropy", "metrics": [metric]}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [look_at_hook, look_in_loss])
+def test_whoever_looks_at_a_gradient_finds_it(how: Callable[[Any], dict[str, Any]]) -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(50, 700), torch.randint(0, 10, (50,))
+
+    def trained(devices: list[str]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(700, 96), nn.ReLU(), nn.Linear(96, 700), nn.Linear(700, 10))
+        model = sg.Model(net, sg.MirroredStrategy(devices))
+        model.compile(lambda p: torch.optim.SGD(p, lr=0.1), **how(net))
+        model.fit(x, y, batch_size=24, epochs=2, verbose=0)
+        return [p.detach().clone() for p in net.parameters()]
+
+    for one, two in zip(trained(["cpu:0"]), trained(["cpu:0", "cpu:1"]), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.timeout(120)
+def test_metrics_of_ones_own_find_gradients() -> None:
+    net = stack()
+    model = sg.Model(net, sg.MirroredStrategy(["cpu:0", "cpu:1"]))
+    model.compile("sgd", **look_in_metric(net))
+    model.fit(torch.randn(30, 700), torch.randint(0, 10, (30,)), batch_size=10, verbose=0)
 
 
 def test_which_weights(monkeypatch: pytest.MonkeyPatch) -> None:
