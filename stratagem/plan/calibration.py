@@ -29,9 +29,9 @@ class Calibration:
     sockets: float = 1.2e9
     #: what encryption adds to a transfer: as if it went through this besides
     cipher: float = 2e9
-    #: how far a lone server serves one worker after the other: who has its values first computes
-    #: and pushes while the others still pull; of several servers a worker waits for the last
-    turns: float = 0.25
+    #: servers send values to one group of workers after the other: how far the first have pushed
+    #: when the last come to it
+    turns: float = 0.9
     #: rounding gradients to 16 bits and back
     cast: float = 2e9
     #: how much longer than a ring 16-bit sums take between many hosts, where several send to one;
@@ -43,7 +43,7 @@ class Calibration:
 
 
 #: constants that are a part of something, and between what they lie
-_PARTS = {"goodput": (0.3, 1.0), "turns": (0.01, 0.6)}
+_PARTS = {"goodput": (0.3, 1.0), "turns": (0.1, 1.0)}
 #: a constant is sought within this factor of where it starts
 _REACH = 30.0
 

@@ -17,6 +17,7 @@ from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Profile
 from stratagem.plan.stragglers import sampled
 from stratagem.plan.units import say_rate
+from stratagem.strategies.parameters.plan import sends_at_once
 
 #: beyond so many, threads copy no faster
 _MEMORY_THREADS = 4
@@ -207,13 +208,27 @@ class _Case:
             (*profile.shapes, *tables), size, max(1, self.cfg.servers), tuple(parts)
         )
 
-    def _rates(self) -> tuple[float, float]:
-        """Of a worker's way to the servers, and of a server's to the workers."""
+    def _rates(self, at_once: float | None = None) -> tuple[float, float]:
+        """Of a worker's way to the servers, and of a server's to the workers.
+
+        With so many of them at once; else all of a host share its link.
+        """
         if self.cfg.hosts == 1:
             return self.hw.local, self.hw.local
-        slower = 1 / self.cal.cipher
-        worker = self.link / self.cfg.per_host
+        slower, here = 1 / self.cal.cipher, float(self.cfg.per_host)
+        worker = self.link / (here if at_once is None else max(1.0, min(here, at_once)))
         return 1 / (1 / worker + slower), 1 / (1 / self.link + slower)
+
+    def _at_once(self) -> float:
+        """How many workers push at the same time, when values were sent to so many at a time.
+
+        Who had them first pushes while others still fetch; not all of that comes true.
+        """
+        cfg = self.cfg
+        if cfg.hosts == 1:
+            return cfg.replicas
+        together = min(cfg.replicas, sends_at_once(cfg.replicas, cfg.servers, in_step=True))
+        return together + (cfg.replicas - together) * (1 - self.cal.turns)
 
     def _update(self) -> float:
         """The fullest server's optimizer, once."""
@@ -230,9 +245,8 @@ class _Case:
         end = self.compute + slow
         size, values = self.pushes, self.pulls
         pull = transfer(values, values * self.share, cfg.replicas, *self._rates())
-        in_turn = self.cal.turns if cfg.hosts > 1 and cfg.servers == 1 else 0.0
-        at_once = 1 + (cfg.replicas - 1) * (1 - in_turn)
-        push = transfer(size, size * self.share, at_once, *self._rates())
+        at_once = self._at_once()
+        push = transfer(size, size * self.share, at_once, *self._rates(at_once))
         pushed = self._pushed(slow, push / size if size else 0.0)
         adding = cfg.counted * size * self.share / self.hw.local if cfg.hosts == 1 else 0.0
         parts = {
@@ -256,8 +270,9 @@ class _Case:
     def asynchronous(self) -> Prediction:
         """Workers go round by themselves, past a server's link in, its update, its link out.
 
-        Who comes there meets as many as there are on average with one worker less (mean value
-        analysis); alone it meets nobody, and many fill the slowest of the three.
+        One server has them in turn, and they fall into an order in which nobody waits, or one of
+        the three is never idle. At several, who comes meets as many as there are on average
+        with one worker less (mean value analysis).
         """
         size, values = self.pushes, self.pulls
         here = 2 * size * self.share / self.hw.local if self.cfg.hosts == 1 else 0.0
@@ -271,17 +286,22 @@ class _Case:
         def cycle(*spent: float) -> float:
             return self.compute + sum(spent) + self._talk()
 
+        replicas, in_turn = self.cfg.replicas, self.cfg.hosts > 1 and self.cfg.servers == 1
         met = waiting = 0.0
-        for n in range(1, self.cfg.replicas + 1):
+        for n in range(1, 1 if in_turn else replicas + 1):
             pushed, took, updated = times(n - 1, met, waiting)
             round_ = cycle(pushed, took, updated)
             met, waiting = n * took / round_, n * updated / round_
+        if in_turn:
+            pushed, took, updated = times(0, 0, 0)
+            full = replicas * max(size / self._rates()[1], values / self._rates()[1], update)
+            took += max(0.0, full - cycle(pushed, took, updated))
+            met = replicas - 1 if full > updated * replicas else 0
         parts = {
             "compute": self.compute, self._server_link(1 + met): pushed + took,
             "the servers' update": updated, "overhead": self._talk(),
         }  # fmt: skip
-        all_others = self.cfg.replicas - 1
-        apart, in_step = cycle(*times(0, 0, 0)), cycle(*times(*[all_others] * 3))
+        apart, in_step = cycle(*times(0, 0, 0)), cycle(*times(*[replicas - 1] * 3))
         return self.told(parts, sum(parts.values()), (apart, in_step))
 
     def _met(self, size: float, others: int, met: float) -> float:

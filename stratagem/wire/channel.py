@@ -18,6 +18,10 @@ class Channel(Protocol):
     def closed(self) -> bool:
         """Whether the descriptor is gone."""
 
+    @property
+    def line(self) -> socket.socket:
+        """What it goes through, for whoever asks about the line; not to send or receive."""
+
     def send(self, pieces: Sequence[memoryview]) -> None:
         """Send all of it; OSError if the peer is gone."""
 
@@ -45,6 +49,11 @@ class PlainChannel:
     def closed(self) -> bool:
         """Whether the descriptor is gone."""
         return self._sock.fileno() < 0
+
+    @property
+    def line(self) -> socket.socket:
+        """What it goes through."""
+        return self._sock
 
     def send(self, pieces: Sequence[memoryview]) -> None:
         """Send all of it, gathered by the kernel."""

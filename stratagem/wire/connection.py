@@ -24,6 +24,7 @@ from stratagem.wire.frames import (
     decode_header,
     encode,
 )
+from stratagem.wire.turns import Turns
 
 log = logging.getLogger("stratagem")
 
@@ -90,6 +91,13 @@ class Connection:
             raise self._closed_here()
         with self._sending, self._use():
             self._channel.send([memoryview(start), *pieces])
+
+    def send_in_turn(
+        self, turns: Turns, header: Mapping[str, Any], body: Sequence[Tensor] = ()
+    ) -> None:
+        """As `send`, but a large body waits until others have sent theirs."""
+        with turns.turn(self._channel.line, sum(tensor.nbytes for tensor in body)):
+            self.send(header, body)
 
     def stream(self, header: Mapping[str, Any], size: int, parts: Iterable[Tensor]) -> None:
         """Send a frame whose body of `size` bytes is still being made: part by part, as it comes.

@@ -10,6 +10,7 @@ server that everybody sends to at once is shared by all of them (incast). Nothin
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -213,46 +214,75 @@ class Route:
                     self._loads[link] = self._loads.get(link, 0.0) + size
         self._only = next(iter(self._loads.items())) if len(self._loads) == 1 else None
 
-    def send(self, then: Action, later: float = 0.0) -> None:
-        """Carry all of it, then act where it arrives, or so many seconds later."""
+    def send(self, then: Action, later: float = 0.0, passed: Action | None = None) -> None:
+        """Carry all of it, then act where it arrives, or so many seconds later.
+
+        `passed` is for whoever waits for the links to be free.
+        """
         if self._network.cuts and self._network.is_cut(self._hosts):
-            self._network.hold(partial(self.send, then, later))
+            self._network.hold(partial(self.send, then, later, passed))
         elif self._only is not None:  # nothing else to wait for
             late = self.latency + later
             earliest = self._network.clock.now + self._least + late
             link, size = self._only
-            link.send(size, partial(self._passed, late, earliest, then))
+            link.send(size, partial(self._passed, late, earliest, then, passed))
         elif self._loads:
             clock, late = self._network.clock, self.latency + later
             earliest = clock.now + self._least + late
-            passage = _Passage(clock, len(self._loads), late, earliest, then)
+            done = partial(self._passed, late, earliest, then, passed)
+            passage = _Passage(len(self._loads), done)
             for link, size in self._loads.items():
                 link.send(size, passage.passed)
         else:
             self._network.clock.after(self._least + self.latency + later, then)
+            if passed is not None:
+                passed()
 
-    def _passed(self, late: float, earliest: float, then: Action) -> None:
+    def _passed(
+        self, late: float, earliest: float, then: Action, passed: Action | None
+    ) -> None:
         clock = self._network.clock
         at = clock.now + late
         clock.at(at if at > earliest else earliest, then)
+        if passed is not None:
+            passed()
 
 
 class _Passage:
     """What has to pass several links."""
 
-    __slots__ = ("_clock", "_earliest", "_latency", "_left", "_then")
+    __slots__ = ("_left", "_then")
 
-    def __init__(
-        self, clock: Clock, left: int, latency: float, earliest: float, then: Action
-    ) -> None:
-        self._clock, self._left, self._latency = clock, left, latency
-        self._earliest, self._then = earliest, then
+    def __init__(self, left: int, then: Action) -> None:
+        self._left, self._then = left, then
 
     def passed(self) -> None:
         self._left -= 1
         if not self._left:
-            clock = self._clock
-            clock.at(max(clock.now + self._latency, self._earliest), self._then)
+            self._then()
+
+
+class Turns:
+    """Some at a time over links that they would otherwise share, the others after them."""
+
+    def __init__(self, at_once: float) -> None:
+        self._free = at_once
+        self._waiting: deque[tuple[Route, Action, float]] = deque()
+
+    def send(self, route: Route, then: Action, later: float = 0.0) -> None:
+        """Carry it when its turn has come, then act."""
+        if self._free > 0:
+            self._free -= 1
+            route.send(then, later, self._next)
+        else:
+            self._waiting.append((route, then, later))
+
+    def _next(self) -> None:
+        if self._waiting:
+            route, then, later = self._waiting.popleft()
+            route.send(then, later, self._next)
+        else:
+            self._free += 1
 
 
 class Network:

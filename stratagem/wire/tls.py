@@ -137,6 +137,11 @@ class TlsChannel:
         """Whether the descriptor is gone."""
         return self._sock.fileno() < 0
 
+    @property
+    def line(self) -> socket.socket:
+        """What it goes through."""
+        return self._sock
+
     def send(self, pieces: Sequence[memoryview]) -> None:
         """Send all of it; what is small travels together, what is large is not copied."""
         small = bytearray()

@@ -8,6 +8,7 @@ Times in seconds, sizes in bytes, rates in bytes a second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,9 +23,9 @@ BUCKET = 8 << 20
 HALF = {2: 1.0, 3: 1.12, 4: 1.18}
 #: rounding to 16 bits, adding up in fp32, rounding back: bytes of fp32 a second
 CAST = 1.0e9
-#: of a pull from one server, times 1 - 1/N: from the first worker that has its values to the last.
-#: The first pushes meanwhile, in the other direction; it cannot fill the links of more servers.
-UNEVEN = 0.25
+#: servers send values to one group of workers after the other: how far the first have pushed, in
+#: the other direction, when the last come to it
+TURNS = 0.9
 #: ticket, push, answers: seconds a step with servers
 TALK = 0.002
 #: what TLS adds to a pull, in bytes a second
@@ -91,21 +92,28 @@ def _pushed(ready: list[float], took: float) -> float:
 
 
 def _sync(row: Row, loop: float) -> float:
-    """Layers leave as they are made; all workers pull at the same time."""
+    """Values come in turn, to as many workers at a time as there are servers; layers leave as they
+    are made, beside those of the same group."""
     n, k, size = row["hosts"], row["servers"], travelling(row)
     rate = row["link_bits"] / 8 * GOODPUT
-    each = max(size / rate, n * size / k / rate)
-    pull = each * (1 - UNEVEN * (1 - 1 / n) if k == 1 else 1.0) + size / CIPHER
-    return _pushed(_ready(row, loop), each) + pull + TALK
+    group = math.ceil(n / max(1, n // k))
+    at_once = group + (n - group) * (1 - TURNS)
+    pull = max(size / rate, n * size / k / rate) + size / CIPHER
+    push = max(size / rate, at_once * size / k / rate)
+    return _pushed(_ready(row, loop), push) + pull + TALK
 
 
 def _async(row: Row, loop: float) -> float:
-    """N workers in a circle past a server's link in and its link out, which those there share.
+    """N workers in a circle past a server's link in and its link out.
 
-    Mean value analysis: who comes meets as many as there are on average with one worker less.
+    One server has them in turn: nobody waits, or the link is never idle. At several, mean value
+    analysis: who comes meets as many as there are on average with one worker less.
     """
     size, rate = travelling(row), row["link_bits"] / 8 * GOODPUT
     ready, cycle, there = _ready(row, loop), 0.0, 0.0
+    if row["servers"] == 1:
+        alone = _pushed(ready, size / rate) + size / rate + size / CIPHER + TALK
+        return max(alone, row["hosts"] * size / rate)
     for n in range(1, row["hosts"] + 1):
         took = max(size / rate, size / row["servers"] / rate * (1 + there))
         cycle = _pushed(ready, took) + took + size / CIPHER + TALK

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from stratagem.rules.ledger import Ledger
 from stratagem.rules.push import Ticket
 from stratagem.strategies.parameters.lead import Lead
 from stratagem.strategies.parameters.parties import Attendee
-from stratagem.wire.simulated import Clock, Network
+from stratagem.wire.simulated import Clock, Network, Turns
 
 _LOW = 4  # steps' worth of tickets under which more are dealt
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -37,6 +38,9 @@ class Office:
         self.scenario, self.trains = scenario, trains
         self.clock = Clock()
         self.network = Network(self.clock, scenario.topology)
+        # who is cut off in the middle of its turn is overtaken: here nobody waits for turns then
+        cut = any(isinstance(fault, Cut) for fault in scenario.faults)
+        self.turns = Turns(inf if cut else trains.plan.at_once)
         self.trace: list[Event] | None = [] if trace else None
         work, first = scenario.work, scenario.topology.host(scenario.workers - 1) + 1
         shards = trains.shards()

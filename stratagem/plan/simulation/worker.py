@@ -21,7 +21,7 @@ from stratagem.rules.push import Push, Ticket
 from stratagem.rules.updates import Asynchronous
 from stratagem.strategies.parameters.lead import Lead
 from stratagem.strategies.parameters.parties import Attendee
-from stratagem.wire.simulated import Action, Clock, Flow, Network, Route
+from stratagem.wire.simulated import Action, Clock, Flow, Network, Route, Turns
 
 
 class Job(Protocol):
@@ -31,6 +31,7 @@ class Job(Protocol):
     trains: Trains
     clock: Clock
     network: Network
+    turns: Turns
     desks: list[Desk]
     lead: Lead
     trace: list[Event] | None
@@ -172,10 +173,10 @@ class Worker:
         self.have = [
             office.trains.fetch(self.number, i, have) for i, have in enumerate(before)
         ]
-        way = self._pulls if self.have != before else self._word_back
+        news = self.have != before
         desks = office.desks
         if not self._bill.none:
-            self._bill.pull(desks, asked=asked, news=way is self._pulls)
+            self._bill.pull(desks, asked=asked, news=news)
         if self._at_once:
             self._pending = 1 + len(self._pushes)
             seconds = self._bill.received + self._draws.next() + self._bill.sent
@@ -183,10 +184,14 @@ class Worker:
         else:
             seconds, then = 0.0, self._mine(self._arrived)
         free = desks[0].free if len(desks) == 1 else max(desk.free for desk in desks)
-        if free > self._clock.now:
-            self._clock.at(free, partial(way.send, then, seconds))
+        if news:
+            send = partial(office.turns.send, self._pulls, then, seconds)
         else:
-            way.send(then, seconds)
+            send = partial(self._word_back.send, then, seconds)
+        if free > self._clock.now:
+            self._clock.at(free, send)
+        else:
+            send()
 
     def _arrived(self) -> None:
         begun, seconds = self._bill.received, self._draws.next()

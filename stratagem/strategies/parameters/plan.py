@@ -58,6 +58,13 @@ class Plan:
         return 1
 
     @property
+    def at_once(self) -> int:
+        """To how many workers a server sends values at a time."""
+        return sends_at_once(
+            self.workers, self.servers, in_step=isinstance(self.updates, Synchronous)
+        )
+
+    @property
     def compares(self) -> bool:
         """Whether a gradient is held against the values that it was computed with."""
         return any(policy.needs_then for policy in getattr(self.updates, "staleness", ()))
@@ -84,6 +91,16 @@ class Plan:
             int(told["workers"]), int(told["servers"]), told["clip_norm"], told["clip_value"],
             told["wire"], int(told["seed"]), float(told["clip_margin"]),
         )  # fmt: skip
+
+
+def sends_at_once(workers: int, servers: int, *, in_step: bool) -> int:
+    """To how many workers each of the servers sends values at a time.
+
+    A worker reads from all servers at once, so it takes as many workers as servers to fill a
+    server's line. Those who are in step wait for the last: no few are to come after all others.
+    """
+    servers = max(1, servers)
+    return math.ceil(workers / max(1, workers // servers)) if in_step else servers
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from stratagem.strategies.parameters.reach import reach
 from stratagem.strategies.parameters.shard import Order, Shard
 from stratagem.strategies.parameters.trouble import error_of, failed, headline, lost, note_of
 from stratagem.wire.tcp import Connection, Listener
+from stratagem.wire.turns import Turns
 
 log = logging.getLogger("stratagem")
 
@@ -90,6 +91,7 @@ class Server:
         self._ending: float | None = None
         self._fell = threading.Event()
         self._chief_came = False
+        self._turns = Turns()
         self._lock = threading.Lock()
 
     # --- the job ------------------------------------------------------------------------------
@@ -236,7 +238,9 @@ class Server:
                     header, body = self._clerk.answer(guest, frame)
                 except StratagemError as error:
                     header, body = note_of(error), ()
-                connection.send(header, body)
+                if self.shard.plan is not None:
+                    self._turns.at_once = self.shard.plan.at_once
+                connection.send_in_turn(self._turns, header, body)
         except OSError as problem:
             why = str(problem)
         self._gone(guest, why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from stratagem.plan.simulation.spread import Constant, Lognormal, ShiftedExponen
 from stratagem.rules.ramp import Ramp
 from stratagem.rules.staleness import Drop, ScaleDown
 from stratagem.rules.updates import Asynchronous, Synchronous, Updates
+from stratagem.strategies.parameters.plan import sends_at_once
 from stratagem.wire.simulated import Topology
 
 RULES: list[Updates] = [
@@ -49,20 +51,29 @@ def test_one_worker_without_bytes_only_computes() -> None:
     assert run.seconds == pytest.approx(20 * 0.1)
 
 
-def test_push_and_pull_of_one_server_are_shared_by_all() -> None:
-    # 4 workers x 1 MB over one cable of 100 MB/s, in and out: 0.04 s each way
+def test_one_server_sends_to_one_after_the_other() -> None:
+    # 4 workers x 1 MB out of one cable of 100 MB/s: 0.04 s, and the last pushes alone
     run = simulate(scenario())
-    assert run.seconds == pytest.approx(20 * (0.04 + 0.1 + 0.04))
+    assert run.seconds == pytest.approx(20 * (0.04 + 0.1 + 0.01))
 
 
 def test_two_servers_halve_it() -> None:
+    # two workers at a time, whose own cables take as long
     run = simulate(scenario(servers=2))
-    assert run.seconds == pytest.approx(20 * (0.02 + 0.1 + 0.02))
+    assert run.seconds == pytest.approx(20 * (0.02 + 0.1 + 0.01))
 
 
 def test_the_largest_shard_is_the_bottleneck() -> None:
     run = simulate(scenario(servers=2, shards=(3.0, 1.0)))
-    assert run.seconds == pytest.approx(20 * (0.03 + 0.1 + 0.03))
+    assert run.seconds == pytest.approx(20 * (0.03 + 0.1 + 0.015))
+
+
+def test_asynchronous_workers_keep_out_of_each_others_way() -> None:
+    """A server's cable is full, or nobody waits: workers fall into an order by themselves."""
+    for workers in (2, 5, 12, 20):
+        run = simulate(scenario(workers=workers, steps=workers * 60, updates=Asynchronous()))
+        alone = 0.01 + 0.1 + 0.01
+        assert run.rate == pytest.approx(min(workers / alone, 100.0), rel=0.05)
 
 
 def test_what_leaves_during_backward_costs_nothing_if_it_is_through_in_time() -> None:
@@ -111,8 +122,10 @@ def test_more_bytes_take_longer_and_more_bandwidth_less(
 
     usual = seconds(size, rate)
     assert seconds(size * 2, rate) > usual > seconds(size, rate * 2)
-    communication = 2 * max(size / rate, workers * size / servers / rate)
-    assert usual >= 5 * max(0.05, communication) * (1 - 1e-9)
+    own = size / rate
+    all_of_them = max(own, workers * own / servers)
+    assert usual >= 5 * (all_of_them + 0.05 + own) * (1 - 1e-9)  # the last fetches, and pushes
+    assert usual <= 5 * (1.15 * 2 * all_of_them + 0.05 + 4e-4)  # no slower than all at once
 
 
 def test_a_slow_worker_sets_the_pace_unless_it_is_spare() -> None:
@@ -293,3 +306,12 @@ def test_overhead_that_cannot_be() -> None:
 def test_work_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         Work(Constant(0.1), **wrong)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_values_go_to_groups_that_fill_the_servers_lines(workers: int, servers: int) -> None:
+    together = sends_at_once(workers, servers, in_step=True)
+    assert min(workers, servers) <= together <= workers
+    groups = math.ceil(workers / together)
+    assert groups <= max(1, workers // servers)  # as many as can be, with a line's worth each
+    assert sends_at_once(workers, servers, in_step=False) == servers
