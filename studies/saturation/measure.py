@@ -76,6 +76,8 @@ def blind() -> list[tuple[Cast, tuple[Leg, ...]]]:
             found.append((Cast("ring", hosts, 0, wire), UNSEEN))
             for servers in (1, 2, 3) if hosts == 3 else (1, 2):
                 found.append((Cast("sync", hosts, servers, wire), UNSEEN))
+            for servers in (1, 2):
+                found.append((Cast("async", hosts, servers, wire), UNSEEN))
     return found
 
 
