@@ -63,7 +63,7 @@ def scenario(
     buckets = OVERLAP if how.get("overlap") else ((1.0, 1.0),)
     return Scenario(
         workers, steps, Work(compute, push=size, buckets=buckets), Topology(*network), updates,
-        how.get("servers", 0),
+        how.get("servers", 0), in_turn=how.get("in_turn", True),
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def ways(model: Model) -> dict[str, dict[str, Any]]:
     """Ways to train it, the book's first."""
     servers, spares = model.servers, max(1, model.workers // 16)
     found: dict[str, dict[str, Any]] = {
-        "servers, as then": {"servers": servers},
+        "servers, as then": {"servers": servers, "in_turn": False},
         "servers, overlapped": {"servers": servers, "overlap": True},
         "with spares": {"servers": servers, "overlap": True, "updates": Synchronous(spares=spares)},
         "asynchronous": {"servers": servers, "overlap": True, "updates": Asynchronous()},

@@ -40,7 +40,8 @@ class Office:
         self.network = Network(self.clock, scenario.topology)
         # who is cut off in the middle of its turn is overtaken: here nobody waits for turns then
         cut = any(isinstance(fault, Cut) for fault in scenario.faults)
-        self.turns = Turns(inf if cut else trains.plan.at_once)
+        in_turn = scenario.in_turn and not cut
+        self.turns = Turns(trains.plan.at_once if in_turn else inf)
         self.trace: list[Event] | None = [] if trace else None
         work, first = scenario.work, scenario.topology.host(scenario.workers - 1) + 1
         shards = trains.shards()

@@ -91,6 +91,7 @@ class Scenario:
     slow       workers that always take so many times as long
     patience   seconds of silence after which a worker is given up
     cancels    whether a late worker can stop in the middle of a step
+    in_turn    whether servers send values in turn, or to all who ask at once
     overhead   what messages cost processors; nothing if not given
     """
 
@@ -105,6 +106,7 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     patience: float = 60.0
     cancels: bool = True
+    in_turn: bool = True
     seed: int = 0
     overhead: Overhead = Overhead()
 
