@@ -74,9 +74,11 @@ def test_in_step_within_ten_percent_and_twenty_at_worst() -> None:
     assert len(off) > 40 and statistics.median(off) < 0.10 and max(off) < 0.20
 
 
-def test_asynchronous_at_the_median() -> None:
-    """Workers fall into step or out of it by chance, so that single rows are far off."""
-    assert statistics.median(errors({"async"})) < 0.08
+def test_asynchronous_within_ten_percent_and_twenty_at_worst() -> None:
+    """The worst is 20.02%: workers who just about fill a line take long to find an order."""
+    off = sorted(errors({"async"}))
+    assert len(off) == 36 and statistics.median(off) < 0.05
+    assert off[-1] < 0.201 and off[-2] < 0.15
 
 
 def test_asynchronous_between_apart_and_in_step() -> None:
@@ -91,5 +93,5 @@ def test_asynchronous_between_apart_and_in_step() -> None:
         machine = Hardware(hosts=8, link=row["link_bits"] / 8, latency=150e-6)
         said = predict(profile(row, loops[row["bytes"]]), machine, configuration(row))
         apart, in_step = said.within
-        assert apart <= said.step <= in_step
+        assert apart * (1 - 1e-9) <= said.step <= in_step * (1 + 1e-9)
         assert 0.9 * apart < row["mean_s"] < 1.1 * in_step, row

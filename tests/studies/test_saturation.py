@@ -133,5 +133,5 @@ def test_what_no_formula_had_seen_is_predicted() -> None:
     """The goal for configurations kept out of every fit: 10% at the median, 20% at worst."""
     rows = compare.read(FOLDER / "blind.json")
     off = [abs(e) for e in compare.errors(rows, compare.planned)]
-    assert len(off) == 28
+    assert len(off) == 44
     assert statistics.median(off) < 0.10 and max(off) < 0.20
