@@ -26,7 +26,7 @@ from stratagem.frontends.proof import Proof
 from stratagem.state.factors import Factors, worth_factoring
 from stratagem.state.sliced import SlicedUpdate, can_slice
 from stratagem.strategies import setup, sync_batchnorm
-from stratagem.strategies.at_home import AtHome, is_unseen
+from stratagem.strategies.at_home import AtHome, is_kept, is_unseen
 from stratagem.strategies.exchange import GradientExchange
 from stratagem.strategies.prepare import to_device
 from stratagem.strategies.replica import Replica
@@ -320,9 +320,11 @@ class Sliced(Replicated):
         factored = self._factored(buckets.params)
         self.sliced = SlicedUpdate(optimizer, buckets, replica.collective, factored)
         self._factors = self.sliced.factors
-        self._by_weight: dict[Tensor, Factors] = {
+        # later only somebody's own code could hook into nodes, and there are no factors with that
+        watched = any(map(is_kept, buckets.params)) if self._factors else False
+        self._by_weight: dict[Tensor, Factors] = {} if watched else {
             buckets.params[i]: factors for i, factors in self._factors.items()
-        }
+        }  # fmt: skip
 
     def _factored(self, params: Sequence[nn.Parameter]) -> list[int]:
         """Weights of which replicas tell each other the factors of the gradient.
@@ -340,7 +342,7 @@ class Sliced(Replicated):
         mine = share(portion.total, self.replica.count, self.replica.index)
         for factors in self._factors.values():
             factors.expect(*mine)
-        if self._factors:
+        if self._by_weight:
             unseen = is_unseen(self.exchange.buckets.params)
             self._at_home.factors = self._by_weight if unseen else {}
         return super()._gradients(portion)

@@ -17,7 +17,7 @@ but torch's code runs between x and dy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,20 +128,19 @@ def _is_bare(module: nn.Module) -> bool:
     return "forward" not in own and not any(own.get(hooks) for hooks in _HOOKS)
 
 
-def is_unseen(params: Sequence[Tensor]) -> bool:
+def is_unseen(params: Iterable[Tensor]) -> bool:
     """Whether nobody but the exchange has asked to be called when a gradient is there.
 
     Hooks of any parameter count: it may be another's gradient that they look at.
     """
     return not torch.is_anomaly_enabled() and not any(
-        p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 or _is_kept(p)
-        for p in params
+        p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in params
     )
 
 
-def _is_kept(param: Tensor) -> bool:
+def is_kept(param: Tensor) -> bool:
     """Whether somebody keeps the node that adds to `param.grad`, as who has a hook on it must:
-    otherwise it is gone when nobody looks, and the next one bears no mark."""
+    otherwise it is gone when nobody looks, and the next one bears no mark. Takes its time."""
     node: Any = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
     node.metadata["stratagem"] = True
     del node

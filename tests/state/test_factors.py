@@ -220,15 +220,22 @@ def test_who_looks_at_gradients_is_known() -> None:
         assert not at_home.is_unseen(params)
         handle.remove()
         assert at_home.is_unseen(params)
-    node: Any = torch.autograd.graph.get_gradient_edge(params[3]).node
-    node.register_prehook(lambda grads: None)
-    assert not at_home.is_unseen(params)
-    net(torch.randn(2, 700)).sum().backward()
-    assert not at_home.is_unseen(params)
-    del node
-    assert at_home.is_unseen(params)
     with torch.autograd.detect_anomaly(check_nan=False):
         assert not at_home.is_unseen(params)
+
+
+def test_who_hooks_into_what_adds_up_is_known() -> None:
+    net = stack()
+    params = list(net.parameters())
+    net(torch.randn(2, 700)).sum().backward()
+    assert not any(map(at_home.is_kept, params))
+    node: Any = torch.autograd.graph.get_gradient_edge(params[3]).node
+    node.register_prehook(lambda grads: None)
+    assert list(map(at_home.is_kept, params)) == [False, False, False, True]
+    net(torch.randn(2, 700)).sum().backward()
+    assert at_home.is_kept(params[3])
+    del node
+    assert not any(map(at_home.is_kept, params))
 
 
 def look_at_hook(net: Any) -> dict[str, Any]:
