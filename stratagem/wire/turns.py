@@ -7,8 +7,8 @@ compute, and to send in the other direction, which lay idle before.
     at once     a......  b......  c......      a b c compute, then all push at once
     in turn     a..b..c..                      a pushes while c still fetches
 
-Who does not read is overtaken. On one machine, and where it is processors that hold streams up and
-not the line, nobody waits for anybody.
+Who does not read, or reads slowly, is overtaken. On one machine, and where it is processors that
+hold streams up and not the line, nobody waits for anybody.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 LARGE = 1 << 18  # bytes; less than that is gone before another would have had its turn
-_STILL = 0.25  # seconds in which something must arrive, or the next one goes, too
+_STILL = 0.25  # seconds after which it is seen how much has arrived
+_LONG = 0.02  # seconds of a turn that says how fast the line is
+_SLOW = 0.5  # of what the line has carried for others: whoever reads more slowly is overtaken
 _UNSENT = 1 << 17  # bytes that the kernel takes before it can send them: what it has is no turn's
 _BUSY = 0.6  # of a turn spent by this processor: the line would carry more than one stream
 _SURE = 4  # such turns in a row after which there are no more
+_TELLING = 1 << 22  # bytes of a turn that says something of that: a small one goes into buffers
 #: where Linux says how many bytes the peer has acknowledged
 _ACKNOWLEDGED = struct.Struct("@Q")
 _AT = 120
@@ -41,6 +45,10 @@ class Turns:
         self._queue: deque[_Turn] = deque()
         self._sending: list[_Turn] = []
         self._in_vain = 0
+        #: bytes a second of the quickest of late
+        self._best = 0.0
+        #: those who were overtaken; nobody waits for them any more
+        self._slow: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     @contextmanager
     def turn(self, sock: socket.socket, size: int) -> Iterator[None]:
@@ -49,49 +57,75 @@ class Turns:
             yield
             return
         turn = _Turn(sock)
-        self._wait(turn)
+        if sock not in self._slow:
+            self._wait(turn)
+        turn.begin()
         begun, worked = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             took, worked = time.perf_counter() - begun, time.thread_time() - worked
-            with self._changed:
-                self._in_vain = self._in_vain + 1 if worked > _BUSY * took else 0
-                self._sending.remove(turn)
-                self._changed.notify_all()
+            self._end(turn, took, size >= _TELLING and worked > _BUSY * took)
 
     def _wait(self, turn: _Turn) -> None:
         with self._changed:
             self._queue.append(turn)
             while self._queue[0] is not turn or self._busy() >= self.at_once:
-                self._changed.wait(_STILL)
-            self._queue.popleft()
+                self._changed.wait(self._until_next_look())
+                if not _shares_a_line(turn.sock):
+                    break  # it was closed: whoever sends will find that
+            self._queue.remove(turn)
             turn.begin()
             self._sending.append(turn)
             self._changed.notify_all()
 
+    def _end(self, turn: _Turn, seconds: float, in_vain: bool) -> None:
+        with self._changed:
+            self._in_vain = self._in_vain + 1 if in_vain else 0
+            rate = turn.arrived / seconds if seconds >= _LONG else 0.0
+            self._best = max(rate, 0.95 * self._best)
+            if turn.overtaken:
+                self._slow.add(turn.sock)
+            elif rate > _SLOW * self._best:
+                self._slow.discard(turn.sock)
+            if turn in self._sending:
+                self._sending.remove(turn)
+            self._changed.notify_all()
+
     def _busy(self) -> int:
-        return sum(turn.moves() for turn in self._sending)
+        return sum(turn.moves(_SLOW * self._best) for turn in self._sending)
+
+    def _until_next_look(self) -> float:
+        now = time.monotonic()
+        looks = [turn.since + _STILL - now for turn in self._sending if not turn.overtaken]
+        return min(max(0.001, min(looks)), _STILL) if looks else _STILL
 
 
 class _Turn:
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+        self.sock = sock
+        self.overtaken = False
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+        self.begin()
 
     def begin(self) -> None:
-        self._arrived, self._since = _arrived(self._sock), time.monotonic()
+        self._first = self._seen = _arrived(self.sock)
+        self.since = time.monotonic()
 
-    def moves(self) -> bool:
-        """Whether something of it has arrived since it was last looked at, if that is a while."""
+    @property
+    def arrived(self) -> int:
+        """Bytes that have arrived since it began."""
+        return max(0, _arrived(self.sock) - self._first)
+
+    def moves(self, least: float) -> bool:
+        """Whether as many bytes a second arrive as on others' turns, and not none at all."""
         now = time.monotonic()
-        if now - self._since < _STILL:
-            return True
-        arrived = _arrived(self._sock)
-        if arrived == self._arrived:
-            return False
-        self._arrived, self._since = arrived, now
-        return True
+        seconds = now - self.since
+        if not self.overtaken and seconds >= _STILL:
+            seen = _arrived(self.sock)
+            self.overtaken = seen - self._seen <= least * seconds
+            self._seen, self.since = seen, now
+        return not self.overtaken
 
 
 def _shares_a_line(sock: socket.socket) -> bool:

@@ -129,7 +129,7 @@ def test_who_does_not_read_is_overtaken(
     held.result(timeout=10)
 
 
-def test_who_reads_slowly_keeps_its_turn(
+def test_who_reads_as_slowly_as_others_keeps_its_turn(
     stack: ExitStack, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_STILL", 0.2)
@@ -147,6 +147,45 @@ def test_who_reads_slowly_keeps_its_turn(
     sent.result(timeout=10)
 
 
+def test_who_reads_more_slowly_than_others_is_overtaken_and_waited_for_no_more(
+    stack: ExitStack, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STILL", 0.1)
+    turns, slow, other, third = Turns(), Line(stack), Line(stack), Line(stack)
+    turns._best = 1e9  # as others have read
+    over = threading.Event()
+
+    def trickle() -> None:
+        while not over.wait(0.02):
+            slow.read(1 << 16)
+
+    reading = pool.submit(trickle)
+    held = pool.submit(slow.send, turns)
+    begun(slow)
+    sent = pool.submit(other.send, turns)
+    other.read()
+    sent.result(timeout=10)
+    assert not held.done()
+    over.set()
+    reading.result(timeout=10)
+    slow.sender.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(OSError):
+        held.result(timeout=10)
+    assert slow.sender in turns._slow and not turns._sending
+    # the next time nobody is held up by it
+    again = Line(stack)
+    turns._slow.add(again.sender)
+    held = pool.submit(again.send, turns)
+    begun(again)
+    sent = pool.submit(third.send, turns)
+    begun(third)
+    assert not held.done() and [turn.sock for turn in turns._sending] == [third.sender]
+    third.read()
+    again.read()
+    for one in (held, sent):
+        one.result(timeout=10)
+
+
 def test_whoever_is_gone_does_not_keep_others_waiting(
     stack: ExitStack, pool: ThreadPoolExecutor
 ) -> None:
@@ -158,7 +197,8 @@ def test_whoever_is_gone_does_not_keep_others_waiting(
         time.sleep(0.001)
     sent = pool.submit(third.send, turns)
     second.reader.close()
-    first.sender.shutdown(socket.SHUT_RDWR)  # as `close` of a connection does
+    second.sender.shutdown(socket.SHUT_RDWR)  # as `close` of a connection does
+    first.sender.shutdown(socket.SHUT_RDWR)
     for lost in (held, gone):
         with pytest.raises(OSError):
             lost.result(timeout=10)
@@ -172,7 +212,7 @@ def test_where_processors_are_the_limit_there_are_no_turns(
 ) -> None:
     turns = Turns()
     monkeypatch.setattr(module, "_BUSY", -1.0)
-    for _ in range(4):
+    for _ in range(module._SURE):
         line = Line(stack)
         sent = pool.submit(line.send, turns)
         line.read()
