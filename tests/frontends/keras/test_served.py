@@ -70,7 +70,7 @@ def test_digits(rule: str, place: str) -> None:
         model = keras.Sequential([layers.Dense(384, activation="relu"), layers.Dense(10)])
         model.compile(optimizer=keras.optimizers.Adam(0.004), loss=LOGITS,
                       metrics=["accuracy", "sparse_categorical_accuracy"])  # fmt: skip
-    epochs = 20 if rule == "buffered" else 12  # half the updates an epoch
+    epochs = {"buffered": 16, "bounded": 10, "asynchronous": 10}.get(rule, 7)
     history = model.fit(x, y, batch_size=50, epochs=epochs, verbose=0, callbacks=[
         falling_rate(0.004, epochs)]).history  # fmt: skip
     assert history["loss"][-1] < history["loss"][0]
