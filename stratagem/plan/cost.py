@@ -286,17 +286,17 @@ class _Case:
         def cycle(*spent: float) -> float:
             return self.compute + sum(spent) + self._talk()
 
-        replicas, in_turn = self.cfg.replicas, self.cfg.hosts > 1 and self.cfg.servers == 1
-        met = waiting = 0.0
-        for n in range(1, 1 if in_turn else replicas + 1):
-            pushed, took, updated = times(n - 1, met, waiting)
-            round_ = cycle(pushed, took, updated)
-            met, waiting = n * took / round_, n * updated / round_
-        if in_turn:
+        replicas, met, waiting = self.cfg.replicas, 0.0, 0.0
+        if self.cfg.hosts > 1 and self.cfg.servers == 1:
             pushed, took, updated = times(0, 0, 0)
-            full = replicas * max(size / self._rates()[1], values / self._rates()[1], update)
+            full = replicas * max(max(size, values) / self._rates()[1], update)
             took += max(0.0, full - cycle(pushed, took, updated))
             met = replicas - 1 if full > updated * replicas else 0
+        else:
+            for n in range(1, replicas + 1):
+                pushed, took, updated = times(n - 1, met, waiting)
+                round_ = cycle(pushed, took, updated)
+                met, waiting = n * took / round_, n * updated / round_
         parts = {
             "compute": self.compute, self._server_link(1 + met): pushed + took,
             "the servers' update": updated, "overhead": self._talk(),

@@ -118,10 +118,10 @@ class GradientExchange:
         has = list(self._fired)
         for i, fired in enumerate(self._fired):
             grad = buckets.params[i].grad
-            if not fired and not buckets.params[i].requires_grad:
+            if not fired and not self.every_backward and not buckets.params[i].requires_grad:
                 raise UsageError(
-                    "a parameter was frozen after the model was distributed, which the other "
-                    "replicas do not know of; freeze it first, then call prepare or fit again."
+                    "a parameter was frozen during fit, by a callback, which the other replicas do "
+                    "not know of; freeze it first, then call fit again."
                 )
             if not fired and grad is not None:
                 has[i] = True

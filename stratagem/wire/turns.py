@@ -57,9 +57,7 @@ class Turns:
             yield
             return
         turn = _Turn(sock)
-        if sock not in self._slow:
-            self._wait(turn)
-        turn.begin()
+        self._wait(turn)
         begun, worked = time.perf_counter(), time.thread_time()
         try:
             yield
@@ -69,8 +67,11 @@ class Turns:
 
     def _wait(self, turn: _Turn) -> None:
         with self._changed:
+            turn.overtaken = turn.sock in self._slow
             self._queue.append(turn)
-            while self._queue[0] is not turn or self._busy() >= self.at_once:
+            while not turn.overtaken and (
+                self._queue[0] is not turn or self._busy() >= self.at_once
+            ):
                 self._changed.wait(self._until_next_look())
                 if not _shares_a_line(turn.sock):
                     break  # it was closed: whoever sends will find that
@@ -84,16 +85,20 @@ class Turns:
             self._in_vain = self._in_vain + 1 if in_vain else 0
             rate = turn.arrived / seconds if seconds >= _LONG else 0.0
             self._best = max(rate, 0.95 * self._best)
-            if turn.overtaken:
-                self._slow.add(turn.sock)
-            elif rate > _SLOW * self._best:
+            if rate > self._least():
                 self._slow.discard(turn.sock)
-            if turn in self._sending:
-                self._sending.remove(turn)
+            elif turn.overtaken:
+                self._slow.add(turn.sock)
+            self._sending.remove(turn)
             self._changed.notify_all()
 
     def _busy(self) -> int:
-        return sum(turn.moves(_SLOW * self._best) for turn in self._sending)
+        least = self._least()
+        return sum(turn.moves(least) for turn in self._sending)
+
+    def _least(self) -> float:
+        """Bytes a second under which one is overtaken; all who send share the line."""
+        return _SLOW * self._best / max(self.at_once, len(self._sending))
 
     def _until_next_look(self) -> float:
         now = time.monotonic()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from tests.support import by_hand, data, distance, mlp, strategy
@@ -325,3 +326,31 @@ def test_large_parameters_are_not_shared_by_followers(op: str) -> None:
         for _ in range(2):
             model.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0)
     assert distance(alone, model.module) < 2e-6
+
+
+def freezing_loop(where: sg.Strategy) -> list[float]:
+    """A loop of one's own that freezes a layer on the way, on every replica."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    rows = torch.arange(48.0).view(12, 4) / 48
+    loader: Any = DataLoader(TensorDataset(rows, torch.arange(12) % 2), batch_size=4)
+    prepared: Any = where.prepare(net, optimizer, loader)
+    net, optimizer, loader = prepared
+    for step, (x, y) in enumerate(loader):
+        if step == 1:
+            net[0].requires_grad_(False)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return [float(value) for p in net.parameters() for value in p.detach().flatten()]
+
+
+@pytest.mark.timeout(120)
+def test_a_layer_that_every_replica_freezes_stays_where_it_is() -> None:
+    found = []
+    for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):
+        where = sg.MirroredStrategy(devices)
+        found.append(where.run(freezing_loop, where)[0])
+        where.close()
+    assert found[0] == pytest.approx(found[1], abs=1e-5)

@@ -77,6 +77,13 @@ def begun(line: Line) -> None:
         time.sleep(0.005)
 
 
+def under_way(pool: ThreadPoolExecutor, turns: Turns, line: Line) -> Future[None]:
+    """Somebody's turn, which lasts until its line is read."""
+    held = pool.submit(line.send, turns)
+    begun(line)
+    return held
+
+
 def test_one_after_the_other_in_the_order_in_which_they_came(
     stack: ExitStack, pool: ThreadPoolExecutor
 ) -> None:
@@ -102,8 +109,7 @@ def test_who_need_not_wait(why: str, stack: ExitStack, pool: ThreadPoolExecutor)
     first, second = Line(stack), Line(stack, "127.0.0.1" if why == "near" else "127.0.0.2")
     turns.at_once = 2 if why == "two at once" else 1
     size = LARGE - 1 if why == "small" else SIZE
-    held = pool.submit(first.send, turns)
-    begun(first)
+    held = under_way(pool, turns, first)
     sent = pool.submit(second.send, turns, size)
     second.read(size)
     sent.result(timeout=10)
@@ -117,8 +123,7 @@ def test_who_does_not_read_is_overtaken(
 ) -> None:
     monkeypatch.setattr(module, "_STILL", 0.05)
     turns, stuck, others = Turns(), Line(stack), [Line(stack) for _ in range(3)]
-    held = pool.submit(stuck.send, turns)
-    begun(stuck)
+    held = under_way(pool, turns, stuck)
     sent = [pool.submit(line.send, turns) for line in others]
     for line in others:
         line.read()
@@ -134,8 +139,7 @@ def test_who_reads_as_slowly_as_others_keeps_its_turn(
 ) -> None:
     monkeypatch.setattr(module, "_STILL", 0.2)
     turns, slow, other = Turns(), Line(stack), Line(stack)
-    held = pool.submit(slow.send, turns)
-    begun(slow)
+    held = under_way(pool, turns, slow)
     sent = pool.submit(other.send, turns)
     for _ in range(8):
         slow.read(1 << 20)  # less than the kernels of both sides hold, but something arrives
@@ -160,8 +164,7 @@ def test_who_reads_more_slowly_than_others_is_overtaken_and_waited_for_no_more(
             slow.read(1 << 16)
 
     reading = pool.submit(trickle)
-    held = pool.submit(slow.send, turns)
-    begun(slow)
+    held = under_way(pool, turns, slow)
     sent = pool.submit(other.send, turns)
     other.read()
     sent.result(timeout=10)
@@ -175,23 +178,54 @@ def test_who_reads_more_slowly_than_others_is_overtaken_and_waited_for_no_more(
     # the next time nobody is held up by it
     again = Line(stack)
     turns._slow.add(again.sender)
-    held = pool.submit(again.send, turns)
-    begun(again)
+    held = under_way(pool, turns, again)
     sent = pool.submit(third.send, turns)
     begun(third)
-    assert not held.done() and [turn.sock for turn in turns._sending] == [third.sender]
+    assert not held.done() and turns._busy() == 1
     third.read()
     again.read()
     for one in (held, sent):
         one.result(timeout=10)
 
 
+def test_several_at_once_have_a_part_of_the_line_each(
+    stack: ExitStack, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who shares the line with two others is not slow for that."""
+    monkeypatch.setattr(module, "_STILL", 0.1)
+    turns, lines, other = Turns(), [Line(stack) for _ in range(3)], Line(stack)
+    turns.at_once = 3
+    over = threading.Event()
+
+    def trickle(line: Line) -> None:
+        while not over.wait(0.02):
+            line.read(1 << 18)  # some 10 MB a second
+
+    reading = [pool.submit(trickle, line) for line in lines]
+    held = [pool.submit(line.send, turns, 4 * SIZE) for line in lines]
+    for line in lines:
+        begun(line)
+    turns._best = 25e6  # of a line that one had for itself
+    sent = pool.submit(other.send, turns)
+    time.sleep(0.5)
+    assert turns._busy() == 3 and not other.arrived
+    over.set()
+    for each in reading:
+        each.result(timeout=10)
+    for line in lines:
+        line.sender.shutdown(socket.SHUT_RDWR)
+    for each in held:
+        with pytest.raises(OSError):
+            each.result(timeout=10)
+    other.read()
+    sent.result(timeout=10)
+
+
 def test_whoever_is_gone_does_not_keep_others_waiting(
     stack: ExitStack, pool: ThreadPoolExecutor
 ) -> None:
     turns, first, second, third = Turns(), Line(stack), Line(stack), Line(stack)
-    held = pool.submit(first.send, turns)
-    begun(first)
+    held = under_way(pool, turns, first)
     gone = pool.submit(second.send, turns)
     while not turns._queue:
         time.sleep(0.001)
@@ -218,8 +252,7 @@ def test_where_processors_are_the_limit_there_are_no_turns(
         line.read()
         sent.result(timeout=10)
     first, second = Line(stack), Line(stack)
-    held = pool.submit(first.send, turns)
-    begun(first)
+    held = under_way(pool, turns, first)
     sent = pool.submit(second.send, turns)
     second.read()
     sent.result(timeout=10)

@@ -238,8 +238,8 @@ class Server:
                     header, body = self._clerk.answer(guest, frame)
                 except StratagemError as error:
                     header, body = note_of(error), ()
-                if self.shard.plan is not None:
-                    self._turns.at_once = self.shard.plan.at_once
+                plan = self.shard.plan
+                self._turns.at_once = 1 if plan is None else plan.at_once
                 connection.send_in_turn(self._turns, header, body)
         except OSError as problem:
             why = str(problem)
