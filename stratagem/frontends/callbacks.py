@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from stratagem.errors import UsageError
@@ -87,7 +88,13 @@ class CallbackList:
         self._end = [c for c in self.callbacks if overrides(c, "on_train_batch_end")]
         #: whether anybody may change something between two steps
         self.between_steps = any(not isinstance(c, Progress) for c in self._begin + self._end)
-        self._versions: list[int] = []
+        #: whether nobody has to follow; whether all replicas read the chief's very parameters
+        self.alone = self.in_common = False
+        self._own = any(
+            isinstance(c, LambdaCallback) or not type(c).__module__.startswith("stratagem.")
+            for c in self.callbacks
+        )
+        self._marks: list[Any] = []
 
     @classmethod
     def none(cls) -> CallbackList:
@@ -139,17 +146,33 @@ class CallbackList:
 
     def settle(self) -> None:
         """Whatever the weights are now is known to every replica."""
-        self._versions = self._current_versions()
+        self._marks = self._current_marks()
 
-    def _current_versions(self) -> list[int]:
-        if self._model is None or not self.callbacks:
+    def _current_marks(self) -> list[Any]:
+        """What tells whether somebody has written: `t.data` has no version, so its content must."""
+        if self._model is None or not self.callbacks or self.alone:
             return []
-        module = self._model.module
-        return [t._version for t in (*module.parameters(), *module.buffers())]
+        params = list(self._model.module.parameters())
+        buffers = list(self._model.module.buffers())
+        marks: list[Any] = [(t._version, t.data_ptr()) for t in params + buffers]
+        if self._own:
+            marks += [_digest(t) for t in (buffers if self.in_common else params + buffers)]
+        return marks
 
     def weights_changed(self) -> bool:
         """Whether a callback wrote into the weights since they were settled."""
-        return self._versions != self._current_versions()
+        return self._marks != self._current_marks()
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> list[int]:
+    """Sums of its bits, of all and of some: not alike before and after a change."""
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = len(bits) - len(bits) % 4
+    words = bits[:whole].view(torch.int32)
+    sums = [words.sum(), words[: len(words) // 2].sum(), words[::2].sum(), bits[whole:].sum()]
+    found: list[int] = torch.stack(sums).tolist()
+    return found
 
 
 class RunningLogs(dict[str, Any]):

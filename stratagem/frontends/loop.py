@@ -18,7 +18,7 @@ from stratagem.frontends.callbacks import CallbackList
 from stratagem.frontends.feeds import Feed, Portion, check_enough
 from stratagem.frontends.meter import Meter
 from stratagem.frontends.proof import Proof
-from stratagem.frontends.steps import Recipe, Solo, Step, Tally, choose
+from stratagem.frontends.steps import Recipe, Sliced, Solo, Step, Tally, choose
 from stratagem.strategies import setup
 from stratagem.strategies.replica import Replica, current_replica
 from stratagem.strategies.settings import Settings
@@ -42,7 +42,7 @@ class Fit:
     callbacks: CallbackList = field(default_factory=CallbackList.none)
     #: whether callbacks act between steps, so that replicas must listen there too
     between_steps: bool = False
-    #: whether callbacks read the optimizer's state at the end of an epoch
+    #: whether callbacks read the optimizer's state at the end of an epoch, which servers then send
     wants_state: bool = False
 
     def for_followers(self) -> Fit:
@@ -63,10 +63,15 @@ def fit(job: Fit) -> None:
     setup.roll_own_dice(replica, job.generation)
     job.feed.agree(replica)
     step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
-    job.callbacks.train_begin()
-    for epoch in job.epochs:
-        if _epoch(job, step, replica, epoch):
-            break
+    job.callbacks.alone, job.callbacks.in_common = replica.count == 1, isinstance(step, Sliced)
+    try:
+        job.callbacks.train_begin()
+        for epoch in job.epochs:
+            if _epoch(job, step, replica, epoch):
+                break
+    except BaseException:
+        step.leave()
+        raise
     step.close()
     job.callbacks.train_end()
 
@@ -96,8 +101,6 @@ def _epoch(job: Fit, step: Step, replica: Replica, epoch: int) -> bool:
             Evaluation(job.module, job.recipe, job.validation, tried=True), replica
         )
         logs |= {f"val_{name}": value for name, value in results.items()}
-    if job.wants_state:
-        step.collect_state()
     job.callbacks.epoch_end(epoch, logs)
     return _listen(job, step, replica)
 
@@ -125,6 +128,8 @@ def _listen(job: Fit, step: Step, replica: Replica) -> bool:
     mine = None
     if replica.is_chief:
         changed = job.callbacks.weights_changed()
+        if changed:
+            step.take_back()
         state = [*job.module.parameters(), *job.module.buffers()]
         mine = {
             "stop": job.callbacks.stop,

@@ -90,11 +90,14 @@ class Step(Protocol):
     def follow_settings(self) -> None:
         """The optimizer's settings have changed."""
 
-    def collect_state(self) -> None:
-        """Make the optimizer's state whole on this replica. Collective."""
+    def take_back(self) -> None:
+        """Somebody has changed weights, or given them other memory."""
 
     def close(self) -> None:
         """Take hooks and shared memory away. Collective."""
+
+    def leave(self) -> None:
+        """Take hooks away after a failure, alone; memory that was shared stays where it is."""
 
 
 class Solo:
@@ -106,7 +109,9 @@ class Solo:
         self.module, self.recipe = module, recipe
         if optimizer is not None:  # evaluation has none
             self.optimizer = optimizer
-            self._params = [p for group in optimizer.param_groups for p in group["params"]]
+            # clipping looks at all of them, so none may keep a gradient that others do not have
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            self._params = list(dict.fromkeys([*module.parameters(), *held]))
         self.replica = replica
         self.device = replica.device
         self._run: nn.Module = torch.compile(module) if recipe.jit_compile else module  # type: ignore[assignment]
@@ -174,10 +179,13 @@ class Solo:
     def follow_settings(self) -> None:
         return None
 
-    def collect_state(self) -> None:
+    def take_back(self) -> None:
         return None
 
     def close(self) -> None:
+        self.leave()
+
+    def leave(self) -> None:
         return None
 
 
@@ -301,7 +309,7 @@ class Replicated(Solo):
             self.tally.add(notes[0] / notes[1], portion.total)
         self.update()
 
-    def close(self) -> None:
+    def leave(self) -> None:
         self.exchange.close()
         if self._unsync is not None:
             self._unsync()
@@ -361,8 +369,8 @@ class Sliced(Replicated):
     def follow_settings(self) -> None:
         self.sliced.follow_settings()
 
-    def collect_state(self) -> None:
-        self.sliced.collect_state()
+    def take_back(self) -> None:
+        self.sliced.take_back()
 
     def close(self) -> None:
         self.sliced.close()

@@ -11,8 +11,9 @@ optimizer step on that 1/N alone, so that the update costs N times less, too.
                                                      replica 0
 
 Weights of large linear layers have their gradients in factors (factors.py), which each replica
-multiplies for its slice. Only optimizers that treat every element by itself can be sliced;
-`can_slice` knows which.
+multiplies for its slice. The optimizer's state lies in shared memory, too (shared_state.py), each
+replica's part beside the others'. Only optimizers that treat every element by itself can be
+sliced; `can_slice` knows which.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from torch.optim import Optimizer
 
 from stratagem.state.elementwise import ELEMENTWISE
 from stratagem.state.factors import make_factors
+from stratagem.state.shared_state import MORE_STATE, SharedState
 from stratagem.wire.buckets import Buckets
 from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_rows
-from stratagem.wire.tree import gather_tree
 
 
 def can_slice(optimizer: Optimizer, params: list[nn.Parameter]) -> bool:
@@ -66,7 +67,14 @@ class SlicedUpdate:
         self._share_parameters(bucket.members)
         self.pieces = self._cut(bucket.members)
         self._plain = self._plain_runs()
+        self._state = SharedState(optimizer, buckets.params, collective)
         self.twin = self._twin()
+        #: parameters that the optimizer has stepped on here, and whether others get state now
+        self._known: set[int] = set()
+        self._grows = False
+        self._share_state()
+        collective.barrier()
+        self._state.give(optimizer, copy=False)
         tails = self.table.grid[:, -buckets.notes_size :]
         notes = buckets.notes_size - len(buckets.params)
         self._notes, self._used = tails[:, :notes], tails[:, notes:]
@@ -87,7 +95,12 @@ class SlicedUpdate:
             self._total.clamp_(-clip_value, clip_value)
         self._leave_out_unused()
         self.twin.step()
+        if self._grows:
+            self._share_state()
         self.collective.meet("update")
+        if self._grows:
+            self._state.give(self.optimizer, copy=False)
+            self._grows = False
 
     def _sum(self, scale: float) -> None:
         """The gradient of this slice, over all replicas."""
@@ -114,6 +127,10 @@ class SlicedUpdate:
         counts = self._used.sum(0).tolist()
         for piece in self.pieces:
             piece.data.grad = piece.grad if counts[piece.index] else None
+        if len(self._known) < len(counts):
+            used = {i for i, count in enumerate(counts) if count}
+            self._grows = self._grows or not used <= self._known
+            self._known |= used
 
     # --- setting up and taking down -----------------------------------------------------------
 
@@ -121,6 +138,7 @@ class SlicedUpdate:
         count = sum(p.numel() for p in self.buckets.params)
         self._flat = self.collective.table(count, torch.float32, rows=1).rows[0]
         self._homes = [(p, p.data) for p in self.buckets.params]
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
         at = 0
         with torch.no_grad():
             for i in members:
@@ -129,8 +147,15 @@ class SlicedUpdate:
                 if self.collective.rank == 0:
                     view.copy_(param)
                 param.data = view
+                self._views.append((param, view))
                 at += param.numel()
         self.collective.barrier()
+
+    def take_back(self) -> None:
+        """Parameters that were given other memory (`p.data = ...`) come back with their values."""
+        for param, view in self._views:
+            if param.data_ptr() != view.data_ptr():
+                param.data = view.copy_(param.detach())
 
     def _cut(self, members: list[int]) -> list[Piece]:
         """What this replica updates: some rows of each factored weight, since these are work, and
@@ -179,29 +204,30 @@ class SlicedUpdate:
         ]
         twin: Optimizer = type(self.optimizer)(groups)  # type: ignore[call-arg]
         for piece in self.pieces:
-            param = self.buckets.params[piece.index]
-            for key, value in self.optimizer.state.get(param, {}).items():
-                twin.state[piece.data][key] = _cut_state(key, value, param, piece)
+            whole = self.optimizer.state.get(self.buckets.params[piece.index], {})
+            had = self._state.part(whole, piece.index, piece.lo, piece.hi)
+            if had:
+                twin.state[piece.data].update(had)
         return twin
+
+    def _share_state(self) -> None:
+        """State that has come into being moves to where everybody sees it."""
+        for piece in self.pieces:
+            if state := self.twin.state.get(piece.data):
+                self._state.move_in(state, piece.index, piece.lo, piece.hi)
 
     def follow_settings(self) -> None:
         """Take over a changed learning rate, or any other setting, from the user's optimizer."""
         for group, own in zip(self.optimizer.param_groups, self.twin.param_groups, strict=True):
-            own.update(_settings(group))
-
-    def collect_state(self) -> None:
-        """Bring the optimizer's state together into the user's optimizer. Collective."""
-        mine = [
-            [piece.index, piece.lo, piece.hi, dict(self.twin.state.get(piece.data, {}))]
-            for piece in self.pieces
-        ]
-        for part in gather_tree(self.collective, mine):
-            for index, lo, hi, state in part:
-                _paste_state(self.optimizer, self.buckets.params[index], lo, hi, state)
+            settings = _settings(group)
+            if any(settings[name] != own[name] for name in MORE_STATE if name in settings):
+                self._grows = True
+            own.update(settings)
 
     def close(self) -> None:
-        """Give the parameters private memory again, and the optimizer its whole state."""
-        self.collect_state()
+        """Give parameters and state private memory again."""
+        self.collective.barrier()
+        self._state.give(self.optimizer, copy=True)
         with torch.no_grad():
             for param, home in self._homes:
                 home.copy_(param)
@@ -211,24 +237,3 @@ class SlicedUpdate:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _cut_state(key: str, value: Any, param: Tensor, piece: Piece) -> Any:
-    if isinstance(value, Tensor):
-        if value.shape == param.shape and key != "step":
-            return value.reshape(-1)[piece.lo : piece.hi].clone()
-        return value.clone()
-    return value
-
-
-def _paste_state(
-    optimizer: Optimizer, param: nn.Parameter, lo: int, hi: int, state: dict[str, Any]
-) -> None:
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.numel() == hi - lo and value.dim() == 1:
-            whole = optimizer.state[param].get(key)
-            if whole is None:
-                whole = optimizer.state[param][key] = torch.zeros_like(param)
-            whole.view(-1)[lo:hi] = value
-        else:
-            optimizer.state[param][key] = value

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stratagem.state.sliced import Piece, _cut_state, _paste_state, can_slice
+from stratagem.state.shared_state import SharedState
+from stratagem.state.sliced import can_slice
+from stratagem.wire.shared_memory import SharedMemoryCollective, slices
+from tests.state.crowd_support import together
 
 
 def test_elementwise_optimizers_only() -> None:
@@ -28,32 +30,49 @@ def test_elementwise_optimizers_only() -> None:
     assert not can_slice(torch.optim.Adam(doubles), doubles)
 
 
-@given(st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4), st.booleans())
-def test_state_cut_and_pasted_is_the_same_state(
-    size: int, cuts: list[int], scalar: bool
+FORMS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True),
+    "adagrad": torch.optim.Adagrad, "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@settings(max_examples=15, deadline=None)
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4), count=st.integers(1, 4),
+       unused=st.integers(0, 3))  # fmt: skip
+def test_state_in_parts_is_the_same_state(
+    form: str, sizes: list[int], count: int, unused: int
 ) -> None:
-    param = nn.Parameter(torch.randn(()) if scalar else torch.randn(size))
-    optimizer = torch.optim.Adam([param])
-    param.grad = torch.randn_like(param)
+    """Each of several replicas moves in what it has, and all of them find the whole."""
+    shapes = [() if size == 0 else (size,) for size in sizes]
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = FORMS[form](params)
+    for i, param in enumerate(params):
+        param.grad = torch.randn_like(param) if i != unused else None
     optimizer.step()
-    before: dict[str, Any] = copy.deepcopy(dict(optimizer.state[param]))
-    edges = sorted({0, param.numel(), *(c for c in cuts if c < param.numel())})
-    pieces = []
-    for lo, hi in pairwise(edges):
-        piece = Piece(0, lo, hi, lo, param.detach().view(-1)[lo:hi], torch.empty(0))
-        pieces.append((lo, hi, {k: _cut_state(k, v, param, piece) for k, v in before.items()}))
-    optimizer.state.clear()
-    for lo, hi, state in reversed(pieces):
-        _paste_state(optimizer, param, lo, hi, state)
-    after = optimizer.state[param]
-    assert after.keys() == before.keys()
-    for key, value in before.items():
-        assert torch.equal(after[key], value) and after[key].shape == value.shape, key
+    before = {p: copy.deepcopy(dict(state)) for p, state in optimizer.state.items()}
 
+    def work(collective: SharedMemoryCollective) -> None:
+        shared = SharedState(optimizer, params, collective)
+        for i, param in enumerate(params):
+            lo, hi = slices(param.numel(), count)[collective.rank]
+            if lo < hi and param in before:
+                shared.move_in(shared.part(before[param], i, lo, hi), i, lo, hi)
+        collective.barrier()
+        for copied in (True, False):
+            found = FORMS[form](params)
+            found.state.clear()
+            shared.give(found, copy=copied)
+            assert found.state.keys() == before.keys()
+            for param, state in before.items():
+                mine = found.state[param]
+                assert mine.keys() == state.keys()
+                for name, value in state.items():
+                    assert torch.equal(mine[name], value), name
+                    assert mine[name].shape == value.shape, name
+                    assert mine[name].dtype is value.dtype, name
 
-@pytest.mark.parametrize("key", ["step", "exp_avg"])
-def test_a_single_element_is_not_mistaken_for_a_counter(key: str) -> None:
-    param = nn.Parameter(torch.zeros(()))
-    piece = Piece(0, 0, 1, 0, torch.zeros(1), torch.zeros(1))
-    cut = _cut_state(key, torch.tensor(3.0), param, piece)
-    assert cut.dim() == (0 if key == "step" else 1)
+    together(count, work)

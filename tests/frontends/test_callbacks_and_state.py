@@ -1,0 +1,227 @@
+"""What callbacks see and change in mid-fit, and what is left of a fit that did not end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stratagem as sg
+from tests.support import data, distance, mlp, strategy
+
+OPS = ["shared_memory", "ring"]
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture(scope="module", params=OPS)
+def two(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
+    made = strategy(2, cross_device_ops=request.param)
+    yield made
+    made.close()
+
+
+def model_on(on: sg.Strategy, module: nn.Module, **options: Any) -> sg.Model:
+    model = sg.Model(copy.deepcopy(module), on)
+    model.compile(**{"optimizer": momentum, "loss": "cross_entropy", **options})
+    return model
+
+
+def both(two: sg.Strategy, train: Callable[[sg.Strategy], nn.Module]) -> float:
+    """How far two replicas end from one."""
+    one = strategy(1)
+    try:
+        return distance(train(one), train(two))
+    finally:
+        one.close()
+
+
+def clamp(param: Tensor) -> None:
+    param.data.clamp_(-0.2, 0.2)
+
+
+def replace(param: Tensor) -> None:
+    param.data = param.data * 0.5
+
+
+@pytest.mark.parametrize("change", [clamp, replace])
+@pytest.mark.parametrize("when", ["on_epoch_end", "on_train_batch_end"])
+def test_weights_changed_behind_autograds_back(
+    two: sg.Strategy, change: Callable[[Tensor], None], when: str
+) -> None:
+    x, y = data(50)
+
+    def train(on: sg.Strategy) -> nn.Module:
+        def act(*_: Any) -> None:
+            for param in model.module.parameters():
+                change(param)
+
+        model = model_on(on, mlp())
+        callback = sg.callbacks.LambdaCallback(**{when: act})
+        model.fit(x, y, batch_size=16, epochs=3, shuffle=False, callbacks=[callback], verbose=0)
+        return model.module
+
+    assert both(two, train) < 1e-6
+
+
+def test_a_buffer_changed_behind_autograds_back(two: sg.Strategy) -> None:
+    x, y = data(50)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.scale  # type: ignore[no-any-return]
+
+    def train(on: sg.Strategy) -> nn.Module:
+        def halve(*_: Any) -> None:
+            model.module.scale.data.mul_(0.5)
+
+        model = model_on(on, Scaled())
+        callback = sg.callbacks.LambdaCallback(on_epoch_end=halve)
+        model.fit(x, y, batch_size=16, epochs=3, shuffle=False, callbacks=[callback], verbose=0)
+        return model.module
+
+    assert both(two, train) < 1e-6
+
+
+def test_clipping_with_an_optimizer_of_some_parameters(two: sg.Strategy) -> None:
+    """Gradients of the others count in the norm, of one batch alone."""
+    x, y = data(50)
+
+    def train(on: sg.Strategy) -> nn.Module:
+        module = mlp()
+        model = sg.Model(module, on)
+        some = torch.optim.SGD(module[2].parameters(), lr=0.1)
+        model.compile(some, "cross_entropy", clip_norm=0.3)
+        model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+        return module
+
+    assert both(two, train) < 1e-6
+    module = mlp()
+    optimizer = torch.optim.SGD(module[2].parameters(), lr=0.1)
+    for _ in range(3):
+        for i in range(0, len(x), 16):
+            module.zero_grad()
+            nn.functional.cross_entropy(module(x[i : i + 16]), y[i : i + 16]).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+            optimizer.step()
+    assert distance(train(two), module) < 1e-6
+
+
+def test_callbacks_find_the_whole_state_at_any_step(two: sg.Strategy, tmp_path: Path) -> None:
+    """One's own that saves, and the shipped one between two epochs' ends."""
+    x, y = data(64)
+    seen: list[tuple[float, int]] = []
+
+    def look(*_: Any) -> None:
+        states = model.optimizer.state_dict()["state"]
+        seen.append((float(states[0]["step"]), len(states)))
+        model.save(tmp_path / "own")
+
+    model = model_on(two, mlp(), optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
+    callbacks = [
+        sg.callbacks.LambdaCallback(on_train_batch_end=look),
+        sg.callbacks.ModelCheckpoint(tmp_path / "every", every_steps=3),
+    ]
+    model.fit(x, y, batch_size=16, epochs=2, shuffle=False, callbacks=callbacks, verbose=0)
+    assert seen == [(float(i + 1), 4) for i in range(8)]
+    for name, made in (("own", 8), ("every", 6)):
+        again = model_on(two, mlp(), optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
+        again.load(tmp_path / name)
+        assert float(again.optimizer.state_dict()["state"][3]["step"]) == made
+        again.fit(x[:32], y[:32], batch_size=16, shuffle=False, verbose=0)
+        plain = sg.Model(mlp(), strategy(1))
+        plain.compile(lambda p: torch.optim.Adam(p, lr=0.01), "cross_entropy")
+        plain.load(tmp_path / name)
+        plain.fit(x[:32], y[:32], batch_size=16, shuffle=False, verbose=0)
+        assert distance(again.module, plain.module) < 1e-6
+
+
+class Boom(sg.callbacks.Callback):
+    """Somebody presses Ctrl-C at the third batch, or a callback fails."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 2:
+            raise self.error("enough")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("form", [momentum, torch.optim.Adam, torch.optim.Adagrad])
+def test_after_a_fit_that_broke_off_the_next_one_goes_on(
+    two: sg.Strategy, error: type[BaseException], form: Any
+) -> None:
+    """Weights and the optimizer's state are those of the last step."""
+    x, y = data(80)
+
+    def train(on: sg.Strategy) -> nn.Module:
+        model = model_on(on, mlp(), optimizer=form)
+        with pytest.raises(error):
+            model.fit(x, y, batch_size=16, shuffle=False, callbacks=[Boom(error)], verbose=0)
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        return model.module
+
+    assert both(two, train) < 1e-6
+
+
+def test_settings_that_add_to_the_state_in_mid_fit(two: sg.Strategy) -> None:
+    x, y = data(64)
+
+    def train(on: sg.Strategy) -> nn.Module:
+        def warm(epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                model.optimizer.param_groups[0]["momentum"] = 0.9
+
+        model = model_on(on, mlp(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        callback = sg.callbacks.LambdaCallback(on_epoch_begin=warm)
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, callbacks=[callback], verbose=0)
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        return model.module
+
+    assert both(two, train) < 1e-6
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_synchronised_norms_are_usable_after_a_fit_that_broke_off(op: str, tmp_path: Path) -> None:
+    x, y = data(64)
+    made = strategy(2, cross_device_ops=op, sync_batchnorm=True)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model = model_on(made, module)
+    with pytest.raises(KeyboardInterrupt):
+        callbacks = [Boom(KeyboardInterrupt)]
+        model.fit(x, y, batch_size=16, callbacks=callbacks, verbose=0)
+    torch.save(model.module, tmp_path / "module.pt")
+    assert model.module(x).shape == (64, 4)
+    model.fit(x, y, batch_size=16, verbose=0)
+    assert model.predict(x).shape == (64, 4)
+    made.close()
+
+
+def test_momentum_in_another_memory_format(two: sg.Strategy) -> None:
+    x, y = torch.randn(24, 3, 4, 4), torch.randint(0, 4, (24,))
+
+    def train(on: sg.Strategy) -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 4))
+        module: nn.Module = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = momentum(module.parameters())
+        for each in (strategy(1), on):
+            model = sg.Model(module, each)
+            model.compile(optimizer, "cross_entropy")
+            model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return module
+
+    assert both(two, train) < 1e-6

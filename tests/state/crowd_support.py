@@ -1,0 +1,23 @@
+"""Replicas of one machine, as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from stratagem.wire.segment import Segment
+from stratagem.wire.shared_memory import SharedMemoryCollective
+
+
+def give_up(rank: int, seconds: float) -> None:
+    if seconds > 5:
+        raise TimeoutError(f"replica {rank} does not come")
+
+
+def together(size: int, work: Callable[[SharedMemoryCollective], Any]) -> list[Any]:
+    """What replicas find, a thread each."""
+    control = Segment(SharedMemoryCollective.control_size(size))
+    members = [SharedMemoryCollective(rank, size, control, give_up) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return [found.result(timeout=30) for found in [pool.submit(work, m) for m in members]]
