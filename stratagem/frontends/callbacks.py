@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from stratagem.errors import UsageError
+from stratagem.state.digest import digest
 
 log = logging.getLogger("stratagem")
 
@@ -156,23 +156,12 @@ class CallbackList:
         buffers = list(self._model.module.buffers())
         marks: list[Any] = [(t._version, t.data_ptr()) for t in params + buffers]
         if self._own:
-            marks += [_digest(t) for t in (buffers if self.in_common else params + buffers)]
+            marks += [digest(t) for t in (buffers if self.in_common else params + buffers)]
         return marks
 
     def weights_changed(self) -> bool:
         """Whether a callback wrote into the weights since they were settled."""
         return self._marks != self._current_marks()
-
-
-@torch.no_grad()
-def _digest(tensor: Tensor) -> list[int]:
-    """Sums of its bits, of all and of some: not alike before and after a change."""
-    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = len(bits) - len(bits) % 4
-    words = bits[:whole].view(torch.int32)
-    sums = [words.sum(), words[: len(words) // 2].sum(), words[::2].sum(), bits[whole:].sum()]
-    found: list[int] = torch.stack(sums).tolist()
-    return found
 
 
 class RunningLogs(dict[str, Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from stratagem.data.dice import Dice, mixed
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.callbacks import CallbackList
-from stratagem.frontends.feeds import Feed, Portion, check_enough
+from stratagem.frontends.feeds import ArrayFeed, Feed, Portion, check_enough
 from stratagem.frontends.meter import Meter
 from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Recipe, Sliced, Solo, Step, Tally, choose
+from stratagem.state.digest import digest
 from stratagem.strategies import setup
 from stratagem.strategies.replica import Replica, current_replica
 from stratagem.strategies.settings import Settings
@@ -60,20 +63,43 @@ def fit(job: Fit) -> None:
     _move(job.module, job.optimizer, replica.device)
     job.recipe.metrics.to(replica.device)
     _align(job.module, replica)
+    _align_state(job.optimizer, replica)
     setup.roll_own_dice(replica, job.generation)
-    job.feed.agree(replica)
-    step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
-    job.callbacks.alone, job.callbacks.in_common = replica.count == 1, isinstance(step, Sliced)
+    with _own_dice(replica, job.generation):
+        job.feed.agree(replica)
+        step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
+        try:
+            _train(job, step, replica)
+        except BaseException:
+            step.leave()
+            raise
+        step.close()
+        job.callbacks.train_end()
+
+
+@contextmanager
+def _own_dice(replica: Replica, generation: int) -> Iterator[None]:
+    """On the chief: what the model draws, and how much, shall not decide how data is shuffled."""
+    if not replica.is_chief:
+        yield
+        return
+    # a later fit begins where the data's numbers are, and the model must not draw the same again
+    replica.dice = Dice(mixed(torch.initial_seed(), -1, generation) if generation else None)
     try:
-        job.callbacks.train_begin()
-        for epoch in job.epochs:
-            if _epoch(job, step, replica, epoch):
-                break
-    except BaseException:
-        step.leave()
-        raise
-    step.close()
-    job.callbacks.train_end()
+        yield
+    finally:
+        replica.dice.end()
+        replica.dice = None
+
+
+def _train(job: Fit, step: Step, replica: Replica) -> None:
+    job.callbacks.alone, job.callbacks.in_common = replica.count == 1, isinstance(step, Sliced)
+    # other workers may have been given other callbacks, or none
+    job.between_steps = bool(broadcast_tree(replica.collective, job.between_steps))
+    job.callbacks.train_begin()
+    for epoch in job.epochs:
+        if _epoch(job, step, replica, epoch):
+            break
 
 
 def _epoch(job: Fit, step: Step, replica: Replica, epoch: int) -> bool:
@@ -110,7 +136,8 @@ def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Por
     limit = job.steps_per_epoch
     waiting: Portion | None = None
     number = drawn = 0
-    for portion in job.feed.portions(replica, epoch):
+    dice = None if isinstance(job.feed, ArrayFeed) else replica.dice  # arrays have a seed
+    for portion in _drawn(job.feed.portions(replica, epoch), dice):
         if waiting is not None:
             yield number, waiting, False
             number += 1
@@ -121,6 +148,19 @@ def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Por
     if waiting is not None:
         yield number, waiting, True
     check_enough(job.feed, drawn, limit, epoch)
+
+
+def _drawn(portions: Iterator[Portion], dice: Dice | None) -> Iterator[Portion]:
+    """What samplers and datasets draw on the way comes from the data's own random numbers."""
+    if dice is None:
+        yield from portions
+        return
+    while True:
+        with dice.for_data():
+            portion = next(portions, None)
+        if portion is None:
+            return
+        yield portion
 
 
 def _listen(job: Fit, step: Step, replica: Replica) -> bool:
@@ -288,6 +328,30 @@ def _align(module: nn.Module, replica: Replica) -> None:
                 "before it is distributed."
             )
     setup.align(module, replica)
+
+
+def _align_state(optimizer: Optimizer, replica: Replica) -> None:
+    """The chief's state of the optimizer on every replica, where another process has none, or
+    another one: it may not have loaded what the chief has. Collective."""
+    if replica.count == 1:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state.get(p, {}) for p in params]
+    looks = [
+        {name: digest(v) if isinstance(v, Tensor) else v for name, v in state.items()}
+        for state in states
+    ]
+    everybody = gather_tree(replica.collective, looks)
+    if all(look == everybody[0] for look in everybody):
+        return
+    told = broadcast_tree(replica.collective, [dict(state) for state in states])
+    if replica.is_chief:
+        return
+    for param, state in zip(params, told, strict=True):
+        optimizer.state[param] = {
+            name: v.to(param.device) if isinstance(v, Tensor) and v.shape == param.shape else v
+            for name, v in state.items()
+        }
 
 
 def _move(module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ from stratagem.strategies.strategy import Strategy, get_strategy, here
 _PRECISION = {
     None: None, "float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
+
+log = logging.getLogger("stratagem")
+
 
 
 class Model:
@@ -220,7 +224,14 @@ class Model:
         return checkpoint.save(path, self.module, self.optimizer, progress)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read what `save` wrote: weights, and the optimizer's state once compiled."""
+        """Read what `save` wrote: weights, and the optimizer's state once compiled.
+
+        Other workers than the chief may not have the file: what the chief has read they get
+        when training, evaluation or prediction begins.
+        """
+        if not self.strategy.is_chief and not checkpoint.paths(path)[0].is_file():
+            log.info("%s is not here; what the chief reads there comes from it later", path)
+            return
         checkpoint.load(path, self.module, self.optimizer)
 
     def _everywhere(self, function: Callable[[Any], Any], job: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from tests.support import data, distance, mlp, strategy
@@ -225,3 +226,59 @@ def test_momentum_in_another_memory_format(two: sg.Strategy) -> None:
         return module
 
     assert both(two, train) < 1e-6
+
+
+class Noisy(nn.Module):
+    """Draws random numbers, as many as it has rows, and makes nothing of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + 0.0 * torch.randn_like(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "loader"])
+def test_what_a_model_draws_does_not_decide_the_order_of_data(two: sg.Strategy, kind: str) -> None:
+    x, y = data(50)
+
+    def train(on: sg.Strategy) -> nn.Module:
+        torch.manual_seed(7)
+        model = model_on(on, Noisy())
+        rows: Any = (x, y)
+        if kind == "loader":
+            rows = (DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True),)
+        options = {"batch_size": 16} if kind == "arrays" else {}
+        for _ in range(2):
+            model.fit(*rows, epochs=2, verbose=0, **options)
+        return model.module
+
+    assert both(two, train) < 1e-6
+
+
+def test_dropout_differs_from_fit_to_fit_and_follows_the_seed(two: sg.Strategy) -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = self.drop(torch.ones(8))
+            seen.append(kept.tolist())
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    def masks(on: sg.Strategy) -> list[Any]:
+        seen.clear()
+        torch.manual_seed(3)
+        model = model_on(on, Watched())
+        for _ in range(2):
+            model.fit(*data(16), batch_size=16, verbose=0)
+        return list(seen)
+
+    seen: list[Any] = []
+    for on in (strategy(1), two):
+        first = masks(on)
+        assert len(first) == 2 and first[0] != first[1]
+        assert masks(on) == first

@@ -161,6 +161,32 @@ def test_same_weights_and_only_the_chief_writes(
     assert distance(reference, module) < 1e-6
 
 
+@pytest.mark.parametrize("how", BOTH)
+def test_what_only_the_chief_has_reaches_the_others(
+    two: Cluster, tmp_path: Path, how: str | None
+) -> None:
+    """Its callbacks, its file, and the optimizer's state in it."""
+    everybody = two.all(
+        f"""
+        strategy = sg.MultiWorkerMirroredStrategy({how!r})
+        watch = sg.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+        mine = [watch, sg.callbacks.ModelCheckpoint(f"epoch{{me}}")] if me == 0 else []
+        first = train(strategy, epochs=1, callbacks=mine)
+        first.save(f"first{{me}}")
+        x, y = data(100)
+        again = sg.Model(mlp(), strategy)
+        again.compile(optimizer=sgd, loss=F.cross_entropy)
+        again.load(f"first{{me}}")
+        again.fit(x, y, batch_size=32, verbose=0, shuffle=False)
+        torch.save(again.module.state_dict(), f"weights{{me}}.pt")
+        """
+    )
+    end_well(everybody)
+    reference = alone()
+    for i in range(2):
+        assert distance(reference, weights(tmp_path / f"weights{i}.pt")) < 1e-6
+
+
 @pytest.mark.slow
 def test_two_devices_each(two: Cluster, tmp_path: Path) -> None:
     """Four replicas in two processes; one strategy after another on the same addresses.
