@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from stratagem.data.loader import ShareLoader, stream
+from stratagem.data.loader import ShareLoader, check_sampler, stream
 from stratagem.data.shard import count_rows, rows, share
 from stratagem.errors import UsageError
 from stratagem.frontends.lists import from_lists, is_numbers
@@ -253,6 +253,7 @@ def feed(
     if isinstance(x, DataLoader):
         _alone(y, weight, "a DataLoader")
         _as_they_are(batch_size, "a DataLoader's batches are")
+        check_sampler(x)
         streaming = isinstance(x.dataset, IterableDataset)
         return LoaderFeed(x, None if streaming else len(x))
     if isinstance(x, IterableDataset):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from stratagem.data.loader import ShareLoader
 from stratagem.data.shard import agreed_batches, count_rows, rows, share
-from stratagem.errors import NotDistributable
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.wire.collective import Alone
 
 
@@ -59,3 +63,36 @@ def test_a_loader_without_batches_is_refused() -> None:
     loader = torch.utils.data.DataLoader(torch.arange(10), batch_size=None)  # type: ignore[arg-type]
     with pytest.raises(NotDistributable, match="batch_size"):
         ShareLoader(loader, Alone(), lambda n, m: None)
+
+
+# --- samplers that take a part -------------------------------------------------------------------
+
+
+class Chunks:
+    """A batch sampler of somebody's own that takes every second batch."""
+
+    num_replicas, rank = 2, 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[2, 3], [6, 7]])
+
+
+def partial_loader(how: str, parts: int = 2) -> Any:
+    dataset: Any = torch.arange(12)
+    sampler: Any = DistributedSampler(dataset, num_replicas=parts, rank=0, shuffle=False)
+    if how == "sampler":
+        return DataLoader(dataset, batch_size=4, sampler=sampler)
+    if how == "in a batch sampler":
+        return DataLoader(dataset, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+    return DataLoader(dataset, batch_sampler=Chunks())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["sampler", "in a batch sampler", "of one's own"])
+def test_a_sampler_that_takes_a_part_is_refused(how: str) -> None:
+    with pytest.raises(UsageError, match=r"one part in 2.*leave the sampler out.*shuffle=True"):
+        ShareLoader(partial_loader(how), Alone(), lambda n, m: None)
+
+
+def test_a_distributed_sampler_of_everything_is_a_sampler() -> None:
+    loader = partial_loader("sampler", parts=1)
+    assert torch.cat(list(ShareLoader(loader, Alone(), lambda n, m: None))).tolist() == [*range(12)]
