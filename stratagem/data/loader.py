@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem.data.shard import agreed_batches, count_rows, rows, share
+from stratagem.data.shard import agreed_batches, rows, rows_of, share
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree
@@ -78,7 +78,7 @@ class ShareLoader:
         """The chief reads the stream; everybody gets each batch and keeps its share."""
         size, rank = self.collective.size, self.collective.rank
         for batch in stream(self.loader, self.collective):
-            total = count_rows(batch)
+            total = rows_of(batch)
             start, end = share(total, size, rank)
             self._announce(end - start, total)
             yield rows(batch, start, end) if end > start else rows(batch, 0, 1)
