@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem.data.shard import agreed_batches, count_rows, rows, share
-from stratagem.errors import NotDistributable
+from stratagem.data.shard import agreed_batches, rows, rows_of, share
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree
 
@@ -51,6 +51,7 @@ class ShareLoader:
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size
         self._inner: DataLoader[Any] | None = None
+        check_sampler(loader)
         if not isinstance(loader.dataset, IterableDataset):
             if loader.batch_sampler is None:
                 raise NotDistributable(
@@ -77,7 +78,7 @@ class ShareLoader:
         """The chief reads the stream; everybody gets each batch and keeps its share."""
         size, rank = self.collective.size, self.collective.rank
         for batch in stream(self.loader, self.collective):
-            total = count_rows(batch)
+            total = rows_of(batch)
             start, end = share(total, size, rank)
             self._announce(end - start, total)
             yield rows(batch, start, end) if end > start else rows(batch, 0, 1)
@@ -96,6 +97,20 @@ def stream(source: Iterable[Any], collective: Collective) -> Iterator[Any]:
         if told is None:
             return
         yield told[0]
+
+
+def check_sampler(loader: DataLoader[Any]) -> None:
+    """Refuse a loader that yields its process' part of the data only, as torch's
+    DistributedSampler does: of that part replicas would get shares, and the rest nobody."""
+    batches: Any = loader.batch_sampler
+    for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
+        parts = getattr(sampler, "num_replicas", 1)
+        if hasattr(sampler, "rank") and isinstance(parts, int) and parts > 1:
+            raise UsageError(
+                f"the DataLoader's {type(sampler).__name__} takes one part in {parts} of the data, "
+                "and the rest would be lost; leave the sampler out and give the DataLoader "
+                "shuffle=True: stratagem deals out the data itself."
+            )
 
 
 def _like(loader: DataLoader[Any], sampler: ShareSampler) -> DataLoader[Any]:

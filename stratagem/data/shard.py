@@ -7,7 +7,7 @@ share is empty when there are fewer examples than replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -60,29 +60,86 @@ def _integers(batch: Sequence[int]) -> list[int]:
 
 
 def rows(tree: Any, start: int, end: int) -> Any:
-    """Rows start..end of every tensor in a batch."""
+    """Rows start..end of everything in a batch that has a row for each example.
+
+    That is every tensor, and every column: a list or tuple without tensors, as long as the batch
+    has rows (texts, ids, a dict of facts for each example, ...). Everything else is structure and
+    kept: a dict, a NamedTuple, a list with tensors somewhere inside, one of another length. Of a
+    list of tuples of texts that could be both, the tuples are the columns: torch's own collate
+    function makes them so when an example has several texts.
+    """
+    return _cut(tree, start, end, count_rows(tree))
+
+
+def _cut(tree: Any, start: int, end: int, total: int) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree[start:end] if tree.dim() else tree
     if isinstance(tree, dict):
-        return {key: rows(value, start, end) for key, value in tree.items()}
+        return {key: _cut(value, start, end, total) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(rows(value, start, end) for value in tree))
+        return type(tree)(*(_cut(value, start, end, total) for value in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(rows(value, start, end) for value in tree)
+        if len(tree) == total and not _has_tensors(tree) and not _has_columns(tree):
+            return tree[start:end]
+        return type(tree)(_cut(value, start, end, total) for value in tree)
     return tree
 
 
-def count_rows(tree: object) -> int:
-    """Examples in a batch: the length of its first tensor."""
-    if isinstance(tree, torch.Tensor):
-        return len(tree) if tree.dim() else -1
-    values: Iterable[object] = ()
+def _has_tensors(tree: object) -> bool:
     if isinstance(tree, dict):
-        values = tree.values()
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        return any(map(_has_tensors, tree))
+    return isinstance(tree, torch.Tensor)
+
+
+def _has_columns(tree: Sequence[Any]) -> bool:
+    """Whether its members are columns of texts in tuples, and not rows."""
+    return all(
+        isinstance(part, tuple) and len(part) == len(tree) and _is_column(part)
+        and all(isinstance(text, str) for text in part)
+        for part in tree
+    )  # fmt: skip
+
+
+def _is_column(tree: object) -> bool:
+    """Whether it is a list of plain values."""
+    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields") or not tree:
+        return False
+    return not any(isinstance(part, torch.Tensor | dict | list | tuple) for part in tree)
+
+
+def count_rows(tree: object) -> int:
+    """Examples in a batch: the length of its first tensor. Of a batch without tensors the length
+    of its lists of plain values; -1 if there are none, or of several lengths."""
+    tensors = _lengths(tree, lambda t: isinstance(t, torch.Tensor) and t.dim() > 0)
+    first = next(tensors, None)
+    if first is not None:
+        return first
+    columns = set(_lengths(tree, _is_column))
+    return columns.pop() if len(columns) == 1 else -1
+
+
+def rows_of(batch: object) -> int:
+    """Examples in a batch that is to be cut into shares."""
+    total = count_rows(batch)
+    if total < 0:
+        raise NotDistributable(
+            "a batch has neither a tensor nor lists of one length, so it is not clear what its "
+            "rows are, which replicas share; put a tensor with a row for each example into it."
+        )
+    return total
+
+
+def _lengths(tree: Any, has_rows: Callable[[Any], bool]) -> Iterator[int]:
+    """Of everything in a tree that has rows, in order."""
+    if has_rows(tree):
+        yield len(tree)
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(tree, dict):
+        parts = tree.values()
     elif isinstance(tree, list | tuple):
-        values = tree
-    for value in values:
-        found = count_rows(value)
-        if found >= 0:
-            return found
-    return -1
+        parts = tree
+    for part in parts:
+        yield from _lengths(part, has_rows)

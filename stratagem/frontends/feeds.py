@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from stratagem.data.loader import ShareLoader, stream
-from stratagem.data.shard import count_rows, rows, share
+from stratagem.data.loader import ShareLoader, check_sampler, stream
+from stratagem.data.shard import count_rows, rows, rows_of, share
 from stratagem.errors import UsageError
 from stratagem.frontends.lists import from_lists, is_numbers
 from stratagem.strategies.replica import Replica
@@ -183,7 +183,7 @@ class StreamFeed:
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         for batch in stream(_tensors(self.source), replica.collective):
-            total = count_rows(batch)
+            total = rows_of(batch) if replica.count > 1 else count_rows(batch)
             start, end = share(total, replica.count, replica.index)
             part = rows(batch, start, end) if end > start else rows(batch, 0, 1)
             yield portion_of(part, (end - start, total))
@@ -253,6 +253,7 @@ def feed(
     if isinstance(x, DataLoader):
         _alone(y, weight, "a DataLoader")
         _as_they_are(batch_size, "a DataLoader's batches are")
+        check_sampler(x)
         streaming = isinstance(x.dataset, IterableDataset)
         return LoaderFeed(x, None if streaming else len(x))
     if isinstance(x, IterableDataset):

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.replicas.pool import ZygoteProcess
-from stratagem.strategies.replica import Replica
+from stratagem.strategies.replica import Replica, current_replica
 from stratagem.wire.tree import gather_tree
 
 if TYPE_CHECKING:
     import torchmetrics
 
     from stratagem.frontends.metric_kinds import Maker
+
+#: brings the like of a tensor from everybody
+Gather = Callable[[Tensor], list[Tensor]]
+
 
 class MetricSet:
     """The metrics of one model, by name."""
@@ -43,8 +48,8 @@ class MetricSet:
     @property
     def own(self) -> bool:
         """Whether one of them is not torchmetrics' own."""
-        kinds = (type(metric).__module__ for metric in self._metrics.values())
-        return not all(kind.startswith("torchmetrics.") for kind in kinds)
+        parts = (part for metric in self._metrics.values() for part in metric.modules())
+        return not all(type(p).__module__.startswith(("torchmetrics.", "torch.")) for p in parts)
 
     def __bool__(self) -> bool:
         return bool(self._makers or self._metrics)
@@ -76,7 +81,8 @@ class MetricSet:
         """What was counted here, for `merged` elsewhere."""
         taken: list[Tensor] = []
         for metric in self._metrics.values():
-            _compute(metric, lambda t: (taken.append(t.clone()), [t])[1])  # type: ignore[func-returns-value]
+            with _synced(metric, lambda t: (taken.append(t.clone()), [t])[1]):  # type: ignore[func-returns-value]
+                pass
         return {"classes": self._known_classes(), "tensors": taken}
 
     def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -88,8 +94,8 @@ class MetricSet:
         rows = zip(*(state["tensors"] for state in states), strict=True)
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            if not metric.update_called:  # this one counted nothing itself
-                metric._update_count = 1
+            for part in _parts(metric):
+                part._update_count = part._update_count or 1  # it may have counted nothing itself
             device = metric.device
             values.update(_flat(name, _compute(
                 metric, lambda t: [part.to(device) for part in next(rows)]  # noqa: B023
@@ -116,7 +122,10 @@ class MetricSet:
             metric.reset()
 
     def to(self, device: torch.device) -> None:
+        """Onto a replica's device: where a call begins, so what cannot be joined ends it here."""
         for metric in self._metrics.values():
+            if current_replica().count > 1:
+                _parts(metric)
             metric.to(device)
 
 
@@ -124,25 +133,72 @@ def _joined(metric: torchmetrics.Metric, replica: Replica) -> Any:
     return _compute(metric, replica.all_gather if replica.count > 1 else None)
 
 
-def _compute(metric: torchmetrics.Metric, gather: Callable[[Tensor], list[Tensor]] | None) -> Any:
+def _compute(metric: torchmetrics.Metric, gather: Gather | None) -> Any:
     """The metric's value over whatever `gather` brings for each tensor of its state."""
-    before = metric.dist_sync_fn, metric.distributed_available_fn
-    if gather is not None:
-        metric._computed = None
-        metric.dist_sync_fn = lambda t, group=None: gather(t)
-        metric.distributed_available_fn = lambda: True
-    try:
-        with warnings.catch_warnings():
-            # A replica whose every share was empty computes before any update: that is no error.
-            warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
+    with warnings.catch_warnings():
+        # A replica whose every share was empty computes before any update: that is no error.
+        warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
+        if gather is None:
             return metric.compute()
+        with _synced(metric, gather):
+            return metric.compute()
+
+
+@contextmanager
+def _synced(metric: torchmetrics.Metric, gather: Gather) -> Iterator[None]:
+    """While the metric, and every one that it is made of, holds what `gather` brings.
+
+    torchmetrics would have each sync itself when it is computed, if it is asked to; then the order
+    of collective calls would follow from what the outermost does with the others.
+    """
+    parts = _parts(metric)
+    before = [(part._to_sync, part._should_unsync) for part in parts]
+    try:
+        for part in parts:
+            part._computed = None
+            part._to_sync = part._should_unsync = False
+            part.sync(lambda t, group=None: gather(t), distributed_available=lambda: True)
+        yield
     finally:
-        metric.dist_sync_fn, metric.distributed_available_fn = before
+        for part, (part._to_sync, part._should_unsync) in zip(parts, before, strict=True):
+            if part._is_synced:
+                part.unsync()
+
+
+def _parts(metric: nn.Module) -> list[torchmetrics.Metric]:
+    """The metric and those inside it that count something themselves; raises if one of them
+    wraps another in a way that shares of the rows do not add up to."""
+    from torchmetrics import Metric
+    from torchmetrics.wrappers.abstract import WrapperMetric
+
+    counting = []
+    for part in metric.modules():
+        if isinstance(part, WrapperMetric):
+            _check_wrapper(part)
+        elif isinstance(part, Metric):
+            counting.append(part)
+    return counting
+
+
+def _check_wrapper(wrapper: torchmetrics.Metric) -> None:
+    """A wrapper is as exact as what it wraps, unless it keeps or draws something of its own."""
+    from torchmetrics.wrappers import BootStrapper
+
+    borrowed = [getattr(part, "_defaults", None) for part in wrapper.children()]
+    own = bool(wrapper._defaults) and not any(wrapper._defaults is each for each in borrowed)
+    if not own and not isinstance(wrapper, BootStrapper):
+        return
+    raise NotDistributable(
+        f"the metric {type(wrapper).__name__} looks at batches one by one, of which replicas have "
+        "shares, so its value would not be that of one device; give the metric that it wraps, or "
+        "use one device."
+    )
 
 
 def _flat(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
-        return {f"{name}_{key}": float(part) for key, part in value.items()}
+        parts = [_flat(f"{name}_{key}", part) for key, part in value.items()]
+        return {key: number for part in parts for key, number in part.items()}
     if isinstance(value, Tensor) and value.numel() > 1:
         return {f"{name}_{i}": float(part) for i, part in enumerate(value.reshape(-1))}
     return {name: float(value)}
@@ -151,6 +207,8 @@ def _flat(name: str, value: Any) -> dict[str, float]:
 def _detached(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return tree.detach()
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_detached(item) for item in tree))
     if isinstance(tree, list | tuple):
         return type(tree)(_detached(item) for item in tree)
     if isinstance(tree, dict):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import stratagem as sg
 from tests.support import by_hand, data, distance, mlp, moved, strategy
@@ -177,3 +177,19 @@ def test_two_or_three_validation_batches_are_no_x_and_y(some: sg.Strategy, count
     with torch.no_grad():
         expected = float(F.cross_entropy(model.module(x), y))
     assert history["val_loss"] == [pytest.approx(expected, abs=1e-5)]
+
+
+# --- samplers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict", "validation_data"])
+def test_a_distributed_sampler_is_refused(verb: str) -> None:
+    x, y = data(30)
+    dataset = TensorDataset(x, y)
+    sampler: Any = DistributedSampler(dataset, num_replicas=2, rank=0)
+    loader = DataLoader(dataset, batch_size=10, sampler=sampler)
+    model = model_on(strategy(1))
+    with pytest.raises(sg.UsageError, match=r"DistributedSampler.*leave the sampler out"):
+        if verb == "validation_data":
+            model.fit(x, y, validation_data=loader, verbose=0)
+        getattr(model, verb)(loader, verbose=0)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
 from tests.support import by_hand, closest, data, distance, mlp, moved, strategy
@@ -525,6 +525,32 @@ def test_a_loader_by_itself(three_ring: sg.MirroredStrategy, leave: str) -> None
     for replica, _, length in results:
         assert length == 4
         assert distance(alone, replica) < 2e-6
+
+
+class Sentences(IterableDataset[Any]):
+    """Numbered rows with two texts each, a stream or not."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = [(f"a{i}", {"more": f"b{i}", "x": torch.tensor(i)}) for i in range(count)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_texts_go_with_their_rows(three_ring: sg.MirroredStrategy, streamed: bool) -> None:
+    """The last batch has one row: two replicas borrow it."""
+    dataset: Any = Sentences(31) if streamed else Sentences(31).rows
+
+    def look() -> list[tuple[str, str, int]]:
+        share, seen = sg.current_replica().share, []
+        for first, rest in three_ring.prepare(DataLoader(dataset, batch_size=10)):
+            each = list(zip(first, rest["more"], rest["x"].tolist(), strict=True))
+            seen += each[: share.examples]
+        return seen
+
+    seen = sorted((row for part in three_ring.run(look) for row in part), key=lambda row: row[2])
+    assert seen == [(f"a{i}", f"b{i}", i) for i in range(31)]
 
 
 def test_a_loader_by_itself_may_train(three_ring: sg.MirroredStrategy) -> None:

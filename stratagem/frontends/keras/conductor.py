@@ -21,7 +21,9 @@ from typing import Any
 import keras
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
+from stratagem.data.loader import check_sampler
 from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras import environment, fused, parcel, user_metrics
@@ -128,6 +130,9 @@ class Conductor:
 
     def _needs_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Needs:
         given = inspect.signature(self._own(name)).bind_partial(*args, **kwargs).arguments
+        for loader in given.values():
+            if isinstance(loader, DataLoader):
+                check_sampler(loader)
         return Needs.of(given.get("callbacks"))
 
     def _lead(

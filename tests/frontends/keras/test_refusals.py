@@ -11,10 +11,12 @@ from typing import Any
 
 import keras
 import pytest
+import torch
 import torch.distributed as dist
 from keras import layers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import stratagem as sg
 from stratagem.frontends.keras import scope
@@ -103,6 +105,19 @@ def test_parameters_sharded_by_torch() -> None:
             model.fit(x, x[:, :3], verbose=0)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict", "validation_data"])
+def test_a_sampler_that_takes_a_part_of_the_data(call: str) -> None:
+    x, _ = digits(9)
+    rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(x[:, :3]))
+    sampler: Any = DistributedSampler(rows, num_replicas=2, rank=0)
+    loader = DataLoader(rows, 4, sampler=sampler)
+    with pytest.raises(sg.UsageError, match="leave the sampler out"):
+        if call == "validation_data":
+            compiled().fit(x, x[:, :3], validation_data=loader, verbose=0)
+        getattr(compiled(), call)(loader, verbose=0)
 
 
 @pytest.mark.timeout(120)
