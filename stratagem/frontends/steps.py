@@ -119,6 +119,8 @@ class Solo:
         self._elsewhere = self.device.type != "cpu"
         half = recipe.autocast is torch.float16
         self._scaler = torch.amp.GradScaler(self.device.type) if half else None
+        if self._scaler is not None:  # it makes its scale at the first loss; empty shares have none
+            self._scaler.scale(torch.zeros((), device=self.device))
         self._waiting = 0
 
     def forward(self, portion: Portion) -> tuple[Any, Any, Any]:

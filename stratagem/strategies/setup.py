@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
+import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from stratagem.codecs.reducer import Reducer, reducer
 from stratagem.strategies.replica import Replica
@@ -16,6 +19,9 @@ from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 log = logging.getLogger("stratagem")
+
+#: models whose buffers have been spoken of
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _ROUNDS = 4
 _MIX = 0x9E3779B97F4A7C15
@@ -47,16 +53,52 @@ def roll_own_dice(replica: Replica, generation: int = 0) -> None:
 
 
 def average_buffers(module: nn.Module, replica: Replica) -> None:
-    """One defined answer for running statistics: the mean over replicas. Collective."""
+    """One defined answer for running statistics: the mean over replicas. Collective.
+
+    Whole numbers have no such answer: each replica keeps its own, and the chief says so where they
+    have come apart.
+    """
     if replica.count == 1:
         return
     floats = [b for b in module.buffers() if b.is_floating_point()]
-    if not floats:
+    counts = _own_counts(module)
+    if not floats and not counts:
         return
-    everybody = gather_tree(replica.collective, [b.detach() for b in floats])
+    digests = [_digest(b) for b in counts.values()]
+    everybody = gather_tree(replica.collective, [[b.detach() for b in floats], digests])
     for i, buffer in enumerate(floats):
-        total = sum((part[i].double() for part in everybody), torch.zeros(()).double())
+        total = sum((values[i].double() for values, _ in everybody), torch.zeros(()).double())
         buffer.copy_(total / replica.count)
+    if replica.is_chief:
+        _warn_of_counts(module, list(counts), [digests for _, digests in everybody])
+
+
+def _own_counts(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers of whole numbers, but for those of torch's norms: batches, which the chief knows."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules() if not isinstance(part, _NormBase)
+        for name, buffer in part.named_buffers(recurse=False)
+        if not buffer.is_floating_point() and not buffer.is_complex()
+    }  # fmt: skip
+
+
+def _digest(buffer: Tensor) -> int:
+    values = buffer.detach().cpu().contiguous().flatten()
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes()) if values.numel() else 0
+
+
+def _warn_of_counts(module: nn.Module, names: list[str], digests: list[list[int]]) -> None:
+    """Say, once a model, which buffers differ, given every replica's digests."""
+    mine = digests[0]
+    apart = [name for i, name in enumerate(names) if any(d[i] != mine[i] for d in digests)]
+    if apart and module not in _warned:
+        _warned.add(module)
+        log.warning(
+            "buffers came to differ between the replicas, since each sees its own rows (%s); the "
+            "model keeps replica 0's. Count rows outside of the module: in a callback, or a loop.",
+            ", ".join(apart),
+        )  # fmt: skip
 
 
 def choose_reducer(params: Sequence[Tensor], replica: Replica, settings: Settings) -> Reducer:

@@ -12,14 +12,16 @@ all_reduce(w_r * sum) / w_r.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stratagem.strategies.replica import Replica, Share
+from stratagem.errors import NotDistributable
+from stratagem.strategies.replica import Replica, Share, current_replica
 from stratagem.wire.collective import Collective
 
 
@@ -107,37 +109,97 @@ def _broadcast_shape(x: Tensor) -> list[int]:
     return [1, x.shape[1]] + [1] * (x.dim() - 2)
 
 
+class _Synced:
+    """Goes before a layer's own type: forward over the global batch, on the replica it is for.
+
+    Anywhere else (after the call, after a failure) the layer is what it was, and a copy, pickled
+    or not, is of its own type: a model that is averaged, saved or sent elsewhere is plain.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any = self
+        link = _links[layer]
+        if current_replica() is not link.replica:
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        if layer.training:
+            return _normalise(layer, x, link)
+        if layer.running_mean is None and layer.running_var is None:
+            raise _no_statistics(layer)
+        return super().forward(x)  # type: ignore[misc, no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        layer: Any = self
+        synced = type(layer)
+        layer.__class__ = _links[layer].plain
+        try:
+            return layer.__reduce_ex__(1)  # pickle would find that a later form's type is not ours
+        finally:
+            layer.__class__ = synced
+
+
+class _Link(NamedTuple):
+    """What a synchronised layer needs; beside the layer, so that no copy takes it along."""
+
+    plain: type[_BatchNorm]
+    room: Room
+    replica: Replica
+
+
+_links: weakref.WeakKeyDictionary[nn.Module, _Link] = weakref.WeakKeyDictionary()
+
+
 def install(module: nn.Module, replica: Replica) -> Callable[[], None]:
-    """Synchronise every BatchNorm layer; returns what takes it back. Collective."""
+    """Synchronise every BatchNorm layer, in place of what an earlier call did; returns what takes
+    it back, which may be called again. Collective."""
     layers = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    for layer in layers:
+        _remove(layer, _links.get(layer))
     if not layers or replica.count == 1:
         return lambda: None
     side = replica.beside()
+    links = []
     for layer in layers:
         room = Room(side, layer.num_features, _type(layer), replica.device)
-        layer.__dict__["forward"] = _forward(layer, room, replica)
+        links.append(link := _Link(type(layer), room, replica))
+        _links[layer] = link
+        layer.__class__ = _synced(link.plain)
 
     def remove() -> None:
-        for layer in layers:
-            del layer.__dict__["forward"]
+        for layer, link in zip(layers, links, strict=True):
+            _remove(layer, link)
 
     return remove
 
 
-def _forward(layer: _BatchNorm, room: Room, replica: Replica) -> Callable[[Tensor], Tensor]:
-    plain = layer.forward
+def _remove(layer: nn.Module, link: _Link | None) -> None:
+    """Make it plain, if it still is as `link` says."""
+    if link is not None and _links.get(layer) is link:
+        layer.__class__ = link.plain
+        del _links[layer]
 
-    def forward(x: Tensor) -> Tensor:
-        if not layer.training:
-            return plain(x)
-        weight = layer.weight if layer.affine else x.new_ones(layer.num_features)
-        bias = layer.bias if layer.affine else x.new_zeros(layer.num_features)
-        norm: Any = GlobalNorm.apply
-        y, mean, var = norm(x, weight, bias, layer.eps, room, replica.share)
-        _track(layer, mean, var * (room.count / max(room.count - 1.0, 1.0)))
-        return y  # type: ignore[no-any-return]
 
-    return forward
+def _synced(plain: type[_BatchNorm]) -> type[_BatchNorm]:
+    # Not of torch's modules: nobody may take its forward for torch's code (at_home.py).
+    return type(plain.__name__, (_Synced, plain), {"__module__": __name__})
+
+
+def _no_statistics(layer: _BatchNorm) -> NotDistributable:
+    return NotDistributable(
+        f"a {type(layer).__name__} with track_running_stats=False normalises over the batch in "
+        "eval mode, too, where each replica has its own share; let it track them, or evaluate a "
+        "copy on one device: sg.Model(copy.deepcopy(module)), without a strategy."
+    )
+
+
+def _normalise(layer: _BatchNorm, x: Tensor, link: _Link) -> Tensor:
+    weight = layer.weight if layer.affine else x.new_ones(layer.num_features)
+    bias = layer.bias if layer.affine else x.new_zeros(layer.num_features)
+    room, norm = link.room, cast(Any, GlobalNorm.apply)
+    y, mean, var = norm(x, weight, bias, layer.eps, room, link.replica.share)
+    if room.count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")
+    _track(layer, mean, var * (room.count / max(room.count - 1.0, 1.0)))
+    return y  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
