@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,38 @@ def test_inside_replicas_talk(three: sg.MirroredStrategy) -> None:
         )  # fmt: skip
 
     assert three.run(work) == [([6.0], 3.0, 20.0, [0, 1, 2])] * 3
+
+
+def test_inside_numbers_are_reduced_too(three: sg.MirroredStrategy) -> None:
+    def work() -> tuple[float, float, list[int]]:
+        replica = sg.current_replica()
+        parts = [int(part) for part in replica.all_gather(replica.index)]
+        return float(replica.all_reduce(3.0)), float(replica.all_reduce(True, "mean")), parts
+
+    assert three.run(work) == [(9.0, 1.0, [0, 1, 2])] * 3
+    assert float(sg.current_replica().all_reduce(3)) == 3
+
+
+def test_each_replica_has_its_own_dice(three: sg.MirroredStrategy) -> None:
+    """They follow the caller's seed; the caller's own sequence goes on as if it were alone."""
+
+    def roll() -> tuple[float, float, float]:
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    def seeded(seed: int) -> list[list[tuple[float, float, float]]]:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        return [three.run(roll), three.run(roll)]
+
+    first = seeded(0)
+    assert seeded(0) == first
+    other = seeded(1)
+    for kind in range(3):
+        drawn = [each[kind] for run in (*first, *other) for each in run]
+        assert len(set(drawn)) == len(drawn), "drawn twice"
+    torch.manual_seed(0)
+    assert [first[0][0][0], first[1][0][0]] == torch.rand(2).tolist()
 
 
 # --- reduce and gather: the numbers of facts/tf-distribute.md ------------------------------------

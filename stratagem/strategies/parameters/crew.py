@@ -29,6 +29,7 @@ from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import Place
 from stratagem.errors import ReplicaError, ReplicaLost, UsageError
 from stratagem.replicas import follower
+from stratagem.replicas.dice import Dice
 from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.rules.stats import Stats
 from stratagem.strategies.agreement import Patience
@@ -230,7 +231,8 @@ class Crew:
         worker.fits = self.fits
         children = self._children
         if children is not None:
-            children.begin((_run, (function, sent, self.fits, torch.get_default_dtype()), {}))
+            told = (function, sent, self.fits, torch.get_default_dtype(), Dice.of_caller())
+            children.begin((_run, told, {}))
             if children.hands and self._threads():
                 torch.set_num_threads(self._threads())
         try:
@@ -358,10 +360,13 @@ def _report(worker: Worker, text: str) -> None:
         log.info("the lead did not hear of the failure: %s", problem)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], fits: int, dtype: torch.dtype) -> Any:
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], fits: int, dtype: torch.dtype, dice: Dice
+) -> Any:
     """In a child: what the client runs."""
     torch.set_default_dtype(dtype)
     worker = current_worker()
+    dice.throw(worker.index)
     worker.fits = fits
     result = function(*args)
     worker.settle()

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -498,6 +499,19 @@ def test_an_exception_on_the_chief_is_its_own(made: Any) -> None:
         count(strategy, loss=raise_on(0))
     assert not any(runs(pid) for pid in everybody)
     assert works(strategy)
+
+
+def test_each_worker_has_its_own_dice(made: Any) -> None:
+    strategy = made()
+
+    def seeded() -> list[float]:
+        torch.manual_seed(7)
+        return [float(each) for each in strategy.run(partial(torch.rand, ()))]
+
+    first = seeded()
+    assert len(set(first)) == 3 and seeded() == first
+    torch.manual_seed(7)
+    assert first[0] == float(torch.rand(()))
 
 
 def test_the_model_is_the_users_own_after_a_failure(made: Any) -> None:
