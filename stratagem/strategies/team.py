@@ -95,6 +95,7 @@ class Team:
     def start(self) -> Replica:
         """Bring every replica up, unless they are up. Collective in a cluster."""
         with self._lock:
+            self._refuse_if_forked()
             if self.replica is None:
                 try:
                     self.replica = self._start()
@@ -106,6 +107,14 @@ class Team:
                 if self.place is not None and len(self.devices) == 1:
                     self._become(self.replica)
             return self.replica
+
+    def _refuse_if_forked(self) -> None:
+        """What was started belongs to the process that did so; what was not, to this one."""
+        if os.getpid() == self._owner:
+            return
+        if self._cluster is not None and self.size > 1:
+            raise forked("replicas")
+        self._owner = os.getpid()
 
     def _become(self, replica: Replica | None) -> None:
         if self._self is not None:
@@ -301,3 +310,11 @@ def _run(
     torch.set_default_dtype(dtype)
     dice.throw(current_replica().index)
     return function(*args)
+
+
+def forked(whom: str) -> UsageError:
+    """What a forked child is told that calls those whom its parent has started."""
+    return UsageError(
+        f"this process was forked from the one that started the {whom} of this strategy, and they "
+        "listen to that one only; make a strategy in the child, or use this one in the parent."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 from collections.abc import Iterator
@@ -281,6 +282,32 @@ def test_close_and_use_again() -> None:
     alone = by_hand(mlp(), sgd, F.cross_entropy, x, y, batch=32)
     assert distance(alone, fitted(made, mlp(), x, y)) < 1e-6
     made.close()
+
+
+def test_a_forked_child_leaves_its_parents_replicas_alone(two: sg.MirroredStrategy) -> None:
+    """It is told so; one that was not in use yet is the child's own from then on."""
+    fresh = strategy(2)
+    pids = two.run(os.getpid)
+
+    def child() -> None:
+        with pytest.raises(sg.UsageError, match=r"forked.*make a strategy in the child"):
+            two.run(os.getpid)
+        mine = fresh.run(os.getpid)
+        assert len(set(mine)) == 2 and not set(mine) & set(pids)
+        fresh.close()
+        assert strategy(1).run(lambda: 1) == [1]
+
+    assert exit_code_of(child) == 0
+    assert two.run(os.getpid) == pids
+    fresh.close()
+
+
+def exit_code_of(work: Any) -> int | None:
+    """How a forked child that does this ends."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(30)
+    return child.exitcode
 
 
 def test_threads_of_the_caller_are_given_back(two: sg.MirroredStrategy) -> None:

@@ -42,7 +42,7 @@ from stratagem.strategies.parameters.trouble import failed
 from stratagem.strategies.parameters.worker import Worker
 from stratagem.strategies.replica import Replica, be, be_no_more, called_replica, set_called
 from stratagem.strategies.settings import Settings
-from stratagem.strategies.team import Team
+from stratagem.strategies.team import Team, forked
 from stratagem.wire.tcp import local_address
 
 log = logging.getLogger("stratagem")
@@ -127,6 +127,7 @@ class Crew:
 
     def start(self) -> Replica:
         with self._lock:
+            self._refuse_if_forked()
             if self._replica is None:
                 try:
                     self._replica = self._start()
@@ -134,6 +135,14 @@ class Crew:
                     self._end()
                     raise
             return self._replica
+
+    def _refuse_if_forked(self) -> None:
+        """What was started belongs to the process that did so; what was not, to this one."""
+        if os.getpid() == self._owner:
+            return
+        if self._replica is not None:
+            raise forked("workers")
+        self._owner = os.getpid()
 
     def _start(self) -> Replica:
         address = self._address()
