@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
-from stratagem.frontends import evaluator, loop, losses, served
+from stratagem.frontends import evaluator, hooks, loop, losses, served
 from stratagem.frontends.callbacks import Callback, CallbackList, History
 from stratagem.frontends.feeds import Feed, feed, in_batches, unpack
 from stratagem.frontends.meter import Meter, Verbosity, check_verbose
@@ -151,6 +151,8 @@ class Model:
             between_steps=CallbackList(callbacks, self, {}).between_steps,
             wants_state=any(callback.reads_optimizer_state for callback in callbacks),
         )  # fmt: skip
+        hooks.refuse_on_parameters(self.strategy, self.module)
+        hooks.refuse_on_optimizer(self.strategy, optimizer)
         if self.strategy.served:
             served.check(job)
         self._fits += 1

@@ -87,7 +87,7 @@ def _answer(data: bytes) -> bytes:
 def _packed(value: Any) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(Answer(value))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         raise UsageError(
             f"the result, a {type(value).__name__}, cannot be sent back: {error}. Return tensors, "
             "numbers, text, or lists and dicts of them."

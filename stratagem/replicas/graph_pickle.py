@@ -21,9 +21,11 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.utils import parametrize
 
+from stratagem.errors import StratagemError, UsageError
 from stratagem.wire.segment import Segment
 
 _LARGE = 1 << 16
@@ -62,6 +64,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         way = _way_to(obj)
         if way is not None:
             return _reach, way
+        if isinstance(obj, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+            raise UsageError(
+                "what torch.jit has compiled cannot be sent to the replicas: use the module as it "
+                "was before script or trace, or compile it in a function given to strategy.run, "
+                "which makes one on each replica."
+            )
+        if _is_parametrized(obj):
+            return _parametrized, _parts(obj), super(type(obj), obj).__getstate__()
         return super().reducer_override(obj)
 
 
@@ -89,6 +99,28 @@ def _reach(module: str, *attributes: str) -> Any:
     for name in attributes:
         found = getattr(found, name)
     return found
+
+
+def _is_parametrized(obj: Any) -> bool:
+    """Whether torch has given the module a class of its own making, which refuses pickling."""
+    if not isinstance(obj, nn.Module):
+        return False
+    refusal = vars(type(obj)).get("__getstate__")
+    return getattr(refusal, "__module__", None) == parametrize.__name__
+
+
+def _parts(module: Any) -> tuple[type[nn.Module], list[str]]:
+    """The class that such a module had, and the names of the tensors that are computed."""
+    return type(module).__bases__[0], list(module.parametrizations)
+
+
+def _parametrized(original: type[nn.Module], names: list[str]) -> nn.Module:
+    """A module of that class, empty yet, as torch.nn.utils.parametrize makes it."""
+    module = original.__new__(original)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
 
 
 def _plain(tensor: Tensor) -> bool:
@@ -121,7 +153,16 @@ def dumps(obj: Any) -> tuple[bytes, list[Segment]]:
     """The bytes, and the segments that must live until every child has read them."""
     file = io.BytesIO()
     pickler = _Pickler(file)
-    pickler.dump(obj)
+    try:
+        pickler.dump(obj)
+    except (StratagemError, torch.OutOfMemoryError):
+        raise
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        raise UsageError(
+            f"what is to run on the replicas cannot be sent to them: {error}. Keep open files, "
+            "locks and connections out of the function, its arguments, the model and the data; "
+            "make them inside the function."
+        ) from error
     return file.getvalue(), pickler.segments
 
 

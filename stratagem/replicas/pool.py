@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import select
 import signal
 import socket
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from stratagem.errors import UsageError
 from stratagem.replicas import frames, graph_pickle
 from stratagem.replicas.follower import Answer
 from stratagem.replicas.output import Relay
@@ -183,17 +181,6 @@ class Follower:
         self.member.close()
 
 
-def _packed(call: tuple[Any, ...]) -> tuple[bytes, list[Any]]:
-    try:
-        return graph_pickle.dumps(call)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"what is to run on the replicas cannot be sent to them: {error}. Keep open files, "
-            "locks and connections out of the function, its arguments, the model and the data; "
-            "make them inside the function."
-        ) from error
-
-
 class Pool:
     """Followers that run what they are told, one call at a time."""
 
@@ -218,7 +205,7 @@ class Pool:
         last: tuple[Any, bytes] | None = None
         for follower, args in zip(self.followers, arguments, strict=True):
             if last is None or last[0] is not args:
-                data, segments = _packed((function, args, {}))
+                data, segments = graph_pickle.dumps((function, args, {}))
                 self._segments += segments
                 last = (args, data)
             try:

@@ -84,13 +84,14 @@ class Replica:
     def is_chief(self) -> bool:
         return self.index == 0
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every replica's tensor, in order; shapes may differ."""
+    def all_gather(self, tensor: Tensor | float) -> list[Tensor]:
+        """Every replica's tensor or number, in order; shapes may differ."""
+        tensor = torch.as_tensor(tensor)
         parts = gather_tree(self.collective, tensor)
         return [part.to(tensor.device) for part in parts]
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """The sum, mean, max or min of every replica's tensor."""
+    def all_reduce(self, tensor: Tensor | float, op: ReduceOp = "sum") -> Tensor:
+        """The sum, mean, max or min of every replica's tensor or number."""
         return combine(self.all_gather(tensor), op)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:

@@ -27,9 +27,17 @@ from stratagem.cluster.membership import Member, Membership, Trouble
 from stratagem.cluster.spec import Place
 from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, UsageError
 from stratagem.replicas import follower
+from stratagem.replicas.dice import Dice
 from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.strategies.agreement import Offer, Party, Patience, agree
-from stratagem.strategies.replica import Replica, be, be_no_more, called_replica, set_called
+from stratagem.strategies.replica import (
+    Replica,
+    be,
+    be_no_more,
+    called_replica,
+    current_replica,
+    set_called,
+)
 from stratagem.strategies.seat import Seat, sit
 from stratagem.strategies.settings import Settings
 
@@ -87,6 +95,7 @@ class Team:
     def start(self) -> Replica:
         """Bring every replica up, unless they are up. Collective in a cluster."""
         with self._lock:
+            self._refuse_if_forked()
             if self.replica is None:
                 try:
                     self.replica = self._start()
@@ -98,6 +107,14 @@ class Team:
                 if self.place is not None and len(self.devices) == 1:
                     self._become(self.replica)
             return self.replica
+
+    def _refuse_if_forked(self) -> None:
+        """What was started belongs to the process that did so; what was not, to this one."""
+        if os.getpid() == self._owner:
+            return
+        if self._cluster is not None and self.size > 1:
+            raise forked("replicas")
+        self._owner = os.getpid()
 
     def _become(self, replica: Replica | None) -> None:
         if self._self is not None:
@@ -176,7 +193,7 @@ class Team:
     ) -> list[Any]:  # fmt: skip
         watch = replica.membership.raise_if_gone
         if self._pool is not None:
-            call = (function, sent, torch.get_default_dtype())
+            call = (function, sent, torch.get_default_dtype(), Dice.of_caller())
             self._pool.submit(_run, [call] * len(self._pool.followers), watch)
         if self._threads:
             torch.set_num_threads(self._threads)
@@ -286,7 +303,18 @@ def _sit_down(seat: Seat, members: tuple[Member, ...], give_up: float) -> None:
     set_called(replica)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype) -> Any:
-    """In a follower: what the caller runs, with the type of numbers that the caller has set."""
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype, dice: Dice
+) -> Any:
+    """In a follower: what the caller runs, with its type of numbers, and dice of one's own."""
     torch.set_default_dtype(dtype)
+    dice.throw(current_replica().index)
     return function(*args)
+
+
+def forked(whom: str) -> UsageError:
+    """What a forked child is told that calls those whom its parent has started."""
+    return UsageError(
+        f"this process was forked from the one that started the {whom} of this strategy, and they "
+        "listen to that one only; make a strategy in the child, or use this one in the parent."
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,38 @@ def test_inside_replicas_talk(three: sg.MirroredStrategy) -> None:
         )  # fmt: skip
 
     assert three.run(work) == [([6.0], 3.0, 20.0, [0, 1, 2])] * 3
+
+
+def test_inside_numbers_are_reduced_too(three: sg.MirroredStrategy) -> None:
+    def work() -> tuple[float, float, list[int]]:
+        replica = sg.current_replica()
+        parts = [int(part) for part in replica.all_gather(replica.index)]
+        return float(replica.all_reduce(3.0)), float(replica.all_reduce(True, "mean")), parts
+
+    assert three.run(work) == [(9.0, 1.0, [0, 1, 2])] * 3
+    assert float(sg.current_replica().all_reduce(3)) == 3
+
+
+def test_each_replica_has_its_own_dice(three: sg.MirroredStrategy) -> None:
+    """They follow the caller's seed; the caller's own sequence goes on as if it were alone."""
+
+    def roll() -> tuple[float, float, float]:
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    def seeded(seed: int) -> list[list[tuple[float, float, float]]]:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        return [three.run(roll), three.run(roll)]
+
+    first = seeded(0)
+    assert seeded(0) == first
+    other = seeded(1)
+    for kind in range(3):
+        drawn = [each[kind] for run in (*first, *other) for each in run]
+        assert len(set(drawn)) == len(drawn), "drawn twice"
+    torch.manual_seed(0)
+    assert [first[0][0][0], first[1][0][0]] == torch.rand(2).tolist()
 
 
 # --- reduce and gather: the numbers of facts/tf-distribute.md ------------------------------------
@@ -248,6 +282,32 @@ def test_close_and_use_again() -> None:
     alone = by_hand(mlp(), sgd, F.cross_entropy, x, y, batch=32)
     assert distance(alone, fitted(made, mlp(), x, y)) < 1e-6
     made.close()
+
+
+def test_a_forked_child_leaves_its_parents_replicas_alone(two: sg.MirroredStrategy) -> None:
+    """It is told so; one that was not in use yet is the child's own from then on."""
+    fresh = strategy(2)
+    pids = two.run(os.getpid)
+
+    def child() -> None:
+        with pytest.raises(sg.UsageError, match=r"forked.*make a strategy in the child"):
+            two.run(os.getpid)
+        mine = fresh.run(os.getpid)
+        assert len(set(mine)) == 2 and not set(mine) & set(pids)
+        fresh.close()
+        assert strategy(1).run(lambda: 1) == [1]
+
+    assert exit_code_of(child) == 0
+    assert two.run(os.getpid) == pids
+    fresh.close()
+
+
+def exit_code_of(work: Any) -> int | None:
+    """How a forked child that does this ends."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(30)
+    return child.exitcode
 
 
 def test_threads_of_the_caller_are_given_back(two: sg.MirroredStrategy) -> None:

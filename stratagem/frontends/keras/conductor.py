@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from stratagem.data.loader import check_sampler
 from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends.hooks import refuse_on_parameters
 from stratagem.frontends.keras import environment, fused, parcel, user_metrics
 from stratagem.frontends.keras.attributes import Attributes
 from stratagem.frontends.keras.needs import ONE_STEP, Needs
@@ -39,6 +40,7 @@ from stratagem.strategies.settings import Settings
 from stratagem.strategies.strategy import Strategy
 from stratagem.wire.tree import broadcast_tree
 
+TRAINS = ("fit", "train_on_batch")
 _numbers = itertools.count()
 #: numbers of models that are gone here, for followers to forget
 _gone: list[int] = []
@@ -154,6 +156,8 @@ class Conductor:
             with keras.device(environment.device_name(team.start())):
                 return own(*args, **kwargs)
         self._refuse()
+        if name in TRAINS:
+            refuse_on_parameters(self.strategy, self.model)
         part = self._part(team.start(), again)
         mine = (lambda: own(*args, **kwargs), self, needs)
         results = team.call(_perform, (mine, part), sent=(None, part))

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, StratagemError, UsageError
+from stratagem.frontends.hooks import refuse_on_parameters
 from stratagem.frontends.keras import conductor, environment, parcel
 from stratagem.frontends.keras.attributes import Attributes
-from stratagem.frontends.keras.conductor import Conductor, Part
+from stratagem.frontends.keras.conductor import TRAINS, Conductor, Part
 from stratagem.frontends.keras.hand import Hand, attend
 from stratagem.frontends.keras.needs import Needs
 from stratagem.frontends.keras.results import portable
@@ -36,7 +37,6 @@ from stratagem.strategies.parameters.worker import EpochOver, FitOver
 from stratagem.strategies.replica import current_replica
 
 log = logging.getLogger("stratagem")
-_TRAINS = ("fit", "train_on_batch")
 
 
 class ServedConductor(Conductor):
@@ -62,7 +62,7 @@ class ServedConductor(Conductor):
                 return own(*args, **kwargs)
             finally:
                 self._needs = before
-        if name not in _TRAINS or conductor.busy():
+        if name not in TRAINS or conductor.busy():
             with keras.device(environment.device_name(self.strategy.team.start())):
                 return own(*args, **kwargs)
         self._refuse()
@@ -72,6 +72,7 @@ class ServedConductor(Conductor):
 
     def _refuse(self) -> None:
         super()._refuse()
+        refuse_on_parameters(self.strategy, self.model)
         if len(parcel.optimizers(self.model)) > 1:
             raise NotDistributable(
                 "the model has several optimizers, or one inside of another (LossScaleOptimizer, "
@@ -393,7 +394,7 @@ class ServedConductor(Conductor):
 
 
 def _refuse_the_evaluator(name: str) -> None:
-    if name in _TRAINS:
+    if name in TRAINS:
         raise NotDistributable(
             "this is the evaluator task, which takes no part in the training; have it load what "
             "ModelCheckpoint saves on the chief, and call evaluate on that."

@@ -29,6 +29,7 @@ from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import Place
 from stratagem.errors import ReplicaError, ReplicaLost, UsageError
 from stratagem.replicas import follower
+from stratagem.replicas.dice import Dice
 from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.rules.stats import Stats
 from stratagem.strategies.agreement import Patience
@@ -41,7 +42,7 @@ from stratagem.strategies.parameters.trouble import failed
 from stratagem.strategies.parameters.worker import Worker
 from stratagem.strategies.replica import Replica, be, be_no_more, called_replica, set_called
 from stratagem.strategies.settings import Settings
-from stratagem.strategies.team import Team
+from stratagem.strategies.team import Team, forked
 from stratagem.wire.tcp import local_address
 
 log = logging.getLogger("stratagem")
@@ -126,6 +127,7 @@ class Crew:
 
     def start(self) -> Replica:
         with self._lock:
+            self._refuse_if_forked()
             if self._replica is None:
                 try:
                     self._replica = self._start()
@@ -133,6 +135,14 @@ class Crew:
                     self._end()
                     raise
             return self._replica
+
+    def _refuse_if_forked(self) -> None:
+        """What was started belongs to the process that did so; what was not, to this one."""
+        if os.getpid() == self._owner:
+            return
+        if self._replica is not None:
+            raise forked("workers")
+        self._owner = os.getpid()
 
     def _start(self) -> Replica:
         address = self._address()
@@ -230,7 +240,8 @@ class Crew:
         worker.fits = self.fits
         children = self._children
         if children is not None:
-            children.begin((_run, (function, sent, self.fits, torch.get_default_dtype()), {}))
+            told = (function, sent, self.fits, torch.get_default_dtype(), Dice.of_caller())
+            children.begin((_run, told, {}))
             if children.hands and self._threads():
                 torch.set_num_threads(self._threads())
         try:
@@ -358,10 +369,13 @@ def _report(worker: Worker, text: str) -> None:
         log.info("the lead did not hear of the failure: %s", problem)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], fits: int, dtype: torch.dtype) -> Any:
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], fits: int, dtype: torch.dtype, dice: Dice
+) -> Any:
     """In a child: what the client runs."""
     torch.set_default_dtype(dtype)
     worker = current_worker()
+    dice.throw(worker.index)
     worker.fits = fits
     result = function(*args)
     worker.settle()

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import stratagem as sg
 from stratagem.frontends.keras import scope
+from tests.frontends.keras.served_support import close_served, served
 from tests.keras_support import digits, strategy
 
 ROOT = str(Path(sg.__file__).parent.parent)
@@ -136,3 +137,20 @@ def test_nothing_to_train() -> None:
     model.trainable = False
     with pytest.raises(sg.NotDistributable, match="no trainable weights"):
         model.fit(x, x[:, :3], verbose=0)
+
+
+@pytest.mark.parametrize("place", ["mirrored", "served"])
+def test_hooks_on_variables(place: str) -> None:
+    x, y = digits()
+    where = strategy(2) if place == "mirrored" else served(sg.Synchronous())
+    with where.scope():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    handle = model.layers[0].kernel.value.register_hook(lambda grad: grad * 0.5)
+    for train in (model.fit, model.train_on_batch):
+        with pytest.raises(sg.NotDistributable, match=r"'.*' has a hook.*clipnorm"):
+            train(x[:32], y[:32])
+    model.evaluate(x[:32], y[:32], verbose=0)
+    handle.remove()
+    model.fit(x[:32], y[:32], verbose=0)
+    close_served()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -498,6 +500,34 @@ def test_an_exception_on_the_chief_is_its_own(made: Any) -> None:
         count(strategy, loss=raise_on(0))
     assert not any(runs(pid) for pid in everybody)
     assert works(strategy)
+
+
+def test_a_forked_child_leaves_its_parents_workers_alone(made: Any) -> None:
+    strategy = made()
+    workers = strategy.run(os.getpid)
+
+    def child() -> None:
+        with pytest.raises(sg.UsageError, match=r"forked.*make a strategy in the child"):
+            strategy.run(os.getpid)
+
+    forked = multiprocessing.get_context("fork").Process(target=child)
+    forked.start()
+    forked.join(20)
+    assert forked.exitcode == 0
+    assert strategy.run(os.getpid) == workers
+
+
+def test_each_worker_has_its_own_dice(made: Any) -> None:
+    strategy = made()
+
+    def seeded() -> list[float]:
+        torch.manual_seed(7)
+        return [float(each) for each in strategy.run(partial(torch.rand, ()))]
+
+    first = seeded()
+    assert len(set(first)) == 3 and seeded() == first
+    torch.manual_seed(7)
+    assert first[0] == float(torch.rand(()))
 
 
 def test_the_model_is_the_users_own_after_a_failure(made: Any) -> None:
