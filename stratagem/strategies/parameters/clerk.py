@@ -72,9 +72,10 @@ class Clerk:
         return OK
 
     def _take_gradient(self, guest: Guest, frame: Frame) -> None:
-        """A gradient onto the worker's desk; rows of sparse ones beside it."""
-        if not frame.size:
-            return
+        """A gradient onto the worker's desk; rows of sparse ones beside it.
+
+        A frame without a byte says something, too: no row was touched here, or nothing was used.
+        """
         desk = self.shard.find(guest.token)
         if desk is None:  # of a fit that is over
             guest.connection.skip(TREE_LIMIT)
@@ -184,8 +185,9 @@ class LeadClerk(Clerk):
         return self.lead.next(_member(guest), told["epoch"], told["have"], told["feeds"])
 
     def _push(self, guest: Guest, frame: Frame) -> Answer:
-        self._take_gradient(guest, frame)
         told = frame.header
+        if not told.get("laid"):  # else it came while it was made
+            self._take_gradient(guest, frame)
         push = Push(guest.worker, int(told["serial"]), int(told["version"]), float(told["weight"]))
         return self.lead.push(_member(guest), push, told, told.get("next"))
 

@@ -136,25 +136,28 @@ class Lead:
             books = self._books()
             before = self.attendees.get(attendee.worker)
             if before is not None:
-                self._leave(before)
+                self._leave(before, dead=True)
             self.attendees[attendee.worker] = attendee
             books.join(attendee.worker)
             self.changed.notify_all()
             return {}, []
 
-    def leave(self, attendee: Attendee) -> None:
-        """A worker has gone: its work goes back, and the gates count anew."""
+    def leave(self, attendee: Attendee, *, dead: bool = False) -> None:
+        """A worker has gone: its work goes back, and the gates count anew.
+
+        If it is dead, the other servers hang up as well; else it may take part in the next fit.
+        """
         with self.changed:
             if self.attendees.get(attendee.worker) is attendee:
-                self._leave(attendee)
+                self._leave(attendee, dead=dead)
                 self.changed.notify_all()
 
-    def _leave(self, attendee: Attendee) -> None:
+    def _leave(self, attendee: Attendee, *, dead: bool) -> None:
         del self.attendees[attendee.worker]
         if self.running and self.failure is None and self.ledger is not None:
             self.ledger.leave(attendee.worker)
             self._settle()
-            self._order(["leave", attendee.seat])
+            self._order(["bury" if dead else "leave", attendee.seat])
 
     def _counts(self, attendee: Attendee) -> Ledger | None:
         """The books, if its fit is under way; an error if another has its place there."""

@@ -248,7 +248,7 @@ class Server:
     def _gone(self, guest: Guest, why: str) -> None:
         """A worker's connection has ended, or ought to have."""
         if self.lead is not None and guest.attendee is not None:
-            self.lead.leave(guest.attendee)
+            self.lead.leave(guest.attendee, dead=not guest.said_bye)
         if guest.said_bye:
             if guest.chief:
                 with self._lock:
@@ -281,7 +281,7 @@ class Server:
             while (frame := guest.connection.receive()) is not None:
                 order = frame.header["order"]
                 value = self.shard.obey(order)
-                if order[0] == "leave":
+                if order[0] == "bury":
                     self._dismiss(order[1])
                 if value is not None:
                     guest.connection.send({"value": value})

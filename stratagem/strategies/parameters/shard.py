@@ -335,7 +335,8 @@ class Shard:
 _ORDERS: dict[str, Callable[..., Any]] = {
     "add": Shard._add, "one": Shard._one, "apply": Shard._apply, "norm": Shard._norm,
     "distance": Shard._distance, "step": Shard._step, "settings": Shard._settings,
-    "snapshot": Shard._snapshot, "leave": Shard._leave, "flush": Shard._flush,
+    "snapshot": Shard._snapshot, "leave": Shard._leave, "bury": Shard._leave,
+    "flush": Shard._flush,
 }  # fmt: skip
 _MAKES = {"one", "apply"}  # an update
 _BY_ELEMENT = {"add", *_MAKES}

@@ -8,6 +8,8 @@ from typing import Any
 from stratagem import errors
 from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, StratagemError, UsageError
 
+_TRACE = "Its traceback:"
+
 
 def lost(name: str, why: str = "") -> ReplicaLost:
     """A server has died."""
@@ -19,15 +21,14 @@ def lost(name: str, why: str = "") -> ReplicaLost:
 
 
 def failed(name: str, text: str) -> ReplicaFailed:
-    """A task raised an exception; `text` is its traceback."""
-    return ReplicaFailed(
-        f"{name} raised an exception; the others were stopped. Its traceback:\n\n{text}", name
-    )
+    """A task raised an exception; `text` is its traceback, if there is one."""
+    seen = f"{_TRACE}\n\n{text}" if text.strip() else "See its output for the reason."
+    return ReplicaFailed(f"{name} raised an exception; the others were stopped. {seen}", name)
 
 
 def headline(error: ReplicaError) -> str:
     """What is logged of an error that will be raised as well: a traceback is needed once."""
-    return str(error).partition("\n")[0]
+    return str(error).partition("\n")[0].removesuffix(f" {_TRACE}")
 
 
 def note_of(error: StratagemError) -> dict[str, Any]:

@@ -126,6 +126,10 @@ class Worker:
         #: what came with the answer to a push
         self._ahead: Work | None = None
         self._came = 0.0
+        #: whether rows of a gradient that did not count may still lie on the servers' desks
+        self._leftovers = False
+        #: by variable: whether it has had a gradient; whether any of them was sparse
+        self._had, self._sparse = [False] * len(params), False
         self._hire_couriers()
         for i in range(len(self.lines)):
             self.lines.call(i, {"t": "sit", "fit": fit, "memory": self.memory.handle})
@@ -292,7 +296,7 @@ class Worker:
         if settings is not None and settings != self._told:
             self._told, header["settings"] = settings, settings
         if 0 in streamed:
-            self.lines.write(0, header)
+            self.lines.write(0, {**header, "laid": True})
         else:
             self._stage(0, header)
         frame = self.lines.receive(0)
@@ -300,6 +304,7 @@ class Worker:
         self._after = int(answer["after"])
         if "next" in answer:
             self._ahead, self._came = self._take(answer["next"], frame), time.monotonic()
+        self._leftovers = not answer["kept"]
         return bool(answer["kept"])
 
     def put_back(self) -> None:
@@ -316,8 +321,11 @@ class Worker:
         if streamed:
             self.memory.complete()
             self._await_couriers()
-        # From the second time on: by then it is known that none of them is sparse.
-        self.memory.streams = not self.memory.has_rows
+        # Once it is known of every variable that its gradients are not sparse.
+        used = self.memory.used() or [True] * len(self._had)
+        self._had = [a or b for a, b in zip(self._had, used, strict=True)]
+        self._sparse = self._sparse or self.memory.has_rows
+        self.memory.streams = all(self._had) and not self._sparse
         return streamed
 
     def _stage(self, i: int, header: dict[str, Any]) -> bool:
@@ -325,7 +333,8 @@ class Worker:
         rows, body = self.memory.outgoing(i)
         if rows:
             header["rows"] = rows
-        if not body and header["t"] == "stage":
+        near = self.memory.handle is not None
+        if header["t"] == "stage" and near and not rows and not self._leftovers:
             return False
         self.lines.write(i, header, body)
         return True
@@ -339,6 +348,8 @@ class Worker:
     def abandon(self, ticket: Ticket) -> None:
         """Stop working on a ticket that came too late."""
         self.finish_stream()
+        for i in range(len(self.lines)):
+            self.memory.outgoing(i)  # rows that wait would go with the next gradient
         self.lines.call(0, {"t": "abandon", "serial": ticket.serial})
 
     def refresh(self) -> None:

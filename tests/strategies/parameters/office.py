@@ -1,0 +1,47 @@
+"""A job without processes: servers in threads of this one, and workers of theirs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import nn
+
+import stratagem as sg
+from stratagem.strategies.parameters.lines import Address
+from stratagem.strategies.parameters.server import Server
+from stratagem.strategies.parameters.session import Session
+from stratagem.strategies.parameters.worker import Worker
+from stratagem.strategies.settings import Served
+from stratagem.wire.tcp import local_address
+
+
+class Office:
+    """Servers in threads of this process, and workers of theirs."""
+
+    def __init__(self, servers: int, staff: int = 1) -> None:
+        self.addresses, self.secret = [local_address() for _ in range(servers)], b"s" * 32
+        self.servers = [Server(i, self.addresses, self.secret) for i in range(servers)]
+        self.threads = [threading.Thread(target=s.serve, daemon=True) for s in self.servers]
+        for thread in self.threads:
+            thread.start()
+        there = Address(tuple(self.addresses), self.secret)
+        self.workers = [
+            Worker(i, f"worker {i}", i == 0, there, sg.Patience()) for i in range(staff)
+        ]
+
+    def begin(
+        self, module: nn.Module, optimizer: Any, *, worker: int = 0, **served: Any
+    ) -> Session:
+        rule = Served(
+            served.get("updates", sg.Asynchronous()), served.get("partitioner"),
+            len(self.workers), len(self.servers),
+        )  # fmt: skip
+        return Session(self.workers[worker], module, optimizer, rule)
+
+    def close(self) -> None:
+        for worker in reversed(self.workers):  # the chief last
+            worker.close()
+        for thread in self.threads:
+            thread.join(10)
+            assert not thread.is_alive()
