@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -44,7 +44,7 @@ def prepare_served(
     worker.settle()
     model.to(device)
     assert settings.served is not None
-    session = Session(worker, model, optimizer, settings.served, wire=settings.wire)
+    session = LoopSession(worker, model, optimizer, settings.served, wire=settings.wire)
     session.cancels = False  # a loop of the user's own runs its course
     tickets = TicketLoader(session, loader, device)
     handle = optimizer.register_step_pre_hook(tickets.hand_in)
@@ -57,10 +57,51 @@ def prepare_served(
     return Prepared(model, optimizer, tickets)
 
 
+class LoopSession(Session):
+    """Gradients are what they are when the loop calls `step`: it may have clipped them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        #: by variable: the gradient that backward left, and how often it had been written to
+        self._made: dict[int, tuple[Tensor | None, int]] = {}
+        super().__init__(*args, **options)
+
+    def _hook(self, index: int) -> Any:
+        def ready(param: Tensor) -> None:
+            assert param.grad is not None
+            self._made[index] = param.grad, param.grad._version
+
+        return ready
+
+    def collect(self) -> None:
+        """Bring all gradients to where servers find them."""
+        if self.plan.parts > 1:
+            self._check_whole()
+        self.worker.memory.take_all()
+
+    def _check_whole(self) -> None:
+        """A part of a batch must not be clipped by itself."""
+        for index, param in enumerate(self.params):
+            grad = param.grad
+            made, version = self._made.get(index, (None, 0))
+            if grad is not None and (grad is not made or grad._version != version):
+                raise NotDistributable(
+                    "gradients were changed between backward() and optimizer.step(), but in step "
+                    f"each of {self.plan.parts} workers has the gradient of its part of the batch, "
+                    "and clipping that is not clipping the whole; use sg.Model with "
+                    "compile(clip_norm=...), or updates=sg.Asynchronous()."
+                )
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        self._made.clear()
+
+
 class TicketLoader:
     """Iterates over the batches that this worker is dealt, until the epoch's are all done."""
 
-    def __init__(self, session: Session, loader: DataLoader[Any], device: torch.device) -> None:
+    def __init__(
+        self, session: LoopSession, loader: DataLoader[Any], device: torch.device
+    ) -> None:
         self.session, self.loader, self.device = session, loader, device
         self.dataset, self.batch_size = loader.dataset, loader.batch_size
         self._epoch = 0
@@ -135,6 +176,7 @@ class TicketLoader:
         ticket, examples = self._held
         self._held = None
         session = self.session
+        session.collect()
         session.worker.push(ticket, float(examples), 0.0, examples, session.settings())
         session.forget_gradients()
 

@@ -339,6 +339,7 @@ class Worker:
     def abandon(self, ticket: Ticket) -> None:
         """Stop working on a ticket that came too late."""
         self.finish_stream()
+        self.memory.forget()
         self.lines.call(0, {"t": "abandon", "serial": ticket.serial})
 
     def refresh(self) -> None:

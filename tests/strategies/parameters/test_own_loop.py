@@ -1,0 +1,134 @@
+"""One's own loop with servers does what it does on one device, or is refused in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from tests.served_support import apart, close_all, digits, net, strategy
+
+pytestmark = pytest.mark.timeout(60)
+
+#: what a loop does with a batch and its number: it may or may not make a step
+Step = Callable[[nn.Module, Optimizer, Any, int], None]
+#: on the chief, or told by a worker that was first
+REFUSED = sg.NotDistributable, sg.UsageError, sg.ReplicaFailed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end() -> Iterator[None]:
+    yield
+    close_all()
+
+
+def alone() -> Any:
+    """One worker that waits for nobody: plain training."""
+    return strategy("1 ps", "asynchronous", 1)
+
+
+def in_step() -> Any:
+    return strategy("1 ps", "synchronous", 2)
+
+
+def loop(
+    where: Any, step: Step, rows: int = 160, epochs: int = 2, made: Callable[[], nn.Module] = net,
+    kind: Any = torch.optim.SGD, rate: float = 0.5,
+) -> nn.Module:  # fmt: skip
+    x, y, _, _ = digits()
+    module = made()
+    optimizer = kind(module.parameters(), lr=rate)
+    loader: Any = DataLoader(TensorDataset(x[:rows], y[:rows]), batch_size=16)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    for _ in range(epochs):
+        for number, batch in enumerate(loader):
+            step(module, optimizer, batch, number)
+    return module
+
+
+def compare(where: Any, step: Step, **options: Any) -> float:
+    """How far the loop on servers ends from the loop on one device, which must have moved."""
+    plain = loop(None, step, **options)
+    assert apart(plain, options.get("made", net)()) > 1e-3
+    return apart(where.run(partial(loop, where, step, **options))[0], plain)
+
+
+def backward(module: nn.Module, batch: Any) -> None:
+    F.cross_entropy(module(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+
+
+def clipped(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clamped(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    for param in module.parameters():
+        assert param.grad is not None
+        param.grad = param.grad.clamp(-0.001, 0.001)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def without_bias(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    module.get_parameter("0.bias").grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def twice(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    backward(module, (batch[0] * 0.5, batch[1]))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Table(nn.Module):
+    """A sparse table with a row for each shade of gray."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(17, 10, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows((x * 16).long()).mean(1)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [clipped, clamped, without_bias, twice])
+def test_gradients_count_as_they_are_when_step_is_called(step: Step) -> None:
+    assert compare(alone(), step) < 1e-6
+
+
+@pytest.mark.parametrize("where", [alone, in_step])
+def test_a_sparse_gradient_of_two_backwards(where: Any) -> None:
+    # torch adds each row up at its place in the table, in another order
+    assert compare(where(), twice, made=Table) < 1e-4
+
+
+@pytest.mark.parametrize("step", [without_bias, twice])
+def test_in_step_what_everybody_does_alike(step: Step) -> None:
+    assert compare(in_step(), step) < 1e-5
+
+
+@pytest.mark.parametrize("step", [clipped, clamped])
+def test_clipping_a_part_of_a_batch_is_refused(step: Step) -> None:
+    where = in_step()
+    with pytest.raises(REFUSED, match="clip_norm"):
+        where.run(loop, where, step)
