@@ -4,11 +4,13 @@
         loss_fn(model(x), y).backward()
         optimizer.step()             the gradients go to the servers; nothing is updated here
         optimizer.zero_grad()
+
+A batch without a step is done, too: there is no update for it, and gradients add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -136,16 +138,16 @@ class TicketLoader:
                 yield batch if self.device.type == "cpu" else to_device(batch, self.device)
             except GeneratorExit:  # the loop was left
                 if worker.at_end is not None:  # and not by an error that ends the training
-                    self._let_go()
+                    self._let_go(worker.abandon)  # somebody else does it
                     worker.put_back()
                 raise
-            self._let_go()
+            self._let_go(worker.skip)  # the loop wants another: it made no step on purpose
 
-    def _let_go(self) -> None:
-        """Have somebody else do what the loop has made no step with."""
+    def _let_go(self, how: Callable[[Ticket], None]) -> None:
+        """Be rid of a batch that the loop has made no step with."""
         if self._held is not None:
             (ticket, _), self._held = self._held, None
-            self.session.worker.abandon(ticket)
+            how(ticket)
 
     def _source(self) -> Source:
         session = self.session

@@ -342,6 +342,10 @@ class Worker:
         self.memory.forget()
         self.lines.call(0, {"t": "abandon", "serial": ticket.serial})
 
+    def skip(self, ticket: Ticket) -> None:
+        """Be done with a ticket of which there is no gradient; nobody does it again."""
+        self.lines.call(0, {"t": "skip", "serial": ticket.serial})
+
     def refresh(self) -> None:
         """Fetch the newest values from every server."""
         for i in range(len(self.lines)):

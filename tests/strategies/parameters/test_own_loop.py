@@ -132,3 +132,78 @@ def test_clipping_a_part_of_a_batch_is_refused(step: Step) -> None:
     where = in_step()
     with pytest.raises(REFUSED, match="clip_norm"):
         where.run(loop, where, step)
+
+
+# --- batches without a step ----------------------------------------------------------------------
+
+
+def every_other(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def but_dark(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    """Some batches are left out, and the optimizer must not count them."""
+    if float(batch[0].mean()) < 0.3:
+        return
+    backward(module, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("step", [every_other, but_dark])
+def test_batches_without_a_step_are_done(step: Step) -> None:
+    where = alone()
+    assert compare(where, step, kind=torch.optim.Adam, rate=0.01) < 1e-6
+    books = where.stats()
+    assert books.skipped and books.skipped + books.applied == 20
+    assert not books.requeued and books.received == books.applied == books.updates
+
+
+def by_class(where: Any) -> nn.Module:
+    """Batches of one class each, so that all parts of a batch are left out, or none."""
+    x, y, _, _ = digits()
+    module = net()
+    optimizer: Any = torch.optim.Adam(module.parameters(), lr=0.01)
+    rows = torch.cat([torch.nonzero(y == n)[:16, 0] for n in range(10)])
+    loader: Any = DataLoader(TensorDataset(x[rows], y[rows]), batch_size=16)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    for _ in range(2):
+        for batch in loader:
+            if int(batch[1][0]) % 3:
+                backward(module, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+    return module
+
+
+def test_in_step_a_batch_that_all_leave_out_makes_no_update() -> None:
+    where = in_step()
+    results = where.run(by_class, where)
+    assert apart(results[0], by_class(None)) < 1e-5 and apart(*results) == 0
+    books = where.stats()
+    assert (books.updates, books.applied, books.skipped, books.requeued) == (12, 24, 16, 0)
+
+
+def one_leaves_out(where: Any) -> nn.Module:
+    me = sg.current_replica().index
+
+    def step(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+        if me == 1:
+            return
+        backward(module, batch)
+        optimizer.step()
+
+    return loop(where, step)
+
+
+def test_in_step_one_part_may_be_left_out() -> None:
+    """The others' parts are the batch; what is left out goes to nobody else."""
+    where = in_step()
+    where.run(one_leaves_out, where)
+    books = where.stats()
+    assert books.applied + books.skipped == 40 and not books.requeued
+    assert books.received == books.applied
