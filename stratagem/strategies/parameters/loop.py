@@ -43,20 +43,51 @@ def prepare_served(
             f"prepare needs the DataLoader that is trained on, not {type(loader).__name__}: with "
             "parameter servers its batches are dealt out to whoever is free."
         )
-    worker.settle()
+    _check_optimizer(model, optimizer)
+    first = _end_first(worker)
     model.to(device)
     assert settings.served is not None
     session = LoopSession(worker, model, optimizer, settings.served, wire=settings.wire)
     session.cancels = False  # a loop of the user's own runs its course
     tickets = TicketLoader(session, loader, device)
-    handle = optimizer.register_step_pre_hook(tickets.hand_in)
-
-    def end() -> None:
-        handle.remove()
-        tickets.close()
-
-    worker.at_end = end
+    if session.over is None:
+        session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
+        if first is not None and first.session.optimizer is not optimizer:
+            session.until_end(first.session.optimizer.register_step_pre_hook(_refuse_step))
+    worker.prepared, worker.at_end = tickets, tickets.close
     return Prepared(model, optimizer, tickets)
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Servers update what the optimizer has; everything else would stand still."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise NotDistributable(
+            f"{len(missing)} trainable parameters of the model are not in the optimizer "
+            f"({missing[0]} is one), and servers run one optimizer for all; put every parameter "
+            "into it, in groups if they differ, or freeze them with requires_grad_(False)."
+        )
+
+
+def _end_first(worker: Worker) -> TicketLoader | None:
+    """Before another training: end the one that was prepared before it, if its loop is done."""
+    first = worker.prepared if worker.at_end is not None else None
+    if first is not None and first.is_open:
+        raise UsageError(
+            "prepare was called for a second training before the loop over the first one's loader "
+            "was done, and servers train one model at a time; put the models into one nn.Module "
+            "with one optimizer, or prepare the second one after the first loop."
+        )
+    worker.settle()
+    return first
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    raise UsageError(
+        "this optimizer's training ended when another one was prepared, and servers train one "
+        "model at a time; put the models into one nn.Module with one optimizer."
+    )
 
 
 class LoopSession(Session):
@@ -109,15 +140,22 @@ class TicketLoader:
         self._epoch = 0
         self._held: tuple[Ticket, int] | None = None
         self._over = session.over is not None
+        self._closed = False
 
     def __len__(self) -> int:
         """Batches of the whole epoch, however many of them come here."""
         return len(self.loader)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the loop has not begun, or has a batch in hand."""
+        return not self._over and (self._epoch == 0 or self._held is not None)
+
     def __iter__(self) -> Iterator[Any]:
         worker, session = self.session.worker, self.session
         if self._over:
             return
+        self._check_open()
         self._epoch += 1
         source = self._source() if worker.is_chief else None
         while True:
@@ -141,6 +179,7 @@ class TicketLoader:
                     self._let_go(worker.abandon)  # somebody else does it
                     worker.put_back()
                 raise
+            self._check_open()
             self._let_go(worker.skip)  # the loop wants another: it made no step on purpose
 
     def _let_go(self, how: Callable[[Ticket], None]) -> None:
@@ -148,6 +187,13 @@ class TicketLoader:
         if self._held is not None:
             (ticket, _), self._held = self._held, None
             how(ticket)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(
+                "the training of this loader has ended: another one was prepared, or strategy.run "
+                "has returned; prepare it again."
+            )
 
     def _source(self) -> Source:
         session = self.session
@@ -170,10 +216,15 @@ class TicketLoader:
 
     def hand_in(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before a step: the gradients go to the servers, so that the step itself finds none."""
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise NotDistributable(
+                "optimizer.step() was given a closure, and servers cannot evaluate the loss; call "
+                "backward() first, and step() without it."
+            )
         if self._held is None:
             raise UsageError(
-                "optimizer.step() was called outside of the loop over the prepared loader; "
-                "gradients belong to a batch that this worker was dealt."
+                "optimizer.step() was called outside of the loop over the prepared loader, or a "
+                "second time for one batch; gradients belong to a batch that this worker was dealt."
             )
         ticket, examples = self._held
         self._held = None
@@ -183,4 +234,5 @@ class TicketLoader:
         session.forget_gradients()
 
     def close(self) -> None:
+        self._closed = True
         self.session.end()

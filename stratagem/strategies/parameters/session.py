@@ -58,11 +58,11 @@ class Session:
         if isinstance(found, FitOver):
             self.over = found
             return
+        self._handles: list[Any] = []
         self.plan, beside = found
         if not worker.is_chief:
             self.told = beside[0]
             self._arrive(beside[1])
-        self._handles: list[Any] = []
         worker.at_fall = self._fall
         self.over = worker.join(self.number, self.params)
         if self.over is not None:
@@ -79,6 +79,10 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self.forget_gradients()
+
+    def until_end(self, handle: Any) -> None:
+        """Have a hook removed when the training ends, however it does."""
+        self._handles.append(handle)
 
     # --- overridden for other optimizers than torch's -------------------------------------------
 

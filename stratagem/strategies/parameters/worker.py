@@ -77,6 +77,8 @@ class Worker:
         self.fits = 0
         #: ends a training that is still open: a prepared loop's
         self.at_end: Callable[[], None] | None = None
+        #: the loader of that loop
+        self.prepared: Any = None
         #: gives the model back as it is, after a training that has failed
         self.at_fall: Callable[[], None] | None = None
         self._couriers: list[Courier] = []
@@ -154,7 +156,7 @@ class Worker:
     def settle(self) -> None:
         """End a training that a prepared loop has left open."""
         if self.at_end is not None:
-            end, self.at_end = self.at_end, None
+            end, self.at_end, self.prepared = self.at_end, None, None
             end()
 
     def interrupt(self, error: BaseException) -> None:
@@ -166,7 +168,7 @@ class Worker:
 
     def fall(self) -> None:
         """Nothing comes of the training: the model is the user's own again."""
-        self.at_end = None
+        self.at_end = self.prepared = None
         if self.at_fall is not None:
             fall, self.at_fall = self.at_fall, None
             fall()

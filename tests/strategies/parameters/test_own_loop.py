@@ -207,3 +207,83 @@ def test_in_step_one_part_may_be_left_out() -> None:
     books = where.stats()
     assert books.applied + books.skipped == 40 and not books.requeued
     assert books.received == books.applied
+
+
+# --- what servers cannot do ----------------------------------------------------------------------
+
+
+def with_closure(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    def again() -> float:
+        optimizer.zero_grad()
+        backward(module, batch)
+        return 0.0
+
+    optimizer.step(again)
+
+
+def in_halves(where: Any) -> None:
+    """Two optimizers for one model."""
+    module = net()
+    first = torch.optim.SGD(module.get_submodule("0").parameters(), lr=0.1)
+    where.prepare(module, first, DataLoader(range(8)))  # type: ignore[arg-type]
+
+
+def both_at_once(where: Any) -> None:
+    """Two models that are trained against each other."""
+    for _ in range(2):
+        module = net()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        where.prepare(module, optimizer, DataLoader(range(8)))  # type: ignore[arg-type]
+
+
+def one_within(where: Any) -> None:
+    """A second training while a batch of the first is in hand."""
+    loop(where, lambda *_: both_at_once(where))
+
+
+def one_after_the_other(where: Any, strays: str = "") -> list[nn.Module]:
+    """Two trainings in one run; what follows may reach back for the first one's things."""
+    x, y, _, _ = digits()
+    made: list[Any] = []
+    for seed in (0, 1):
+        module = net(seed)
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5)
+        loader: Any = DataLoader(TensorDataset(x[:160], y[:160]), batch_size=16)
+        if where is not None:
+            module, optimizer, loader = where.prepare(module, optimizer, loader)
+        made.append((module, optimizer, loader))
+        for batch in loader:
+            backward(module, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if seed and strays == "step":
+                made[0][1].step()
+    if strays == "loop":
+        next(iter(made[0][2]))
+    return [module for module, _, _ in made]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (partial(loop, step=with_closure), "closure"),
+        (in_halves, "2 trainable parameters .* not in the optimizer"),
+        (both_at_once, "one model at a time"),
+        (one_within, "one model at a time"),
+        (partial(one_after_the_other, strays="step"), "another one was prepared"),
+        (partial(one_after_the_other, strays="loop"), "training of this loader has ended"),
+    ],
+    ids=["closure", "two optimizers", "two models", "nested", "old optimizer", "old loader"],
+)
+def test_what_servers_cannot_do_is_refused(function: Any, says: str) -> None:
+    where = alone()
+    with pytest.raises((sg.NotDistributable, sg.UsageError), match=says):
+        where.run(function, where)
+
+
+@pytest.mark.parametrize("where", [alone, in_step])
+def test_one_training_after_the_other(where: Any) -> None:
+    there = where()
+    results = there.run(one_after_the_other, there)
+    for mine, plain in zip(results[0], one_after_the_other(None), strict=True):
+        assert apart(mine, plain) < 1e-5
