@@ -52,6 +52,7 @@ def prepare_served(
     tickets = TicketLoader(session, loader, device)
     if session.over is None:
         session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
+        session.until_end(optimizer.register_state_dict_pre_hook(tickets.bring_state))
         if first is not None and first.session.optimizer is not optimizer:
             session.until_end(first.session.optimizer.register_step_pre_hook(_refuse_step))
     worker.prepared, worker.at_end = tickets, tickets.close
@@ -232,6 +233,13 @@ class TicketLoader:
         session.collect()
         session.worker.push(ticket, float(examples), 0.0, examples, session.settings())
         session.forget_gradients()
+
+    def bring_state(self, optimizer: Optimizer) -> None:
+        """Before its state is saved: that of the servers, and the values that belong to it.
+
+        While a batch is in hand the values stay: gradients are being made with them.
+        """
+        self.session.read_state(values=self._held is None)
 
     def close(self) -> None:
         self._closed = True

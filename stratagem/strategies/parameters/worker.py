@@ -413,7 +413,7 @@ class Worker:
     def snapshot(self) -> tuple[int, list[Tensor], list[Any]]:
         """One version of everything: its number, values and optimizer states by server."""
         self._snapshots += 1
-        number = self._snapshots
+        number = (self._snapshots << 20) + self.index  # nobody else's
         after = int(self.lines.call(0, {"t": "snapshot", "number": number}).header["after"])
         values, states, version = [], [], 0
         assert self.plan is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -287,3 +288,63 @@ def test_one_training_after_the_other(where: Any) -> None:
     results = there.run(one_after_the_other, there)
     for mine, plain in zip(results[0], one_after_the_other(None), strict=True):
         assert apart(mine, plain) < 1e-5
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def saving(
+    where: Any, stop: int, begin: int = 0, saved: Any = None
+) -> tuple[nn.Module, list[Any], list[Any]]:
+    """Train on batches from `begin` on; what would be saved after number `stop`, and at the end."""
+    x, y, _, _ = digits()
+    module: Any = net()
+    optimizer: Any = torch.optim.Adam(module.parameters(), lr=0.01)
+    if saved is not None:
+        optimizer.load_state_dict(saved[0])
+        module.load_state_dict(saved[1])
+    rows = slice(begin * 16, 160)
+    loader: Any = DataLoader(TensorDataset(x[rows], y[rows]), batch_size=16)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    group, kept = optimizer.param_groups[0], []
+    for number, batch in enumerate(loader, begin + 1):
+        backward(module, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == stop:
+            kept = copy.deepcopy([optimizer.state_dict(), module.state_dict()])
+    last = copy.deepcopy([optimizer.state_dict(), module.state_dict()])
+    assert optimizer.param_groups[0] is group  # a scheduler may have it in hand
+    return module, kept, last
+
+
+def same(mine: Any, plain: Any, near: float) -> bool:
+    """Whether an optimizer's state and a model's values are those of one device."""
+    a, b = mine[0]["state"], plain[0]["state"]
+    assert a.keys() == b.keys() and len(a) == 4
+    steps = all(float(a[i]["step"]) == float(b[i]["step"]) for i in a)
+    pairs = [(a[i][k], b[i][k]) for i in a for k in ("exp_avg", "exp_avg_sq")]
+    pairs += [(mine[1][key], plain[1][key]) for key in plain[1]]
+    return steps and all(bool(((x - y).abs() <= near).all()) for x, y in pairs)
+
+
+def test_what_is_saved_in_mid_epoch_is_gone_on_with() -> None:
+    where = alone()
+    plain, kept, last = saving(None, 5)
+    ((mine, my_kept, my_last),) = where.run(saving, where, 5)
+    assert same(my_kept, kept, 1e-6) and same(my_last, last, 1e-6)
+    assert apart(mine, plain) < 1e-6
+    again = saving(None, 0, 5, copy.deepcopy(my_kept))  # torch goes on in what it is given
+    assert apart(again[0], plain) < 1e-6
+    ((resumed, _, _),) = where.run(saving, where, 0, 5, my_kept)
+    assert apart(resumed, plain) < 1e-6
+
+
+def test_every_worker_can_save_what_came_of_it() -> None:
+    where = in_step()
+    plain, _, last = saving(None, 0)
+    for index, (mine, _, my_last) in enumerate(where.run(saving, where, 0)):
+        assert apart(mine, plain) < 1e-5
+        if index == 0 or my_last[0]["state"]:  # the other may come when all is over
+            assert same(my_last, last, 1e-5)
