@@ -7,7 +7,7 @@ simulation) calls it from one thread at a time and acts on what it says:
     ledger.join(0); ...                    ledger.deal(batch=0, parts=3); ...; ledger.close_deck()
     ticket = ledger.take(worker)           None: wait for `turn` to change, then ask again
     verdict = ledger.push(Push(worker, ticket.serial, version, weight))
-    update = ledger.ripe()                 after push, abandon, leave and close_deck
+    update = ledger.ripe()                 after push, abandon, skip, leave and close_deck
 """
 
 from __future__ import annotations
@@ -162,6 +162,20 @@ class Ledger:
         else:
             return
         self._books.abandon(worker)
+
+    def skip(self, worker: int, serial: int) -> None:
+        """A worker is done with a ticket, and there is no gradient of it: nobody does it again."""
+        table = self._table
+        member = table.crew.members.get(worker)
+        if member is None or member.ticket is None or member.ticket.serial != serial:
+            self.abandon(worker, serial)  # it was taken from it: others have it now
+            return
+        table.crew.tick(member)
+        table.unserve(member)
+        if not table.release(member, member.ticket):
+            table.revoke(serial)
+        self._books.skipped += 1
+        self.turn += 1
 
     def ripe(self) -> Update | None:
         """The update that is due, if the gate is open; it counts as made, the version grows."""

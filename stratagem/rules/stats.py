@@ -17,6 +17,7 @@ class Stats:
     abandoned   late workers stopped computing; nothing was pushed
     requeued    tickets that went back to the deck, for whatever reason
     lost        tickets that did not, since requeue=False
+    skipped     tickets whose worker went past them without a gradient
     staleness   how many pushes of which tau were received
     waiting     seconds, by worker
     """
@@ -28,6 +29,7 @@ class Stats:
     abandoned: int = 0
     requeued: int = 0
     lost: int = 0
+    skipped: int = 0
     updates: int = 0
     staleness: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, float] = field(default_factory=dict)
@@ -68,6 +70,7 @@ class Books:
     def __init__(self) -> None:
         self.requeued = 0
         self.lost = 0
+        self.skipped = 0
         self.updates = 0
         self._tallies: defaultdict[int, Tally] = defaultdict(Tally)
         self._staleness: defaultdict[int, int] = defaultdict(int)
@@ -109,6 +112,7 @@ class Books:
             abandoned=sums["abandoned"],
             requeued=self.requeued,
             lost=self.lost,
+            skipped=self.skipped,
             updates=self.updates,
             staleness=dict(sorted(self._staleness.items())),
             waiting={worker: self._tallies[worker].waiting for worker in lines},

@@ -82,6 +82,7 @@ class Books(RuleBasedStateMachine):
         self.pulled: dict[int, int] = {}
         self.sent: list[Push] = []
         self.kept: set[int] = set()
+        self.skipped: set[int] = set()
         self.applied: dict[int, int] = {}
         self.refused: dict[int, int] = {}
         self.received = 0
@@ -123,7 +124,9 @@ class Books(RuleBasedStateMachine):
             batches = {self.tickets[push.serial].first for push in update.pushes}
             assert len(batches) == 1
             if self.updates.requeue:
-                assert count == self.tickets[update.pushes[0].serial].parts
+                first = self.tickets[update.pushes[0].serial].first
+                parts = self.tickets[first].parts
+                assert count + len(self.skipped & {*range(first, first + parts)}) == parts
 
     def acted(self, *workers: int) -> None:
         for worker in workers:
@@ -174,6 +177,7 @@ class Books(RuleBasedStateMachine):
             self.refused[worker] = self.ledger.turn
             return
         assert ticket == self.tickets[ticket.serial] and ticket.serial not in self.applied
+        assert ticket.serial not in self.skipped
         assert ticket.serial not in self.kept or ticket == before
         assert before is None or before == ticket
         assert not self.ledger.late(worker)
@@ -220,6 +224,8 @@ class Books(RuleBasedStateMachine):
                 self.take(worker)
             elif chance.random() < 0.9:
                 self.push(worker, chance.randint(0, 3), 0)
+            elif chance.random() < 0.3:
+                self.skip(worker, ticket.serial)
             elif chance.random() < 0.5:
                 self.abandon(worker, ticket.serial)
             else:
@@ -310,6 +316,25 @@ class Books(RuleBasedStateMachine):
         assert ticket is not None
         self.abandon(worker, ticket.serial)
 
+    @rule(worker=WORKERS, serial=st.integers(0, 80))
+    def skip(self, worker: int, serial: int) -> None:
+        held = self.ledger.holds(worker)
+        before = self.ledger._table.left
+        self.ledger.skip(worker, serial)
+        if held is not None and held.serial == serial:
+            assert self.ledger.holds(worker) is None and self.ledger._table.left == before - 1
+            self.skipped.add(serial)
+            self.acted(worker)
+        self.ripe()
+
+    @precondition(lambda self: self.holders())
+    @rule(data=st.data())
+    def skip_own(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(self.holders()))
+        ticket = self.ledger.holds(worker)
+        assert ticket is not None
+        self.skip(worker, ticket.serial)
+
     @invariant()
     def all_is_well(self) -> None:
         self.books_balance()
@@ -327,7 +352,9 @@ class Books(RuleBasedStateMachine):
         assert sum(stats.staleness.values()) == stats.received
         for line in stats.by_worker.values():
             assert line["received"] == line["applied"] + line["dropped"] + line["buffered"]
-        assert self.ledger._table.left == self.dealt - len(self.applied) - stats.lost
+        assert stats.skipped == len(self.skipped) and not self.skipped & self.kept
+        done = len(self.applied) + len(self.skipped)
+        assert self.ledger._table.left == self.dealt - done - stats.lost
         if self.updates.requeue:
             assert not stats.lost
 
@@ -391,7 +418,8 @@ class Books(RuleBasedStateMachine):
         assert self.ledger.over, "the epoch does not end"
         self.books_balance()
         if self.updates.requeue:
-            assert sorted(self.applied) == list(range(self.dealt)), "a ticket was never applied"
+            done = sorted([*self.applied, *self.skipped])
+            assert done == list(range(self.dealt)), "a ticket was never applied"
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -134,8 +134,8 @@ class LeadClerk(Clerk):
     """What the lead answers besides."""
 
     known = Clerk.known | {
-        "begin", "clear", "leave", "enter", "join", "next", "push", "abandon", "deal", "report",
-        "so far", "gather", "settings", "snapshot", "finish", "failed",
+        "begin", "clear", "leave", "enter", "join", "next", "push", "abandon", "skip", "deal",
+        "report", "so far", "gather", "settings", "snapshot", "finish", "failed",
     }  # fmt: skip
 
     def __init__(
@@ -193,6 +193,10 @@ class LeadClerk(Clerk):
 
     def _abandon(self, guest: Guest, frame: Frame) -> Answer:
         self.lead.abandon(_member(guest), int(frame.header["serial"]))
+        return OK
+
+    def _skip(self, guest: Guest, frame: Frame) -> Answer:
+        self.lead.skip(_member(guest), int(frame.header["serial"]))
         return OK
 
     def _deal(self, guest: Guest, frame: Frame) -> Answer:

@@ -273,6 +273,18 @@ class Lead:
                 self._settle()
                 self._wake(books, turn)
 
+    def skip(self, attendee: Attendee, serial: int) -> None:
+        """A worker has gone past a ticket without a gradient: it counts as done."""
+        with self.changed:
+            books = self._counts(attendee)
+            if books is not None:
+                ticket, turn = books.holds(attendee.worker), books.turn
+                books.skip(attendee.worker, serial)
+                if ticket is not None and ticket.serial == serial:
+                    self._payloads.pop((ticket.batch, ticket.part), None)
+                self._settle()
+                self._wake(books, turn)
+
     def push(
         self, attendee: Attendee, push: Push, told: Mapping[str, Any],
         ahead: tuple[int, int] | None = None,

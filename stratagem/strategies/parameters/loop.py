@@ -4,15 +4,17 @@
         loss_fn(model(x), y).backward()
         optimizer.step()             the gradients go to the servers; nothing is updated here
         optimizer.zero_grad()
+
+A batch without a step is done, too: there is no update for it, and gradients add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -41,40 +43,120 @@ def prepare_served(
             f"prepare needs the DataLoader that is trained on, not {type(loader).__name__}: with "
             "parameter servers its batches are dealt out to whoever is free."
         )
-    worker.settle()
+    _check_optimizer(model, optimizer)
+    first = _end_first(worker)
     model.to(device)
     assert settings.served is not None
-    session = Session(worker, model, optimizer, settings.served, wire=settings.wire)
+    session = LoopSession(worker, model, optimizer, settings.served, wire=settings.wire)
     session.cancels = False  # a loop of the user's own runs its course
     tickets = TicketLoader(session, loader, device)
-    handle = optimizer.register_step_pre_hook(tickets.hand_in)
-
-    def end() -> None:
-        handle.remove()
-        tickets.close()
-
-    worker.at_end = end
+    if session.over is None:
+        session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
+        session.until_end(optimizer.register_state_dict_pre_hook(tickets.bring_state))
+        if first is not None and first.session.optimizer is not optimizer:
+            session.until_end(first.session.optimizer.register_step_pre_hook(_refuse_step))
+    worker.prepared, worker.at_end = tickets, tickets.close
     return Prepared(model, optimizer, tickets)
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Servers update what the optimizer has; everything else would stand still."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise NotDistributable(
+            f"{len(missing)} trainable parameters of the model are not in the optimizer "
+            f"({missing[0]} is one), and servers run one optimizer for all; put every parameter "
+            "into it, in groups if they differ, or freeze them with requires_grad_(False)."
+        )
+
+
+def _end_first(worker: Worker) -> TicketLoader | None:
+    """Before another training: end the one that was prepared before it, if its loop is done."""
+    first = worker.prepared if worker.at_end is not None else None
+    if first is not None and first.is_open:
+        raise UsageError(
+            "prepare was called for a second training before the loop over the first one's loader "
+            "was done, and servers train one model at a time; put the models into one nn.Module "
+            "with one optimizer, or prepare the second one after the first loop."
+        )
+    worker.settle()
+    return first
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    raise UsageError(
+        "this optimizer's training ended when another one was prepared, and servers train one "
+        "model at a time; put the models into one nn.Module with one optimizer."
+    )
+
+
+class LoopSession(Session):
+    """Gradients are what they are when the loop calls `step`: it may have clipped them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        #: by variable: the gradient that backward left, and how often it had been written to
+        self._made: dict[int, tuple[Tensor | None, int]] = {}
+        super().__init__(*args, **options)
+
+    def _hook(self, index: int) -> Any:
+        def ready(param: Tensor) -> None:
+            assert param.grad is not None
+            self._made[index] = param.grad, param.grad._version
+
+        return ready
+
+    def collect(self) -> None:
+        """Bring all gradients to where servers find them."""
+        if self.plan.parts > 1:
+            self._check_whole()
+        self.worker.memory.take_all()
+
+    def _check_whole(self) -> None:
+        """A part of a batch must not be clipped by itself."""
+        for index, param in enumerate(self.params):
+            grad = param.grad
+            made, version = self._made.get(index, (None, 0))
+            if grad is not None and (grad is not made or grad._version != version):
+                raise NotDistributable(
+                    "gradients were changed between backward() and optimizer.step(), but in step "
+                    f"each of {self.plan.parts} workers has the gradient of its part of the batch, "
+                    "and clipping that is not clipping the whole; use sg.Model with "
+                    "compile(clip_norm=...), or updates=sg.Asynchronous()."
+                )
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        self._made.clear()
 
 
 class TicketLoader:
     """Iterates over the batches that this worker is dealt, until the epoch's are all done."""
 
-    def __init__(self, session: Session, loader: DataLoader[Any], device: torch.device) -> None:
+    def __init__(
+        self, session: LoopSession, loader: DataLoader[Any], device: torch.device
+    ) -> None:
         self.session, self.loader, self.device = session, loader, device
         self.dataset, self.batch_size = loader.dataset, loader.batch_size
         self._epoch = 0
         self._held: tuple[Ticket, int] | None = None
         self._over = session.over is not None
+        self._closed = False
 
     def __len__(self) -> int:
         """Batches of the whole epoch, however many of them come here."""
         return len(self.loader)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the loop has not begun, or has a batch in hand."""
+        return not self._over and (self._epoch == 0 or self._held is not None)
+
     def __iter__(self) -> Iterator[Any]:
         worker, session = self.session.worker, self.session
         if self._over:
             return
+        self._check_open()
         self._epoch += 1
         source = self._source() if worker.is_chief else None
         while True:
@@ -95,16 +177,24 @@ class TicketLoader:
                 yield batch if self.device.type == "cpu" else to_device(batch, self.device)
             except GeneratorExit:  # the loop was left
                 if worker.at_end is not None:  # and not by an error that ends the training
-                    self._let_go()
+                    self._let_go(worker.abandon)  # somebody else does it
                     worker.put_back()
                 raise
-            self._let_go()
+            self._check_open()
+            self._let_go(worker.skip)  # the loop wants another: it made no step on purpose
 
-    def _let_go(self) -> None:
-        """Have somebody else do what the loop has made no step with."""
+    def _let_go(self, how: Callable[[Ticket], None]) -> None:
+        """Be rid of a batch that the loop has made no step with."""
         if self._held is not None:
             (ticket, _), self._held = self._held, None
-            self.session.worker.abandon(ticket)
+            how(ticket)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(
+                "the training of this loader has ended: another one was prepared, or strategy.run "
+                "has returned; prepare it again."
+            )
 
     def _source(self) -> Source:
         session = self.session
@@ -127,16 +217,30 @@ class TicketLoader:
 
     def hand_in(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before a step: the gradients go to the servers, so that the step itself finds none."""
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise NotDistributable(
+                "optimizer.step() was given a closure, and servers cannot evaluate the loss; call "
+                "backward() first, and step() without it."
+            )
         if self._held is None:
             raise UsageError(
-                "optimizer.step() was called outside of the loop over the prepared loader; "
-                "gradients belong to a batch that this worker was dealt."
+                "optimizer.step() was called outside of the loop over the prepared loader, or a "
+                "second time for one batch; gradients belong to a batch that this worker was dealt."
             )
         ticket, examples = self._held
         self._held = None
         session = self.session
+        session.collect()
         session.worker.push(ticket, float(examples), 0.0, examples, session.settings())
         session.forget_gradients()
 
+    def bring_state(self, optimizer: Optimizer) -> None:
+        """Before its state is saved: that of the servers, and the values that belong to it.
+
+        While a batch is in hand the values stay: gradients are being made with them.
+        """
+        self.session.read_state(values=self._held is None)
+
     def close(self) -> None:
+        self._closed = True
         self.session.end()

@@ -59,7 +59,8 @@ class Memory:
                 self._slots[e.piece.variable].append((server, target, e.start, e.start + size))
                 self._piece_numbers[e.piece.variable].append((server, number, e.piece.start))
                 at += size
-        self._rows: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in layout.loads]
+        #: by server and piece: the rows of a sparse gradient, and their values
+        self._rows: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in layout.loads]
         self._ready = [False] * len(params)
         self._news = threading.Condition()
         #: whether gradients may leave while backward still makes others
@@ -153,7 +154,7 @@ class Memory:
             piece = self.plan.layout.extents[server][number].piece
             here = (rows >= first) & (rows < piece.stop)
             chosen = values[here].to(self.plan.wire_dtype).contiguous()
-            self._rows[server].append((number, (rows[here] - first).contiguous(), chosen))
+            self._rows[server][number] = (rows[here] - first).contiguous(), chosen
 
     def landed(self) -> None:
         """Wait for gradients that are still on their way from a GPU."""
@@ -207,13 +208,18 @@ class Memory:
 
         Dense gradients that there are not take no room, unless the rule compares all values.
         """
-        rows, self._rows[server] = self._rows[server], []
+        rows, self._rows[server] = self._rows[server], {}
         body: list[Tensor] = []
         if self._segment is None:
-            body = self._dense(server, {number for number, _, _ in rows})
-        for _, numbers, values in rows:
+            body = self._dense(server, set(rows))
+        for numbers, values in rows.values():
             body += [numbers, values]
-        return [[number, len(numbers)] for number, numbers, _ in rows], body
+        return [[number, len(numbers)] for number, (numbers, _) in rows.items()], body
+
+    def forget(self) -> None:
+        """What was taken of a gradient that is not handed in must not go with the next one."""
+        for rows in self._rows:
+            rows.clear()
 
     def _dense(self, server: int, sparse: set[int]) -> list[Tensor]:
         part, at = self._parts[server], 0

@@ -58,11 +58,11 @@ class Session:
         if isinstance(found, FitOver):
             self.over = found
             return
+        self._handles: list[Any] = []
         self.plan, beside = found
         if not worker.is_chief:
             self.told = beside[0]
             self._arrive(beside[1])
-        self._handles: list[Any] = []
         worker.at_fall = self._fall
         self.over = worker.join(self.number, self.params)
         if self.over is not None:
@@ -79,6 +79,10 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self.forget_gradients()
+
+    def until_end(self, handle: Any) -> None:
+        """Have a hook removed when the training ends, however it does."""
+        self._handles.append(handle)
 
     # --- overridden for other optimizers than torch's -------------------------------------------
 
@@ -105,11 +109,13 @@ class Session:
         return assembly.states_of(self.optimizer.state_dict(), plan.recipe.groups)[0]
 
     def _take_states(self, by_variable: Mapping[int, Mapping[str, Any]]) -> None:
+        mine = self.optimizer.param_groups
         groups = [
             {**settings_of(own), "variables": group["variables"]}
-            for own, group in zip(self.optimizer.param_groups, self.plan.recipe.groups, strict=True)
+            for own, group in zip(mine, self.plan.recipe.groups, strict=True)
         ]
         self.optimizer.load_state_dict(assembly.state_dict(by_variable, groups))
+        self.optimizer.param_groups = mine  # somebody may have them in hand
 
     def _read_last(self) -> None:
         """As the chief: what came of the training, into the user's own objects."""
@@ -166,9 +172,9 @@ class Session:
         for param in self.params:
             param.grad = None
 
-    def read_state(self) -> int:
-        """As the chief: one version of values and optimizer state, into the user's own objects."""
-        return self._take_snapshot(*self.worker.snapshot())
+    def read_state(self, *, values: bool = True) -> int:
+        """One version of values and optimizer state, into the user's own objects."""
+        return self._take_snapshot(*self.worker.snapshot(), values=values)
 
     def rescue(self, seconds: float = 5.0) -> bool:
         """As the chief, when an error ends the training here: the same, if servers answer soon.
@@ -190,13 +196,14 @@ class Session:
             self._take_snapshot(*found[0])
         return bool(found)
 
-    def _take_snapshot(self, version: int, values: list[Tensor], states: list[Any]) -> int:
+    def _take_snapshot(
+        self, version: int, found: list[Tensor], states: list[Any], *, values: bool = True
+    ) -> int:
         plan = self.plan
         pieces = [e.piece for extents in plan.layout.extents for e in extents]
-        whole = assembly.assemble_values(pieces, dict(enumerate(values)), plan.shapes)
-        with torch.no_grad():
-            for param, value in zip(self.params, whole, strict=True):
-                param.copy_(value)
+        if values:
+            whole = assembly.assemble_values(pieces, dict(enumerate(found)), plan.shapes)
+            _take(self.params, whole)
         flat = [state for each in states for state in each]
         self._take_states(assembly.assemble(pieces, flat, plan.shapes))
         return version

@@ -77,6 +77,8 @@ class Worker:
         self.fits = 0
         #: ends a training that is still open: a prepared loop's
         self.at_end: Callable[[], None] | None = None
+        #: the loader of that loop
+        self.prepared: Any = None
         #: gives the model back as it is, after a training that has failed
         self.at_fall: Callable[[], None] | None = None
         self._couriers: list[Courier] = []
@@ -158,7 +160,7 @@ class Worker:
     def settle(self) -> None:
         """End a training that a prepared loop has left open."""
         if self.at_end is not None:
-            end, self.at_end = self.at_end, None
+            end, self.at_end, self.prepared = self.at_end, None, None
             end()
 
     def interrupt(self, error: BaseException) -> None:
@@ -170,7 +172,7 @@ class Worker:
 
     def fall(self) -> None:
         """Nothing comes of the training: the model is the user's own again."""
-        self.at_end = None
+        self.at_end = self.prepared = None
         if self.at_fall is not None:
             fall, self.at_fall = self.at_fall, None
             fall()
@@ -348,9 +350,12 @@ class Worker:
     def abandon(self, ticket: Ticket) -> None:
         """Stop working on a ticket that came too late."""
         self.finish_stream()
-        for i in range(len(self.lines)):
-            self.memory.outgoing(i)  # rows that wait would go with the next gradient
+        self.memory.forget()
         self.lines.call(0, {"t": "abandon", "serial": ticket.serial})
+
+    def skip(self, ticket: Ticket) -> None:
+        """Be done with a ticket of which there is no gradient; nobody does it again."""
+        self.lines.call(0, {"t": "skip", "serial": ticket.serial})
 
     def refresh(self) -> None:
         """Fetch the newest values from every server."""
@@ -417,7 +422,7 @@ class Worker:
     def snapshot(self) -> tuple[int, list[Tensor], list[Any]]:
         """One version of everything: its number, values and optimizer states by server."""
         self._snapshots += 1
-        number = self._snapshots
+        number = (self._snapshots << 20) + self.index  # nobody else's
         after = int(self.lines.call(0, {"t": "snapshot", "number": number}).header["after"])
         values, states, version = [], [], 0
         assert self.plan is not None

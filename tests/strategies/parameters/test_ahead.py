@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import stratagem as sg
 from stratagem.rules.stats import Stats
 from stratagem.strategies.parameters.lines import Address
-from stratagem.strategies.parameters.loop import TicketLoader
+from stratagem.strategies.parameters.loop import LoopSession, TicketLoader
 from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.worker import EpochOver, Work, Worker
@@ -45,13 +45,13 @@ def join() -> Iterator[Callable[[int], Session]]:
         thread.start()
     sessions: list[Session] = []
 
-    def take_part(index: int, updates: Any = None) -> Session:
+    def take_part(index: int, updates: Any = None, kind: type[Session] = Session) -> Session:
         worker = Worker(
             index, f"worker {index}", index == 0, Address(tuple(addresses), secret), sg.Patience()
         )
         counter = Counter(ROWS)
         served = Served(updates or sg.Asynchronous(), sg.FixedShards(2), workers=2, servers=2)
-        sessions.append(Session(worker, counter, by_one(counter.parameters()), served))
+        sessions.append(kind(worker, counter, by_one(counter.parameters()), served))
         return sessions[-1]
 
     yield take_part
@@ -195,7 +195,7 @@ def test_a_snapshot_brings_newer_values_than_it(join: Any) -> None:
     chief.end()
 
 
-def loop(session: Session) -> Iterator[Tensor]:
+def loop(session: LoopSession) -> Iterator[Tensor]:
     """One's own loop over single rows, as `prepare` makes it."""
     rows: Any = DataLoader(range(ROWS), batch_size=1)  # type: ignore[arg-type]
     tickets = TicketLoader(session, rows, torch.device("cpu"))
@@ -209,7 +209,7 @@ def loop(session: Session) -> Iterator[Tensor]:
 @pytest.mark.parametrize("stepped", [True, False])
 def test_a_loop_that_is_left_gives_it_back(join: Any, stepped: bool) -> None:
     """Else the others would wait at the end of the epoch for one that does something else."""
-    chief, other = join(0), join(1)
+    chief, other = join(0, kind=LoopSession), join(1, kind=LoopSession)
     mine = loop(chief)
     next(mine)
     if stepped:

@@ -1,0 +1,350 @@
+"""One's own loop with servers does what it does on one device, or is refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from tests.served_support import apart, close_all, digits, net, strategy
+
+pytestmark = pytest.mark.timeout(60)
+
+#: what a loop does with a batch and its number: it may or may not make a step
+Step = Callable[[nn.Module, Optimizer, Any, int], None]
+#: on the chief, or told by a worker that was first
+REFUSED = sg.NotDistributable, sg.UsageError, sg.ReplicaFailed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end() -> Iterator[None]:
+    yield
+    close_all()
+
+
+def alone() -> Any:
+    """One worker that waits for nobody: plain training."""
+    return strategy("1 ps", "asynchronous", 1)
+
+
+def in_step() -> Any:
+    return strategy("1 ps", "synchronous", 2)
+
+
+def loop(
+    where: Any, step: Step, rows: int = 160, epochs: int = 2, made: Callable[[], nn.Module] = net,
+    kind: Any = torch.optim.SGD, rate: float = 0.5,
+) -> nn.Module:  # fmt: skip
+    x, y, _, _ = digits()
+    module = made()
+    optimizer = kind(module.parameters(), lr=rate)
+    loader: Any = DataLoader(TensorDataset(x[:rows], y[:rows]), batch_size=16)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    for _ in range(epochs):
+        for number, batch in enumerate(loader):
+            step(module, optimizer, batch, number)
+    return module
+
+
+def compare(where: Any, step: Step, **options: Any) -> float:
+    """How far the loop on servers ends from the loop on one device, which must have moved."""
+    plain = loop(None, step, **options)
+    assert apart(plain, options.get("made", net)()) > 1e-3
+    return apart(where.run(partial(loop, where, step, **options))[0], plain)
+
+
+def backward(module: nn.Module, batch: Any) -> None:
+    F.cross_entropy(module(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+
+
+def clipped(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clamped(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    for param in module.parameters():
+        assert param.grad is not None
+        param.grad = param.grad.clamp(-0.001, 0.001)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def without_bias(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    module.get_parameter("0.bias").grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def twice(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    backward(module, (batch[0] * 0.5, batch[1]))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Table(nn.Module):
+    """A sparse table with a row for each shade of gray."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(17, 10, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows((x * 16).long()).mean(1)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [clipped, clamped, without_bias, twice])
+def test_gradients_count_as_they_are_when_step_is_called(step: Step) -> None:
+    assert compare(alone(), step) < 1e-6
+
+
+@pytest.mark.parametrize("where", [alone, in_step])
+def test_a_sparse_gradient_of_two_backwards(where: Any) -> None:
+    # torch adds each row up at its place in the table, in another order
+    assert compare(where(), twice, made=Table) < 1e-4
+
+
+@pytest.mark.parametrize("step", [without_bias, twice])
+def test_in_step_what_everybody_does_alike(step: Step) -> None:
+    assert compare(in_step(), step) < 1e-5
+
+
+@pytest.mark.parametrize("step", [clipped, clamped])
+def test_clipping_a_part_of_a_batch_is_refused(step: Step) -> None:
+    where = in_step()
+    with pytest.raises(REFUSED, match="clip_norm"):
+        where.run(loop, where, step)
+
+
+# --- batches without a step ----------------------------------------------------------------------
+
+
+def every_other(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def but_dark(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    """Some batches are left out, and the optimizer must not count them."""
+    if float(batch[0].mean()) < 0.3:
+        return
+    backward(module, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("step", [every_other, but_dark])
+def test_batches_without_a_step_are_done(step: Step) -> None:
+    where = alone()
+    assert compare(where, step, kind=torch.optim.Adam, rate=0.01) < 1e-6
+    books = where.stats()
+    assert books.skipped and books.skipped + books.applied == 20
+    assert not books.requeued and books.received == books.applied == books.updates
+
+
+def by_class(where: Any) -> nn.Module:
+    """Batches of one class each, so that all parts of a batch are left out, or none."""
+    x, y, _, _ = digits()
+    module = net()
+    optimizer: Any = torch.optim.Adam(module.parameters(), lr=0.01)
+    rows = torch.cat([torch.nonzero(y == n)[:16, 0] for n in range(10)])
+    loader: Any = DataLoader(TensorDataset(x[rows], y[rows]), batch_size=16)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    for _ in range(2):
+        for batch in loader:
+            if int(batch[1][0]) % 3:
+                backward(module, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+    return module
+
+
+def test_in_step_a_batch_that_all_leave_out_makes_no_update() -> None:
+    where = in_step()
+    results = where.run(by_class, where)
+    assert apart(results[0], by_class(None)) < 1e-5 and apart(*results) == 0
+    books = where.stats()
+    assert (books.updates, books.applied, books.skipped, books.requeued) == (12, 24, 16, 0)
+
+
+def one_leaves_out(where: Any) -> nn.Module:
+    me = sg.current_replica().index
+
+    def step(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+        if me == 1:
+            return
+        backward(module, batch)
+        optimizer.step()
+
+    return loop(where, step)
+
+
+def test_in_step_one_part_may_be_left_out() -> None:
+    """The others' parts are the batch; what is left out goes to nobody else."""
+    where = in_step()
+    where.run(one_leaves_out, where)
+    books = where.stats()
+    assert books.applied + books.skipped == 40 and not books.requeued
+    assert books.received == books.applied
+
+
+# --- what servers cannot do ----------------------------------------------------------------------
+
+
+def with_closure(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    def again() -> float:
+        optimizer.zero_grad()
+        backward(module, batch)
+        return 0.0
+
+    optimizer.step(again)
+
+
+def in_halves(where: Any) -> None:
+    """Two optimizers for one model."""
+    module = net()
+    first = torch.optim.SGD(module.get_submodule("0").parameters(), lr=0.1)
+    where.prepare(module, first, DataLoader(range(8)))  # type: ignore[arg-type]
+
+
+def both_at_once(where: Any) -> None:
+    """Two models that are trained against each other."""
+    for _ in range(2):
+        module = net()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        where.prepare(module, optimizer, DataLoader(range(8)))  # type: ignore[arg-type]
+
+
+def one_within(where: Any) -> None:
+    """A second training while a batch of the first is in hand."""
+    loop(where, lambda *_: both_at_once(where))
+
+
+def one_after_the_other(where: Any, strays: str = "") -> list[nn.Module]:
+    """Two trainings in one run; what follows may reach back for the first one's things."""
+    x, y, _, _ = digits()
+    made: list[Any] = []
+    for seed in (0, 1):
+        module = net(seed)
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5)
+        loader: Any = DataLoader(TensorDataset(x[:160], y[:160]), batch_size=16)
+        if where is not None:
+            module, optimizer, loader = where.prepare(module, optimizer, loader)
+        made.append((module, optimizer, loader))
+        for batch in loader:
+            backward(module, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if seed and strays == "step":
+                made[0][1].step()
+    if strays == "loop":
+        next(iter(made[0][2]))
+    return [module for module, _, _ in made]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (partial(loop, step=with_closure), "closure"),
+        (in_halves, "2 trainable parameters .* not in the optimizer"),
+        (both_at_once, "one model at a time"),
+        (one_within, "one model at a time"),
+        (partial(one_after_the_other, strays="step"), "another one was prepared"),
+        (partial(one_after_the_other, strays="loop"), "training of this loader has ended"),
+    ],
+    ids=["closure", "two optimizers", "two models", "nested", "old optimizer", "old loader"],
+)
+def test_what_servers_cannot_do_is_refused(function: Any, says: str) -> None:
+    where = alone()
+    with pytest.raises((sg.NotDistributable, sg.UsageError), match=says):
+        where.run(function, where)
+
+
+@pytest.mark.parametrize("where", [alone, in_step])
+def test_one_training_after_the_other(where: Any) -> None:
+    there = where()
+    results = there.run(one_after_the_other, there)
+    for mine, plain in zip(results[0], one_after_the_other(None), strict=True):
+        assert apart(mine, plain) < 1e-5
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def saving(
+    where: Any, stop: int, begin: int = 0, saved: Any = None
+) -> tuple[nn.Module, list[Any], list[Any]]:
+    """Train on batches from `begin` on; what would be saved after number `stop`, and at the end."""
+    x, y, _, _ = digits()
+    module: Any = net()
+    optimizer: Any = torch.optim.Adam(module.parameters(), lr=0.01)
+    if saved is not None:
+        optimizer.load_state_dict(saved[0])
+        module.load_state_dict(saved[1])
+    rows = slice(begin * 16, 160)
+    loader: Any = DataLoader(TensorDataset(x[rows], y[rows]), batch_size=16)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    group, kept = optimizer.param_groups[0], []
+    for number, batch in enumerate(loader, begin + 1):
+        backward(module, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == stop:
+            kept = copy.deepcopy([optimizer.state_dict(), module.state_dict()])
+    last = copy.deepcopy([optimizer.state_dict(), module.state_dict()])
+    assert optimizer.param_groups[0] is group  # a scheduler may have it in hand
+    return module, kept, last
+
+
+def same(mine: Any, plain: Any, near: float) -> bool:
+    """Whether an optimizer's state and a model's values are those of one device."""
+    a, b = mine[0]["state"], plain[0]["state"]
+    assert a.keys() == b.keys() and len(a) == 4
+    steps = all(float(a[i]["step"]) == float(b[i]["step"]) for i in a)
+    pairs = [(a[i][k], b[i][k]) for i in a for k in ("exp_avg", "exp_avg_sq")]
+    pairs += [(mine[1][key], plain[1][key]) for key in plain[1]]
+    return steps and all(bool(((x - y).abs() <= near).all()) for x, y in pairs)
+
+
+def test_what_is_saved_in_mid_epoch_is_gone_on_with() -> None:
+    where = alone()
+    plain, kept, last = saving(None, 5)
+    ((mine, my_kept, my_last),) = where.run(saving, where, 5)
+    assert same(my_kept, kept, 1e-6) and same(my_last, last, 1e-6)
+    assert apart(mine, plain) < 1e-6
+    again = saving(None, 0, 5, copy.deepcopy(my_kept))  # torch goes on in what it is given
+    assert apart(again[0], plain) < 1e-6
+    ((resumed, _, _),) = where.run(saving, where, 0, 5, my_kept)
+    assert apart(resumed, plain) < 1e-6
+
+
+def test_every_worker_can_save_what_came_of_it() -> None:
+    where = in_step()
+    plain, _, last = saving(None, 0)
+    for index, (mine, _, my_last) in enumerate(where.run(saving, where, 0)):
+        assert apart(mine, plain) < 1e-5
+        if index == 0 or my_last[0]["state"]:  # the other may come when all is over
+            assert same(my_last, last, 1e-5)
