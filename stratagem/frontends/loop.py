@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stratagem.data.dice import Dice, mixed
+from stratagem.data.streams import RandomStreams, mixed
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.callbacks import CallbackList
 from stratagem.frontends.feeds import ArrayFeed, Feed, Portion, check_enough
@@ -65,7 +65,7 @@ def fit(job: Fit) -> None:
     _align(job.module, replica)
     _align_state(job.optimizer, replica)
     setup.roll_own_dice(replica, job.generation)
-    with _own_dice(replica, job.generation):
+    with _own_streams(replica, job.generation):
         job.feed.agree(replica)
         step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
         try:
@@ -78,18 +78,19 @@ def fit(job: Fit) -> None:
 
 
 @contextmanager
-def _own_dice(replica: Replica, generation: int) -> Iterator[None]:
+def _own_streams(replica: Replica, generation: int) -> Iterator[None]:
     """On the chief: what the model draws, and how much, shall not decide how data is shuffled."""
     if not replica.is_chief:
         yield
         return
     # a later fit begins where the data's numbers are, and the model must not draw the same again
-    replica.dice = Dice(mixed(torch.initial_seed(), -1, generation) if generation else None)
+    seed = mixed(torch.initial_seed(), -1, generation) if generation else None
+    replica.streams = RandomStreams(seed)
     try:
         yield
     finally:
-        replica.dice.end()
-        replica.dice = None
+        replica.streams.end()
+        replica.streams = None
 
 
 def _train(job: Fit, step: Step, replica: Replica) -> None:
@@ -136,8 +137,8 @@ def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Por
     limit = job.steps_per_epoch
     waiting: Portion | None = None
     number = drawn = 0
-    dice = None if isinstance(job.feed, ArrayFeed) else replica.dice  # arrays have a seed
-    for portion in _drawn(job.feed.portions(replica, epoch), dice):
+    streams = None if isinstance(job.feed, ArrayFeed) else replica.streams  # arrays have a seed
+    for portion in _drawn(job.feed.portions(replica, epoch), streams):
         if waiting is not None:
             yield number, waiting, False
             number += 1
@@ -150,13 +151,13 @@ def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Por
     check_enough(job.feed, drawn, limit, epoch)
 
 
-def _drawn(portions: Iterator[Portion], dice: Dice | None) -> Iterator[Portion]:
+def _drawn(portions: Iterator[Portion], streams: RandomStreams | None) -> Iterator[Portion]:
     """What samplers and datasets draw on the way comes from the data's own random numbers."""
-    if dice is None:
+    if streams is None:
         yield from portions
         return
     while True:
-        with dice.for_data():
+        with streams.for_data():
             portion = next(portions, None)
         if portion is None:
             return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stratagem.cluster.membership import Membership
-from stratagem.data.dice import Dice
+from stratagem.data.streams import RandomStreams
 from stratagem.errors import UsageError
 from stratagem.strategies.cross_device import CrossDeviceOps, RingAllReduce
 from stratagem.wire.collective import Alone, Collective
@@ -60,7 +60,7 @@ class Replica:
     measured: dict[int, Collective] = field(default_factory=dict, repr=False)
     share: Share = field(init=False)
     #: on the chief of a fit: random numbers for the data, apart from the model's
-    dice: Dice | None = field(default=None, init=False, repr=False)
+    streams: RandomStreams | None = field(default=None, init=False, repr=False)
     _side: Collective | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

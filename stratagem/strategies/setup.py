@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-import zlib
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from stratagem.codecs.reducer import Reducer, reducer
+from stratagem.data.streams import mixed
+from stratagem.state.digest import digest
 from stratagem.strategies.replica import Replica
 from stratagem.strategies.settings import Settings
 from stratagem.wire.collective import Collective
@@ -24,7 +25,6 @@ log = logging.getLogger("stratagem")
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _ROUNDS = 4
-_MIX = 0x9E3779B97F4A7C15
 
 
 def align(module: nn.Module, replica: Replica) -> None:
@@ -48,8 +48,7 @@ def roll_own_dice(replica: Replica, generation: int = 0) -> None:
         return
     base = broadcast_tree(replica.collective, torch.initial_seed() & (2**62 - 1))
     if not replica.is_chief:
-        mixed = (base + _MIX * (replica.index + (generation << 20))) % 2**63
-        torch.manual_seed(mixed)
+        torch.manual_seed(mixed(base, replica.index, generation))
 
 
 def average_buffers(module: nn.Module, replica: Replica) -> None:
@@ -64,7 +63,7 @@ def average_buffers(module: nn.Module, replica: Replica) -> None:
     counts = _own_counts(module)
     if not floats and not counts:
         return
-    digests = [_digest(b) for b in counts.values()]
+    digests = [digest(b) for b in counts.values()]
     everybody = gather_tree(replica.collective, [[b.detach() for b in floats], digests])
     for i, buffer in enumerate(floats):
         total = sum((values[i].double() for values, _ in everybody), torch.zeros(()).double())
@@ -83,12 +82,7 @@ def _own_counts(module: nn.Module) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _digest(buffer: Tensor) -> int:
-    values = buffer.detach().cpu().contiguous().flatten()
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes()) if values.numel() else 0
-
-
-def _warn_of_counts(module: nn.Module, names: list[str], digests: list[list[int]]) -> None:
+def _warn_of_counts(module: nn.Module, names: list[str], digests: list[list[list[int]]]) -> None:
     """Say, once a model, which buffers differ, given every replica's digests."""
     mine = digests[0]
     apart = [name for i, name in enumerate(names) if any(d[i] != mine[i] for d in digests)]

@@ -22,7 +22,7 @@ def mixed(seed: int, index: int, generation: int = 0) -> int:
     return ((seed & (2**62 - 1)) + _MIX * (index + (generation << 20))) % 2**63
 
 
-class Dice:
+class RandomStreams:
     """While it is in hand, torch's CPU generator is the model's; `end` gives it back."""
 
     def __init__(self, seed: int | None) -> None:
