@@ -212,5 +212,6 @@ def test_without_running_statistics(two: sg.Strategy) -> None:
     model = fitted(two, copy.deepcopy(start))
     alone = by_hand(start, sgd, F.cross_entropy, x, y, batch=8, epochs=1)
     assert distance(model.module, alone) < 2e-6
-    with pytest.raises(sg.NotDistributable, match=r"BatchNorm1d with track_running_stats=False"):
+    refused = (sg.NotDistributable, sg.ReplicaFailed)  # whichever replica comes there first
+    with pytest.raises(refused, match="BatchNorm1d with track_running_stats=False"):
         model.fit(x, y, validation_data=(x, y), verbose=0)
