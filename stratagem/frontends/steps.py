@@ -226,7 +226,7 @@ class Replicated(Solo):
         self._sync_norm = settings.sync_batchnorm
         self._pair: Tensor | None = None
         self._proof = Proof(recipe.loss, replica)
-        self._unsync = sync_batchnorm.install(module, replica) if self._sync_norm else None
+        self._unsync = sync_batchnorm.install(module, replica, self._sync_norm)
         reducer = setup.choose_reducer(list(module.parameters()), replica, settings)
         self.exchange = GradientExchange(
             list(module.named_parameters()), replica, reducer, notes=2
@@ -313,8 +313,7 @@ class Replicated(Solo):
 
     def leave(self) -> None:
         self.exchange.close()
-        if self._unsync is not None:
-            self._unsync()
+        self._unsync()
 
 
 class Sliced(Replicated):

@@ -44,7 +44,7 @@ def prepare(
     setup.roll_own_dice(replica)
     reducer = setup.choose_reducer(list(model.parameters()), replica, settings)
     _undo.pop(model, lambda: None)()
-    unsync = sync_batchnorm.install(model, replica) if settings.sync_batchnorm else None
+    unsync = sync_batchnorm.install(model, replica, settings.sync_batchnorm)
     exchange = GradientExchange(
         list(model.named_parameters()), replica, reducer, every_backward=True, sums=sums
     )
@@ -90,10 +90,9 @@ def _shares(
     return ShareLoader(loader, replica.collective, announce, at_end)
 
 
-def _take_away(exchange: GradientExchange, unsync: Callable[[], None] | None) -> None:
+def _take_away(exchange: GradientExchange, unsync: Callable[[], None]) -> None:
     exchange.close()
-    if unsync is not None:
-        unsync()
+    unsync()
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

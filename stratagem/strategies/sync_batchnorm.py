@@ -109,12 +109,26 @@ def _broadcast_shape(x: Tensor) -> list[int]:
     return [1, x.shape[1]] + [1] * (x.dim() - 2)
 
 
-class _Synced:
-    """Goes before a layer's own type: forward over the global batch, on the replica it is for.
+class _Dressed:
+    """Goes before a layer's own type while its model trains on several replicas.
 
-    Anywhere else (after the call, after a failure) the layer is what it was, and a copy, pickled
-    or not, is of its own type: a model that is averaged, saved or sent elsewhere is plain.
+    A copy, pickled or not, is of its own type: a model that is averaged, saved or sent elsewhere is
+    plain.
     """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        layer: Any = self
+        dressed = type(layer)
+        layer.__class__ = _links[layer].plain
+        try:
+            return layer.__reduce_ex__(1)  # pickle would find that a later form's type is not ours
+        finally:
+            layer.__class__ = dressed
+
+
+class _Synced(_Dressed):
+    """Forward over the global batch, on the replica it is for; anywhere else (after the call, after
+    a failure) the layer is what it was."""
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self
@@ -127,42 +141,48 @@ class _Synced:
             raise _no_statistics(layer)
         return super().forward(x)  # type: ignore[misc, no-any-return]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        layer: Any = self
-        synced = type(layer)
-        layer.__class__ = _links[layer].plain
+
+class _Apart(_Dressed):
+    """Forward over this replica's share, as torch does it, and why a share may be too small."""
+
+    def forward(self, x: Tensor) -> Tensor:
         try:
-            return layer.__reduce_ex__(1)  # pickle would find that a later form's type is not ours
-        finally:
-            layer.__class__ = synced
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        except ValueError as error:
+            layer: Any = self
+            _explain_few_rows(error, layer, _links[layer].replica)
+            raise
 
 
 class _Link(NamedTuple):
-    """What a synchronised layer needs; beside the layer, so that no copy takes it along."""
+    """What such a layer needs; beside the layer, so that no copy takes it along."""
 
     plain: type[_BatchNorm]
-    room: Room
     replica: Replica
+    #: where it is synchronised
+    room: Room | None
 
 
 _links: weakref.WeakKeyDictionary[nn.Module, _Link] = weakref.WeakKeyDictionary()
 
 
-def install(module: nn.Module, replica: Replica) -> Callable[[], None]:
-    """Synchronise every BatchNorm layer, in place of what an earlier call did; returns what takes
-    it back, which may be called again. Collective."""
+def install(module: nn.Module, replica: Replica, synced: bool = True) -> Callable[[], None]:
+    """Prepare every BatchNorm layer for several replicas, in place of what an earlier call did;
+    returns what takes it back, which may be called again. Collective."""
     layers = [m for m in module.modules() if isinstance(m, _BatchNorm)]
     for layer in layers:
         _remove(layer, _links.get(layer))
     if not layers or replica.count == 1:
         return lambda: None
-    side = replica.beside()
+    side = replica.beside() if synced else None
     links = []
     for layer in layers:
-        room = Room(side, layer.num_features, _type(layer), replica.device)
-        links.append(link := _Link(type(layer), room, replica))
+        room = None
+        if side is not None:
+            room = Room(side, layer.num_features, _type(layer), replica.device)
+        links.append(link := _Link(type(layer), replica, room))
         _links[layer] = link
-        layer.__class__ = _synced(link.plain)
+        layer.__class__ = _dressed(link)
 
     def remove() -> None:
         for layer, link in zip(layers, links, strict=True):
@@ -178,9 +198,25 @@ def _remove(layer: nn.Module, link: _Link | None) -> None:
         del _links[layer]
 
 
-def _synced(plain: type[_BatchNorm]) -> type[_BatchNorm]:
-    # Not of torch's modules: nobody may take its forward for torch's code (at_home.py).
-    return type(plain.__name__, (_Synced, plain), {"__module__": __name__})
+def _dressed(link: _Link) -> type[_BatchNorm]:
+    """The type of a layer with this link; synchronised, it is not one of torch's modules: nobody
+    may take its forward for torch's code (at_home.py)."""
+    before, home = (_Apart, link.plain.__module__) if link.room is None else (_Synced, __name__)
+    return type(link.plain.__name__, (before, link.plain), {"__module__": home})
+
+
+def _explain_few_rows(error: ValueError, layer: _BatchNorm, replica: Replica) -> None:
+    """Raise what a user can act on, if only the share was too small, not the batch."""
+    share = replica.share
+    here = current_replica() is replica
+    if not here or share.total < 2 or not str(error).startswith("Expected more than 1 value"):
+        return
+    raise NotDistributable(
+        f"{replica.name} has {share.examples} of this batch's {share.total} rows, and a "
+        f"{type(layer).__name__} cannot normalise over one; use sync_batchnorm=True, which "
+        "normalises over the whole batch, a DataLoader with drop_last=True, or a batch_size that "
+        "leaves more rows for the last batch."
+    ) from error
 
 
 def _no_statistics(layer: _BatchNorm) -> NotDistributable:
@@ -195,6 +231,7 @@ def _normalise(layer: _BatchNorm, x: Tensor, link: _Link) -> Tensor:
     weight = layer.weight if layer.affine else x.new_ones(layer.num_features)
     bias = layer.bias if layer.affine else x.new_zeros(layer.num_features)
     room, norm = link.room, cast(Any, GlobalNorm.apply)
+    assert room is not None
     y, mean, var = norm(x, weight, bias, layer.eps, room, link.replica.share)
     if room.count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -215,3 +216,54 @@ def test_without_running_statistics(two: sg.Strategy) -> None:
     refused = (sg.NotDistributable, sg.ReplicaFailed)  # whichever replica comes there first
     with pytest.raises(refused, match="BatchNorm1d with track_running_stats=False"):
         model.fit(x, y, validation_data=(x, y), verbose=0)
+
+
+# --- each replica by itself ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[sg.Strategy]:
+    made = strategy(2)
+    yield made
+    made.close()
+
+
+_FEW = r"replica [01] has 1 of this batch's 2 rows, and a BatchNorm1d .* sync_batchnorm=True.*drop"
+
+
+def test_a_share_of_one_row_is_explained(apart: sg.Strategy) -> None:
+    module = net()
+    model = sg.Model(module, apart)
+    model.compile(optimizer=sgd, loss="cross_entropy")
+    x, y = data(34)
+    with pytest.raises((sg.NotDistributable, sg.ReplicaFailed), match=_FEW) as caught:
+        model.fit(x, y, batch_size=32, verbose=0)
+    assert "Expected more than 1 value" in "".join(traceback.format_exception(caught.value))
+    model.fit(x, y, batch_size=30, verbose=0)
+    assert is_plain(module)
+
+
+def test_a_share_of_one_row_is_explained_in_a_loop_of_ones_own(apart: sg.Strategy) -> None:
+    x, y = data(34)
+
+    def train() -> None:
+        model = net()
+        loader = DataLoader(TensorDataset(x, y), batch_size=32)
+        model, _, loader = apart.prepare(model, sgd(model.parameters()), loader)
+        for rows, targets in loader:
+            F.cross_entropy(model(rows), targets).backward()
+
+    with pytest.raises((sg.NotDistributable, sg.ReplicaFailed), match=_FEW) as caught:
+        apart.run(train)
+    assert "Expected more than 1 value" in "".join(traceback.format_exception(caught.value))
+
+
+def test_other_errors_are_torchs_own(replica: Replica) -> None:
+    module = net()[1]
+    sync_batchnorm.install(module, replica, synced=False)
+    with pytest.raises(ValueError, match="expected 2D or 3D"):
+        module(torch.ones(8))
+    replica.share.set(1, 1)  # one device would not take it either
+    with pytest.raises(ValueError, match="Expected more than 1 value"):
+        module(torch.ones(1, 8))
+    assert is_plain(copy.deepcopy(module))
