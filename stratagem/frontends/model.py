@@ -27,6 +27,7 @@ from stratagem.strategies import rehearsal
 from stratagem.strategies.gpu_memory import explain_out_of_memory
 from stratagem.strategies.mirrored import single_device
 from stratagem.strategies.strategy import Strategy, get_strategy, here
+from stratagem.strategies.sync_batchnorm import check_statistics
 
 _PRECISION = {
     None: None, "float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -252,6 +253,8 @@ class Model:
 
     def _watched(self, function: Callable[[Any], Any], job: loop.Evaluation) -> Any:
         try:
+            if self.strategy.settings.sync_batchnorm and self.strategy.num_replicas_in_sync > 1:
+                check_statistics(self.module)
             if self.strategy.served:
                 return here(self.strategy, function, job)
             return self._everywhere(function, job)

@@ -219,6 +219,13 @@ def _explain_few_rows(error: ValueError, layer: _BatchNorm, replica: Replica) ->
     ) from error
 
 
+def check_statistics(module: nn.Module) -> None:
+    """Refuse what replicas cannot evaluate as one device does."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and layer.running_mean is None:
+            raise _no_statistics(layer)
+
+
 def _no_statistics(layer: _BatchNorm) -> NotDistributable:
     return NotDistributable(
         f"a {type(layer).__name__} with track_running_stats=False normalises over the batch in "

@@ -216,6 +216,9 @@ def test_without_running_statistics(two: sg.Strategy) -> None:
     refused = (sg.NotDistributable, sg.ReplicaFailed)  # whichever replica comes there first
     with pytest.raises(refused, match="BatchNorm1d with track_running_stats=False"):
         model.fit(x, y, validation_data=(x, y), verbose=0)
+    for call in (lambda: model.evaluate(x, y, verbose=0), lambda: model.predict(x, verbose=0)):
+        with pytest.raises(sg.NotDistributable, match="track_running_stats=False"):
+            call()
 
 
 # --- each replica by itself ----------------------------------------------------------------------
