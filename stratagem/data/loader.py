@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,6 +14,12 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree
 
+#: what fetches the shares of loaders whose workers persist, for as long as the loaders are there:
+#: as on one device, workers outlast a fit, and their seed is drawn once
+_persistent: weakref.WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = (
+    weakref.WeakKeyDictionary()
+)
+
 #: told before each batch: how many examples are this replica's, and how many there are
 Announce = Callable[[int, int], None]
 
@@ -20,15 +27,18 @@ Announce = Callable[[int, int], None]
 class ShareSampler:
     """Batches of this replica's indices; remembers the sizes for whoever consumes the batches."""
 
-    def __init__(self, batches: Iterable[Any], collective: Collective) -> None:
+    def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
-        self.collective = collective
+        #: given while somebody iterates
+        self.collective: Collective | None = None
         self.sizes: deque[tuple[int, int]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
+        collective = self.collective
+        assert collective is not None
         self.sizes.clear()
-        for batch in agreed_batches(self.batches, self.collective):
-            start, end = share(len(batch), self.collective.size, self.collective.rank)
+        for batch in agreed_batches(self.batches, collective):
+            start, end = share(len(batch), collective.size, collective.rank)
             self.sizes.append((end - start, len(batch)))
             # An empty share borrows an example, so that the loop's body can run; it weighs 0.
             yield batch[start:end] or batch[:1]
@@ -58,8 +68,8 @@ class ShareLoader:
                     "the DataLoader has batch_size=None, so there is no global batch to split; "
                     "give it a batch_size or a batch_sampler."
                 )
-            self._sampler = ShareSampler(loader.batch_sampler, collective)
-            self._inner = _like(loader, self._sampler)
+            self._inner = _fetcher(loader)
+            self._sampler: Any = self._inner.batch_sampler
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -70,9 +80,13 @@ class ShareLoader:
 
     def _mapped(self) -> Iterator[Any]:
         assert self._inner is not None
-        for batch in self._inner:
-            self._announce(*self._sampler.sizes.popleft())
-            yield batch
+        self._sampler.collective = self.collective
+        try:
+            for batch in self._inner:
+                self._announce(*self._sampler.sizes.popleft())
+                yield batch
+        finally:
+            self._sampler.collective = None  # workers that persist must not keep a strategy alive
 
     def _streamed(self) -> Iterator[Any]:
         """The chief reads the stream; everybody gets each batch and keeps its share."""
@@ -113,8 +127,18 @@ def check_sampler(loader: DataLoader[Any]) -> None:
             )
 
 
-def _like(loader: DataLoader[Any], sampler: ShareSampler) -> DataLoader[Any]:
-    """The same loader with another batch sampler."""
+def _fetcher(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader that fetches this replica's shares."""
+    if not loader.persistent_workers:
+        return _like(loader)
+    if loader not in _persistent:
+        _persistent[loader] = _like(loader)
+    return _persistent[loader]
+
+
+def _like(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader with a sampler of shares."""
+    assert loader.batch_sampler is not None
     extra: dict[str, Any] = {}
     if loader.num_workers:
         extra = {
@@ -123,7 +147,8 @@ def _like(loader: DataLoader[Any], sampler: ShareSampler) -> DataLoader[Any]:
             "multiprocessing_context": loader.multiprocessing_context,
         }
     return DataLoader(
-        loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers, pin_memory=loader.pin_memory, timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn, generator=loader.generator, **extra,
+        loader.dataset, batch_sampler=ShareSampler(loader.batch_sampler),
+        collate_fn=loader.collate_fn, num_workers=loader.num_workers, pin_memory=loader.pin_memory,
+        timeout=loader.timeout, worker_init_fn=loader.worker_init_fn, generator=loader.generator,
+        **extra,
     )  # fmt: skip

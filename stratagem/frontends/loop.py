@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from stratagem.data.streams import RandomStreams, mixed
 from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends import outputs
 from stratagem.frontends.callbacks import CallbackList
 from stratagem.frontends.feeds import ArrayFeed, Feed, Portion, check_enough
 from stratagem.frontends.meter import Meter
@@ -293,31 +294,16 @@ def predict(job: Evaluation) -> Any:
             mine.append(None)
             continue
         with runner.autocast():
-            mine.append(_on_cpu(runner.forward(portion)[0]))
+            output = outputs.on_cpu(runner.forward(portion)[0])
+        if not mine and replica.count > 1:  # before the others are computed
+            outputs.check_rows([output], [portion.examples])
+        mine.append([output, portion.examples])
     everybody = gather_tree(replica.collective, mine)
     ordered = [part for batch in zip(*everybody, strict=True) for part in batch if part is not None]
-    return _joined(ordered)
-
-
-def _on_cpu(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach().cpu()
-    if isinstance(tree, dict):
-        return {key: _on_cpu(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_on_cpu(value) for value in tree]
-    return tree
-
-
-def _joined(parts: list[Any]) -> Any:
-    if not parts:
-        return torch.empty(0)
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts)
-    if isinstance(first, dict):
-        return {key: _joined([part[key] for part in parts]) for key in first}
-    return tuple(_joined([part[i] for part in parts]) for i in range(len(first)))
+    parts = [output for output, _ in ordered]
+    if replica.count > 1 and parts:
+        outputs.check_rows(parts, [examples for _, examples in ordered])
+    return outputs.joined(parts)
 
 
 def _align(module: nn.Module, replica: Replica) -> None:

@@ -1,7 +1,8 @@
 """Plain files: weights as safetensors, what is needed to go on beside them.
 
     model.safetensors      the module's state dict; loads with safetensors and torch alone
-    model.state.pt         optimizer state and progress; torch.load(..., weights_only=True)
+    model.state.pt         optimizer state, progress, and what modules keep beside tensors
+                           (get_extra_state); torch.load(..., weights_only=True)
 
 Both are written beside their final name and then moved there: a reader never sees half a file.
 """
@@ -22,6 +23,8 @@ from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
 
+_PLAIN = (bool, int, float, complex, str, bytes)
+
 
 def paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """The weights' file and the state's file for a name with or without its ending."""
@@ -38,23 +41,48 @@ def save(
     """Write both files; returns the weights' path."""
     weights, state = paths(path)
     weights.parent.mkdir(parents=True, exist_ok=True)
-    tensors = _state(module)
+    tensors, others = _state(module)
     extra = {"optimizer": optimizer.state_dict() if optimizer is not None else None, **progress}
+    if others:
+        extra["extra_state"] = others
     _whole(state, lambda target: torch.save(extra, target))
     _whole(weights, lambda target: save_file(tensors, str(target)))
     return weights
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Every entry in memory of its own: tied weights and views of one block are saved whole."""
-    state = module.state_dict()
-    for name, value in state.items():
-        if is_lazy(value):
+def _state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, and what modules keep beside them (get_extra_state).
+
+    Every tensor is in memory of its own, one row after the other: tied weights, views of one block
+    and weights of another layout (channels_last, w.t()) are saved whole.
+    """
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor):
+            _check_plain(name, value)
+            others[name] = value
+        elif is_lazy(value):
             raise UsageError(
                 f"{name!r} has no shape yet (a lazy module); run one batch through the model "
                 "before it is saved."
             )
-    return {name: value.detach().cpu().clone() for name, value in state.items()}
+        else:
+            tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return tensors, others
+
+
+def _check_plain(name: str, tree: object) -> None:
+    """Refuse what could only be read again by running code from the file."""
+    if type(tree) in (list, tuple, dict):
+        parts: Any = [*tree, *tree.values()] if isinstance(tree, dict) else tree
+        for part in parts:
+            _check_plain(name, part)
+    elif tree is not None and not isinstance(tree, Tensor) and type(tree) not in _PLAIN:
+        raise UsageError(
+            f"{name!r} holds a {type(tree).__name__}, which cannot be saved; have get_extra_state "
+            "return plain values only: numbers, text, tensors, and lists, tuples or dicts of them."
+        )
 
 
 def _whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -77,11 +105,23 @@ def load(
     weights, state = paths(path)
     if not weights.is_file():
         raise UsageError(f"there is no saved model at {weights}.")
-    module.load_state_dict(load_file(str(weights)))
+    extra: dict[str, Any] = {}
+    if state.is_file():
+        extra = torch.load(state, map_location="cpu", weights_only=True)
+    found = {**load_file(str(weights)), **extra.pop("extra_state", {})}
     if not state.is_file():
-        return {}
-    extra: dict[str, Any] = torch.load(state, map_location="cpu", weights_only=True)
+        _check_complete(module, found, state)
+    module.load_state_dict(found)
     saved = extra.pop("optimizer", None)
     if optimizer is not None and saved is not None:
         optimizer.load_state_dict(saved)
     return extra
+
+
+def _check_complete(module: nn.Module, found: dict[str, Any], state: Path) -> None:
+    """Without the state's file there are weights, and none of what modules keep beside them."""
+    for name in module.state_dict():
+        if name.rpartition(".")[2] == "_extra_state" and name not in found:
+            raise UsageError(
+                f"{name!r} is kept in {state.name}, which is not there; put it beside the weights."
+            )

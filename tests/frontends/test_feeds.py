@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 import stratagem as sg
 from tests.support import by_hand, data, distance, mlp, moved, strategy
@@ -193,3 +200,55 @@ def test_a_distributed_sampler_is_refused(verb: str) -> None:
         if verb == "validation_data":
             model.fit(x, y, validation_data=loader, verbose=0)
         getattr(model, verb)(loader, verbose=0)
+
+
+# --- workers that persist ------------------------------------------------------------------------
+
+
+class Numbered(Dataset[Any]):
+    """Rows that say which process fetched them."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.cat([self.x[i], torch.tensor([float(i), float(os.getpid())])])
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.seen: list[list[list[float]]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x[:, 6:].tolist())
+        return self.layer(x[:, :6]).squeeze(1)
+
+
+@pytest.mark.timeout(60)
+def test_persistent_workers_shuffle_as_on_one_device(some: sg.Strategy) -> None:
+    """The chief's share of each batch is its first half; 3 epochs, in two calls of fit."""
+    dataset = Numbered(data(12)[0])
+
+    def loader() -> DataLoader[Any]:
+        dice = torch.Generator().manual_seed(5)
+        return DataLoader(
+            dataset, batch_size=4, shuffle=True, num_workers=1, persistent_workers=True,
+            generator=dice,
+        )  # fmt: skip
+
+    one = loader()
+    expected = [batch[:, 6].tolist() for _ in range(3) for batch in one]
+    module, ours = Remembering(), loader()
+    model = sg.Model(module, some)
+    model.compile(optimizer=sgd, loss=lambda out, _: out.square())
+    model.fit(ours, epochs=2, verbose=0)
+    model.fit(ours, verbose=0)
+    each = 4 // some.num_replicas_in_sync
+    assert [[row[0] for row in part] for part in module.seen] == [ids[:each] for ids in expected]
+    assert len({row[1] for part in module.seen for row in part}) == 1, "workers were restarted"
+    assert expected[:3] != expected[3:6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,3 +61,70 @@ def test_a_failed_write_leaves_the_old_file(
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no saved model"):
         checkpoint.load(tmp_path / "absent", nn.Linear(2, 2), None)
+
+
+# --- what weights can look like ------------------------------------------------------------------
+
+
+class Strided(nn.Module):
+    """A transposed weight, one that is repeated in place, and a convolution, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(3, 5).t())
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.register_buffer("same", torch.randn(1).expand(4))
+
+
+def test_weights_that_are_not_contiguous(tmp_path: Path) -> None:
+    module, other = Strided(), Strided()
+    other.same = torch.zeros(4)
+    assert not module.conv.weight.is_contiguous() and not module.turned.is_contiguous()
+    checkpoint.save(tmp_path / "m", module, None, {})
+    checkpoint.load(tmp_path / "m", other, None)
+    files = load_file(tmp_path / "m.safetensors")
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+        assert torch.equal(value, files[name]), name
+    assert other.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+class Counting(nn.Module):
+    """A module with more to keep than tensors."""
+
+    def __init__(self, kept: Any = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+@pytest.mark.parametrize(
+    "kept", [{"words": ["a", 1, 2.5, None], "at": (True, {3: "x"})}, 7, torch.arange(3)], ids=str
+)
+def test_extra_state_is_kept(tmp_path: Path, kept: Any) -> None:
+    module, other = nn.Sequential(Counting(kept)), nn.Sequential(Counting())
+    checkpoint.save(tmp_path / "m", module, None, {"history": {}})
+    assert checkpoint.load(tmp_path / "m", other, None) == {"history": {}}
+    assert torch.equal(other[0].layer.weight, module[0].layer.weight)
+    found = other[0].kept
+    assert torch.equal(found, kept) if isinstance(kept, torch.Tensor) else found == kept
+
+
+def test_extra_state_needs_both_files(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "m", Counting(7), None, {})
+    (tmp_path / "m.state.pt").unlink()
+    with pytest.raises(UsageError, match=r"'_extra_state'.*m\.state\.pt.*beside"):
+        checkpoint.load(tmp_path / "m", Counting(), None)
+
+
+@pytest.mark.parametrize("odd", [Path("/x"), [object()], {"a": {1}}], ids=str)
+def test_extra_state_that_is_not_plain_is_refused(tmp_path: Path, odd: Any) -> None:
+    with pytest.raises(UsageError, match=r"'0._extra_state'.*get_extra_state.*plain"):
+        checkpoint.save(tmp_path / "m", nn.Sequential(Counting(odd)), None, {})
+    assert not list(tmp_path.iterdir())

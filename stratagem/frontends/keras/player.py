@@ -16,6 +16,7 @@ from stratagem.frontends.keras import attributes, environment, fused, normalizat
 from stratagem.frontends.keras.denominators import made_exact, whole_activity
 from stratagem.frontends.keras.parcel import optimizers
 from stratagem.frontends.keras.user_metrics import user_metrics
+from stratagem.frontends.outputs import check_rows
 from stratagem.strategies import setup
 from stratagem.strategies.exchange import GradientExchange
 from stratagem.strategies.prepare import to_device
@@ -148,11 +149,14 @@ class Player:
     def predict(self, data: Data, total: int) -> list[Any]:
         """Every replica's outputs, in order; an empty share has none."""
         self._mode(False)
-        start, end = share(total, self.replica.count, self.replica.index)
+        cuts = [share(total, self.replica.count, index) for index in range(self.replica.count)]
+        start, end = cuts[self.replica.index]
         mine = None
         if end > start:
             mine = self._own("predict_step")(self._here(rows(data, start, end)))
-        return [part for part in gather_tree(self.replica.collective, mine) if part is not None]
+        parts = [part for part in gather_tree(self.replica.collective, mine) if part is not None]
+        check_rows(parts, [end - start for start, end in cuts if end > start])
+        return parts
 
     def _play(self, step: str, data: Data, total: int) -> Any:
         start, end = share(total, self.replica.count, self.replica.index)

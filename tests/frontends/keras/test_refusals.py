@@ -121,6 +121,24 @@ def test_a_sampler_that_takes_a_part_of_the_data(call: str) -> None:
         getattr(compiled(), call)(loader, verbose=0)
 
 
+class Turned(layers.Layer):  # type: ignore[misc]
+    def call(self, x: Any) -> Any:
+        return keras.ops.transpose(x)
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape[::-1]
+
+
+@pytest.mark.timeout(120)
+def test_predicting_what_has_its_rows_elsewhere() -> None:
+    x, _ = digits(10)
+    with strategy(2).scope():
+        model = keras.Sequential([keras.Input((8,)), Turned()])
+        model.compile(loss="mse")
+    with pytest.raises(sg.NotDistributable, match="does not begin with its rows"):
+        model.predict(x, batch_size=10, verbose=0)
+
+
 @pytest.mark.timeout(120)
 def test_no_compile_is_keras_own_refusal() -> None:
     x, _ = digits(9)

@@ -1,0 +1,103 @@
+"""What predict returns, and what it cannot join."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stratagem as sg
+from stratagem.frontends.outputs import check_rows
+from tests.support import data, strategy
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def some(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
+    made = strategy(request.param)
+    yield made
+    made.close()
+
+
+@dataclass
+class Scores:
+    scores: Tensor
+
+
+class Returns(nn.Module):
+    """Returns what it was told to make of its layer's output."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.kind = nn.Linear(6, 4), kind
+        self.memory = nn.LSTM(6, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        match self.kind:
+            case "nothing":
+                return None
+            case "nothing in part":
+                return y, None
+            case "dataclass":
+                return Scores(y)
+            case "number":
+                return {"y": y, "n": 3}
+            case "mean":
+                return y, y.mean()
+            case "hidden state":
+                return self.memory(x[:, None])
+            case "in columns":
+                return y.t()
+        return {"flat": y.reshape(-1), "rows": (y, y)}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [("nothing", "NoneType"), ("nothing in part", "NoneType"), ("dataclass", "Scores"),
+     ("number", "int"), ("mean", "tensor without rows")],
+)  # fmt: skip
+def test_outputs_that_cannot_be_joined_are_refused(some: sg.Strategy, kind: str, word: str) -> None:
+    x, _ = data(20)
+    with pytest.raises(sg.UsageError, match=f"has a {word} in it; return tensors"):
+        sg.Model(Returns(kind), some).predict(x, batch_size=8)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["hidden state", "in columns"])
+def test_rows_that_are_not_in_front_are_refused(some: sg.Strategy, kind: str) -> None:
+    x, _ = data(20)
+    model = sg.Model(Returns(kind), some)
+    if some.num_replicas_in_sync == 1:  # one batch is whatever the module makes of it
+        shape = {"hidden state": (2, 20, 4), "in columns": (4, 20)}[kind]
+        found = model.predict(x, batch_size=20)
+        assert (found[1][0] if kind == "hidden state" else found).shape == shape
+        return
+    with pytest.raises(sg.NotDistributable, match=r"does not begin with its rows.*transpose"):
+        model.predict(x, batch_size=20)
+
+
+@pytest.mark.timeout(60)
+def test_several_rows_for_each_example(some: sg.Strategy) -> None:
+    x, _ = data(17)  # the last batch is one row
+    model = sg.Model(Returns("else"), some)
+    found = model.predict(x, batch_size=8)
+    with torch.no_grad():
+        expected = model.module(x)
+    assert torch.allclose(found["flat"], expected["flat"], atol=1e-6)
+    assert torch.allclose(found["rows"][1], expected["rows"][1], atol=1e-6)
+
+
+def test_two_layers_are_not_the_two_rows_of_a_share() -> None:
+    """One share alone does not tell; the next does."""
+    check_rows([torch.zeros(2, 2, 4)], [2])
+    with pytest.raises(sg.NotDistributable, match=r"\(2, 3, 4\) for 3 examples"):
+        check_rows([torch.zeros(2, 2, 4), torch.zeros(2, 3, 4)], [2, 3])
+    with pytest.raises(sg.NotDistributable, match="for 1 examples"):
+        check_rows([torch.tensor(1.0)], [1])
+    check_rows([{"a": torch.zeros(0)}, {"a": torch.zeros(0)}], [2, 3])
