@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stratagem.cluster import kubernetes, slurm, tf_config, torchrun, vertex
+from stratagem.cluster import blame, kubernetes, slurm, tf_config, torchrun, vertex
 from stratagem.cluster.spec import Place
 
 # What a person wrote comes before what a scheduler set. torchrun comes before the schedulers
@@ -20,4 +20,5 @@ SOURCES = (
 
 def detect(environ: Mapping[str, str]) -> Place | None:
     """This process's place in a cluster, or None if it is on its own."""
+    blame.at_exit(environ)
     return next((place for source in SOURCES if (place := source(environ)) is not None), None)

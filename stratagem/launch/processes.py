@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
+from stratagem.cluster.blame import VARIABLE
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
 
@@ -24,19 +25,24 @@ class Process:
     """One running task: the leader of a session of its own, so that a signal reaches its children.
 
     `code` is None until the supervisor has taken note of the end; then as in `subprocess`.
+    `because_of` is whom it then blames for its end, by the file `blame`.
     """
 
-    def __init__(self, task: Task, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, task: Task, command: Sequence[str], environ: Mapping[str, str], blame: Path
+    ) -> None:
         self.task = task
         self.code: int | None = None
+        self.because_of = ""
+        self._blame = blame
         self.started = time.monotonic()
         self.ended = self.started
         self._gone = False
         hold = [*_TETHER, "hold", str(os.getpid()), *command]
         try:
             self._popen = subprocess.Popen(
-                hold, env=environ, bufsize=0, start_new_session=True, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                hold, env={**environ, VARIABLE: str(blame)}, bufsize=0, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
         except OSError as problem:
             raise UsageError(f"{task} cannot be started: {problem}") from problem
@@ -61,6 +67,8 @@ class Process:
     def reap(self) -> int:
         """Take note of the end."""
         self.code = self._popen.wait()
+        with contextlib.suppress(FileNotFoundError):  # it blames nobody
+            self.because_of = self._blame.read_text()
         return self.code
 
     def signal(self, number: signal.Signals) -> None:

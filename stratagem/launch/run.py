@@ -20,6 +20,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.errors import UsageError
@@ -98,8 +100,9 @@ def launch(job: Job, *, grace: float, colour: bool) -> int:
 
 def _start(job: Job, guard: Guard, relay: Relay, stack: ExitStack) -> list[Process]:
     processes: list[Process] = []
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
     for number, (task, environ) in enumerate(job.environments(os.environ).items()):
-        process = Process(task, job.command, environ)
+        process = Process(task, job.command, environ, folder / str(number))
         stack.callback(process.kill)
         guard.add(process)
         relay.add(process, number)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
+from stratagem.cluster.spec import Task
 from stratagem.launch.escalation import Escalation, Inbox, steps_after
 from stratagem.launch.output import Relay
 from stratagem.launch.processes import Guard, Process
 
 _TICK = 0.05
+_CULPRIT = 3.0  # for a task to end that another one blames, however short the grace
 _LINGER = 1.0  # for what a task started, once the task itself has ended
 _HELD = 5.0  # after SIGKILL: the kernel does not let the process go
 
@@ -26,7 +28,8 @@ class Supervisor:
     def __init__(
         self, processes: Sequence[Process], guard: Guard, relay: Relay, inbox: Inbox, grace: float
     ) -> None:
-        self.first: Process | None = None
+        #: those that failed of themselves, in the order in which they ended
+        self._failed: list[Process] = []
         self.stopped: signal.Signals | None = None
         self._left = list(processes)
         self._swept: list[Process] = []
@@ -49,11 +52,16 @@ class Supervisor:
                 self._give_up()
 
     @property
+    def first(self) -> Process | None:
+        return culprit(self._failed)
+
+    @property
     def code(self) -> int:
         """The exit code of the job, as a shell counts: 128 + n for signal n."""
-        if self.first is not None:
-            assert self.first.code is not None
-            return self.first.code if self.first.code > 0 else 128 - self.first.code
+        first = self.first
+        if first is not None:
+            assert first.code is not None
+            return first.code if first.code > 0 else 128 - first.code
         return 128 + self.stopped if self.stopped is not None else 0
 
     def _hear(self) -> None:
@@ -74,20 +82,29 @@ class Supervisor:
         self.stopped = self.stopped or number
 
     def _collect(self) -> None:
-        """Wait a moment for tasks to end, and note the first that failed of itself."""
+        """Wait a moment for tasks to end, and note those that failed of themselves."""
         try:
             process = self._ended.get(timeout=_TICK)
         except Empty:
             return
         code = process.reap()
-        if code and self.first is None and self.stopped is None:
-            self.first = process
-            self._escalation = Escalation(steps_after(None, self._grace), time.monotonic())
-            if others := [each for each in self._left if each.code is None]:
-                self._relay.note(
-                    f"{process.task} failed ({ending(code)}); {_names(others)} may take "
-                    f"{self._grace:g} s to end."
-                )
+        if not code or self.stopped is not None or self._escalation.begun:
+            return
+        self._failed.append(process)
+        if len(self._failed) == 1:
+            self._let_the_others_end(process, code)
+
+    def _let_the_others_end(self, process: Process, code: int) -> None:
+        """After the first failure; one that another has caused may be still to come."""
+        grace, because = self._grace, ""
+        if process.because_of and not blames(process, process.task):
+            grace, because = max(grace, _CULPRIT), f" because of {process.because_of}"
+        self._escalation = Escalation(steps_after(None, grace), time.monotonic())
+        if others := [each for each in self._left if each.code is None]:
+            self._relay.note(
+                f"{process.task} failed{because} ({ending(code)}); {_names(others)} may take "
+                f"{grace:g} s to end."
+            )
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._left:
@@ -115,6 +132,25 @@ class Supervisor:
         pids = ", ".join(f"{process.task} (pid {process.pid})" for process in self._left)
         self._relay.note(f"the kernel holds {pids} in spite of SIGKILL; a driver may hang.")
         self._left.clear()
+
+
+def culprit(failed: Sequence[Process]) -> Process | None:
+    """Who failed first: whom the first to end blames, if that one failed, too, and so on."""
+    seen = list(failed[:1])
+    while seen:
+        others = (each for each in failed if each is not seen[-1])
+        found = next((each for each in others if blames(seen[-1], each.task)), None)
+        if found is None:
+            return seen[-1]
+        if found in seen:  # each blames the other: the first to end, then
+            return seen[0]
+        seen.append(found)
+    return None
+
+
+def blames(process: Process, task: Task) -> bool:
+    """Whether it ended because of this task, or of a replica of it: "worker 1 replica 2"."""
+    return f"{process.because_of} ".startswith(f"{task} ")
 
 
 def ending(code: int) -> str:

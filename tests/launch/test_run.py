@@ -8,15 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.launch.escalation import Escalation, steps_after
 from stratagem.launch.job import Job
+from stratagem.launch.supervise import culprit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from run_processes import DEAF, FAMILY, Launcher, alive, said, wait_for
@@ -166,6 +170,67 @@ sys.exit(3)
     verdict = next(i for i, line in enumerate(told) if line.startswith("worker 1 failed first: "))
     assert f"{words} (pid {launcher.pid('failed')}) after " in told[verdict]
     assert all(line.startswith("    ") for line in told[verdict + 1 :])  # the last word
+
+
+# Worker 1 tells worker 0 at once, and is the last to end: it registers before stratagem does.
+TELLS_AND_LINGERS = """
+import atexit
+if index == 1:
+    atexit.register(time.sleep, 2)
+import torch
+import stratagem as sg
+torch.set_num_threads(1)
+strategy = sg.MultiWorkerMirroredStrategy()
+model = sg.Model(torch.nn.Linear(2, 2), strategy)
+model.compile("sgd", "mse")
+x = torch.ones(8, 2)
+model.fit(x, x, verbose=0)
+if index == 1:
+    {how}
+model.fit(x, x, verbose=0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"), [("sys.exit(7)", 7, ""), ("raise ValueError('mine')", 1, "mine")]
+)
+def test_the_first_is_not_whoever_ends_first(
+    launcher: Launcher, how: str, code: int, last: str
+) -> None:
+    script = TELLS_AND_LINGERS.format(how=how)
+    found, _, err = launcher.finish(script, "--workers", "2", "--grace", "0")
+    assert f"worker 1 failed first: exit code {code} " in err, err
+    assert err.rstrip().endswith(last) and found == code
+    assert "worker 0 failed because of worker 1 (exit code 1); worker 1 may take" in err
+    assert "SIGTERM" not in err
+    left = Path(tempfile.gettempdir()).glob(f"stratagem-{launcher.started[0].pid}-*")
+    assert not list(left)
+
+
+def ended(task: str, because_of: str = "") -> Any:
+    role, _, index = task.partition(" ")
+    return SimpleNamespace(task=Task(role, int(index)), because_of=because_of)
+
+
+@pytest.mark.parametrize(
+    ("failed", "first"),
+    [
+        ([], None),
+        (["worker 1"], 0),
+        (["worker 1", "worker 0"], 0),
+        (["worker 0 < worker 1", "worker 1"], 1),
+        (["worker 0 < worker 1 replica 2", "worker 2", "worker 1"], 2),
+        (["worker 2 < worker 0", "worker 0 < worker 1", "worker 1"], 2),
+        (["worker 1 < worker 10", "worker 10 < worker 1 replica 1"], 0),
+        (["worker 0 < worker 1", "worker 2"], 0),
+        (["worker 0 < worker 0 replica 1", "worker 1 < worker 0"], 0),
+        (["worker 0 < worker 1", "worker 1 < worker 0"], 0),
+    ],
+)
+def test_who_began_it(failed: list[str], first: int | None) -> None:
+    """Each with whom it ended because of; one that did not fail, or is no task, began nothing."""
+    several = [ended(*each.split(" < ")) for each in failed]
+    assert culprit(several) is (None if first is None else several[first])
 
 
 def test_the_last_lines_are_quoted(launcher: Launcher) -> None:
