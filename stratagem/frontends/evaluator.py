@@ -21,6 +21,10 @@ log = logging.getLogger("stratagem")
 
 _PAUSE = 0.2  # seconds between two looks at the folder
 _FIELD = re.compile(r"\{[^{}]*\}")
+NEEDS = (
+    "this task is the evaluator: it evaluates the checkpoints that the chief writes, so fit needs "
+    "a ModelCheckpoint among its callbacks, and validation_data."
+)
 
 
 def watch(
@@ -30,16 +34,13 @@ def watch(
     """Evaluate checkpoints as they come, until the job is over and the last has been seen."""
     saver = next((c for c in callbacks if isinstance(c, ModelCheckpoint)), None)
     if saver is None or validation is None:
-        raise UsageError(
-            "this task is the evaluator: it evaluates the checkpoints that the chief writes, so "
-            "fit needs a ModelCheckpoint among its callbacks, and validation_data."
-        )
+        raise UsageError(NEEDS)
     boards = [c for c in callbacks if isinstance(c, TensorBoard)]
     for board in boards:
         board.log_dir = str(Path(board.log_dir) / "evaluator")
         board.on_train_begin()
     history = History()
-    for path, updates in _new_checkpoints(saver.path, over):
+    for path, updates in new_files(checkpoint.paths(saver.path)[0], over):
         progress = checkpoint.load(path, model.module, model.optimizer)
         step = int(progress.get("updates", updates))
         logs = {f"val_{name}": value for name, value in evaluate().items()}
@@ -51,27 +52,33 @@ def watch(
     return history
 
 
-def _new_checkpoints(pattern: str, over: Callable[[], bool]) -> Iterator[tuple[Path, int]]:
-    """Weights' files as they appear or change, with their number; the last after the end, too."""
-    weights, _ = checkpoint.paths(pattern)
-    name = _FIELD.sub("*", weights.name)
-    folder = Path(_FIELD.sub("*", str(weights.parent)))
-    known: dict[Path, int] = {}
+def new_files(pattern: Path, over: Callable[[], bool]) -> Iterator[tuple[Path, int]]:
+    """Files as they appear or change, with their number; the last after the end, too.
+
+    `pattern` may hold fields, {epoch} say, that stand for anything.
+    """
+    name = _FIELD.sub("*", pattern.name)
+    folder = Path(_FIELD.sub("*", str(pattern.parent)))
+    known: dict[Path, tuple[int, int]] = {}
     number = 0
     while True:
         ended = over()
-        found = sorted(
-            (path.stat().st_mtime_ns, path) for path in _glob(folder, name)
-        )
-        fresh = [(stamp, path) for stamp, path in found if known.get(path) != stamp]
-        for stamp, path in fresh:
-            known[path] = stamp
+        found = sorted((stamp(path), path) for path in _glob(folder, name))
+        fresh = [(seen, path) for seen, path in found if known.get(path) != seen]
+        for seen, path in fresh:
+            known[path] = seen
             number += 1
             yield path, number
         if ended and not fresh:
             return
         if not fresh:
             time.sleep(_PAUSE)
+
+
+def stamp(path: Path) -> tuple[int, int]:
+    """When a file was last written to, and how long it is: another stamp, another content."""
+    seen = path.stat()
+    return seen.st_mtime_ns, seen.st_size
 
 
 def _glob(folder: Path, name: str) -> list[Path]:

@@ -17,12 +17,11 @@ from stratagem.rules.updates import Asynchronous, Updates
 from stratagem.state.partition import Partitioner
 from stratagem.strategies import devices
 from stratagem.strategies.agreement import Patience
-from stratagem.strategies.parameters.audience import Audience
+from stratagem.strategies.parameters.audience import Audience, Box
 from stratagem.strategies.parameters.crew import Crew, LocalCluster
 from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.served import ServedStrategy, check_spares
 from stratagem.strategies.settings import Served, Settings
-from stratagem.strategies.team import Team
 
 
 class ParameterServerStrategy(ServedStrategy):
@@ -69,10 +68,10 @@ class ParameterServerStrategy(ServedStrategy):
                     sys.exit(1)  # it has been said why
                 sys.exit(0)
             if place.task.type == "evaluator":
-                settings = Settings()
-                super().__init__(Team(_devices(devices, place, None)[:1], settings, None, patience),
-                                 settings)  # fmt: skip
+                box = Box(_devices(devices, place, None)[0], str(place.task), patience)
+                super().__init__(box, Settings())
                 self.audience = Audience(place, patience)
+                box.start()
                 return
         crew = Crew(_devices(devices, place, local), place, local, patience)
         check_spares(updates, crew.size)

@@ -55,6 +55,13 @@ class ServedStrategy(Strategy):
         The loader deals out batches to whoever is free; `optimizer.step()` hands the gradients
         in, and the next batch comes with the newest values.
         """
+        if self.audience is not None:
+            raise NotDistributable(
+                "this task is the evaluator, which takes no part in the training, so there is no "
+                "loop to prepare. Where strategy.audience is not None, load what the chief saves "
+                "and evaluate it until strategy.audience.over(); or start the job without an "
+                "evaluator."
+            )
         if self.settings.served is None or rehearsal.wanted():
             return super().prepare(model, optimizer, loader, loss_reduction=loss_reduction)
         if not isinstance(model, nn.Module) or optimizer is None:

@@ -124,8 +124,11 @@ def _wrap_compile(keras: Any) -> None:
 def _distribute(model: Any, strategy: Strategy) -> None:
     from stratagem.frontends.keras.conductor import Conductor
     from stratagem.frontends.keras.served import ServedConductor
+    from stratagem.frontends.keras.watcher import Watcher
 
     kind = Conductor if strategy.settings.served is None else ServedConductor
+    if getattr(strategy, "audience", None) is not None:
+        kind = Watcher
     kind(model, strategy).lay_over()
 
 

@@ -52,9 +52,6 @@ class ServedConductor(Conductor):
         again: bool = False,
     ) -> Any:  # fmt: skip
         own = self._own(name)
-        if getattr(self.strategy, "audience", None) is not None:
-            _refuse_the_evaluator(name)
-            return own(*args, **kwargs)
         if self._leading:  # a validation, or a callback's call
             before, self._needs = self._needs, self._needs.joined(needs)
             try:
@@ -391,14 +388,6 @@ class ServedConductor(Conductor):
 
     def _listening(self) -> bool:
         return self._leading and not self._in_step and self.session is not None
-
-
-def _refuse_the_evaluator(name: str) -> None:
-    if name in TRAINS:
-        raise NotDistributable(
-            "this is the evaluator task, which takes no part in the training; have it load what "
-            "ModelCheckpoint saves on the chief, and call evaluate on that."
-        )
 
 
 def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, part: Part) -> Any:

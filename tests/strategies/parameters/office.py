@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 import stratagem as sg
+from stratagem.cluster.handshake import job_secret
 from stratagem.strategies.parameters.lines import Address
 from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.worker import Worker
 from stratagem.strategies.settings import Served
 from stratagem.wire.tcp import local_address
+from tests.replicas.scripts import free_ports
 
 
 class Office:
     """Servers in threads of this process, and workers of theirs."""
 
-    def __init__(self, servers: int, staff: int = 1) -> None:
-        self.addresses, self.secret = [local_address() for _ in range(servers)], b"s" * 32
+    def __init__(
+        self, servers: int, staff: int = 1, *, addresses: Sequence[str] = (),
+        secret: bytes = b"s" * 32,
+    ) -> None:  # fmt: skip
+        self.addresses = list(addresses) or [local_address() for _ in range(servers)]
+        self.secret = secret
         self.servers = [Server(i, self.addresses, self.secret) for i in range(servers)]
         self.threads = [threading.Thread(target=s.serve, daemon=True) for s in self.servers]
         for thread in self.threads:
@@ -45,3 +53,17 @@ class Office:
         for thread in self.threads:
             thread.join(10)
             assert not thread.is_alive()
+
+
+@contextmanager
+def evaluator() -> Iterator[tuple[Office, sg.ParameterServerStrategy]]:
+    """A job with one server, and the strategy of its evaluator task."""
+    worker, server = (f"127.0.0.1:{port}" for port in free_ports(2))
+    spec = sg.ClusterSpec({"worker": [worker], "ps": [server]})
+    office = Office(1, addresses=[server], secret=job_secret({}, spec.to_json()))
+    strategy = sg.ParameterServerStrategy(sg.Place(spec, sg.Task("evaluator"), "the test"))
+    try:
+        yield office, strategy
+    finally:
+        strategy.close()
+        office.close()
