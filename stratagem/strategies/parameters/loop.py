@@ -162,8 +162,7 @@ class TicketLoader:
         while True:
             work = worker.next(source.fill if source is not None else None)
             if isinstance(work, FitOver):
-                session.take_last(work)
-                self._over = True
+                self._end_as(work)
                 return
             if isinstance(work, EpochOver):
                 worker.report(None)
@@ -241,6 +240,16 @@ class TicketLoader:
         """
         self.session.read_state(values=self._held is None)
 
+    def _end_as(self, over: FitOver) -> None:
+        """The chief has ended the training: end with what came of it."""
+        self._over = True
+        self.session.worker.refresh()
+        self.session.take_last(over)
+
     def close(self) -> None:
+        """The training ends for the chief, and so for all; another waits for that."""
         self._closed = True
+        worker = self.session.worker
+        if not (worker.is_chief or self._over):
+            self._end_as(worker.retire())
         self.session.end()

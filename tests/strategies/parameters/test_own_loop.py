@@ -348,3 +348,31 @@ def test_every_worker_can_save_what_came_of_it() -> None:
         assert apart(mine, plain) < 1e-5
         if index == 0 or my_last[0]["state"]:  # the other may come when all is over
             assert same(my_last, last, 1e-5)
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def leaves(where: Any, first: int) -> nn.Module:
+    """Everybody leaves the loop in mid-epoch; `first` long before the other."""
+    x, y, _, _ = digits()
+    module: Any = net()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=4)
+    module, optimizer, loader = where.prepare(module, optimizer, loader)
+    steps = 3 if sg.current_replica().index == first else 60
+    for number, batch in enumerate(loader, 1):
+        backward(module, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == steps:
+            break
+    return module
+
+
+@pytest.mark.parametrize("rule", ["bounded", "synchronous"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_leaves_the_loop_early_ends_with_the_others_values(first: int, rule: str) -> None:
+    where = strategy("2 ps", rule)
+    results = where.run(leaves, where, first)
+    assert apart(*results) == 0.0 and apart(results[0], net()) > 1e-3
