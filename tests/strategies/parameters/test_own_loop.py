@@ -376,3 +376,45 @@ def test_who_leaves_the_loop_early_ends_with_the_others_values(first: int, rule:
     where = strategy("2 ps", rule)
     results = where.run(leaves, where, first)
     assert apart(*results) == 0.0 and apart(results[0], net()) > 1e-3
+
+
+# --- the order of batches ------------------------------------------------------------------------
+
+
+def shuffled(where: Any, own: bool) -> nn.Module:
+    """Two epochs in the order that a generator of the loader's own, or torch's, gives."""
+    x, y, _, _ = digits()
+    module: Any = net()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5)
+    torch.manual_seed(5)
+    dice = torch.Generator().manual_seed(3) if own else None
+    loader: Any = DataLoader(TensorDataset(x[:90], y[:90]), 16, shuffle=True, generator=dice)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    for _ in range(2):
+        for batch in loader:
+            backward(module, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    return module
+
+
+def shuffled_fit(where: Any, own: bool) -> nn.Module:
+    """The same with sg.Model."""
+    x, y, _, _ = digits()
+    model = sg.Model(net(), where)
+    model.compile(lambda params: torch.optim.SGD(params, lr=0.5), "cross_entropy")
+    torch.manual_seed(5)
+    dice = torch.Generator().manual_seed(3) if own else None
+    loader: Any = DataLoader(TensorDataset(x[:90], y[:90]), 16, shuffle=True, generator=dice)
+    model.fit(loader, epochs=2, verbose=0)
+    return model.module
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_shuffled_loader_has_the_order_of_one_device(own: bool) -> None:
+    where, plain = alone(), shuffled(None, own)
+    assert apart(where.run(shuffled, where, own)[0], plain) < 1e-6
+    if not own:  # `fit` takes a number from torch's dice before the loader does
+        plain = shuffled_fit(None, own)
+    assert apart(shuffled_fit(where, own), plain) < 1e-6
