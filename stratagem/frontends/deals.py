@@ -23,7 +23,7 @@ from stratagem.frontends.feeds import (
     StreamFeed,
     portion_of,
 )
-from stratagem.strategies.parameters.source import Source, parts_of_indices, parts_of_rows
+from stratagem.strategies.parameters.source import Indices, Source, parts_of_indices, parts_of_rows
 from stratagem.strategies.parameters.worker import Work, Worker
 
 
@@ -108,13 +108,13 @@ def dealer(feed: Feed, parts: int) -> Dealer:
 
 def _indexed(loader: DataLoader[Any], parts: int) -> Dealer:
     collate: Any = loader.collate_fn
-    sampler: Any = loader.batch_sampler
+    indices = Indices(loader)
 
     def unpack(payload: Any) -> Portion:
         batch = collate([loader.dataset[i] for i in payload["indices"]])
         return _whole(batch, payload["total"])
 
-    return ParcelDealer(lambda: map(parts_of_indices, sampler), parts, unpack)
+    return ParcelDealer(lambda: map(parts_of_indices, indices), parts, unpack)
 
 
 def _whole(batch: Any, total: int) -> Portion:

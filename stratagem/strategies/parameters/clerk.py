@@ -135,7 +135,7 @@ class LeadClerk(Clerk):
 
     known = Clerk.known | {
         "begin", "clear", "leave", "enter", "join", "next", "push", "abandon", "skip", "deal",
-        "report", "so far", "gather", "settings", "snapshot", "finish", "failed",
+        "report", "retire", "so far", "gather", "settings", "snapshot", "finish", "failed",
     }  # fmt: skip
 
     def __init__(
@@ -210,6 +210,9 @@ class LeadClerk(Clerk):
         tree = guest.connection.read(TREE_LIMIT)
         self.lead.report(_member(guest), int(frame.header["epoch"]), tree)
         return OK
+
+    def _retire(self, guest: Guest, frame: Frame) -> Answer:
+        return self.lead.retire(_member(guest))
 
     def _gather(self, guest: Guest, frame: Frame) -> Answer:
         return self.lead.gather()

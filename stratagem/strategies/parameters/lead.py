@@ -58,6 +58,8 @@ class Lead:
         #: workers to be told that their ticket is too late; once is enough, they may not listen
         self._late: set[int] = set()
         self._tally = Tally()
+        #: who takes no more work, but waits for the end
+        self._retired: set[Attendee] = set()
         #: what the chief has put beside the parameters, and what it said at the end
         self._beside = self._told = torch.empty(0, dtype=torch.uint8)
 
@@ -74,6 +76,7 @@ class Lead:
             self._payloads.clear()
             self._reports.clear()
             self._late.clear()
+            self._retired.clear()
             self._beside, self._told = beside, torch.empty(0, dtype=torch.uint8)
             policies = plan.updates.staleness if isinstance(plan.updates, Asynchronous) else ()
             self._gaps = [policy for policy in policies if policy.needs_gap]
@@ -159,6 +162,22 @@ class Lead:
             self._settle()
             self._order(["bury" if dead else "leave", attendee.seat])
 
+    def retire(self, attendee: Attendee) -> tuple[dict[str, Any], list[Tensor]]:
+        """A worker takes no more work: wait for the end of its fit, to fetch what comes of it."""
+        with self.changed:
+            if (books := self._counts(attendee)) is not None:
+                self._retired.add(attendee)
+                books.leave(attendee.worker)
+                self._settle()
+                self.changed.notify_all()
+            while self._counts(attendee) is not None:
+                self.changed.wait(0.5)
+            return self._last(attendee)
+
+    def _last(self, attendee: Attendee) -> tuple[dict[str, Any], list[Tensor]]:
+        """What a worker is told whose fit is over, and how far servers must be for its values."""
+        return {"end": True, "after": self._orders * (attendee.fit == self.fit)}, [self._told]
+
     def _counts(self, attendee: Attendee) -> Ledger | None:
         """The books, if its fit is under way; an error if another has its place there."""
         self._check()
@@ -236,7 +255,7 @@ class Lead:
         with self.changed:
             books = self._counts(attendee)
             if books is None:
-                return {"end": True}, [self._told]
+                return self._last(attendee)
             if self.epoch <= epoch:
                 return None
             found = self._ticket(books, attendee, have, since)
@@ -443,7 +462,8 @@ class Lead:
         """All reports of the epoch, once everybody who is awake has reported."""
         with self.changed:
             while any(
-                worker not in self._reports and not attendee.silent
+                worker not in self._reports
+                and not (attendee.silent or attendee in self._retired)
                 for worker, attendee in self.attendees.items()
             ):
                 self._check()

@@ -22,7 +22,7 @@ from stratagem.data.shard import count_rows
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.push import Ticket
 from stratagem.strategies.parameters.session import Session
-from stratagem.strategies.parameters.source import Source, parts_of_indices, parts_of_rows
+from stratagem.strategies.parameters.source import Indices, Source, parts_of_indices, parts_of_rows
 from stratagem.strategies.parameters.worker import EpochOver, FitOver, Worker
 from stratagem.strategies.prepare import Prepared, to_device
 from stratagem.strategies.settings import Settings
@@ -138,6 +138,7 @@ class TicketLoader:
     ) -> None:
         self.session, self.loader, self.device = session, loader, device
         self.dataset, self.batch_size = loader.dataset, loader.batch_size
+        self._indices = Indices(loader)
         self._epoch = 0
         self._held: tuple[Ticket, int] | None = None
         self._over = session.over is not None
@@ -153,7 +154,7 @@ class TicketLoader:
         return not self._over and (self._epoch == 0 or self._held is not None)
 
     def __iter__(self) -> Iterator[Any]:
-        worker, session = self.session.worker, self.session
+        worker = self.session.worker
         if self._over:
             return
         self._check_open()
@@ -162,8 +163,7 @@ class TicketLoader:
         while True:
             work = worker.next(source.fill if source is not None else None)
             if isinstance(work, FitOver):
-                session.take_last(work)
-                self._over = True
+                self._end_as(work)
                 return
             if isinstance(work, EpochOver):
                 worker.report(None)
@@ -201,13 +201,12 @@ class TicketLoader:
         parts = session.plan.parts
         if isinstance(self.loader.dataset, IterableDataset):
             return Source(session.worker, self._epoch, map(parts_of_rows, self.loader), parts)
-        batches: Any = self.loader.batch_sampler
-        if batches is None:
+        if self.loader.batch_sampler is None:
             raise NotDistributable(
                 "the DataLoader has batch_size=None, so there is no batch to deal out; give it a "
                 "batch_size or a batch_sampler."
             )
-        return Source(session.worker, self._epoch, map(parts_of_indices, batches), parts)
+        return Source(session.worker, self._epoch, map(parts_of_indices, self._indices), parts)
 
     def _batch(self, payload: Any) -> Any:
         if "indices" in payload:
@@ -241,6 +240,16 @@ class TicketLoader:
         """
         self.session.read_state(values=self._held is None)
 
+    def _end_as(self, over: FitOver) -> None:
+        """The chief has ended the training: end with what came of it."""
+        self._over = True
+        self.session.worker.refresh()
+        self.session.take_last(over)
+
     def close(self) -> None:
+        """The training ends for the chief, and so for all; another waits for that."""
         self._closed = True
+        worker = self.session.worker
+        if not (worker.is_chief or self._over):
+            self._end_as(worker.retire())
         self.session.end()

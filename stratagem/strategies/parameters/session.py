@@ -216,8 +216,8 @@ class Session:
             handle.remove()
         self._handles = []
         if self.worker.is_chief:
-            self._read_last()
             self.worker.finish([told, [t.detach() for t in self.beside]])
+            self._read_last()  # with all that counted
         else:
             self.worker.refresh()
         self.worker.at_fall = None

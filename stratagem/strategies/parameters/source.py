@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
 from stratagem.data.shard import count_rows, rows, share
 from stratagem.strategies.parameters.worker import Worker
 
@@ -46,6 +49,23 @@ class Source:
             parcels += parts
         self._worker.deal(self._epoch, self.dealt, runs, self._dry, parcels)
         self.dealt += len(runs)
+
+
+class Indices:
+    """Batches of indices, in the order in which the loader itself would take them."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader, self._begun = loader, False
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass."""
+        loader = self._loader
+        if not (self._begun and loader.persistent_workers):
+            # A loader draws a seed for its workers first, from the dice that may shuffle as well.
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        self._begun = True
+        batches: Any = loader.batch_sampler
+        yield from batches
 
 
 def parts_of_indices(batch: Any) -> Cut:

@@ -222,7 +222,7 @@ class Worker:
             if "hungry" in told:
                 return None
             if "end" in told:
-                return FitOver(self.lines.tree(frame))
+                return self._over(frame)
             if "over" in told:
                 self._epoch, self._after = int(told["over"]), int(told["after"])
                 return EpochOver(self._epoch)
@@ -232,6 +232,15 @@ class Worker:
         if wait:
             self.arrive()
         return work
+
+    def _over(self, frame: Frame) -> FitOver:
+        self._after = int(frame.header["after"])
+        return FitOver(self.lines.tree(frame))
+
+    def retire(self) -> FitOver:
+        """Take no more work, and wait for the chief to end the training."""
+        self._ahead = None  # it goes back with this
+        return self._over(self.lines.call(0, {"t": "retire"}))
 
     def _take(self, told: Mapping[str, Any], frame: Frame) -> Work:
         """A ticket has come; its values are on their way."""

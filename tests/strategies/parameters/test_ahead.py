@@ -238,3 +238,18 @@ def test_in_step_there_is_none(join: Any) -> None:
     hand_in(chief, take(chief, 1))
     assert is_over(chief)
     chief.end()
+
+
+def test_one_that_wakes_when_all_is_over_has_the_last_values(join: Any) -> None:
+    """The loop itself brings them: whoever looks at the model behind it sees the result."""
+    chief, other = join(0, kind=LoopSession), join(1, kind=LoopSession)
+    mine = loop(chief)
+    next(mine)
+    theirs = loop(other)
+    next(theirs)
+    for _ in mine:  # but for the batch that the other has in hand now
+        if books(chief).applied == ROWS - 1:
+            break
+    chief.worker.settle()
+    assert len(list(theirs)) == 1  # it counts no more
+    assert (counts(other) == counts(chief)).all() and counts(other).sum() == ROWS - 1

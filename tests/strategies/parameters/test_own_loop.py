@@ -348,3 +348,73 @@ def test_every_worker_can_save_what_came_of_it() -> None:
         assert apart(mine, plain) < 1e-5
         if index == 0 or my_last[0]["state"]:  # the other may come when all is over
             assert same(my_last, last, 1e-5)
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def leaves(where: Any, first: int) -> nn.Module:
+    """Everybody leaves the loop in mid-epoch; `first` long before the other."""
+    x, y, _, _ = digits()
+    module: Any = net()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=4)
+    module, optimizer, loader = where.prepare(module, optimizer, loader)
+    steps = 3 if sg.current_replica().index == first else 60
+    for number, batch in enumerate(loader, 1):
+        backward(module, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == steps:
+            break
+    return module
+
+
+@pytest.mark.parametrize("rule", ["bounded", "synchronous"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_leaves_the_loop_early_ends_with_the_others_values(first: int, rule: str) -> None:
+    where = strategy("2 ps", rule)
+    results = where.run(leaves, where, first)
+    assert apart(*results) == 0.0 and apart(results[0], net()) > 1e-3
+
+
+# --- the order of batches ------------------------------------------------------------------------
+
+
+def shuffled(where: Any, own: bool) -> nn.Module:
+    """Two epochs in the order that a generator of the loader's own, or torch's, gives."""
+    x, y, _, _ = digits()
+    module: Any = net()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5)
+    torch.manual_seed(5)
+    dice = torch.Generator().manual_seed(3) if own else None
+    loader: Any = DataLoader(TensorDataset(x[:90], y[:90]), 16, shuffle=True, generator=dice)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    for _ in range(2):
+        for batch in loader:
+            backward(module, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    return module
+
+
+def shuffled_fit(where: Any, own: bool) -> nn.Module:
+    """The same with sg.Model."""
+    x, y, _, _ = digits()
+    model = sg.Model(net(), where)
+    model.compile(lambda params: torch.optim.SGD(params, lr=0.5), "cross_entropy")
+    torch.manual_seed(5)
+    dice = torch.Generator().manual_seed(3) if own else None
+    loader: Any = DataLoader(TensorDataset(x[:90], y[:90]), 16, shuffle=True, generator=dice)
+    model.fit(loader, epochs=2, verbose=0)
+    return model.module
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_shuffled_loader_has_the_order_of_one_device(own: bool) -> None:
+    where, plain = alone(), shuffled(None, own)
+    assert apart(where.run(shuffled, where, own)[0], plain) < 1e-6
+    if not own:  # `fit` takes a number from torch's dice before the loader does
+        plain = shuffled_fit(None, own)
+    assert apart(shuffled_fit(where, own), plain) < 1e-6
