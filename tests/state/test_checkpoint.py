@@ -123,7 +123,7 @@ def test_extra_state_needs_both_files(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "m", Counting(), None)
 
 
-@pytest.mark.parametrize("odd", [Path("/x"), [object()], {"a": {1}}], ids=str)
+@pytest.mark.parametrize("odd", [Path("/x"), [object()], {"a": {1}}], ids=["path", "object", "set"])
 def test_extra_state_that_is_not_plain_is_refused(tmp_path: Path, odd: Any) -> None:
     with pytest.raises(UsageError, match=r"'0._extra_state'.*get_extra_state.*plain"):
         checkpoint.save(tmp_path / "m", nn.Sequential(Counting(odd)), None, {})
