@@ -192,6 +192,13 @@ def resolve(loss: Any) -> Loss:
     return RowLoss(loss, _unreduced(loss))
 
 
+def takes_logits(loss: Any) -> bool:
+    """Whether a single output of the model is a logit, 0 where both classes are alike."""
+    if isinstance(loss, str):
+        loss = _by_name(loss)
+    return loss is F.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss)
+
+
 def _unreduced(loss: Any) -> Callable[..., Tensor] | None:
     """The same loss with one value a row, where torch knows how."""
     if getattr(loss, "__module__", None) == F.__name__:

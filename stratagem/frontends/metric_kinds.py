@@ -13,20 +13,29 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 from stratagem.errors import UsageError
 from stratagem.frontends.losses import examples
 
-Maker = Callable[[int], torchmetrics.Metric]
+#: from the number of classes (0: none), and whether a single output is a logit
+Maker = Callable[[int, bool], torchmetrics.Metric]
 
 
-def _accuracy(classes: int) -> torchmetrics.Metric:
+def _accuracy(classes: int, logits: bool) -> torchmetrics.Metric:
     if classes > 1:
         return MulticlassAccuracy(classes, average="micro", validate_args=False)
-    return BinaryAccuracy(validate_args=False)
+    return (LogitAccuracy if logits else BinaryAccuracy)(validate_args=False)
 
 
-#: made when the first output shows how many classes there are (0: none)
+class LogitAccuracy(BinaryAccuracy):
+    """Of logits. torchmetrics takes values for probabilities where all of an update are within 0
+    and 1, which a share of few rows may be by chance."""
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        super().update((preds > 0).long(), target)
+
+
+#: made when the first output shows how many classes there are
 _NAMED: dict[str, Maker] = {
     "accuracy": _accuracy,
-    "mae": lambda _: torchmetrics.MeanAbsoluteError(),
-    "mse": lambda _: torchmetrics.MeanSquaredError(),
+    "mae": lambda *_: torchmetrics.MeanAbsoluteError(),
+    "mse": lambda *_: torchmetrics.MeanSquaredError(),
 }
 
 

@@ -28,7 +28,9 @@ Gather = Callable[[Tensor], list[Tensor]]
 class MetricSet:
     """The metrics of one model, by name."""
 
-    def __init__(self, metrics: Any) -> None:
+    def __init__(self, metrics: Any, *, logits: bool = False) -> None:
+        """`logits`: whether a single output is one."""
+        self._logits = logits
         #: whether anything has been taken in since the last reset
         self.counted = False
         self._makers: dict[str, Maker] = {}
@@ -49,7 +51,7 @@ class MetricSet:
     def own(self) -> bool:
         """Whether one of them is not torchmetrics' own."""
         parts = (part for metric in self._metrics.values() for part in metric.modules())
-        return not all(type(p).__module__.startswith(("torchmetrics.", "torch.")) for p in parts)
+        return any(_runs_own(type(part)) for part in parts)
 
     def __bool__(self) -> bool:
         return bool(self._makers or self._metrics)
@@ -65,7 +67,7 @@ class MetricSet:
 
     def _make(self, classes: int, device: torch.device) -> None:
         for name, maker in self._makers.items():
-            self._metrics[name] = maker(classes).to(device)
+            self._metrics[name] = maker(classes, self._logits).to(device)
         self._makers = {}
 
     def compute(self, replica: Replica) -> dict[str, float]:
@@ -220,6 +222,12 @@ def _classes(output: Any, target: Any) -> int:
     if isinstance(output, Tensor) and isinstance(target, Tensor) and output.dim() > target.dim():
         return int(output.shape[1])
     return 0
+
+
+def _runs_own(kind: type[Any]) -> bool:
+    """Whether it is neither torchmetrics' nor ours alone."""
+    ours = ("torchmetrics.", "torch.", "stratagem.")
+    return not kind.__module__.startswith(ours) or kind.__name__ == "FunctionMetric"
 
 
 def _named(metrics: Any) -> list[tuple[str, Any]]:

@@ -94,8 +94,8 @@ class Model:
             raise UsageError('compile needs a loss: compile(optimizer="adam", loss="mse").')
         self.optimizer = make_optimizer(optimizer, self.module)
         self._recipe = Recipe(
-            losses.resolve(loss), MetricSet(metrics), clip_norm, clip_value, accumulate,
-            _PRECISION[precision], jit_compile,
+            losses.resolve(loss), MetricSet(metrics, logits=losses.takes_logits(loss)), clip_norm,
+            clip_value, accumulate, _PRECISION[precision], jit_compile,
         )  # fmt: skip
 
     def fit(

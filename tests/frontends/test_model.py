@@ -190,12 +190,17 @@ def test_metrics_of_every_kind(some: sg.Strategy) -> None:
     assert results["auroc"] == pytest.approx(float(auroc), abs=1e-5)
 
 
-def test_binary_accuracy_and_regression_metrics(two: sg.Strategy) -> None:
+@pytest.mark.parametrize("loss", ["binary_cross_entropy_with_logits", nn.BCEWithLogitsLoss()])
+def test_binary_accuracy_and_regression_metrics(two: sg.Strategy, loss: Any) -> None:
+    """Logits between 0 and 1, which could be probabilities, are most of them."""
     x, y = data(30, classes=2)
     target = y.float()[:, None]
-    model = model_on(
-        two, nn.Linear(6, 1), loss="binary_cross_entropy_with_logits", metrics=["accuracy", "mae"]
-    )
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 1)
+    with torch.no_grad():
+        layer.weight.mul_(0.3)
+        layer.bias.fill_(0.2)
+    model = model_on(two, layer, loss=loss, metrics=["accuracy", "mae"])
     results = model.evaluate(x, target, batch_size=7)
     with torch.no_grad():
         output = model.module(x)
