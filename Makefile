@@ -35,7 +35,7 @@ test: lint
 	$(PYTEST) -m "not slow"
 
 test-slow: $(READY)
-	$(PYTEST) -m slow
+	STRATAGEM_CHAOS_SECONDS=60 $(PYTEST) -m "slow or chaos"
 
 bench: $(READY)
 	$(BIN)/python benchmarks/one_replica/bench.py

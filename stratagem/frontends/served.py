@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import NotDistributable
+from stratagem.frontends import books
 from stratagem.frontends.deals import Dealer, dealer
 from stratagem.frontends.feeds import Portion, check_enough
 from stratagem.frontends.group import Leader, assist
@@ -75,8 +76,10 @@ def check(job: Fit) -> None:
 def _believe(job: Fit, session: Session, over: FitOver) -> None:
     """Take over what the chief said of the training that is over."""
     history = session.take_last(over)
-    if history:
-        for epoch, logs in history:
+    model = job.callbacks.model
+    if history and model is not None:  # a client of its own; a child has no history to keep
+        for epoch, logs, details in history:
+            books.enter(model.history.history, books.numbered(details))
             job.callbacks.epoch_end(epoch, logs)
 
 
@@ -203,7 +206,7 @@ class Chief:
     def __init__(self, job: Fit, hand: Hand) -> None:
         self.job, self.hand, self.worker, self.session = job, hand, hand.worker, hand.session
         self._told: list[Any] = []
-        self._before: dict[str, float] = {}
+        self._books = books.Books()
         #: the version that was brought home after an epoch
         self._home: int | None = None
 
@@ -258,14 +261,17 @@ class Chief:
             self.worker.refresh()
             return True
         logs = self._logs(time.perf_counter() - started)
+        counted, details = self._books.turn(self.worker.stats())
+        logs |= counted
         if job.wants_state:
             self._home = self._bring_home()
         else:
             self.worker.refresh()
         if job.validation is not None:
             logs |= self._validate()
+        books.enter(job.callbacks.model.history.history, details)
         job.callbacks.epoch_end(epoch, logs)
-        self._told.append([epoch, logs])
+        self._told.append([epoch, logs, books.portable(details)])
         self._follow_callbacks()
         return job.callbacks.stop
 
@@ -278,24 +284,7 @@ class Chief:
         logs |= metrics.merged(counted)
         logs["examples_per_second"] = examples / max(seconds, 1e-9)
         _average(self.job.module, [report[1] for report in reports if report[1] is not None])
-        return logs | self._books()
-
-    def _books(self) -> dict[str, float]:
-        """What the ledger counted in this epoch."""
-        stats = self.worker.stats()
-        if stats is None:
-            return {}
-        taus = sum(tau * count for tau, count in stats.staleness.items())
-        now = {
-            "updates": float(stats.updates), "dropped": float(stats.dropped),
-            "received": float(stats.received), "taus": float(taus),
-            "waiting": sum(stats.waiting.values()),
-        }  # fmt: skip
-        new = {key: value - self._before.get(key, 0.0) for key, value in now.items()}
-        self._before = now
-        received = new.pop("received")
-        new["staleness"] = new.pop("taus") / received if received else 0.0
-        return new
+        return logs
 
     def _validate(self) -> dict[str, float]:
         job = self.job

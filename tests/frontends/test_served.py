@@ -64,6 +64,12 @@ def test_model_learns_the_digits(rule: str, place: str) -> None:
         assert books.received == books.applied + books.dropped + books.buffered
         assert books.buffered == 0
         assert sum(history["updates"]) == books.updates
+        for name, whole in (("staleness_histogram", books.staleness),
+                            ("waiting_by_worker", books.waiting)):  # fmt: skip
+            assert len(history[name]) == EPOCHS
+            for key, value in whole.items():
+                told = sum(each.get(key, 0) for each in history[name])
+                assert told == pytest.approx(value, abs=1.0 if name[0] == "w" else 0)
         parts = 2 if rule in ("synchronous", "spares") else 1
         assert books.applied == EPOCHS * 28 * parts  # every part of every batch, once
 

@@ -7,13 +7,25 @@ from typing import Any
 import keras
 import torch
 
+from stratagem.frontends import books
+
 
 def portable(result: Any) -> Any:
     """A call's result for the other workers of a cluster."""
     if isinstance(result, keras.callbacks.History):
-        floats = {k: [float(v) for v in values] for k, values in result.history.items()}
-        return {"history": floats, "epoch": [int(e) for e in result.epoch]}
+        numbers = {k: v for k, v in result.history.items() if not _detailed(v)}
+        floats = {k: [float(v) for v in values] for k, values in numbers.items()}
+        rest = {k: v for k, v in result.history.items() if k not in numbers}
+        details = [books.portable(dict(zip(rest, each, strict=True)))
+                   for each in zip(*rest.values(), strict=True)]  # fmt: skip
+        epochs = [int(e) for e in result.epoch]
+        return {"history": floats, "details": details, "epoch": epochs}
     return {"result": keras.tree.map_structure(_plain, result)}
+
+
+def _detailed(values: list[Any]) -> bool:
+    """Whether they are the details that servers give, and not numbers."""
+    return bool(values) and isinstance(values[0], dict)
 
 
 def _plain(leaf: Any) -> Any:
@@ -31,6 +43,8 @@ def from_chief(told: Any, model: Any) -> Any:
         history = keras.callbacks.History()
         history.set_model(model)
         history.history, history.epoch = told["history"], told["epoch"]
+        for details in told["details"]:
+            books.enter(history.history, books.numbered(details))
         model.history = history
         return history
     return keras.tree.map_structure(

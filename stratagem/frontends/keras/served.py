@@ -12,6 +12,7 @@ model is saved and when the training ends.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, StratagemError, UsageError
+from stratagem.frontends.books import Books, enter
 from stratagem.frontends.hooks import refuse_on_parameters
 from stratagem.frontends.keras import conductor, environment, parcel
 from stratagem.frontends.keras.attributes import Attributes
@@ -30,6 +32,7 @@ from stratagem.frontends.keras.hand import Hand, attend
 from stratagem.frontends.keras.needs import Needs
 from stratagem.frontends.keras.results import portable
 from stratagem.frontends.keras.session import KerasSession, dismiss, refuse
+from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous
 from stratagem.strategies.parameters.crew import current_worker
 from stratagem.strategies.parameters.source import AHEAD, parts_of_rows
@@ -64,6 +67,8 @@ class ServedConductor(Conductor):
                 return own(*args, **kwargs)
         self._refuse()
         part = Part(self._number, self.model, self.strategy.settings, environment.config())
+        if name == "fit":
+            args, kwargs = _with_bookkeeper(own, args, kwargs, self)
         mine = (lambda: own(*args, **kwargs), self, needs)
         return self.strategy.team.call(_perform, (mine, part), sent=(None, part))[0]
 
@@ -96,6 +101,10 @@ class ServedConductor(Conductor):
         finally:
             self._release()
         return result
+
+    def stats(self) -> Stats | None:
+        """The books of the training that is under way."""
+        return self._worker.stats() if self.session is not None else None
 
     def _end(self, result: Any) -> None:
         """Have everybody end with the same."""
@@ -388,6 +397,33 @@ class ServedConductor(Conductor):
 
     def _listening(self) -> bool:
         return self._leading and not self._in_step and self.session is not None
+
+
+class Bookkeeper(keras.callbacks.Callback):  # type: ignore[misc]
+    """Writes what the servers have counted into Keras' history; logs stay what metrics say."""
+
+    def __init__(self, leader: ServedConductor) -> None:
+        super().__init__()
+        self._leader, self._books = leader, Books()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        counted, details = self._books.turn(self._leader.stats())
+        found = {**counted, **details}
+        taken = set(logs or {})  # a metric of the user's has that name
+        enter(self.model.history.history, {k: v for k, v in found.items() if k not in taken})
+
+
+def _with_bookkeeper(
+    own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leader: ServedConductor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `fit` with one callback more."""
+    given = inspect.signature(own).bind(*args, **kwargs)
+    callbacks = given.arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return args, kwargs  # the user's own, with a history of the user's own
+    each = keras.tree.flatten(callbacks) if callbacks is not None else []
+    given.arguments["callbacks"] = [*each, Bookkeeper(leader)]
+    return given.args, given.kwargs
 
 
 def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, part: Part) -> Any:

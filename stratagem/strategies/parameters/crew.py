@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from stratagem.cluster.cores import cores
-from stratagem.cluster.handshake import job_secret
+from stratagem.cluster.dial import is_loopback
+from stratagem.cluster.handshake import SECRET_VARIABLE, job_secret
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import Place
 from stratagem.errors import ReplicaError, ReplicaLost, UsageError
@@ -164,6 +165,7 @@ class Crew:
         if self.cluster is None:
             assert self.place is not None
             spec = self.place.spec
+            self._warn_of_no_secret(spec.jobs["ps"])
             secret = job_secret(os.environ, spec.to_json())
             return Address(spec.jobs["ps"], secret)
         servers = tuple(local_address() for _ in range(self.cluster.ps))
@@ -174,6 +176,16 @@ class Crew:
             told = (i, address, self.patience, self.parameter_device, cores() // self.cluster.ps)
             pool.submit(_serve, [told], patiently)
         return address
+
+    def _warn_of_no_secret(self, servers: Sequence[str]) -> None:
+        """On the chief, where a person looks."""
+        assert self.place is not None
+        known = os.environ.get(SECRET_VARIABLE) or all(map(is_loopback, servers))
+        if self.place.is_chief and not known:
+            log.warning(
+                "%s is not set: whoever reaches %s and knows this cluster can join the job. Set it "
+                "to the same random text on every task.", SECRET_VARIABLE, ", ".join(servers),
+            )  # fmt: skip
 
     def _look_at_servers(self) -> None:
         """Servers of our own that have not come up will not."""
@@ -323,7 +335,9 @@ class Crew:
     def close(self) -> None:
         if os.getpid() == self._owner:
             with self._lock:
-                if self.worker is not None:
+                if self.worker is not None and self.worker.lines.fell:
+                    self.worker.fall()  # the error has been raised where it happened
+                elif self.worker is not None:
                     self.worker.settle()
                 self._end()
 

@@ -55,6 +55,8 @@ class Lines:
         self._name = str(me["name"])
         #: the newest version that the lead has told of
         self.news = 0
+        #: whether somebody has been told here, by an error, that the job cannot go on
+        self.fell = False
         hello = {**me, "token": secrets.token_hex(8)}
         tasks = [(f"ps {i}", where) for i, where in enumerate(address.servers)]
         limit = patience.arrive
@@ -110,7 +112,9 @@ class Lines:
                 self.news = max(self.news, int(frame.header["news"]))
                 continue
             if "error" in frame.header:
-                raise error_of(frame.header)
+                error = error_of(frame.header)
+                self.fell = self.fell or isinstance(error, ReplicaError)
+                raise error
             return frame
 
     def read_into(self, i: int, into: Sequence[Tensor], *, more: bool = False) -> None:
@@ -167,10 +171,12 @@ class Lines:
 
     def _check(self) -> None:
         if self.pulse.trouble is not None:
+            self.fell = True
             raise self.pulse.trouble
 
     def _why(self, i: int) -> ReplicaError:
         """A connection ended: the pulse may know better whose fault it was."""
+        self.fell = True
         return self.pulse.explain(KNOWS_BETTER) or lost(f"ps {i}")
 
 

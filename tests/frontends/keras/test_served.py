@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from keras import layers
 
 import stratagem as sg
 from tests.frontends.keras.served_support import close_served, handwriting, served
-from tests.keras_support import apart, digits, history_apart, moved, train
+from tests.keras_support import BOOKS, apart, digits, history_apart, moved, train
 from tests.support import cpus
 
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -81,6 +82,7 @@ def test_digits(rule: str, place: str) -> None:
     assert right == pytest.approx(accuracy)
     if strategy.served:
         check_books(strategy.stats(), rule, epochs, int(model.optimizer.iterations.numpy()))
+        check_history(history, strategy.stats(), epochs)
     if rule != "synchronous" or place == "central":
         strategy.close()
 
@@ -95,6 +97,18 @@ def check_books(stats: Any, rule: str, epochs: int, iterations: int) -> None:
     parts = 2 if rule in ("synchronous", "spares") else 1
     assert stats.applied == epochs * 30 * parts and not stats.buffered
     assert iterations == stats.updates
+
+
+def check_history(history: Any, stats: Any, epochs: int) -> None:
+    """What the books say at the end is what the epochs say together."""
+    assert all(len(history[name]) == epochs for name in BOOKS)
+    assert sum(history["updates"]) == stats.updates and sum(history["dropped"]) == stats.dropped
+    ages: Counter[int] = Counter()
+    for each in history["staleness_histogram"]:
+        ages.update(each)
+    assert dict(ages) == stats.staleness
+    assert all(set(each) <= set(stats.waiting) for each in history["waiting_by_worker"])
+    assert sum(history["waiting"]) <= sum(stats.waiting.values()) + 1e-6
 
 
 # --- the answer of one device -------------------------------------------------------------------

@@ -20,7 +20,7 @@ from keras import layers
 import stratagem as sg
 from tests.frontends.keras.served_support import close_served, served
 from tests.keras_both import alike
-from tests.keras_support import apart, digits, history_apart, strategy, train
+from tests.keras_support import BOOKS, apart, digits, history_apart, strategy, train
 
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 SYNC = sg.Synchronous()
@@ -261,7 +261,7 @@ def test_a_training_step_of_ones_own(updates: Any) -> None:
     x, y = digits(43)
     _, history = train(Own, momentum, {"x": x, "y": y, "batch_size": 8, "epochs": 3},
                        served(updates, 2, 1))  # fmt: skip
-    assert set(history) == {"mean", "largest"} and len(history["mean"]) == 3
+    assert set(history) - BOOKS == {"mean", "largest"} and len(history["mean"]) == 3
     assert all(0 < value < 5 for value in history["mean"])  # of those batches that the chief did
 
 

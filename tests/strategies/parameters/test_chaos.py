@@ -69,6 +69,7 @@ class Chaos:
             shoot(pid, signal.SIGCONT)
 
 
+@pytest.mark.chaos
 def test_chaos_in_a_local_cluster() -> None:
     """One training after the other, each rule in turn, while workers come and go."""
     until = time.monotonic() + SECONDS

@@ -305,6 +305,33 @@ except sg.ReplicaError as error:
 """
 
 
+def test_what_a_loop_has_caught_is_not_said_again_at_the_end(cluster: Cluster) -> None:
+    """A dead server in a loop of one's own, and an error that the script deals with."""
+    tasks = cluster.all("""
+    from torch.utils.data import DataLoader, TensorDataset
+    from tests.strategies.parameters.fault_support import BATCH, Counter, by_one
+    strategy = made(in_step)
+    model = Counter(pause=0.01)
+    model, optimizer, loader = strategy.prepare(
+        model, by_one(model.parameters()), DataLoader(TensorDataset(torch.arange(ROWS)), BATCH))
+    try:
+        for epoch in range(4000):
+            for (rows,) in loader:
+                model(rows).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            print("epoch", epoch, flush=True)
+    except sg.ReplicaLost as error:
+        print("caught", error.who, flush=True)
+    """)
+    tasks["worker 0"].says("epoch 0", 20)
+    tasks.pop("ps 1").signal(signal.SIGKILL)
+    for task in ("worker 0", "worker 1"):
+        assert tasks[task].ends(10) == 0, tasks[task]
+        assert "caught ps 1" in tasks[task].out, tasks[task]
+        assert "Traceback" not in tasks[task].err and "atexit" not in tasks[task].err, tasks[task]
+
+
 @pytest.mark.parametrize("which", ["ps 0", "ps 1"])
 def test_a_killed_server_is_named_everywhere(cluster: Cluster, which: str) -> None:
     tasks = cluster.all(CAUTIOUS.format(answer=20))
