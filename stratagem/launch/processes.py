@@ -104,12 +104,15 @@ def _adopt(group: int) -> None:
 
 
 class Guard:
-    """A process that sees the launcher die, however it dies, and then kills the tasks' groups."""
+    """A process that sees the launcher die, however it dies, and then kills the tasks' groups.
 
-    def __init__(self) -> None:
+    The launcher's folder goes with them.
+    """
+
+    def __init__(self, folder: Path) -> None:
         self._popen = subprocess.Popen(
-            [*_TETHER, "guard"], bufsize=0, start_new_session=True, stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [*_TETHER, "guard", str(folder)], bufsize=0, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
     def add(self, process: Process) -> None:

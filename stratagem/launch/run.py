@@ -87,9 +87,10 @@ def launch(job: Job, *, grace: float, colour: bool) -> int:
                 for s in (sys.stdout, sys.stderr))  # fmt: skip
     relay = Relay(out, err)
     with Inbox() as inbox, ExitStack() as stack:
-        guard = Guard()
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
+        guard = Guard(folder)
         stack.callback(guard.close)
-        processes = _start(job, guard, relay, stack)
+        processes = _start(job, guard, relay, stack, folder)
         supervisor = Supervisor(processes, guard, relay, inbox, grace)
         supervisor.run()
         _finish(relay, inbox, hurry=supervisor.stopped is not None)
@@ -98,9 +99,10 @@ def launch(job: Job, *, grace: float, colour: bool) -> int:
     return supervisor.code
 
 
-def _start(job: Job, guard: Guard, relay: Relay, stack: ExitStack) -> list[Process]:
+def _start(
+    job: Job, guard: Guard, relay: Relay, stack: ExitStack, folder: Path
+) -> list[Process]:
     processes: list[Process] = []
-    folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
     for number, (task, environ) in enumerate(job.environments(os.environ).items()):
         process = Process(task, job.command, environ, folder / str(number))
         stack.callback(process.kill)

@@ -1,7 +1,8 @@
 """What ties the tasks to the launcher's life; run as a script, so it imports nothing of ours.
 
 tether.py hold PID COMMAND...   become COMMAND, which dies when its parent PID does
-tether.py guard                 when stdin closes, kill the process groups it has named
+tether.py guard FOLDER          when stdin closes, kill the process groups it has named, and
+                                remove the launcher's folder if it could not do so itself
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def hold(parent: int, command: list[str]) -> None:
     os.execv(command[0], command)
 
 
-def guard(lines: Iterable[str]) -> None:
+def guard(lines: Iterable[str], folder: str) -> None:
     """Keep the groups that the lines add (+pid) and take off (-pid); kill those left over.
 
     The kernel kills only the launcher's children: what they started dies here.
@@ -41,10 +42,14 @@ def guard(lines: Iterable[str]) -> None:
     for group in groups:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError):  # the launcher has removed it
+        for file in os.listdir(folder):
+            os.unlink(os.path.join(folder, file))
+        os.rmdir(folder)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "hold":
         hold(int(sys.argv[2]), sys.argv[3:])
     else:
-        guard(sys.stdin)
+        guard(sys.stdin, sys.argv[2])
