@@ -160,8 +160,11 @@ class Boom(sg.callbacks.Callback):
             raise self.error("enough")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("form", [momentum, torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    ("error", "form"),
+    [(ValueError, momentum), (KeyboardInterrupt, torch.optim.Adam),
+     (KeyboardInterrupt, torch.optim.Adagrad)],
+)  # fmt: skip
 def test_after_a_fit_that_broke_off_the_next_one_goes_on(
     two: sg.Strategy, error: type[BaseException], form: Any
 ) -> None:

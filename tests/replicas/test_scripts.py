@@ -168,6 +168,7 @@ except sg.UsageError as error:
 """
 
 
+@pytest.mark.slow
 def test_functions_may_mention_what_torch_calls_modules(tmp_path: Path) -> None:
     """`torch.backends.cudnn`, `torch.ops` and their like are objects that only look so."""
     assert "cannot pickle 'MadeUp' object" in run("-c", OPERATORS, where=tmp_path)

@@ -55,6 +55,7 @@ def same_answer(
 # --- every rule ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("place", ["central", "1 ps", "2 ps"])
 @pytest.mark.parametrize("rule", RULES)

@@ -277,6 +277,7 @@ def test_central_storage_reports_what_one_device_reports(updates: Any) -> None:
         central.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_missing_worker_is_named_and_sigterm_ends_the_wait() -> None:
     """TensorFlow: the constructor blocks silently and ignores SIGTERM."""

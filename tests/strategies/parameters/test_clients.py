@@ -181,6 +181,7 @@ def test_under_the_launcher(tmp_path: Path) -> None:
 # --- who comes late, or again --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_missing_comes_late_dies_and_is_restarted(cluster: Cluster) -> None:
     """The chief begins without it, and goes on whatever becomes of it."""
     source = train("free", epochs=20, pause=0.02)
@@ -240,6 +241,7 @@ except sg.ReplicaError as error:
     went_well(tasks["worker 0"])
 
 
+@pytest.mark.slow
 def test_one_that_sleeps_through_the_end_of_a_training(cluster: Cluster, tmp_path: Path) -> None:
     """What it has in hand when it wakes is nobody's concern any more; it takes part in the next."""
     tasks = cluster.all("""
@@ -280,6 +282,7 @@ def test_who_is_missing_is_named(cluster: Cluster, missing: str) -> None:
     went_well(tasks["worker 0"])
 
 
+@pytest.mark.slow
 def test_a_chief_that_does_not_come_at_all(cluster: Cluster) -> None:
     tasks = cluster.all("""
     try:
@@ -347,6 +350,7 @@ def test_a_killed_server_is_named_everywhere(cluster: Cluster, which: str) -> No
     assert time.monotonic() - start < SOON
 
 
+@pytest.mark.slow
 def test_a_stopped_server_is_given_up(cluster: Cluster) -> None:
     tasks = cluster.all(CAUTIOUS.format(answer=4))
     tasks["worker 0"].says("epoch 0", 20)

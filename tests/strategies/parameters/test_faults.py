@@ -328,6 +328,7 @@ def test_a_stopped_worker_holds_nobody_up_who_has_a_spare(
     assert works(strategy)
 
 
+@pytest.mark.slow
 def test_without_a_spare_a_stopped_worker_is_waited_for(
     made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
