@@ -51,6 +51,7 @@ class _Understudy:
 
     module: nn.Module
     optimizer: Optimizer
+    history: History
     stop_training: bool = False
     bring_home: Any = None
 
@@ -79,7 +80,7 @@ class _Stage:
         size = count_rows(batch)
         x, y, weight = (_repeated(part, torch.arange(size * steps) % size) for part in batch)
         history = History()
-        copy = _Understudy(*deepcopy((self.module, self.optimizer)))
+        copy = _Understudy(*deepcopy((self.module, self.optimizer)), history)
         job = loop.Fit(
             copy.module, copy.optimizer, self._recipe(), strategy.settings,
             ArrayFeed(x, y, weight, size), None, range(_EPOCHS), None, 0,
