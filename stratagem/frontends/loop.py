@@ -71,10 +71,10 @@ def fit(job: Fit) -> None:
         step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
         try:
             _train(job, step, replica)
+            step.close()
         except BaseException:
             step.leave()
             raise
-        step.close()
         job.callbacks.train_end()
 
 

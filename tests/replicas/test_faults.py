@@ -234,12 +234,15 @@ def test_an_argument_that_cannot_travel(two: sg.MirroredStrategy) -> None:
 
 
 def test_a_result_that_cannot_travel(two: sg.MirroredStrategy) -> None:
-    start = time.monotonic()
-    with pytest.raises(sg.ReplicaFailed, match="result, a lock, cannot be sent back") as caught:
-        two.run(threading.Lock)
-    assert time.monotonic() - start < 0.9, "it waited for an answer that it already had"
-    assert caught.value.who == "replica 1"
-    assert two.run(lambda: 1) == [1, 1]
+    took = []
+    for _ in range(3):  # a busy machine may be slow once
+        start = time.monotonic()
+        with pytest.raises(sg.ReplicaFailed, match="result, a lock, cannot be sent back") as caught:
+            two.run(threading.Lock)
+        took.append(time.monotonic() - start)
+        assert caught.value.who == "replica 1"
+        assert two.run(lambda: 1) == [1, 1]
+    assert min(took) < 0.9, "it waited for an answer that it already had"
 
 
 @pytest.mark.parametrize("op", [*OPS, "hierarchical"])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from stratagem.data.loader import check_sampler
 from stratagem.data.shard import count_rows
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.push import Ticket
@@ -43,6 +44,7 @@ def prepare_served(
             f"prepare needs the DataLoader that is trained on, not {type(loader).__name__}: with "
             "parameter servers its batches are dealt out to whoever is free."
         )
+    check_sampler(loader)
     _check_optimizer(model, optimizer)
     first = _end_first(worker)
     model.to(device)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import stratagem as sg
 from tests.served_support import apart, close_all, digits, net, strategy
@@ -229,6 +229,15 @@ def in_halves(where: Any) -> None:
     where.prepare(module, first, DataLoader(range(8)))  # type: ignore[arg-type]
 
 
+def a_part_of_the_data(where: Any) -> None:
+    """What a script for DDP has."""
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    rows: Any = range(8)
+    sampler: Any = DistributedSampler(rows, num_replicas=2, rank=0)
+    where.prepare(module, optimizer, DataLoader(rows, sampler=sampler))
+
+
 def both_at_once(where: Any) -> None:
     """Two models that are trained against each other."""
     for _ in range(2):
@@ -269,13 +278,17 @@ def one_after_the_other(where: Any, strays: str = "") -> list[nn.Module]:
     [
         (partial(loop, step=with_closure), "closure"),
         (in_halves, "2 trainable parameters .* not in the optimizer"),
+        (a_part_of_the_data, "DistributedSampler.*leave the sampler out"),
         (both_at_once, "one model at a time"),
         (one_within, "one model at a time"),
         (partial(one_after_the_other, strays="step"), "another one was prepared"),
         (partial(one_after_the_other, strays="loop"), "training of this loader has ended"),
     ],
-    ids=["closure", "two optimizers", "two models", "nested", "old optimizer", "old loader"],
-)
+    ids=[
+        "closure", "two optimizers", "a sampler", "two models", "nested", "old optimizer",
+        "old loader",
+    ],
+)  # fmt: skip
 def test_what_servers_cannot_do_is_refused(function: Any, says: str) -> None:
     where = alone()
     with pytest.raises((sg.NotDistributable, sg.UsageError), match=says):
