@@ -247,14 +247,18 @@ class Chief:
             if isinstance(work, EpochOver | FitOver):
                 break
             job.callbacks.batch_begin(batch)
-            self._follow_callbacks(between=True)
+            if job.between_steps:
+                self.worker.set_settings(self.session.settings())
+                self._follow_weights(between=True)
             hand.do(work)
             if job.between_steps:
                 self.worker.refresh()  # or what callbacks write would undo the update
             job.callbacks.batch_end(batch, Running(hand, self.worker))
             batch += 1
-            if job.between_steps and (self._follow_callbacks(between=True) or job.callbacks.stop):
-                break
+            if job.between_steps:
+                self._follow_weights(between=True)  # settings once this batch is applied
+                if job.callbacks.stop:
+                    break
         stopped = job.callbacks.stop
         check_enough(job.feed, hand.dealer.dealt, job.steps_per_epoch, epoch)
         if stopped:
@@ -293,16 +297,22 @@ class Chief:
         results = evaluate_here(evaluation, alone(self.hand.replica))
         return {f"val_{name}": value for name, value in results.items()}
 
-    def _follow_callbacks(self, between: bool = False) -> bool:
+    def _follow_callbacks(self) -> None:
         """Tell the servers what callbacks changed: settings, or the weights themselves."""
-        job = self.job
-        if between and not job.between_steps:
-            return False
         self.worker.set_settings(self.session.settings())
-        if job.callbacks.weights_changed():
+        self._follow_weights()
+
+    def _follow_weights(self, *, between: bool = False) -> None:
+        callbacks = self.job.callbacks
+        if callbacks.weights_changed():
+            if between and self.session.plan.parts > 1:
+                raise NotDistributable(
+                    "a callback changed weights between two batches, and in step with servers the "
+                    "others have gone on with the old ones by then; change them in on_epoch_end, "
+                    "or use sg.MirroredStrategy."
+                )
             self.worker.assign(self.session.params)
-        job.callbacks.settle()
-        return False
+        callbacks.settle()
 
 
 class Running:

@@ -18,6 +18,10 @@ class Member:
     ticket: Ticket | None = None
     #: the serial of what it works on in vain: it was taken from it
     revoked: int | None = None
+    #: the batch (Ticket.first) of the ticket that it was last given and has not returned
+    batch: int = -1
+    #: whether it asks for no work at present, so that nobody waits for it
+    aside: bool = False
     #: the version at which it was last given a ticket that it has not returned
     stamp: int = -1
     clock: int = 0
@@ -34,6 +38,8 @@ class Crew:
     def __init__(self, warmup: Ramp | None) -> None:
         self.clocks = Clocks()
         self.admitted = 0
+        #: members that stand aside
+        self.aside = 0
         self._warmup = warmup
         #: by worker
         self.members: dict[int, Member] = {}
@@ -53,6 +59,7 @@ class Crew:
         """A member goes; it holds no ticket any more."""
         del self.members[member.worker]
         self._order.remove(member)
+        self.stand_aside(member, False)
         if member.admitted:
             self.admitted -= 1
             self.clocks.leave(member.clock)
@@ -74,6 +81,11 @@ class Crew:
             member.admitted = False
             if member.ticket is None:
                 self.clocks.leave(member.clock)
+
+    def stand_aside(self, member: Member, aside: bool) -> None:
+        """A member asks for no work for some time, or does so again."""
+        self.aside += aside - member.aside
+        member.aside = aside
 
     def tick(self, member: Member) -> None:
         """A member pushed what it had."""

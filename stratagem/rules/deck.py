@@ -27,6 +27,18 @@ class Deck:
     def __len__(self) -> int:
         return len(self._fresh) + len(self._returned)
 
+    @property
+    def of_front(self) -> int:
+        """How many tickets of the front one's batch are here."""
+        if self.front is None:
+            return 0
+        batch = self.front.first
+        returned = sum(ticket.first == batch for _, ticket in self._returned)
+        fresh = self._fresh[0] if self._fresh else None
+        if fresh is None or fresh.first != batch:
+            return returned
+        return returned + fresh.parts - fresh.part
+
     def clear(self) -> None:
         """Nothing of what was dealt so far is drawn any more."""
         self._first = self._serial

@@ -42,12 +42,23 @@ class Gate(ABC):
 class AllOf(Gate):
     """All parts of one global batch: the answer of one device.
 
-    Parts of workers that died are done by the others, at the same version. Nobody starts on the
+    Every member that is here has a part of each batch, worker 0 first of all: it has callbacks and
+    schedules, which count its parts as batches. Parts of those that died or are missing are done
+    by the others, at the same version, and by worker 0 only if it is alone. Nobody starts on the
     next batch before the version has grown.
     """
 
     def admits(self, table: Table, member: Member) -> bool:
-        return self._of_this_batch(table) or not (table.hands or table.kept)
+        begun = self._of_this_batch(table)
+        if not begun and (table.hands or table.kept):
+            return False
+        here = len(table.crew) - table.crew.aside
+        parts = table.deck.of_front
+        if begun and member.batch == table.batch:  # one that had its part
+            return parts > here - table.had and (member.worker != 0 or here == 1)
+        first = table.crew.members.get(0, member)
+        waits = first is not member and not first.aside
+        return parts > (waits and not (begun and first.batch == table.batch))
 
     def opens(self, table: Table) -> bool:
         return not table.hands and bool(table.kept) and not self._of_this_batch(table)

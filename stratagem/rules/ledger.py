@@ -72,6 +72,7 @@ class Ledger:
         if member is None:
             return
         self._return(member)
+        table.disown(member)
         table.crew.leave(member, table.version)
         self.turn += 1
 
@@ -110,6 +111,7 @@ class Ledger:
             raise UsageError(f"worker {worker} asks for work but is not in the job; join first.")
         if member.ticket is not None:
             return member.ticket
+        table.crew.stand_aside(member, False)
         ticket = self._offer(member)
         if ticket is None:
             return None
@@ -162,6 +164,17 @@ class Ledger:
         else:
             return
         self._books.abandon(worker)
+
+    def stand_aside(self, worker: int) -> None:
+        """A worker takes no more tickets until it asks for one again: nobody waits for it."""
+        member = self._table.crew.members.get(worker)
+        if member is None:
+            return
+        if member.ticket is not None:
+            self.abandon(worker, member.ticket.serial)
+        self._table.disown(member)
+        self._table.crew.stand_aside(member, True)
+        self.turn += 1
 
     def skip(self, worker: int, serial: int) -> None:
         """A worker is done with a ticket, and there is no gradient of it: nobody does it again."""
@@ -249,6 +262,7 @@ class Ledger:
             table.kept.append(push)
         else:
             table.unserve(member)
+            table.disown(member)
             if alone:
                 self._requeue_or_lose(ticket)
             self.turn += 1
@@ -260,6 +274,7 @@ class Ledger:
         table.unserve(member)
         if ticket is None:
             return
+        table.disown(member)
         if table.release(member, ticket):
             table.deck.put_back(ticket)
             self._books.requeued += 1

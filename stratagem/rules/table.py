@@ -33,8 +33,9 @@ class Table:
         self.copies = 0
         #: members that were given a ticket at this version
         self.served = 0
-        #: the batch of the ticket given last (Ticket.first)
+        #: the batch of the ticket given last (Ticket.first), and how many have had a part of it
         self.batch = -1
+        self.had = 0
         #: workers whose ticket was taken from them, until somebody asks
         self.overtaken: list[int] = []
 
@@ -60,7 +61,16 @@ class Table:
         if member.stamp != self.version:
             member.stamp = self.version
             self.served += 1
-        self.batch = ticket.first
+        if self.batch != ticket.first:
+            self.batch, self.had = ticket.first, 0
+        if member.batch != ticket.first:
+            member.batch = ticket.first
+            self.had += 1
+
+    def disown(self, member: Member) -> None:
+        """The member goes, or has not done its part of the batch."""
+        self.had -= member.batch == self.batch
+        member.batch = -1
 
     def release(self, member: Member, ticket: Ticket) -> bool:
         """Take its ticket out of a member's hands; returns whether nobody else has a copy."""

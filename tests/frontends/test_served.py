@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -256,7 +257,20 @@ class Zero(sg.callbacks.Callback):
                 next(iter(self.model.module.parameters())).mul_(0.5)
 
 
-@pytest.mark.parametrize("callback", [Halve, Zero])
+class Fall(sg.callbacks.Callback):
+    """A rate that falls after each batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.01)  # the others would do its next part meanwhile, if they could
+        for group in self.model.optimizer.param_groups:
+            group["lr"] *= 0.8
+
+
+def falling() -> sg.callbacks.Callback:
+    return sg.callbacks.LearningRateScheduler(lambda step, rate: rate * 0.8, per="step")
+
+
+@pytest.mark.parametrize("callback", [Halve, Zero, Fall, falling])
 def test_servers_follow_callbacks(callback: Any) -> None:
     x, y, _, _ = digits()
     made = []
@@ -290,6 +304,13 @@ def test_a_stream_to_one_worker_is_plain_training(rule: str, callbacks: list[Any
     assert apart(made[0].module, made[1].module) < 1e-6  # rows that travel lie elsewhere in memory
     ahead = rule == "asynchronous" and bool(callbacks)
     assert strategy("1 ps", rule, 1).stats().requeued == (2 if ahead else 0)
+
+
+def test_in_step_weights_change_between_epochs_only() -> None:
+    x, y, _, _ = digits()
+    one = model(strategy("1 ps", "synchronous"), OPTIMIZERS["sgd"])
+    with pytest.raises(sg.NotDistributable, match="on_epoch_end"):
+        one.fit(x[:200], y[:200], batch_size=50, verbose=0, callbacks=[Shrink()])
 
 
 def leave_early(where: Any, net: nn.Module) -> tuple[nn.Module, list[int]]:

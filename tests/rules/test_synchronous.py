@@ -67,6 +67,77 @@ def test_nobody_starts_on_the_next_batch() -> None:
     assert take(book, 2).batch == 1
 
 
+@given(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 999))
+def test_everybody_has_a_part_of_each_batch(workers: int, cuts: list[int], seed: int) -> None:
+    """Whoever is quick: none has two while another has none, and worker 0 has exactly one."""
+    chance = random.Random(seed)
+    book = ledger(Synchronous(), workers)
+    parts = [min(cut, workers) for cut in cuts]
+    for batch, number in enumerate(parts):
+        book.deal(batch, number)
+    book.close_deck()
+    updates = []
+    while not book.over:
+        worker = chance.choice(range(workers))
+        if book.take(worker) is not None and chance.random() < 0.7:
+            updates += [update] if (update := push(book, worker)[1]) else []
+    who = [[p.worker for p in update.pushes] for update in updates]
+    assert [len(workers) for workers in who] == parts
+    assert all(len({*each}) == len(each) and 0 in each for each in who)
+
+
+@given(st.integers(2, 5), st.integers(0, 999))
+def test_worker_0_has_one_part_of_each_batch_unless_alone(workers: int, seed: int) -> None:
+    """While others die, come back, stand aside, and go past parts without a gradient."""
+    chance = random.Random(seed)
+    book = ledger(Synchronous(), workers, batches=6, parts=workers)
+    had: dict[int, int] = {}
+    alone: set[int] = set()
+    here = set(range(workers))
+    for _ in range(100_000):
+        if book.over:
+            break
+        worker = chance.choice(range(workers))
+        dice = chance.random()
+        if worker and dice < 0.1:
+            here.symmetric_difference_update({worker})
+            (book.join if worker in here else book.leave)(worker)
+        elif worker in here:
+            ticket = book.take(worker)
+            if ticket is None:
+                continue
+            if worker == 0:
+                if book.stats().received == 0 or len(here) == 1:
+                    alone.add(ticket.batch)
+                had[ticket.batch] = had.get(ticket.batch, 0) + 1
+                push(book, 0)
+            elif dice < 0.2:
+                book.stand_aside(worker)
+                here.discard(worker)
+            elif dice < 0.3:
+                book.skip(worker, ticket.serial)
+                book.ripe()
+            elif dice < 0.8:
+                push(book, worker)
+    assert book.over, "nobody may act and the epoch is not over"
+    assert set(had) == set(range(6))
+    assert all(count == 1 for batch, count in had.items() if batch not in alone)
+
+
+def test_who_stands_aside_is_not_waited_for() -> None:
+    book = ledger(Synchronous(), 3, batches=2, parts=3)
+    take(book, 0), take(book, 2)
+    push(book, 2)
+    assert book.take(2) is None  # that one is worker 1's
+    turn = book.turn
+    book.stand_aside(1)
+    assert book.turn > turn and take(book, 2).part == 2
+    push(book, 0)
+    assert book.take(0) is None
+    assert push(book, 2)[1] is not None
+    assert [take(book, worker).batch for worker in (1, 2, 0)] == [1, 1, 1]  # it is back
+
+
 def test_survivors_do_the_parts_of_the_dead_at_the_same_version() -> None:
     book = ledger(Synchronous(), 3, batches=2, parts=3)
     for worker in range(3):

@@ -134,8 +134,8 @@ class LeadClerk(Clerk):
     """What the lead answers besides."""
 
     known = Clerk.known | {
-        "begin", "clear", "leave", "enter", "join", "next", "push", "abandon", "skip", "deal",
-        "report", "retire", "so far", "gather", "settings", "snapshot", "finish", "failed",
+        "begin", "clear", "leave", "enter", "join", "next", "push", "abandon", "aside", "skip",
+        "deal", "report", "retire", "so far", "gather", "settings", "snapshot", "finish", "failed",
     }  # fmt: skip
 
     def __init__(
@@ -193,6 +193,10 @@ class LeadClerk(Clerk):
 
     def _abandon(self, guest: Guest, frame: Frame) -> Answer:
         self.lead.abandon(_member(guest), int(frame.header["serial"]))
+        return OK
+
+    def _aside(self, guest: Guest, frame: Frame) -> Answer:
+        self.lead.stand_aside(_member(guest))
         return OK
 
     def _skip(self, guest: Guest, frame: Frame) -> Answer:

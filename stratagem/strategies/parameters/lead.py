@@ -21,7 +21,7 @@ from stratagem.errors import ReplicaError, ReplicaLost, UsageError
 from stratagem.rules.ledger import Ledger
 from stratagem.rules.push import Push, Update, Verdict
 from stratagem.rules.staleness import StepNorm
-from stratagem.rules.updates import Asynchronous
+from stratagem.rules.updates import Asynchronous, Synchronous
 from stratagem.strategies.parameters.parties import Attendee, Far, Near
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.shard import Order
@@ -29,6 +29,9 @@ from stratagem.strategies.parameters.tally import Tally
 from stratagem.strategies.parameters.trouble import failed
 
 log = logging.getLogger("stratagem")
+
+#: how long the first batch of a training in step waits for all who are expected, in seconds
+GATHERING = 10.0
 
 
 class Lead:
@@ -57,6 +60,8 @@ class Lead:
         self._reports: dict[int, Tensor] = {}
         #: workers to be told that their ticket is too late; once is enough, they may not listen
         self._late: set[int] = set()
+        #: when the fit was opened, and who has joined it since
+        self._opened, self._came = 0.0, set[int]()
         self._tally = Tally()
         #: who takes no more work, but waits for the end
         self._retired: set[Attendee] = set()
@@ -71,6 +76,7 @@ class Lead:
             self._check()
             self.plan, self.fit, self.running = plan, fit, True
             self.attendees.clear()
+            self._opened, self._came = self._clock(), set()
             self.ledger = Ledger(plan.updates, 0, plan.workers)
             self._orders = self.epoch = 0
             self._payloads.clear()
@@ -141,6 +147,7 @@ class Lead:
             if before is not None:
                 self._leave(before, dead=True)
             self.attendees[attendee.worker] = attendee
+            self._came.add(attendee.worker)
             books.join(attendee.worker)
             self.changed.notify_all()
             return {}, []
@@ -240,9 +247,25 @@ class Lead:
         """A ticket for the worker together with the newest values; or the end of something."""
         with self.changed:
             begun = self._clock()
+            while self._gathering(attendee):
+                self.changed.wait(0.5)
             while (answer := self.offer(attendee, epoch, have, feeds, begun)) is None:
                 self.changed.wait(0.5)
             return answer
+
+    def _gathering(self, attendee: Attendee) -> bool:
+        """Whether a training in step has just begun and somebody is still on the way to it.
+
+        Else who is first does the others' parts too, and its loop makes several steps an update.
+        """
+        if self._counts(attendee) is None:
+            return False
+        assert self.plan is not None
+        updates = self.plan.updates
+        return (
+            isinstance(updates, Synchronous) and not updates.spares
+            and len(self._came) < self.plan.workers and self._clock() - self._opened < GATHERING
+        )  # fmt: skip
 
     def offer(
         self, attendee: Attendee, epoch: int, have: int, feeds: int | None, since: float
@@ -289,6 +312,16 @@ class Lead:
             if books is not None:
                 turn = books.turn
                 books.abandon(attendee.worker, serial)
+                self._settle()
+                self._wake(books, turn)
+
+    def stand_aside(self, attendee: Attendee) -> None:
+        """A worker's loop was left: nobody waits for it until it asks for work again."""
+        with self.changed:
+            books = self._counts(attendee)
+            if books is not None:
+                turn = books.turn
+                books.stand_aside(attendee.worker)
                 self._settle()
                 self._wake(books, turn)
 

@@ -10,7 +10,7 @@ A batch without a step is done, too: there is no update for it, and gradients ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -143,6 +143,8 @@ class TicketLoader:
         self._indices = Indices(loader)
         self._epoch = 0
         self._held: tuple[Ticket, int] | None = None
+        #: the version that the last gradient was handed in for, and the settings then
+        self._version, self._last = -1, list[dict[str, Any]]()
         self._over = session.over is not None
         self._closed = False
 
@@ -161,6 +163,8 @@ class TicketLoader:
             return
         self._check_open()
         self._epoch += 1
+        if worker.is_chief:
+            worker.set_settings(self.session.settings())
         source = self._source() if worker.is_chief else None
         while True:
             work = worker.next(source.fill if source is not None else None)
@@ -179,17 +183,13 @@ class TicketLoader:
                 yield batch if self.device.type == "cpu" else to_device(batch, self.device)
             except GeneratorExit:  # the loop was left
                 if worker.at_end is not None:  # and not by an error that ends the training
-                    self._let_go(worker.abandon)  # somebody else does it
-                    worker.put_back()
+                    self._held = None  # somebody else does it
+                    worker.stand_aside()
                 raise
             self._check_open()
-            self._let_go(worker.skip)  # the loop wants another: it made no step on purpose
-
-    def _let_go(self, how: Callable[[Ticket], None]) -> None:
-        """Be rid of a batch that the loop has made no step with."""
-        if self._held is not None:
-            (ticket, _), self._held = self._held, None
-            how(ticket)
+            if self._held is not None:  # the loop wants another: it made no step on purpose
+                (ticket, _), self._held = self._held, None
+                worker.skip(ticket)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -232,8 +232,24 @@ class TicketLoader:
         self._held = None
         session = self.session
         session.collect()
-        session.worker.push(ticket, float(examples), 0.0, examples, session.settings())
+        session.worker.push(ticket, float(examples), 0.0, examples, self._settings())
         session.forget_gradients()
+
+    def _settings(self) -> list[dict[str, Any]] | None:
+        """The chief's settings count; those of an update are the same in all parts of its batch."""
+        session, worker = self.session, self.session.worker
+        if not worker.is_chief:
+            return None
+        settings, version = session.settings(), worker.version
+        if session.plan.parts > 1 and version == self._version and settings != self._last:
+            raise NotDistributable(
+                "the optimizer's settings (its learning rate?) were changed between two parts of "
+                "one batch: a scheduler is stepped by batch, and the chief does several parts of "
+                f"each, since not all of {session.plan.workers} workers are here; start them all, "
+                "or step the scheduler by epoch."
+            )
+        self._version, self._last = version, settings
+        return settings
 
     def bring_state(self, optimizer: Optimizer) -> None:
         """Before its state is saved: that of the servers, and the values that belong to it.

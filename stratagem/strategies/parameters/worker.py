@@ -362,6 +362,13 @@ class Worker:
         self.memory.forget()
         self.lines.call(0, {"t": "abandon", "serial": ticket.serial})
 
+    def stand_aside(self) -> None:
+        """Have nobody wait for this worker until it asks for work again."""
+        self.finish_stream()
+        self.memory.forget()
+        self._ahead = None  # it goes back with this
+        self.lines.call(0, {"t": "aside"})
+
     def skip(self, ticket: Ticket) -> None:
         """Be done with a ticket of which there is no gradient; nobody does it again."""
         self.lines.call(0, {"t": "skip", "serial": ticket.serial})

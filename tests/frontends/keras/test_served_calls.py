@@ -75,6 +75,18 @@ def test_callbacks_change_the_learning_rate() -> None:
     assert float(spread.optimizer.learning_rate) == float(alone.optimizer.learning_rate) < 0.01
 
 
+class Falling(keras.callbacks.Callback):
+    """Looks at nothing: no reason for the steps to wait for each other but the rate itself."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.2 * 0.8**batch
+
+
+@pytest.mark.timeout(120)
+def test_a_learning_rate_for_each_batch() -> None:
+    both(fit=lambda: {"callbacks": [Falling()]})
+
+
 class Watching(keras.callbacks.Callback):
     """Sees the numbers of every step, and changes things between them."""
 

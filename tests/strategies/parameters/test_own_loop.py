@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -135,6 +136,43 @@ def test_clipping_a_part_of_a_batch_is_refused(step: Step) -> None:
         where.run(loop, where, step)
 
 
+# --- settings ------------------------------------------------------------------------------------
+
+
+def scheduled(where: Any, busy: int = -1, absent: int = -1) -> nn.Module:
+    """A rate that falls with each batch; one worker is slow, or leaves at once."""
+    x, y, _, _ = digits()
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+    loader: Any = DataLoader(TensorDataset(x[:161], y[:161]), batch_size=16)  # one is left over
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    index = -2 if where is None else sg.current_replica().index
+    for _ in range(0 if index == absent else 2):
+        for batch in loader:
+            if index == busy:
+                time.sleep(0.02)
+            backward(module, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return module
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_in_step_a_schedule_by_batch(workers: int, busy: int) -> None:
+    where = strategy("1 ps", "synchronous", workers)
+    assert apart(where.run(scheduled, where, busy)[0], scheduled(None)) < 1e-5
+
+
+def test_a_schedule_by_batch_is_refused_where_a_batch_is_several() -> None:
+    where = in_step()
+    with pytest.raises(REFUSED, match="by epoch"):
+        where.run(scheduled, where, -1, 1)
+
+
 # --- batches without a step ----------------------------------------------------------------------
 
 
@@ -161,6 +199,10 @@ def test_batches_without_a_step_are_done(step: Step) -> None:
     books = where.stats()
     assert books.skipped and books.skipped + books.applied == 20
     assert not books.requeued and books.received == books.applied == books.updates
+
+
+def test_in_step_gradients_of_several_batches_add_up() -> None:
+    assert compare(in_step(), every_other) < 1e-5
 
 
 def by_class(where: Any) -> nn.Module:
