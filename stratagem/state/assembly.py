@@ -10,7 +10,7 @@ checkpoint knows nothing of servers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,12 +134,18 @@ def _rows(tensor: Tensor, piece: Piece) -> Tensor:
 def state_dict(
     whole: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What torch's `optimizer.state_dict()` would be; groups are a recipe's, settings as now."""
-    numbers = dict(_numbers(groups))
-    listed = [
-        {**settings_of(group), "params": [numbers[v] for v in group["variables"]]}
-        for group in groups
-    ]
+    """What torch's `optimizer.state_dict()` would be, with these groups.
+
+    They are as a recipe's; variable None is a parameter of the optimizer that is not trained.
+    """
+    numbers: dict[int, int] = {}
+    listed, first = [], 0  # torch counts through the groups
+    for group in groups:
+        variables = group["variables"]
+        numbers |= {v: first + i for i, v in enumerate(variables) if v is not None}
+        params = list(range(first, first + len(variables)))
+        listed.append({**settings_of(group), "params": params})
+        first += len(variables)
     state = {numbers[v]: _copy(s) for v, s in whole.items() if v in numbers}
     return {"state": dict(sorted(state.items())), "param_groups": listed}
 
@@ -157,14 +163,8 @@ def states_of(
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     variables = [v for group in groups for v in group["variables"]]
     by_id = dict(zip(ids, variables, strict=True))
-    whole = {by_id[i]: dict(state) for i, state in saved["state"].items()}
+    whole = {by_id[i]: dict(state) for i, state in saved["state"].items() if by_id[i] is not None}
     return whole, [settings_of(group) for group in saved["param_groups"]]
-
-
-def _numbers(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
-    """(variable, torch's number for it): torch counts through the groups."""
-    variables = [v for group in groups for v in group["variables"]]
-    return zip(variables, range(len(variables)), strict=True)
 
 
 def _copy(state: Mapping[str, Any]) -> State:

@@ -63,7 +63,10 @@ class OptimizerRecipe:
 
 
 def describe(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> OptimizerRecipe:
-    """What a server needs to build the like of `optimizer`; variables are numbered as `params`."""
+    """What a server needs to build the like of `optimizer`; variables are numbered as `params`.
+
+    Frozen parameters that it holds are none of them: it does nothing with them.
+    """
     name = type(optimizer).__name__
     if getattr(torch.optim, name, None) is not type(optimizer):
         raise NotDistributable(
@@ -78,12 +81,12 @@ def describe(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> OptimizerR
     numbers = {id(param): i for i, param in enumerate(params)}
     groups = []
     for group in optimizer.param_groups:
-        if any(id(param) not in numbers for param in group["params"]):
+        if any(id(param) not in numbers and param.requires_grad for param in group["params"]):
             raise NotDistributable(
                 f"{name} holds a parameter that is not one of the model's; give it the parameters "
                 "of this model only."
             )
-        variables = [numbers[id(param)] for param in group["params"]]
+        variables = [numbers[id(param)] for param in group["params"] if id(param) in numbers]
         settings = settings_of(group)
         if name == "Adagrad":  # it reads this one from its own arguments, never from a group
             settings[_ADAGRAD] = optimizer.defaults[_ADAGRAD]

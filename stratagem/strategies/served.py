@@ -70,16 +70,20 @@ class ServedStrategy(Strategy):
                 "is trained on: model, optimizer, loader = strategy.prepare(model, optimizer, "
                 "loader)."
             )
-        if isinstance(self.team, Crew) and self.team.cluster is None and len(self.devices) > 1:
-            raise NotDistributable(
-                f"this worker has {len(self.devices)} devices, and one's own loop one; give "
-                'it one: ParameterServerStrategy(devices="cuda:0"), or use sg.Model, whose fit '
-                "shares every batch among them."
-            )
+        self.check_one_device("one's own loop")
         device = self.replica().device
         return prepare_served(
             current_worker(), device, self.settings, model, optimizer, loader, loss_reduction
         )
+
+    def check_one_device(self, what: str) -> None:
+        """Refuse a worker of a cluster that has several devices, which only sg.Model uses."""
+        if isinstance(self.team, Crew) and self.team.cluster is None and len(self.devices) > 1:
+            raise NotDistributable(
+                f"this worker has {len(self.devices)} devices, and {what} uses one; give it one, "
+                'ParameterServerStrategy(devices="cuda:0"), and start a worker for each; or use '
+                "sg.Model, whose fit shares every batch among them."
+            )
 
     def stats(self) -> Stats:
         """The books so far: gradients received, applied, dropped, buffered; ages; waiting."""

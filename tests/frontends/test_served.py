@@ -367,6 +367,28 @@ def test_saved_on_two_servers_goes_on_with_one(tmp_path: Any) -> None:
     assert apart(made[0].module, made[1].module) < 2e-5
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_one_optimizer_for_what_is_trained_now_and_later(grouped: bool) -> None:
+    """It holds all parameters, while some are frozen in one fit and some in another."""
+    x, y, _, _ = digits()
+    made = []
+    for where in (strategy("2 ps", "synchronous", 3), None):
+        module: Any = net()
+        groups = [{"params": part.parameters()} for part in (module[0], module[2])]
+        optimizer = torch.optim.Adam(groups if grouped else module.parameters(), lr=0.01)
+        one = model(where, optimizer, module)
+        for first, last in ((False, True), (True, True), (True, False), (False, True)):
+            module[0].requires_grad_(first)
+            module[2].requires_grad_(last)
+            torch.manual_seed(5)
+            one.fit(x[:200], y[:200], batch_size=50, verbose=0)
+        made.append(one)
+    assert apart(made[0].module, made[1].module) < 2e-5
+    ours, plain = (m.optimizer.state_dict()["state"] for m in made)  # type: ignore[union-attr]
+    for state in (ours, plain):
+        assert [float(state[n]["step"]) for n in range(4)] == [8, 8, 12, 12]
+
+
 def test_frozen_and_unused_parameters_stay() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

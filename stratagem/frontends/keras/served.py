@@ -38,6 +38,7 @@ from stratagem.strategies.parameters.crew import current_worker
 from stratagem.strategies.parameters.source import AHEAD, parts_of_rows
 from stratagem.strategies.parameters.worker import EpochOver, FitOver
 from stratagem.strategies.replica import current_replica
+from stratagem.strategies.served import ServedStrategy
 
 log = logging.getLogger("stratagem")
 
@@ -74,6 +75,8 @@ class ServedConductor(Conductor):
 
     def _refuse(self) -> None:
         super()._refuse()
+        assert isinstance(self.strategy, ServedStrategy)
+        self.strategy.check_one_device("Keras")
         refuse_on_parameters(self.strategy, self.model)
         if len(parcel.optimizers(self.model)) > 1:
             raise NotDistributable(

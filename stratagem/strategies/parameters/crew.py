@@ -249,7 +249,8 @@ class Crew:
         self, worker: Worker, function: Callable[..., Any], args: tuple[Any, ...],
         sent: tuple[Any, ...],
     ) -> list[Any]:  # fmt: skip
-        worker.fits = self.fits
+        worker.fits = self.fits = max(worker.fits, self.fits)  # a loop may have been prepared
+        prepared = worker.prepared
         children = self._children
         if children is not None:
             told = (function, sent, self.fits, torch.get_default_dtype(), Dice.of_caller())
@@ -260,7 +261,8 @@ class Crew:
             if self._group is not None:
                 return self._call_group(worker, self._group, function, args, sent)
             mine = function(*args)
-            worker.settle()
+            if worker.prepared is not prepared:  # in there
+                worker.settle()
             self._last = worker.stats()
         finally:
             trained, self.fits = worker.fits > self.fits, worker.fits

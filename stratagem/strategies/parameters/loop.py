@@ -46,7 +46,7 @@ def prepare_served(
         )
     check_sampler(loader)
     _check_optimizer(model, optimizer)
-    first = _end_first(worker)
+    first: TicketLoader | None = worker.prepared
     model.to(device)
     assert settings.served is not None
     session = LoopSession(worker, model, optimizer, settings.served, wire=settings.wire)
@@ -71,19 +71,11 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             f"({missing[0]} is one), and servers run one optimizer for all; put every parameter "
             "into it, in groups if they differ, or freeze them with requires_grad_(False)."
         )
-
-
-def _end_first(worker: Worker) -> TicketLoader | None:
-    """Before another training: end the one that was prepared before it, if its loop is done."""
-    first = worker.prepared if worker.at_end is not None else None
-    if first is not None and first.is_open:
-        raise UsageError(
-            "prepare was called for a second training before the loop over the first one's loader "
-            "was done, and servers train one model at a time; put the models into one nn.Module "
-            "with one optimizer, or prepare the second one after the first loop."
+    if optimizer._optimizer_step_post_hooks:
+        raise NotDistributable(
+            "the optimizer has a hook that runs after step(), and with servers the new values "
+            "come with the next batch; do what it does at the beginning of the loop's body."
         )
-    worker.settle()
-    return first
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stratagem.errors import NotDistributable, StratagemError
+from stratagem.errors import NotDistributable, StratagemError, UsageError
 from stratagem.rules.updates import Synchronous
 from stratagem.state import assembly
 from stratagem.state.partition import partition
@@ -42,6 +42,7 @@ class Session:
         clip_margin: float = 1e-6, told: Any = None,
     ) -> None:  # fmt: skip
         """`told` is what the chief tells the others besides: they find it there afterwards."""
+        _end_prepared(worker)
         self.told = told
         self.worker, self.module, self.optimizer = worker, module, optimizer
         self._clip = (clip_norm, clip_value, clip_margin)
@@ -106,16 +107,23 @@ class Session:
         """The optimizer's state by variable; None if it has none yet."""
         if not self.optimizer.state:
             return None
-        return assembly.states_of(self.optimizer.state_dict(), plan.recipe.groups)[0]
+        return assembly.states_of(self.optimizer.state_dict(), self._groups())[0]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, in variables; None: frozen."""
+        numbers = {id(param): i for i, param in enumerate(self.params)}
+        return [
+            {**settings_of(group), "variables": [numbers.get(id(p)) for p in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
 
     def _take_states(self, by_variable: Mapping[int, Mapping[str, Any]]) -> None:
-        mine = self.optimizer.param_groups
-        groups = [
-            {**settings_of(own), "variables": group["variables"]}
-            for own, group in zip(mine, self.plan.recipe.groups, strict=True)
-        ]
-        self.optimizer.load_state_dict(assembly.state_dict(by_variable, groups))
+        mine, state = self.optimizer.param_groups, self.optimizer.state
+        trained = {id(param) for param in self.params}
+        frozen = {p: own for p, own in state.items() if id(p) not in trained}
+        self.optimizer.load_state_dict(assembly.state_dict(by_variable, self._groups()))
         self.optimizer.param_groups = mine  # somebody may have them in hand
+        self.optimizer.state.update(frozen)
 
     def _read_last(self) -> None:
         """As the chief: what came of the training, into the user's own objects."""
@@ -230,6 +238,17 @@ class Session:
         if beside is not None:
             _take(self.beside, beside)
         return told
+
+
+def _end_prepared(worker: Worker) -> None:
+    """Before another training: end that of a prepared loop, if the loop is done."""
+    if worker.at_end is not None and worker.prepared.is_open:
+        raise UsageError(
+            "another training was begun before the loop over the prepared loader was done, and "
+            "servers train one model at a time; put the models into one nn.Module with one "
+            "optimizer, or begin the second training after the first loop."
+        )
+    worker.settle()
 
 
 def _take(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

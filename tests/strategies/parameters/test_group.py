@@ -42,6 +42,16 @@ if first:
         assert "2 devices" in str(error)
     else:
         raise AssertionError("one's own loop on two devices was not refused")
+    import keras
+    with where.scope():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
+        model.compile("sgd", "mse")
+    try:
+        model.fit(x[:20].numpy(), x[:20, :10].numpy(), verbose=0)
+    except sg.NotDistributable as error:
+        assert "2 devices" in str(error)
+    else:
+        raise AssertionError("Keras on two devices was not refused")
     print("as one device")
 """
 
@@ -57,6 +67,7 @@ def test_the_devices_of_a_worker_share_its_batches(workers: int, tmp_path: Path)
          str(tmp_path / "train.py")],
         capture_output=True, text=True, timeout=80, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+             "KERAS_BACKEND": "torch",
              "WORKERS": str(workers)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

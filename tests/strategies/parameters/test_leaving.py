@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from tests.strategies.parameters.fault_support import Counter, by_one
 from tests.strategies.parameters.office import Office
 
 pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_worker_that_leaves_before_the_others_keeps_its_lines() -> None:
@@ -65,6 +70,41 @@ def test_one_loop_after_the_other() -> None:
                 assert apart(model, alone) < 1e-5
     finally:
         strategy.close()
+
+
+SCRIPT = """
+import torch
+import stratagem as sg
+from tests.served_support import apart, digits, net
+from tests.strategies.parameters.test_leaving import loop
+
+torch.set_num_threads(1)
+where = sg.ParameterServerStrategy(updates=sg.Synchronous(), devices="cpu:0")
+x, y, _, _ = digits()
+for _ in range(2):
+    assert apart(loop(where), loop(None)) < 1e-5
+    made = []
+    for strategy in (where, None):
+        one = sg.Model(net(), strategy)
+        one.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy")
+        one.fit(x[:96], y[:96], batch_size=32, shuffle=False, verbose=0)
+        made.append(one.module)
+    assert apart(*made) < 1e-5
+print("as one device")
+"""
+
+
+@pytest.mark.slow
+def test_fit_and_loop_in_turn_in_the_script_of_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--ps", "1",
+         str(tmp_path / "train.py")],
+        capture_output=True, text=True, timeout=50, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as one device") == 2
 
 
 def test_no_traceback_is_announced_where_there_is_none() -> None:

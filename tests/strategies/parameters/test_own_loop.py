@@ -337,6 +337,19 @@ def test_what_servers_cannot_do_is_refused(function: Any, says: str) -> None:
         where.run(function, where)
 
 
+def afterwards(where: Any) -> None:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    where.prepare(module, optimizer, DataLoader(TensorDataset(torch.ones(4, 64)), batch_size=2))
+
+
+def test_a_hook_that_would_see_old_values_is_refused() -> None:
+    where = alone()
+    with pytest.raises(REFUSED, match="after step"):
+        where.run(afterwards, where)
+
+
 @pytest.mark.parametrize("where", [alone, in_step])
 def test_one_training_after_the_other(where: Any) -> None:
     there = where()
