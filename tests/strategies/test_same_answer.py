@@ -227,6 +227,24 @@ def test_losses_that_normalise_by_something_else(either: sg.MirroredStrategy, na
     assert distance(alone, model.module) < 5e-6
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_double_precision_is_kept(
+    either: sg.MirroredStrategy, weighted: bool, accumulate: int
+) -> None:
+    """Nothing on the way is float32: 49 and 97 are numbers whose float32 reciprocals show."""
+    x, y = data(243)
+    x, start = x.double(), mlp().double()
+    rates = torch.rand(4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loss = nn.CrossEntropyLoss(weight=rates if weighted else None)
+    how = {"batch": 97, "accumulate": accumulate}
+    alone = by_hand(start, OPTIMIZERS["sgd"], loss, x, y, **how)  # type: ignore[arg-type]
+    model = fitted(either, start, OPTIMIZERS["sgd"], loss, x, y, **how)  # type: ignore[arg-type]
+    assert distance(alone, model.module) < 1e-14
+    expected = F.cross_entropy(alone(x), y, rates if weighted else None)
+    assert abs(model.evaluate(x, y, batch_size=243, verbose=0)["loss"] - float(expected)) < 1e-14
+
+
 def test_sample_weights(either: sg.MirroredStrategy) -> None:
     x, y = data(103)
     weight = torch.rand(103, generator=torch.Generator().manual_seed(5))

@@ -11,6 +11,7 @@ A batch without a step is done, too: there is no update for it, and gradients ad
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.data.loader import check_sampler
 from stratagem.data.shard import count_rows
-from stratagem.errors import NotDistributable, UsageError
+from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.rules.push import Ticket
 from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.source import Indices, Source, parts_of_indices, parts_of_rows
@@ -176,7 +177,8 @@ class TicketLoader:
             except GeneratorExit:  # the loop was left
                 if worker.at_end is not None:  # and not by an error that ends the training
                     self._held = None  # somebody else does it
-                    worker.stand_aside()
+                    with suppress(ReplicaError):  # a job that has failed: others are told why
+                        worker.stand_aside()
                 raise
             self._check_open()
             if self._held is not None:  # the loop wants another: it made no step on purpose
