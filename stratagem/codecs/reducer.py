@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.wire.collective import Collective, Pending, apply_weight
 
 
@@ -51,6 +51,11 @@ class Cast:
         self._rooms: dict[tuple[int, int], Tensor] = {}
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if dtype.is_complex:
+            raise NotDistributable(
+                f"wire of {self.dtype} cannot carry gradients of complex "
+                "parameters; leave it out."
+            )
         flat = torch.zeros(count, dtype=dtype, device=device)
         room = self.collective.buffer(count, self.dtype, device)
         self._rooms[flat.data_ptr(), count] = room

@@ -73,6 +73,12 @@ def rows(tree: Any, start: int, end: int) -> Any:
 
 def _cut(tree: Any, start: int, end: int, total: int) -> Any:
     if isinstance(tree, torch.Tensor):
+        if tree.dim() and len(tree) != total:
+            raise NotDistributable(
+                f"a batch that is to be cut into shares has tensors of {total} and of {len(tree)} "
+                "rows; give each of them a row for every example, or use a dataset with indices, "
+                "of which each replica puts its own share together."
+            )
         return tree[start:end] if tree.dim() else tree
     if isinstance(tree, dict):
         return {key: _cut(value, start, end, total) for key, value in tree.items()}

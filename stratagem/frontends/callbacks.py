@@ -259,8 +259,9 @@ class EarlyStopping(Callback):
         if self.wait > max(self.patience - 1, 0):
             self.stopped_epoch = epoch
             self.model.stop_training = True
-            if self._weights is not None:
-                self.model.module.load_state_dict(self._weights)
+        last = epoch + 1 == self.params.get("epochs")  # training that ends by itself restores, too
+        if (self.model.stop_training or last) and self._weights is not None:
+            self.model.module.load_state_dict(self._weights)
 
 
 class ModelCheckpoint(Callback):

@@ -244,6 +244,13 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     return batch, None, None
 
 
+def _steps(loader: DataLoader[Any]) -> int | None:
+    """How many batches it has, if that is known before they come."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    return len(loader) if hasattr(loader.batch_sampler or loader.sampler, "__len__") else None
+
+
 def feed(
     x: Any, y: Any = None, weight: Any = None, *, batch_size: int | None, shuffle: bool, seed: int
 ) -> Feed:
@@ -254,8 +261,7 @@ def feed(
         _alone(y, weight, "a DataLoader")
         _as_they_are(batch_size, "a DataLoader's batches are")
         check_sampler(x)
-        streaming = isinstance(x.dataset, IterableDataset)
-        return LoaderFeed(x, None if streaming else len(x))
+        return LoaderFeed(x, _steps(x))
     if isinstance(x, IterableDataset):
         _alone(y, weight, "a dataset")
         return LoaderFeed(DataLoader(x, batch_size=batch_size or 32), None)

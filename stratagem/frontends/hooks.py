@@ -38,6 +38,12 @@ def refuse_on_parameters(strategy: Strategy, module: nn.Module) -> None:
 def refuse_on_optimizer(strategy: Strategy, optimizer: Optimizer) -> None:
     """Refuse hooks of the user's on an optimizer whose steps are made elsewhere, too."""
     elsewhere = strategy.served or len(strategy.team.devices) > 1
+    step = vars(optimizer).get("step")
+    if elsewhere and step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise NotDistributable(
+            "the optimizer's step() was replaced, which does not reach the replicas or servers "
+            "that make its steps; make a subclass of the optimizer, or use a callback of fit."
+        )
     if elsewhere and _has(optimizer, _ON_OPTIMIZERS):
         raise NotDistributable(
             "the optimizer has a hook (register_step_pre_hook or register_step_post_hook), which "

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -192,9 +193,13 @@ def _listen(job: Fit, step: Step, replica: Replica) -> bool:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    plain = {
+        key: value.item() if isinstance(value, np.generic) else value
+        for key, value in group.items()
+    }
     return {
-        key: value for key, value in group.items()
-        if key != "params" and isinstance(value, bool | int | float | Tensor | tuple)
+        key: value for key, value in plain.items()
+        if key != "params" and isinstance(value, bool | int | float | Tensor | tuple | list)
     }  # fmt: skip
 
 
@@ -262,7 +267,7 @@ def _losses(runner: Solo, portion: Portion, proof: Proof | None) -> tuple[float,
     recipe = runner.recipe
     with runner.autocast():
         output, y, weight = runner.forward(portion)
-        numerator, denominator = recipe.loss.terms(output, y, weight)
+        numerator, denominator = recipe.loss.terms(output, y, weight, portion.examples)
         if proof is not None and proof.open:
             proof.settle(portion, output, y, numerator)
     if recipe.metrics:

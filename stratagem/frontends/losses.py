@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stratagem.data.shard import count_rows
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 
 _ALIASES = {
     "mse": "mse_loss", "mean_squared_error": "mse_loss", "mae": "l1_loss",
@@ -36,14 +36,38 @@ class Loss(Protocol):
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         """The loss of a whole batch on one device."""
 
-    def terms(self, output: Any, target: Any, weight: Tensor | None) -> tuple[Tensor, Any]:
-        """Numerator and denominator of one share."""
+    def terms(
+        self, output: Any, target: Any, weight: Tensor | None, examples: int
+    ) -> tuple[Tensor, Any]:
+        """Numerator and denominator of one share, of so many examples."""
 
 
 def examples(output: Any, target: Any) -> int:
     """Rows of a share: those of the targets; of the outputs where there are no targets."""
     count = count_rows(target)
     return count if count >= 0 else count_rows(output)
+
+
+def _by_example(weight: Tensor) -> Tensor:
+    """Sample weights, one number for each example."""
+    if weight.dim() != 1 and weight.numel() != len(weight):
+        raise UsageError(
+            f"the sample weights of a batch have the shape {tuple(weight.shape)}; give one number "
+            "for each example."
+        )
+    return weight.reshape(-1)
+
+
+def _check_even(target: Any, examples: int) -> None:
+    """A mean over the targets is one over the examples if each has as many."""
+    if not isinstance(target, Tensor) or target.dim() == 0 or examples in target.shape:
+        return
+    if len(target) % max(examples, 1):
+        raise NotDistributable(
+            f"the targets of a share have {len(target)} rows for {examples} examples, so some "
+            "examples have more than others, and the mean over all rows is not that of the shares' "
+            'means; pad them, or use a loss that counts its targets, such as "cross_entropy".'
+        )
 
 
 class RowLoss:
@@ -65,13 +89,16 @@ class RowLoss:
         value = self.function(output, target)
         return value if value.dim() == 0 else value.mean()
 
-    def terms(self, output: Any, target: Any, weight: Tensor | None) -> tuple[Tensor, Any]:
-        count = examples(output, target) if weight is None else len(weight)
+    def terms(
+        self, output: Any, target: Any, weight: Tensor | None, examples: int
+    ) -> tuple[Tensor, Any]:
         if weight is not None:
-            return self._weighted(output, target, weight), float(count)
-        return self.mean(output, target, None) * count, float(count)
+            return self._weighted(output, target, weight), float(len(weight))
+        _check_even(target, examples)
+        return self.mean(output, target, None) * examples, float(examples)
 
     def _weighted(self, output: Any, target: Any, weight: Tensor) -> Tensor:
+        weight = _by_example(weight)
         values = (self.per_row or self.function)(output, target)
         if values.dim() == 0:
             raise UsageError(
@@ -95,7 +122,9 @@ class SummedLoss:
             raise UsageError('sample weights need a loss with reduction="mean" or "none".')
         return self.function(output, target)
 
-    def terms(self, output: Any, target: Any, weight: Tensor | None) -> tuple[Tensor, Any]:
+    def terms(
+        self, output: Any, target: Any, weight: Tensor | None, examples: int
+    ) -> tuple[Tensor, Any]:
         return self.mean(output, target, weight), None
 
 
@@ -134,12 +163,15 @@ class CountedLoss:
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is None:
             return self._plainly(output, target)
-        numerator, denominator = self.terms(output, target, weight)
+        numerator, denominator = self.terms(output, target, weight, len(weight))
         ratio: Tensor = numerator / denominator
         return ratio
 
-    def terms(self, output: Any, target: Any, weight: Tensor | None) -> tuple[Tensor, Any]:
+    def terms(
+        self, output: Any, target: Any, weight: Tensor | None, examples: int
+    ) -> tuple[Tensor, Any]:
         if weight is not None:
+            weight = _by_example(weight)
             values = self._value(output, target, "none")
             return (values.reshape(len(weight), -1).mean(1) * weight).sum(), float(len(weight))
         return self._value(output, target, "sum"), self._count(output, target)
@@ -150,7 +182,7 @@ class CountedLoss:
         counts = target != self.ignore_index
         if self.class_weight is None:
             return counts.sum()
-        return (self.class_weight[target.clamp_min(0)] * counts).sum()
+        return (self.class_weight[target.where(counts, 0)] * counts).sum()
 
 
 def _is_own(function: Any) -> bool:

@@ -49,7 +49,7 @@ class FunctionMetric(torchmetrics.MeanMetric):
     def update(self, output: Any, target: Any) -> None:  # type: ignore[override]
         value = torch.as_tensor(self.function(output, target)).detach().float()
         # As many values as examples: MeanMetric with nan_strategy="disable" ignores weights.
-        super().update(value if value.dim() else value.expand(examples(output, target)))
+        super().update(value if value.dim() else value.expand(max(1, examples(output, target))))
 
 
 def listed(metrics: Any) -> list[tuple[str, torchmetrics.Metric | Maker]]:

@@ -22,6 +22,7 @@ from stratagem.frontends.optimizers import make_optimizer
 from stratagem.frontends.progress import ProgressBar
 from stratagem.frontends.rehearse import rehearse
 from stratagem.frontends.steps import Recipe
+from stratagem.frontends.surroundings import refuse_autocast, refuse_shared
 from stratagem.state import checkpoint
 from stratagem.strategies import rehearsal
 from stratagem.strategies.gpu_memory import explain_out_of_memory
@@ -143,17 +144,19 @@ class Model:
         chief = self.strategy.is_chief
         bar = ProgressBar(epochs, steps, verbose) if verbose and chief else None
         all_callbacks = [self.history, *callbacks, *([bar] if bar else [])]
-        listed = CallbackList(
-            all_callbacks if chief else [self.history], self, {"epochs": epochs, "steps": steps}
-        )
+        params = {"epochs": epochs, "steps": steps}
+        listed = CallbackList(all_callbacks if chief else [self.history], self, params)
         job = loop.Fit(
             self.module, optimizer, recipe, self.strategy.settings, source, validation,
             range(initial_epoch, epochs), steps_per_epoch, self._fits, listed,
-            between_steps=CallbackList(callbacks, self, {}).between_steps,
+            between_steps=CallbackList(callbacks, self, params).between_steps,
             wants_state=any(callback.reads_optimizer_state for callback in callbacks),
         )  # fmt: skip
         hooks.refuse_on_parameters(self.strategy, self.module)
         hooks.refuse_on_optimizer(self.strategy, optimizer)
+        if self.strategy.team.size > 1:
+            refuse_shared(self.module)
+            refuse_autocast()
         if self.strategy.served:
             served.check(job)
         self._fits += 1

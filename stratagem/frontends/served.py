@@ -181,7 +181,9 @@ class Hand:
         self, portion: Portion, output: Any, y: Any, sample_weight: Tensor | None
     ) -> tuple[Tensor, float]:
         """A part's loss, and what it weighs among the parts of its batch."""
-        numerator, denominator = self.job.recipe.loss.terms(output, y, sample_weight)
+        numerator, denominator = self.job.recipe.loss.terms(
+            output, y, sample_weight, portion.examples
+        )
         if self._proof is not None and self._proof.open:
             self._proof.settle(portion, output, y, numerator)
         if denominator is None:  # a sum over rows grows with the batch

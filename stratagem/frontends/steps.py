@@ -259,7 +259,8 @@ class Replicated(Solo):
             return 0.0, 0.0
         with self.autocast():
             output, y, weight = self.forward(portion)
-            numerator, denominator = recipe.loss.terms(output, y, weight)
+            count = max(portion.examples, 1)  # a share without examples has borrowed one
+            numerator, denominator = recipe.loss.terms(output, y, weight, count)
             if self._proof.open:
                 self._proof.settle(portion, output, y, numerator)
         scale = 1.0 / recipe.accumulate

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -42,12 +43,22 @@ def save(
     weights, state = paths(path)
     weights.parent.mkdir(parents=True, exist_ok=True)
     tensors, others = _state(module)
-    extra = {"optimizer": optimizer.state_dict() if optimizer is not None else None, **progress}
+    saved = _plain_numbers(optimizer.state_dict()) if optimizer is not None else None
+    extra = {"optimizer": saved, **progress}
     if others:
         extra["extra_state"] = others
     _whole(state, lambda target: torch.save(extra, target))
     _whole(weights, lambda target: save_file(tensors, str(target)))
     return weights
+
+
+def _plain_numbers(tree: Any) -> Any:
+    """The same with Python's numbers for numpy's, which torch reads by code from the file only."""
+    if isinstance(tree, np.generic):
+        return tree.item()
+    if type(tree) is dict:
+        return {key: _plain_numbers(value) for key, value in tree.items()}
+    return type(tree)(map(_plain_numbers, tree)) if type(tree) in (list, tuple) else tree
 
 
 def _state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -119,7 +119,7 @@ class SlicedUpdate:
         norms[self.collective.rank][0] = self._total.double().square().sum()
         self.collective.meet("gradient")
         norm = sum(float(row[0]) for row in norms) ** 0.5
-        if norm > limit:
+        if not norm <= limit:  # or it is no number, and then nothing is
             self._total.mul_(limit / (norm + 1e-6))
 
     def _leave_out_unused(self) -> None:

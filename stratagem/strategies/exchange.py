@@ -9,6 +9,7 @@ change.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +21,13 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.factors import Factors
 from stratagem.strategies.replica import Replica
 from stratagem.wire.buckets import Buckets
-from stratagem.wire.collective import Pending
+from stratagem.wire.collective import Collective, Pending
 
 BUCKET_BYTES = 8 << 20
 
 
 class GradientExchange:
-    """Hooks on the parameters of one replica's module."""
+    """Hooks on the parameters of one replica's module; somebody has to keep it."""
 
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], replica: Replica, reducer: Reducer,
@@ -54,12 +55,16 @@ class GradientExchange:
         self._open = False
         #: how many reductions have been completed
         self.finished = 0
-        self._handles: list[Any] = [
-            _on_gradient(p, self._ready) for p in params
-        ]
+        ready = _weakly(self._ready)
+        self._handles: list[Any] = [_on_gradient(p, ready) for p in params]
         for name, p in named:
-            if not p.requires_grad:
+            if not p.requires_grad and _can_train(p):
                 self._handles.append(_guard_frozen(name, p))
+        flats = [bucket.flat for bucket in self.buckets.buckets]
+        flats += [self.buckets.apart] if self.buckets.apart is not None else []
+        #: gives the memory back; also when a model that was prepared is forgotten
+        self._release = weakref.finalize(self, _release, replica.collective, flats)
+        self._release.atexit = False
 
     def _ready(self, param: Tensor) -> None:
         """A gradient is finished: into its bucket, and off with the buckets that are full."""
@@ -81,6 +86,8 @@ class GradientExchange:
                 "which cannot be added up exactly; use a mean loss, or step after each backward."
             )
         self._fired[index] = True
+        if self.every_backward and not self._is_reduced(index, param):
+            self.buckets.spare(index)
         self.buckets.take(index, param)  # type: ignore[arg-type]
         if self._overlaps:
             self._send(self.buckets.full())
@@ -127,6 +134,8 @@ class GradientExchange:
                 has[i] = True
                 if grad.data_ptr() != buckets.views[i].data_ptr():
                     buckets.views[i].copy_(grad)
+                elif self._sums and not self.replica.is_chief:
+                    grad.zero_()  # an earlier pass has added it up: once is enough
             if factors and i in factors:
                 factors[i].mark(has[i])
                 has[i] |= factors[i].kept
@@ -168,8 +177,28 @@ class GradientExchange:
             handle.remove()
         for param in self.buckets.params:
             param.grad = None
-        for bucket in self.buckets.buckets:
-            self.replica.collective.release(bucket.flat)
+        self._release()
+
+
+def _release(collective: Collective, flats: list[Tensor]) -> None:
+    for flat in flats:
+        collective.release(flat)
+
+
+def _weakly(ready: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that does not keep its exchange: torch's parameters would keep it for ever."""
+    found = weakref.WeakMethod(ready)
+
+    def hook(param: Tensor) -> None:
+        exchange = found()
+        if exchange is None:
+            raise UsageError(
+                "the model that was given to prepare is no more, but a parameter of it is still "
+                "trained; keep the model as long as you train it."
+            )
+        exchange(param)
+
+    return hook
 
 
 def _on_gradient(param: Any, hook: Callable[[Tensor], None]) -> Any:
@@ -205,3 +234,7 @@ def _guard_frozen(name: str, param: nn.Parameter) -> Any:
     handle = _on_gradient(param, refuse)
     param.requires_grad_(False)
     return handle
+
+
+def _can_train(param: Tensor) -> bool:
+    return param.is_floating_point() or param.is_complex()

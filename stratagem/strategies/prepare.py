@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from stratagem.data.loader import ShareLoader
@@ -20,6 +20,8 @@ from stratagem.strategies.settings import Settings
 
 #: what takes the hooks off a model again, so that it can be prepared anew
 _undo: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+#: by module, so that any part of a model will do: what its gradients go through
+_kept: weakref.WeakKeyDictionary[nn.Module, list[GradientExchange]] = weakref.WeakKeyDictionary()
 
 
 class Prepared(NamedTuple):
@@ -49,6 +51,8 @@ def prepare(
         list(model.named_parameters()), replica, reducer, every_backward=True, sums=sums
     )
     _undo[model] = partial(_take_away, exchange, unsync)
+    for part in model.modules():
+        _kept.setdefault(part, []).append(exchange)
     replica.share.set(1, replica.count, 1.0 if sums else None)
     if loader is None:
         return Prepared(model, optimizer, None)
@@ -92,10 +96,18 @@ def _shares(
 
 def _take_away(exchange: GradientExchange, unsync: Callable[[], None]) -> None:
     exchange.close()
+    for exchanges in _kept.values():
+        if exchange in exchanges:
+            exchanges.remove(exchange)
     unsync()
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise NotDistributable(
+            "LBFGS searches along a line by the loss of its own share, so that each replica would "
+            "go another way; use another optimizer, or sg.MirroredStrategy of one device."
+        )
     own = set(model.parameters())
     for group in optimizer.param_groups:
         if not own.issuperset(group["params"]):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -114,12 +117,17 @@ def combine(parts: Sequence[Tensor], op: str, axis: int | None = None) -> Tensor
     if axis is not None:
         rows = torch.cat(list(parts), dim=axis)
         if op == "mean":
-            return rows.mean(axis, dtype=None if rows.is_floating_point() else torch.float32)
+            return rows.mean(axis, dtype=_mean_type(rows))
         return rows.sum(axis) if op == "sum" else getattr(rows, f"a{op}")(axis)
     stacked = torch.stack(list(parts))
     if op == "mean":
-        return stacked.mean(0, dtype=None if stacked.is_floating_point() else torch.float32)
+        return stacked.mean(0, dtype=_mean_type(stacked))
     return stacked.sum(0) if op == "sum" else getattr(stacked, f"a{op}")(0)
+
+
+def _mean_type(tensor: Tensor) -> torch.dtype | None:
+    """Means of whole numbers are float32."""
+    return None if tensor.is_floating_point() or tensor.is_complex() else torch.float32
 
 
 #: the one that a call (strategy.run, fit) is running on now
@@ -146,6 +154,23 @@ def alone(replica: Replica) -> Replica:
 def called_replica() -> Replica | None:
     """The replica that the present call runs on, if it is one of several; None outside of calls."""
     return _called if _called is not None and _called.count > 1 else None
+
+
+_turn = threading.RLock()
+
+
+def turn() -> AbstractContextManager[object]:
+    """Calls of several threads take turns: there is one replica that a call runs on."""
+    return _turn
+
+
+def _new_turn() -> None:
+    """In a forked child nobody has it, whatever the parent's threads did."""
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_turn)
 
 
 def set_called(replica: Replica | None) -> Replica | None:

@@ -36,7 +36,16 @@ def align(module: nn.Module, replica: Replica) -> None:
     if not replica.is_chief:
         with torch.no_grad():
             for mine, theirs in zip(state, told, strict=True):
-                mine.copy_(theirs)
+                _unexpanded(mine).copy_(_unexpanded(theirs, mine))
+
+
+def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Without the repetitions of `expand`, in which one number stands for many."""
+    strides = (tensor if like is None else like).stride()
+    for dim, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def roll_own_dice(replica: Replica, generation: int = 0) -> None:
@@ -67,7 +76,7 @@ def average_buffers(module: nn.Module, replica: Replica) -> None:
     everybody = gather_tree(replica.collective, [[b.detach() for b in floats], digests])
     for i, buffer in enumerate(floats):
         total = sum((values[i].double() for values, _ in everybody), torch.zeros(()).double())
-        buffer.copy_(total / replica.count)
+        _unexpanded(buffer).copy_(_unexpanded(total / replica.count, buffer))
     if replica.is_chief:
         _warn_of_counts(module, list(counts), [digests for _, digests in everybody])
 

@@ -37,6 +37,7 @@ from stratagem.strategies.replica import (
     called_replica,
     current_replica,
     set_called,
+    turn,
 )
 from stratagem.strategies.seat import Seat, sit
 from stratagem.strategies.settings import Settings
@@ -167,7 +168,7 @@ class Team:
         sent: tuple[Any, ...] | None = None,
     ) -> list[Any]:  # fmt: skip
         """Run `function` on every replica of this process; `sent` is what followers get instead."""
-        with self._lock:
+        with self._lock, turn():
             if called_replica() is not None:
                 raise UsageError(
                     "this code already runs on every replica; strategy.run and fit cannot be "

@@ -11,6 +11,7 @@ message of their own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -93,6 +94,16 @@ class Buckets:
             view.copy_(grad)
             param.grad = view
         self._where[index].missing -= 1
+
+    def spare(self, index: int) -> None:
+        """Before another gradient comes: if somebody has kept the last one, let them have it.
+
+        It gets memory of its own, as on one device, where the next gradient is another tensor.
+        """
+        view = self.views[index]
+        if sys.getrefcount(view) > 3:  # here, in the list, and as an argument
+            self.views[index] = view.detach()
+            view.data = view.clone()
 
     def full(self) -> list[Bucket]:
         """Buckets that may leave now; always in the same order on every replica.

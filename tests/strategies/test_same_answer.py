@@ -6,6 +6,7 @@ The reference is always a loop written by hand on one device, never stratagem it
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -634,3 +635,100 @@ def test_accumulating_summed_losses_is_refused(two: sg.MirroredStrategy) -> None
         two.run(
             lambda: own_loop(two, mlp(), x, y, shuffle=False, batch=10, accumulate=2, sum_loss=True)
         )
+
+
+# --- what loops of one's own do with gradients ---------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Two heads that have nothing in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+
+def summed_heads(on: sg.Strategy | None) -> list[Tensor]:
+    x, y = data(20)
+    module = Heads()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=20)
+    if on is not None:
+        module, optimizer, loader = on.prepare(module, optimizer, loader, loss_reduction="sum")
+    for a, b in loader:
+        F.cross_entropy(module.first(a), b, reduction="sum").backward()
+        F.cross_entropy(module.second(a), b, reduction="sum").backward()
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def test_a_backward_for_each_head(several: sg.MirroredStrategy) -> None:
+    alone = summed_heads(None)
+    for found in several.run(summed_heads, several):
+        for mine, theirs in zip(alone, found, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def surgery(on: sg.Strategy | None) -> nn.Module:
+    """The gradients of two losses, the first of which is kept while the second is made."""
+    x, y = data(40)
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=20)
+    if on is not None:
+        module, optimizer, loader = on.prepare(module, optimizer, loader)
+    for a, b in loader:
+        output = module(a)
+        F.cross_entropy(output, b).backward(retain_graph=True)
+        kept = [p.grad for p in module.parameters()]
+        optimizer.zero_grad()
+        output.square().mean().backward()
+        for param, first in zip(module.parameters(), kept, strict=True):
+            assert first is not None and param.grad is not None
+            param.grad = first - 2 * param.grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return module
+
+
+def test_a_gradient_that_is_kept_stays(several: sg.MirroredStrategy) -> None:
+    alone = surgery(None)
+    assert moved(mlp(), alone)
+    for module in several.run(surgery, several):
+        assert distance(alone, module) < 2e-6
+
+
+def line_search(on: sg.Strategy) -> None:
+    module = mlp()
+    on.prepare(module, torch.optim.LBFGS(module.parameters()), None)
+
+
+def test_a_search_along_a_line_is_refused(two: sg.MirroredStrategy) -> None:
+    with pytest.raises(sg.NotDistributable, match="LBFGS"):
+        two.run(line_search, two)
+
+
+def forgotten(on: sg.Strategy) -> None:
+    module = mlp()
+    loader = DataLoader(TensorDataset(*data(40)), batch_size=20)
+    prepared = on.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), loader)
+    for a, b in prepared.loader:
+        F.cross_entropy(module(a), b).backward()
+
+
+def tables() -> int:
+    gc.collect()
+    collective: Any = sg.current_replica().collective
+    return len(collective._tables)
+
+
+def test_memory_of_models_that_were_prepared_and_forgotten(two: sg.MirroredStrategy) -> None:
+    two.run(forgotten, two)
+    before = two.run(tables)
+    for _ in range(3):
+        two.run(forgotten, two)
+    assert two.run(tables) == before
+
+
+def test_the_mean_of_complex_numbers(two: sg.MirroredStrategy) -> None:
+    found = two.run(lambda: sg.current_replica().all_reduce(torch.tensor([1 + 2j]), "mean"))
+    assert all(torch.equal(each, torch.tensor([1 + 2j])) for each in found)

@@ -41,7 +41,14 @@ from stratagem.strategies.parameters.lines import Address
 from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.parameters.trouble import failed
 from stratagem.strategies.parameters.worker import Worker
-from stratagem.strategies.replica import Replica, be, be_no_more, called_replica, set_called
+from stratagem.strategies.replica import (
+    Replica,
+    be,
+    be_no_more,
+    called_replica,
+    set_called,
+    turn,
+)
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.team import Team, forked
 from stratagem.wire.tcp import local_address
@@ -223,7 +230,7 @@ class Crew:
         self, function: Callable[..., Any], args: tuple[Any, ...],
         sent: tuple[Any, ...] | None = None,
     ) -> list[Any]:  # fmt: skip
-        with self._lock:
+        with self._lock, turn():
             if called_replica() is not None:
                 raise UsageError(
                     "this code already runs on every worker; strategy.run and fit cannot be "

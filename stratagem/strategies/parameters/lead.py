@@ -404,7 +404,7 @@ class Lead:
         limit = self.plan.clip_norm
         if limit is not None:
             norm = sum(self._ask(["norm", scale])) ** 0.5
-            if norm > limit:
+            if not norm <= limit:  # or it is no number, and then nothing is
                 scale *= limit / (norm + self.plan.clip_margin)
         self._order(["apply", scale, update.rate])
         self._updated()
