@@ -54,6 +54,13 @@ def joined(parts: list[Any]) -> Any:
         return torch.empty(0)
     first = parts[0]
     if isinstance(first, Tensor):
+        odd = next((p for p in parts if p.shape[1:] != first.shape[1:]), None)
+        if odd is not None:
+            raise UsageError(
+                "predict joins the outputs of all batches row by row, and the model returns rows "
+                f"of shape {tuple(first.shape[1:])} and of {tuple(odd.shape[1:])} for different "
+                "batches or shares (padded to the longest?); pad to a fixed length."
+            )
         return torch.cat(parts)
     if isinstance(first, dict):
         return {key: joined([part[key] for part in parts]) for key in first}

@@ -119,6 +119,12 @@ def combine(parts: Sequence[Tensor], op: str, axis: int | None = None) -> Tensor
         if op == "mean":
             return rows.mean(axis, dtype=_mean_type(rows))
         return rows.sum(axis) if op == "sum" else getattr(rows, f"a{op}")(axis)
+    if any(part.shape != parts[0].shape for part in parts):
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise UsageError(
+            f"the tensors of the replicas have different shapes ({shapes}), so they cannot be "
+            "reduced; all_gather takes any, and reduce(..., axis=0) reduces along their rows."
+        )
     stacked = torch.stack(list(parts))
     if op == "mean":
         return stacked.mean(0, dtype=_mean_type(stacked))

@@ -34,7 +34,7 @@ def total(
     above, below = 0.0, 0.0
     for a, b in pairwise(edges):
         part = None if weight is None else weight[a:b]
-        n, d = loss.terms(output[a:b], target[a:b], part)
+        n, d = loss.terms(output[a:b], target[a:b], part, b - a)
         above += float(n)
         below += (b - a) / len(target) if d is None else float(d)
     return above / below

@@ -332,10 +332,11 @@ def test_the_best_weights_are_restored_when_training_ends_by_itself(
 def test_two_threads_take_turns() -> None:
     x, y = data(47)
     losses: list[float] = []
+    start = mlp()  # its numbers are drawn from dice that threads share
 
     def work() -> None:
         where = strategy(2)
-        model = sg.Model(mlp(), where)
+        model = sg.Model(copy.deepcopy(start), where)
         model.compile(sgd, "cross_entropy")
         losses.append(model.fit(x, y, batch_size=10, shuffle=False, verbose=0).history["loss"][0])
         where.close()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem.frontends.outputs import check_rows
+from stratagem.frontends.outputs import check_rows, joined
 from tests.support import data, strategy
 
 
@@ -101,3 +101,8 @@ def test_two_layers_are_not_the_two_rows_of_a_share() -> None:
     with pytest.raises(sg.NotDistributable, match="for 1 examples"):
         check_rows([torch.tensor(1.0)], [1])
     check_rows([{"a": torch.zeros(0)}, {"a": torch.zeros(0)}], [2, 3])
+
+
+def test_rows_of_several_lengths() -> None:
+    with pytest.raises(sg.UsageError, match="fixed length"):
+        joined([torch.ones(2, 3), torch.ones(2, 4)])

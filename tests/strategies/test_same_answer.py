@@ -732,3 +732,12 @@ def test_memory_of_models_that_were_prepared_and_forgotten(two: sg.MirroredStrat
 def test_the_mean_of_complex_numbers(two: sg.MirroredStrategy) -> None:
     found = two.run(lambda: sg.current_replica().all_reduce(torch.tensor([1 + 2j]), "mean"))
     assert all(torch.equal(each, torch.tensor([1 + 2j])) for each in found)
+
+
+def test_unlike_shapes_cannot_be_reduced(two: sg.MirroredStrategy) -> None:
+    def unlike() -> None:
+        replica = sg.current_replica()
+        replica.all_reduce(torch.ones(1 + replica.index))
+
+    with pytest.raises(sg.UsageError, match=r"\(1,\), \(2,\).*all_gather"):
+        two.run(unlike)
