@@ -248,6 +248,9 @@ class Chief:
             work = self.worker.next(hand.dealer.fill, wait=False)
             if isinstance(work, EpochOver | FitOver):
                 break
+            if job.between_steps:
+                self.worker.arrive()
+                job.callbacks.settle()  # what came is no change of theirs
             job.callbacks.batch_begin(batch)
             if job.between_steps:
                 self.worker.set_settings(self.session.settings())

@@ -306,6 +306,44 @@ def test_a_stream_to_one_worker_is_plain_training(rule: str, callbacks: list[Any
     assert strategy("1 ps", rule, 1).stats().requeued == (2 if ahead else 0)
 
 
+class Slow(sg.callbacks.Callback):
+    """Does nothing, for a while, and lets others go on meanwhile."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.005)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.005)
+
+
+class Count(nn.Module):
+    """Its weight is the number of updates, if every one of them counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Any) -> Any:
+        return -self.weight.expand(len(x))
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.parametrize("rule", ["synchronous", "spares", "asynchronous", "bounded"])
+def test_callbacks_that_change_nothing_undo_nothing(
+    rule: str, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
+    workers = 3 if rule == "spares" else 2
+    updates = sg.Asynchronous() if rule == "asynchronous" else RULES[rule]
+    where = sg.ParameterServerStrategy(sg.LocalCluster(workers, 1), updates=updates)
+    one = model(where, OPTIMIZERS["sgd"], Count())
+    one.compile(lambda p: torch.optim.SGD(p, lr=1.0), lambda output, _: output.mean())
+    x, _, _, _ = digits()
+    one.fit(x[:300], batch_size=4, verbose=0, callbacks=[Slow()])
+    assert float(one.module.weight) == where.stats().updates  # type: ignore[arg-type]
+    where.close()
+
+
 def test_in_step_weights_change_between_epochs_only() -> None:
     x, y, _, _ = digits()
     one = model(strategy("1 ps", "synchronous"), OPTIMIZERS["sgd"])
