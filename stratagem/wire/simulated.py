@@ -22,6 +22,7 @@ from typing import NamedTuple
 from stratagem.errors import UsageError
 
 Action = Callable[[], None]
+STILL = 0.25  # seconds without a byte after which one is overtaken, as in wire/turns.py
 
 
 class Clock:
@@ -201,25 +202,39 @@ class Route:
     """Flows that belong together; links that several of them pass carry their sum.
 
     least   seconds that it takes at any rate, on links that nobody else uses
+    own     flows over such links, where these may be cut: nobody else waits for them to pass
     """
 
-    def __init__(self, network: Network, flows: Sequence[Flow], least: float = 0.0) -> None:
+    def __init__(
+        self, network: Network, flows: Sequence[Flow], least: float = 0.0,
+        own: Sequence[Flow] = (),
+    ) -> None:  # fmt: skip
         self._network, self._least = network, least
         self._hosts = {host for flow in flows for host in (flow.source, flow.target)}
-        self._loads: dict[Link, float] = {}
         self.latency = max(network.latency(flow.source, flow.target) for flow in flows)
+        self._loads, self._own = self._sums(flows), self._sums(own)
+        alone = len(self._loads) == 1 and not self._own
+        self._only = next(iter(self._loads.items())) if alone else None
+
+    def _sums(self, flows: Sequence[Flow]) -> dict[Link, float]:
+        loads: dict[Link, float] = {}
         for flow in flows:
-            for link, size in network.way(flow):
+            for link, size in self._network.way(flow):
                 if size > 0:
-                    self._loads[link] = self._loads.get(link, 0.0) + size
-        self._only = next(iter(self._loads.items())) if len(self._loads) == 1 else None
+                    loads[link] = loads.get(link, 0.0) + size
+        return loads
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether one of its hosts is off the network."""
+        return self._network.is_cut(self._hosts)
 
     def send(self, then: Action, later: float = 0.0, passed: Action | None = None) -> None:
         """Carry all of it, then act where it arrives, or so many seconds later.
 
         `passed` is for whoever waits for the links to be free.
         """
-        if self._network.cuts and self._network.is_cut(self._hosts):
+        if self._network.cuts and self.is_cut:
             self._network.hold(partial(self.send, then, later, passed))
         elif self._only is not None:  # nothing else to wait for
             late = self.latency + later
@@ -229,7 +244,9 @@ class Route:
         elif self._loads:
             clock, late = self._network.clock, self.latency + later
             earliest = clock.now + self._least + late
-            done = partial(self._passed, late, earliest, then, passed)
+            done: Action = partial(self._passed, late, earliest, then, passed)
+            if self._own:
+                done = self._over_own(partial(self._passed, late, earliest, then, None), passed)
             passage = _Passage(len(self._loads), done)
             for link, size in self._loads.items():
                 link.send(size, passage.passed)
@@ -237,6 +254,26 @@ class Route:
             self._network.clock.after(self._least + self.latency + later, then)
             if passed is not None:
                 passed()
+
+    def _over_own(self, done: Action, passed: Action | None) -> Action:
+        """Send over its own links, too; what is to be called when the others have let it pass."""
+        passage = _Passage(1 + len(self._own), done)
+        for link, size in self._own.items():
+            link.send(size, passage.passed)
+
+        def shared() -> None:
+            passage.passed()
+            if passed is not None:
+                self._unless_cut(passed)
+
+        return shared
+
+    def _unless_cut(self, action: Action) -> None:
+        """Act now, or when none of its hosts is off the network any more."""
+        if self.is_cut:
+            self._network.hold(partial(self._unless_cut, action))
+        else:
+            action()
 
     def _passed(
         self, late: float, earliest: float, then: Action, passed: Action | None
@@ -263,26 +300,55 @@ class _Passage:
 
 
 class Turns:
-    """Some at a time over links that they would otherwise share, the others after them."""
+    """Some at a time over links that they would otherwise share, the others after them.
 
-    def __init__(self, at_once: float) -> None:
-        self._free = at_once
+    Who is cut off in the middle of its turn is overtaken after a while, as real servers do it.
+    """
+
+    def __init__(self, network: Network, at_once: float) -> None:
+        self._network, self._free = network, at_once
         self._waiting: deque[tuple[Route, Action, float]] = deque()
+        #: those whose turn it is, by number
+        self._under_way: dict[int, Route] = {}
+        self._number = count()
 
     def send(self, route: Route, then: Action, later: float = 0.0) -> None:
         """Carry it when its turn has come, then act."""
         if self._free > 0:
             self._free -= 1
-            route.send(then, later, self._next)
+            self._begin(route, then, later)
         else:
             self._waiting.append((route, then, later))
 
-    def _next(self) -> None:
+    def _begin(self, route: Route, then: Action, later: float) -> None:
+        number = next(self._number)
+        self._under_way[number] = route
+        if self._network.cuts:
+            self._look_at(number)
+        route.send(then, later, partial(self._over, number))
+
+    def _over(self, number: int) -> None:
+        """Its bytes have passed, or it was overtaken; whichever comes first."""
+        if self._under_way.pop(number, None) is None:
+            return
         if self._waiting:
-            route, then, later = self._waiting.popleft()
-            route.send(then, later, self._next)
+            self._begin(*self._waiting.popleft())
         else:
             self._free += 1
+
+    def cut(self) -> None:
+        """A host was cut off: see whose turn that is."""
+        for number in self._under_way:
+            self._look_at(number)
+
+    def _look_at(self, number: int) -> None:
+        if self._under_way[number].is_cut:
+            self._network.clock.after(STILL, partial(self._look_again, number))
+
+    def _look_again(self, number: int) -> None:
+        route = self._under_way.get(number)
+        if route is not None and route.is_cut:
+            self._over(number)
 
 
 class Network:
@@ -291,8 +357,8 @@ class Network:
     def __init__(self, clock: Clock, topology: Topology) -> None:
         self.clock, self.topology = clock, topology
         self._links: dict[tuple[str, int], Link] = {}
-        #: hosts that are off the network
-        self.cuts: set[int] = set()
+        #: hosts that are off the network, and how often they were taken off
+        self.cuts: dict[int, int] = {}
         self._held: list[Action] = []
 
     def send(self, source: int, target: int, size: float, then: Action) -> None:
@@ -306,7 +372,7 @@ class Network:
 
     def is_cut(self, hosts: set[int]) -> bool:
         """Whether messages between these hosts have to wait."""
-        return len(hosts) > 1 and not self.cuts.isdisjoint(hosts)
+        return len(hosts) > 1 and not hosts.isdisjoint(self.cuts)
 
     def hold(self, message: Action) -> None:
         """Send it when a host comes back."""
@@ -314,13 +380,16 @@ class Network:
 
     def cut(self, host: int) -> None:
         """Take a host off the network; what is under way waits."""
-        self.cuts.add(host)
+        self.cuts[host] = self.cuts.get(host, 0) + 1
         for link in self._cables(host):
             link.stop()
 
     def mend(self, host: int) -> None:
-        """Put it back."""
-        self.cuts.discard(host)
+        """Put it back, if nothing else keeps it off."""
+        left = self.cuts.pop(host) - 1
+        if left:
+            self.cuts[host] = left
+            return
         for link in self._cables(host):
             link.go()
         held, self._held = self._held, []

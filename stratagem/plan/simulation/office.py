@@ -38,10 +38,7 @@ class Office:
         self.scenario, self.trains = scenario, trains
         self.clock = Clock()
         self.network = Network(self.clock, scenario.topology)
-        # who is cut off in the middle of its turn is overtaken: here nobody waits for turns then
-        cut = any(isinstance(fault, Cut) for fault in scenario.faults)
-        in_turn = scenario.in_turn and not cut
-        self.turns = Turns(trains.plan.at_once if in_turn else inf)
+        self.turns = Turns(self.network, trains.plan.at_once if scenario.in_turn else inf)
         self.trace: list[Event] | None = [] if trace else None
         work, first = scenario.work, scenario.topology.host(scenario.workers - 1) + 1
         shards = trains.shards()
@@ -175,6 +172,7 @@ class Office:
             self._give_up_after(worker, fault.seconds)
         else:
             self.network.cut(worker.host)
+            self.turns.cut()
             self.clock.after(fault.seconds, partial(self.network.mend, worker.host))
             self._give_up_after(worker, fault.seconds)
 

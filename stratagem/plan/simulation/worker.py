@@ -100,13 +100,15 @@ class Worker:
     def _route(self, flows: list[Flow], size: float) -> Route:
         """Where one message at a time passes this worker's own link, it needs no sharing."""
         office, shape = self.office, self.office.scenario.topology
-        cut = any(isinstance(fault, Cut) for fault in office.scenario.faults)
-        if cut or shape.per_host > 1 or shape.per_rack or len(office.scenario.work.buckets) > 1:
+        if shape.per_host > 1 or shape.per_rack or len(office.scenario.work.buckets) > 1:
             return Route(office.network, flows)
-        theirs = [
-            flow._replace(out=0.0) if flow.source == self.host else flow._replace(into=0.0)
-            for flow in flows
-        ]
+        theirs, mine = (
+            [flow._replace(out=0.0) if (flow.source == self.host) == ours
+             else flow._replace(into=0.0) for flow in flows]
+            for ours in (True, False)
+        )  # fmt: skip
+        if any(isinstance(fault, Cut) for fault in office.scenario.faults):
+            return Route(office.network, theirs, own=mine)
         return Route(office.network, theirs, size / shape.rate)
 
     def _shares(self) -> list[tuple[int, float, float]]:

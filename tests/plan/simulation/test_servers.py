@@ -265,7 +265,27 @@ def test_a_stalled_worker_is_waited_for_until_patience_ends() -> None:
 
 def test_a_cut_holds_up_what_has_to_pass_it() -> None:
     run = simulate(scenario(faults=(Cut(1, 0.01, 1.0),)))
-    assert run.seconds == pytest.approx(20 * 0.18 + 1.0, abs=0.1)
+    assert run.seconds == pytest.approx(20 * 0.15 + 1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("updates", RULES, ids=str)
+def test_a_cut_after_the_end_changes_nothing(updates: Updates) -> None:
+    given = scenario(updates=updates, work=Work(Lognormal(0.1, 0.5), push=1e6), servers=2)
+    cut = simulate(replace(given, faults=(Cut(1, 1e6, 1.0),)))
+    assert cut.updates == pytest.approx(simulate(given).updates)
+
+
+def test_who_is_cut_off_in_its_turn_is_overtaken() -> None:
+    """Worker 0 has the first turn; the others wait a quarter of a second for it, not ten."""
+    given = scenario(updates=Asynchronous(), faults=(Cut(0, 0.005, 10.0),))
+    run = simulate(given, trace=True)
+    first = {worker: at for at, what, worker, _ in reversed(run.trace) if what == "push"}
+    assert [first[w] for w in (1, 2, 3)] == pytest.approx([0.375, 0.385, 0.395], abs=0.01)
+
+
+def test_two_cuts_of_one_host_last_until_the_second_ends() -> None:
+    run = simulate(scenario(faults=(Cut(1, 0.01, 1.0), Cut(1, 0.5, 2.0))))
+    assert run.seconds == pytest.approx(20 * 0.15 + 2.5, abs=0.1)
 
 
 def test_a_dead_server_ends_the_job() -> None:
