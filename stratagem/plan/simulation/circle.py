@@ -3,7 +3,11 @@
     c_j = max(c_{j-1}, the last replica's bucket j is ready) + T(bytes of j)
 
 All links are alike and everybody sends to its neighbour at the same moment, so a round of the
-circle takes what one link takes; no event is needed for it.
+circle takes what one link takes; no event is needed for it. A circle in the order of the hosts
+leaves and enters each rack once, so that a rack's link carries what a host's does.
+
+A replica that stands still computes nothing, and while one does so, or is cut off, nothing goes
+around.
 """
 
 from __future__ import annotations
@@ -27,24 +31,32 @@ class Circle:
         self._costs = [
             all_reduce(scenario, scenario.work.push * part) for part, _ in scenario.work.buckets
         ]
-        self._readies = np.array([ready for _, ready in scenario.work.buckets])
+        self._readies = [ready for _, ready in scenario.work.buckets]
+        self._stalls = _pauses(scenario, Stall)
+        #: whether a cut matters: on one host everybody is near everybody
+        self._apart = scenario.topology.host(scenario.workers - 1) > 0
+        cuts = _pauses(scenario, Cut) if self._apart else {}
+        #: when nothing goes around
+        self._silences = sorted(pause for found in (self._stalls, cuts)
+                                for pauses in found.values() for pause in pauses)  # fmt: skip
 
     def run(self) -> Run:
         """Step after step; a killed replica ends it, as it does in real jobs."""
         scenario, now, updates = self.scenario, 0.0, list[float]()
-        compute = self._compute()
+        compute = self.computing()
         end, why = self._death()
         for step in range(scenario.steps):
-            busy = compute[step] + self._held_up(now, now + float(compute[step].max()))
-            now = self._reduced(now, busy) + scenario.work.update
+            busy = compute[step]
+            slowest = self._slowest(now, busy)
+            now = _after(self._reduced(now, busy), scenario.work.update, self._silences)
             if now > end:
                 return self._told(updates, end, why)
             updates.append(now)
             if self._traces:
-                self.trace.append((now, "update", int(busy.argmax()), (step + 1,)))
+                self.trace.append((now, "update", slowest, (step + 1,)))
         return self._told(updates, now, "")
 
-    def _compute(self) -> Seconds:
+    def computing(self) -> Seconds:
         """Seconds of every step and replica, each replica's from a seed of its own."""
         scenario = self.scenario
         columns = [
@@ -57,18 +69,23 @@ class Circle:
     def _reduced(self, start: float, busy: Seconds) -> float:
         """When the last bucket has gone around."""
         done = start
-        last = float(busy.max())
         for ready, cost in zip(self._readies, self._costs, strict=True):
-            done = max(done, start + last * float(ready)) + cost
-        return max(done, start + last)
+            begun = max(done, self._all_have(start, busy, ready))
+            done = _after(begun, cost, self._silences)
+        return max(done, self._all_have(start, busy, 1.0))
 
-    def _held_up(self, start: float, until: float) -> Seconds:
-        """Seconds by which stalls and cuts that begin in this step prolong it, by replica."""
-        more = np.zeros(self.scenario.workers)
-        for fault in self.scenario.faults:
-            if isinstance(fault, Stall | Cut) and start <= fault.at < until:
-                more[fault.worker] += fault.seconds
-        return more
+    def _all_have(self, start: float, busy: Seconds, part: float) -> float:
+        """When every replica has computed that part of its step."""
+        last = start + float(busy.max()) * part
+        late = (_after(start, float(busy[w]) * part, p) for w, p in self._stalls.items())
+        return max(last, *late) if self._stalls else last
+
+    def _slowest(self, start: float, busy: Seconds) -> int:
+        """Who has computed its step last."""
+        ends = busy.copy()
+        for worker, pauses in self._stalls.items():
+            ends[worker] = _after(start, float(busy[worker]), pauses) - start
+        return int(ends.argmax())
 
     def _death(self) -> tuple[float, str]:
         """When somebody is missed for good, and who."""
@@ -76,6 +93,8 @@ class Circle:
         for fault in self.scenario.faults:
             if isinstance(fault, Kill):
                 ends.append((fault.at, f"worker {fault.worker} is gone, so the job ends"))
+            elif isinstance(fault, Cut) and not self._apart:
+                continue
             elif isinstance(fault, Stall | Cut) and fault.seconds > self.scenario.patience:
                 at = fault.at + self.scenario.patience
                 ends.append((at, f"worker {fault.worker} does not answer, so the job ends"))
@@ -87,15 +106,39 @@ class Circle:
         return Run(now, tuple(updates), stats, tuple(self.trace), why)
 
 
+def _pauses(scenario: Scenario, kind: type[Stall | Cut]) -> dict[int, list[tuple[float, float]]]:
+    """From when to when faults of that kind last, by worker."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for fault in sorted(scenario.faults, key=lambda fault: fault.at):
+        if isinstance(fault, Stall | Cut) and isinstance(fault, kind):
+            pauses = found.setdefault(fault.worker, [])
+            pauses.append((fault.at, fault.at + fault.seconds))
+    return found
+
+
+def _after(start: float, seconds: float, pauses: list[tuple[float, float]]) -> float:
+    """When so many seconds have gone by outside of the pauses, which are in order of time."""
+    end = start + seconds
+    for begin, until in pauses:
+        if begin > end:
+            break
+        if until > start:
+            end += until - max(begin, start)
+            start = until
+    return end
+
+
 def all_reduce(scenario: Scenario, size: float) -> float:
     """Seconds in which so many bytes are added up over all workers."""
     shape, workers = scenario.topology, scenario.workers
     if workers == 1:
         return 0.0
-    if shape.per_host == 1:
-        return ring(size, workers, shape.latency, shape.rate)
     hosts = -(-workers // shape.per_host)
+    racks = shape.per_rack and hosts > shape.per_rack
+    rate = min(shape.rate, shape.rack_rate) if racks else shape.rate
+    if shape.per_host == 1:
+        return ring(size, workers, shape.latency, rate)
     return hierarchical(
         size, hosts, min(workers, shape.per_host),
-        inside=(shape.inside_latency, shape.inside_rate), between=(shape.latency, shape.rate),
+        inside=(shape.inside_latency, shape.inside_rate), between=(shape.latency, rate),
     )  # fmt: skip

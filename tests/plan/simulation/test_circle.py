@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.plan.simulate import simulate
-from stratagem.plan.simulation.faults import Kill, Stall
+from stratagem.plan.simulation.faults import Cut, Fault, Kill, Stall
 from stratagem.plan.simulation.scenario import Scenario, Work
 from stratagem.plan.simulation.spread import Constant, Lognormal, ShiftedExponential
 from stratagem.plan.stragglers import exponential
@@ -40,6 +40,22 @@ def test_inside_a_host_first() -> None:
     shape = Topology(1e7, per_host=2, inside_rate=1e8)
     run = simulate(circle(4, Work(Constant(0.1), push=1e6), shape))
     assert run.seconds == pytest.approx(10 * (0.1 + 0.01 + 0.1))
+
+
+@pytest.mark.parametrize(
+    ("workers", "shape", "rate"),
+    [(8, Topology(1e7, per_rack=4, rack_rate=1e6), 1e6), (8, Topology(1e7, per_rack=4), 1e7),
+     (8, Topology(1e7, per_rack=4, rack_rate=1e8), 1e7), (5, Topology(1e7, 0, 1, per_rack=4,
+      rack_rate=1e6), 1e6), (8, Topology(1e7, per_rack=8, rack_rate=1e6), 1e7),
+     (8, Topology(1e7, per_host=2, per_rack=4, rack_rate=1e6), 1e7),
+     (8, Topology(1e7, per_host=2, per_rack=2, rack_rate=1e6), 1e6)],
+)  # fmt: skip
+def test_a_ring_that_leaves_its_rack_is_no_faster_than_the_way_out(
+    workers: int, shape: Topology, rate: float
+) -> None:
+    run = simulate(circle(workers, Work(Constant(0.1), push=1e6), shape))
+    hosts = workers // shape.per_host
+    assert run.seconds == pytest.approx(10 * (0.1 + 2 * (hosts - 1) / hosts * 1e6 / rate))
 
 
 @given(
@@ -76,6 +92,33 @@ def test_one_that_stands_still_is_waited_for_and_one_that_dies_ends_it() -> None
     for faults, word in (((Stall(2, 0.35, 5.0),), "worker 2"), ((Kill(1, 0.35),), "worker 1")):
         ended = simulate(replace(given, faults=faults, patience=1.0))
         assert word in ended.failure and len(ended.updates) == 3
+
+
+@pytest.mark.parametrize(
+    ("faults", "more"),
+    [((Stall(1, 0.32, 5.0),), 5.0), ((Stall(1, 0.17, 5.0),), 5.0), ((Cut(1, 0.17, 5.0),), 5.0),
+     ((Cut(1, 0.02, 0.06),), 0.0), ((Cut(1, 0.02, 0.1),), 0.02), ((Stall(1, 0.17, 0.5),
+     Cut(2, 0.42, 0.5)), 0.75), ((Stall(1, 0.02, 0.1), Stall(3, 0.03, 0.05)), 0.1),
+     ((Stall(1, 50.0, 5.0),), 0.0)],
+)  # fmt: skip
+def test_a_stall_counts_at_any_time_and_a_cut_while_gradients_travel(
+    faults: tuple[Fault, ...], more: float
+) -> None:
+    """A step computes for 0.1 s, and its gradient travels for 0.15 s."""
+    given = circle(4, Work(Constant(0.1), push=1e6), Topology(1e7))
+    run = simulate(replace(given, faults=faults))
+    assert run.seconds == pytest.approx(10 * 0.25 + more)
+
+
+def test_a_cut_of_the_only_host_hurts_nobody() -> None:
+    given = circle(4, Work(Constant(0.1), push=1e6), Topology(1e7, per_host=4, inside_rate=1e9))
+    assert simulate(replace(given, faults=(Cut(1, 0.101, 500.0),))) == simulate(given)
+
+
+def test_who_stands_still_while_gradients_travel_is_given_up_too() -> None:
+    given = circle(4, Work(Constant(0.1), push=1e6), Topology(1e7))
+    run = simulate(replace(given, faults=(Stall(2, 0.2, 500.0),)))
+    assert "worker 2" in run.failure and run.seconds == pytest.approx(60.2) and not run.updates
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
