@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=whole(1), default=8, metavar="N", help="how many compute (8)")
     add("--servers", type=whole(0), default=1, metavar="K",
         help="parameter servers; 0: the workers all-reduce (1)")  # fmt: skip
-    add("--steps", type=whole(1), default=200, metavar="T", help="global batches (200)")
-    add("--compute", default="100ms", metavar="TIME", help="of one gradient, usually (100ms)")
+    add("--steps", type=whole(1), default=200, metavar="T", help="global batches; "
+        "asynchronous: gradients of each worker, on average (200)")  # fmt: skip
+    add("--compute", default="100ms", metavar="TIME", help="of one gradient, on average, "
+        "stragglers apart; a trace has times of its own (100ms)")  # fmt: skip
     add("--spread", default="constant", metavar="KIND", help=f"{_SPREADS} (constant)")
     add("--stragglers", metavar="PART:TIMES", help="0.02:10: every 50th step ten times as slow")
     add("--slow", action="append", default=[], metavar="WORKER:TIMES", help="always that slow")
@@ -54,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bound", type=whole(0), metavar="S", help="asynchronous, but at most S steps ahead")
     add("--buffer", type=whole(1), default=1, metavar="K", help="asynchronous: K gradients make an "
         "update (1)")  # fmt: skip
-    add("--faults", type=whole(0), default=0, metavar="F", help="kills, stalls and cuts, by chance")
+    add("--faults", type=whole(0), default=0, metavar="F", help="kills, stalls and cuts, "
+        "by chance, in the time that the work takes without them (0)")  # fmt: skip
     add("--patience", default="60s", metavar="TIME", help="with a silent worker (60s)")
     add("--seed", type=whole(0), default=0, metavar="S", help="of everything that is chance (0)")
     add("--json", metavar="FILE", help="what came of it, for programs")
@@ -63,9 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Simulate and print; 1 if the training could not go on."""
-    scenario = read(args)
+    _check_outputs(args.json, args.trace)
     from stratagem.plan.simulate import simulate
 
+    scenario = read(args)
+    if args.faults:
+        scenario = _bad_day(scenario, args.faults)
     run = simulate(scenario, trace=args.trace is not None)
     _print(scenario, run)
     _write(args.json, {"seed": args.seed, **summary(scenario, run)})
@@ -74,10 +83,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def read(args: argparse.Namespace) -> Scenario:
-    """The scenario that the options mean."""
-    from stratagem.plan.simulation import faults
+    """The scenario that the options mean, but for faults by chance."""
     from stratagem.plan.simulation.scenario import Scenario, Work
     from stratagem.plan.units import rate, seconds, size
+    from stratagem.rules.updates import Synchronous
     from stratagem.wire.simulated import Topology
 
     compute = seconds(args.compute, "--compute")
@@ -89,14 +98,24 @@ def read(args: argparse.Namespace) -> Scenario:
         buckets=tuple((0.1, begins + args.overlap * (i + 1) / 10) for i in range(10))
         if args.overlap else ((1.0, 1.0),),
     )  # fmt: skip
-    bad = faults.schedule(args.seed, args.workers, args.steps * max(compute, 1e-3), args.faults)
+    updates = _updates(args)
+    each = 1 if isinstance(updates, Synchronous) else args.workers
     return Scenario(
-        args.workers, args.steps, work,
+        args.workers, args.steps * each, work,
         Topology(rate(args.link, "--link"), seconds(args.latency, "--latency"), args.per_host),
-        _updates(args), args.servers, slow=dict(_slow(text) for text in args.slow), faults=bad,
+        updates, args.servers, slow=dict(_slow(text) for text in args.slow),
         patience=seconds(args.patience, "--patience"), seed=args.seed,
         overhead=_overhead(args.overhead),
     )  # fmt: skip
+
+
+def _bad_day(scenario: Scenario, count: int) -> Scenario:
+    """With so many faults, at any time of what it takes without them."""
+    from stratagem.plan.simulate import simulate
+    from stratagem.plan.simulation.faults import schedule
+
+    until = simulate(scenario).seconds
+    return replace(scenario, faults=schedule(scenario.seed, scenario.workers, until, count))
 
 
 def _updates(args: argparse.Namespace) -> Updates:
@@ -128,27 +147,41 @@ def _overhead(text: str) -> Overhead:
     return Overhead(seconds(worker, "--overhead"), seconds(server, "--overhead"))
 
 
-def _spread(text: str, usual: float, stragglers: str | None) -> Spread:
+def _spread(text: str, average: float, stragglers: str | None) -> Spread:
     from stratagem.plan.simulation import spread
 
     kind, _, rest = text.partition(":")
     found: Spread
     if kind == "constant" and not rest:
-        found = spread.Constant(usual)
+        found = spread.Constant(average)
     elif kind == "trace" and rest:
         found = spread.Recorded(_recorded(rest))
-    elif kind == "exponential":
-        found = spread.ShiftedExponential(_number(text, rest) * usual, usual)
-    elif kind == "lognormal":
-        found = spread.Lognormal(usual, _number(text, rest))
-    elif kind == "pareto":
-        found = spread.Pareto(usual, _number(text, rest))
+    elif kind in ("exponential", "lognormal", "pareto"):
+        found = _tailed(text, kind, average, _numbers(rest, 1))
     else:
         raise UsageError(f"--spread {text!r} is none of {_SPREADS}.")
     if stragglers is None:
         return found
-    part, _, times = stragglers.partition(":")
-    return spread.Stragglers(found, _number(stragglers, part), _number(stragglers, times))
+    numbers = _numbers(stragglers, 2)
+    if numbers is None:
+        raise UsageError(f"--stragglers {stragglers!r} is not PART:TIMES, as 0.02:10.")
+    return spread.Stragglers(found, *numbers)
+
+
+def _tailed(text: str, kind: str, average: float, numbers: list[float] | None) -> Spread:
+    """A spread with a tail, of that average."""
+    from stratagem.plan.simulation import spread
+
+    if numbers is None:
+        raise UsageError(f"--spread {text!r} is none of {_SPREADS}.")
+    (number,) = numbers
+    if kind == "exponential":
+        return spread.ShiftedExponential(number * average, average)
+    if kind == "lognormal":
+        return spread.Lognormal(average * math.exp(-number * number / 2), number)
+    if number <= 1:
+        raise UsageError(f"--spread {text!r} has no average; give a SHAPE above 1.")
+    return spread.Pareto(average * (number - 1) / number, number)
 
 
 def _recorded(file: str) -> tuple[float, ...]:
@@ -165,14 +198,19 @@ def _recorded(file: str) -> tuple[float, ...]:
 
 def _slow(text: str) -> tuple[int, float]:
     worker, _, times = text.partition(":")
-    return int(_number(text, worker)), _number(text, times)
+    numbers = _numbers(times, 1)
+    if not worker.isdecimal() or numbers is None:
+        raise UsageError(f"--slow {text!r} is not WORKER:TIMES, as 3:2 for worker 3 taking twice.")
+    return int(worker), numbers[0]
 
 
-def _number(whole_text: str, text: str) -> float:
+def _numbers(text: str, count: int) -> list[float] | None:
+    """So many numbers with colons between them, if that is what it is."""
     try:
-        return float(text)
+        found = [float(part) for part in text.split(":")]
     except ValueError:
-        raise UsageError(f"{whole_text!r}: {text!r} is not a number (see --help).") from None
+        return None
+    return found if len(found) == count and all(map(math.isfinite, found)) else None
 
 
 def summary(scenario: Scenario, run: Run) -> dict[str, Any]:
@@ -218,6 +256,17 @@ def _print(scenario: Scenario, run: Run) -> None:
     console.print(table)
     if run.failure:
         console.print(f"[red]{run.failure}[/] (seed {scenario.seed})")
+
+
+def _check_outputs(json_file: str | None, trace_file: str | None) -> None:
+    """Refuse before all the work what could not be written after it."""
+    files = [Path(file) for file in (json_file, trace_file) if file is not None]
+    for file in files:
+        place = file if file.exists() else file.parent
+        if file.is_dir() or not file.parent.is_dir() or not os.access(place, os.W_OK):
+            raise UsageError(f"{file}: it cannot be written.")
+    if len({file.resolve() for file in files}) < len(files):
+        raise UsageError("--json and --trace name the same file; give each its own.")
 
 
 def _write(file: str | None, told: dict[str, Any]) -> None:

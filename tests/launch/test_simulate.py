@@ -45,6 +45,40 @@ def test_a_seed_can_be_replayed(tmp_path: Path, options: tuple[str, ...]) -> Non
     assert (traces[0]["digest"] != traces[2]["digest"]) == bool(chance)
 
 
+@pytest.mark.parametrize(
+    "kind", ["constant", "exponential:0.5", "lognormal:0.8", "pareto:2.5"]
+)
+def test_compute_is_the_average_of_every_spread(tmp_path: Path, kind: str) -> None:
+    run = told(tmp_path, "--workers", "1", "--servers", "0", "--spread", kind, "--steps", "20000")
+    assert run["seconds"] == pytest.approx(20000 * 0.1, rel=0.03)
+    assert run["busy"] == pytest.approx(1.0, rel=0.03)
+
+
+def test_steps_are_those_of_each_worker_where_nobody_waits(tmp_path: Path) -> None:
+    run = told(tmp_path, "--workers", "50", "--asynchronous", "--bytes", "0B", "--latency", "0s")
+    assert run["updates"] == 20 * 50 and run["seconds"] == pytest.approx(20 * 0.1)
+
+
+def test_faults_come_at_any_time_of_the_run(tmp_path: Path) -> None:
+    """A narrow link makes it ten times as long as its computing."""
+    file = tmp_path / "trace.json"
+    main(["simulate", "--steps", "20", "--workers", "4", "--bytes", "100MB", "--link", "4Gbit",
+          "--faults", "40", "--patience", "1000s", "--trace", str(file)])  # fmt: skip
+    events = json.loads(file.read_text())["events"]
+    struck = [at for at, what, _, _ in events if what in ("kill", "stall", "cut")]
+    assert max(struck) > 10.0 and sum(at < 2.0 for at in struck) < len(struck) / 2
+
+
+def test_nothing_is_simulated_if_it_could_not_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = tmp_path / "run.json"
+    for bad in (tmp_path / "nowhere" / "trace.json", tmp_path, good):
+        assert main(["simulate", "--steps", "2", "--json", str(good), "--trace", str(bad)]) == 2
+        told = capsys.readouterr()
+        assert not good.exists() and not told.out and told.err.count("\n") == 1
+
+
 def test_messages_cost_what_is_said(tmp_path: Path) -> None:
     run = told(tmp_path, "--workers", "1", "--bytes", "0B", "--latency", "0s", "--overhead",
                "10ms:20ms")  # fmt: skip
@@ -63,7 +97,12 @@ def test_a_recorded_trace(tmp_path: Path) -> None:
     ("options", "word"),
     [(("--link", "0Gbit"), "more than 0"), (("--workers", "0"), "1 or more"),
      (("--spread", "wide"), "none of"), (("--spares", "9"), "nobody"),
-     (("--servers", "0", "--asynchronous"), "--servers 1"), (("--stragglers", "often"), "number"),
+     (("--servers", "0", "--asynchronous"), "--servers 1"),
+     (("--stragglers", "often"), "PART:TIMES"), (("--stragglers", "0.02"), "PART:TIMES"),
+     (("--slow", "1"), "WORKER:TIMES"),
+     (("--slow", "1.7:2"), "WORKER:TIMES"), (("--slow", "1:inf"), "WORKER:TIMES"),
+     (("--stragglers", "0.1:inf"), "PART:TIMES"), (("--spread", "pareto:1"), "no average"),
+     (("--spread", "lognormal"), "none of"), (("--spread", "lognormal:50"), "median"),
      (("--overlap", "1"), "less than 1"), (("--spread", "trace:nowhere.json"), "cannot be read"),
      (("--asynchronous", "--spares", "1"), "--spares"), (("--bytes", "-1MB"), "--bytes"),
      (("--compute", "soon"), "--compute"), (("--slow", "99:2", "--workers", "4"), "worker"),
