@@ -17,6 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stratagem.plan.simulate import simulate
+from stratagem.plan.simulation.circle import Circle
+from stratagem.plan.simulation.scenario import Scenario
+from stratagem.plan.simulation.spread import Draws
+from stratagem.rules.updates import Synchronous
+
 _DEBIAN = "/usr/share/datasets/fashion-mnist"
 
 
@@ -90,6 +96,48 @@ def cnn(seed: int) -> nn.Module:
 def accuracy(x: Tensor, y: Tensor) -> Callable[[nn.Module], float]:
     """The part of examples that a model gets right."""
     return lambda module: float((module(x).argmax(1) == y).float().mean())
+
+
+def speedup(given: Scenario) -> float:
+    """To one worker that computes the same gradients and talks to nobody, in mid-run.
+
+    Seconds of computing in a second: never more than there are workers. (Of spares it is not known
+    whose gradients counted: the average stands for them.)
+    """
+    if not isinstance(given.updates, Synchronous):
+        return _free(given)
+    run = simulate(given)
+    first, last = len(run.updates) // 6, len(run.updates) * 5 // 6
+    seconds = run.updates[last] - run.updates[first]
+    if given.updates.spares:
+        each = run.stats.applied / len(run.updates)
+        return (last - first) * each * given.work.compute.mean / seconds
+    return sum(sum(one[first + 1 : last + 1]) for one in _drawn(given, given.steps)) / seconds
+
+
+def _drawn(given: Scenario, steps: int) -> list[list[float]]:
+    """Seconds of computing of every worker, step by step."""
+    if not given.servers:
+        seconds: list[list[float]] = Circle(given).computing().T.tolist()
+        return seconds
+    draws = [Draws(given.work.compute, given.seed, w) for w in range(given.workers)]
+    return [[one.next() for _ in range(steps)] for one in draws]
+
+
+def _free(given: Scenario) -> float:
+    """Asynchronous: each worker between two of its own gradients, the same ones for all."""
+    pushes: list[list[float]] = [[] for _ in range(given.workers)]
+    for at, what, worker, _ in simulate(given, trace=True).trace:
+        if what == "push":
+            pushes[worker].append(at)
+    rounds = given.steps // given.workers
+    first, last = rounds // 6, rounds * 5 // 6
+    computing = span = 0.0
+    for times, drawn in zip(pushes, _drawn(given, last + 1), strict=True):
+        end = min(last, len(times) - 1)  # a late one may have made fewer
+        computing += sum(drawn[first + 1 : end + 1])
+        span += times[end] - times[first]
+    return given.workers * computing / span
 
 
 def _alone() -> None:

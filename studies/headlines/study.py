@@ -10,7 +10,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 
-from stratagem.plan.simulate import simulate
 from stratagem.plan.simulation.scenario import Scenario, Work
 from stratagem.plan.simulation.spread import Lognormal, Stragglers
 from stratagem.rules.updates import Asynchronous, Synchronous, Updates
@@ -59,21 +58,14 @@ def scenario(
     updates: Updates = how.get("updates", Synchronous())
     if isinstance(updates, Synchronous):  # few have fewer spares
         updates = Synchronous(spares=min(updates.spares, workers // 8))
-    steps = max(12, 6000 // workers) * (workers if isinstance(updates, Asynchronous) else 1)
+    steps = max(12, 6000 // workers)
+    if isinstance(updates, Asynchronous):  # of each worker, and so many that queues have filled
+        steps = max(24, steps) * workers
     buckets = OVERLAP if how.get("overlap") else ((1.0, 1.0),)
     return Scenario(
         workers, steps, Work(compute, push=size, buckets=buckets), Topology(*network), updates,
         how.get("servers", 0), in_turn=how.get("in_turn", True),
     )  # fmt: skip
-
-
-def speedup(given: Scenario) -> float:
-    """To one worker that talks to nobody, once all are at work and before the first have done."""
-    run = simulate(given)
-    each = run.stats.applied / len(run.updates)
-    first, last = len(run.updates) // 6, len(run.updates) * 5 // 6
-    seconds = run.updates[last] - run.updates[first]
-    return (last - first) * each / seconds * given.work.compute.mean
 
 
 def ways(model: Model) -> dict[str, dict[str, Any]]:
@@ -103,7 +95,7 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
     given = scenario(model, job["workers"], seconds, network, how)
     if job.get("servers"):
         given = replace(given, servers=job["servers"])
-    return {**job, "speedup": speedup(given)}
+    return {**job, "speedup": common.speedup(given)}
 
 
 def study(small: bool) -> list[dict[str, Any]]:

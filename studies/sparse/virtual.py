@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from statistics import mean
 from typing import Any
 
+import common
 from size import KINDS, Size, traffic
 
 import stratagem as sg
@@ -21,6 +21,8 @@ SLOW = "asynchronous, slower servers"
 #: asynchronous workers that start together come apart in some thirty steps if they differ by 5%,
 #: in three if they differ by 30%; until then they all send at once and all fetch at once
 SPREADS = {"asynchronous": 0.3, SLOW: 0.3, "synchronous": 0.05}
+#: gradients of each asynchronous worker: queues have filled by the time that counts
+ROUNDS = 30
 FIRST = ("asynchronous", 1, 1)
 NAMES = ("kind", "way", "rule", "workers", "servers")
 
@@ -113,13 +115,13 @@ def at_scale(size: Size, found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def speedup(name: str, servers: int, workers: int, work: Work, topology: Topology) -> float:
-    """Gradients a second times the seconds that computing one takes."""
-    together = name == "synchronous"
-    each = 1 if together else workers  # updates that all workers make once around
-    run = simulate(Scenario(workers, 10 * each, work, topology, rule(name), servers))
-    # by the third round all are under way, in the eighth nobody has run dry
-    begin, end = (mean(run.updates[n * each : (n + 1) * each]) for n in (2, 7))
-    return 5 * workers / (end - begin) * work.compute.mean
+    """Seconds of computing in a second, once all are under way and before the first have done."""
+    if name != "synchronous":
+        return common.speedup(
+            Scenario(workers, ROUNDS * workers, work, topology, rule(name), servers)
+        )
+    run = simulate(Scenario(workers, 10, work, topology, rule(name), servers))
+    return 5 * workers / (run.updates[7] - run.updates[2]) * work.compute.mean
 
 
 def knees(simulated: list[dict[str, Any]]) -> list[dict[str, Any]]:
