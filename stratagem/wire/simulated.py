@@ -65,6 +65,11 @@ class Clock:
             self.now, number, actions = heappop(due)
             if actions is self._last:
                 self._last_time = nan  # nothing can be added to what happens already
+            if len(actions) == 1:  # as below, for most of them
+                actions[0]()
+                if self._stopped:
+                    return
+                continue
             for done, action in enumerate(actions, 1):
                 action()
                 if self._stopped:
@@ -139,15 +144,18 @@ class Link:
         if self._clock.now < self._alarm:
             return  # another look was asked for since, and an earlier one has been
         self._alarm = inf
-        self._progress()
-        streams, rate = self._streams, self._rate
+        streams, rate, now = self._streams, self._rate, self._clock.now
+        if streams and self._open:  # as _progress does
+            self._served += (now - self._since) * rate / len(streams)
+        self._since = now
         # what the clock cannot tell from now is now
-        soon = 1e-12 * max(1.0, self._clock.now)
+        soon = 1e-12 * now if now > 1.0 else 1e-12
         while streams and self._open:
             if (streams[0][0] - self._served) * len(streams) / rate > soon:
                 break
             streams.pop(0)[2]()
-        self._look_later()
+        if streams:
+            self._look_later()
 
 
 @dataclass(frozen=True)
@@ -302,11 +310,12 @@ class _Passage:
 class Turns:
     """Some at a time over links that they would otherwise share, the others after them.
 
-    Who is cut off in the middle of its turn is overtaken after a while, as real servers do it.
+    Who is cut off in the middle of its turn is overtaken after a while, as real servers do it;
+    `overtakes` says whether that can happen.
     """
 
-    def __init__(self, network: Network, at_once: float) -> None:
-        self._network, self._free = network, at_once
+    def __init__(self, network: Network, at_once: float, *, overtakes: bool = True) -> None:
+        self._network, self._free, self._overtakes = network, at_once, overtakes
         self._waiting: deque[tuple[Route, Action, float]] = deque()
         #: those whose turn it is, by number
         self._under_way: dict[int, Route] = {}
@@ -321,6 +330,9 @@ class Turns:
             self._waiting.append((route, then, later))
 
     def _begin(self, route: Route, then: Action, later: float) -> None:
+        if not self._overtakes:
+            route.send(then, later, self._next)
+            return
         number = next(self._number)
         self._under_way[number] = route
         if self._network.cuts:
@@ -329,8 +341,10 @@ class Turns:
 
     def _over(self, number: int) -> None:
         """Its bytes have passed, or it was overtaken; whichever comes first."""
-        if self._under_way.pop(number, None) is None:
-            return
+        if self._under_way.pop(number, None) is not None:
+            self._next()
+
+    def _next(self) -> None:
         if self._waiting:
             self._begin(*self._waiting.popleft())
         else:

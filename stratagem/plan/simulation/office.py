@@ -23,6 +23,7 @@ from stratagem.plan.simulation.trains import Trains
 from stratagem.plan.simulation.worker import Worker
 from stratagem.rules.ledger import Ledger
 from stratagem.rules.push import Ticket
+from stratagem.rules.updates import Synchronous
 from stratagem.strategies.parameters.lead import Lead
 from stratagem.strategies.parameters.parties import Attendee
 from stratagem.wire.simulated import Clock, Network, Turns
@@ -38,7 +39,10 @@ class Office:
         self.scenario, self.trains = scenario, trains
         self.clock = Clock()
         self.network = Network(self.clock, scenario.topology)
-        self.turns = Turns(self.network, trains.plan.at_once if scenario.in_turn else inf)
+        self.turns = Turns(
+            self.network, trains.plan.at_once if scenario.in_turn else inf,
+            overtakes=any(isinstance(fault, Cut) for fault in scenario.faults),
+        )  # fmt: skip
         self.trace: list[Event] | None = [] if trace else None
         work, first = scenario.work, scenario.topology.host(scenario.workers - 1) + 1
         shards = trains.shards()
@@ -54,6 +58,7 @@ class Office:
         self.failure = ""
         self.updates: list[float] = []
         self._parked: dict[int, Worker] = {}
+        self._in_step = scenario.updates == Synchronous()
         self._turn = -1
         self._epoch = self._dealt = self._left = 0
         #: tickets under which more are dealt
@@ -111,13 +116,13 @@ class Office:
 
     # --- the lead: what workers get to hear -------------------------------------------------
 
-    def offer(self, worker: Worker) -> None:
-        """Give a worker a ticket, or let it wait."""
+    def offer(self, worker: Worker, *, likely: bool = False) -> None:
+        """Give a worker a ticket, or let it wait; `likely`: seldom in vain, so it is just tried."""
         if not self.lead.running:
             return
         books = self.books
         answer = None
-        if books.may_take(worker.number) or books.over:
+        if likely or books.may_take(worker.number) or books.over:
             answer = self.lead.offer(
                 worker.attendee, worker.epoch, worker.have[0], None, worker.asked
             )
@@ -146,7 +151,7 @@ class Office:
             return
         self._turn = books.turn
         for worker in list(self._parked.values()):
-            self.offer(worker)
+            self.offer(worker, likely=self._in_step)
 
     def _note_updates(self, version: int) -> None:
         now = max(self.clock.now, self.desks[0].updated)

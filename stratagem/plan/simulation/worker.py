@@ -78,6 +78,8 @@ class Worker:
         self._whole = self._at_once and len(scenario.work.buckets) == 1
         self._looks_ahead = isinstance(scenario.updates, Asynchronous)
         self._bill = Bill(scenario)
+        self._faulty = bool(scenario.faults)
+        self._offer = partial(office.offer, self)
         self._lay_routes()
 
     def _lay_routes(self) -> None:
@@ -159,7 +161,7 @@ class Worker:
     def _ask(self) -> None:
         self._round += 1
         self.asked = self._clock.now
-        self._word.send(self._from_me(partial(self.office.offer, self)))
+        self._word.send(self._from_me(self._offer))
 
     def take(self, ticket: Ticket, epoch: int, *, asked: bool = True) -> None:
         """A ticket, and with it new values from every server that has some.
@@ -186,14 +188,17 @@ class Worker:
         else:
             seconds, then = 0.0, self._mine(self._arrived)
         free = desks[0].free if len(desks) == 1 else max(desk.free for desk in desks)
-        if news:
-            send = partial(office.turns.send, self._pulls, then, seconds)
-        else:
-            send = partial(self._word_back.send, then, seconds)
         if free > self._clock.now:
-            self._clock.at(free, send)
+            self._clock.at(free, partial(self._send_values, news, then, seconds))
         else:
-            send()
+            self._send_values(news, then, seconds)
+
+    def _send_values(self, news: bool, then: Action, seconds: float) -> None:
+        """At the servers: what it has not got, or a word that there is nothing new."""
+        if news:
+            self.office.turns.send(self._pulls, then, seconds)
+        else:
+            self._word_back.send(then, seconds)
 
     def _arrived(self) -> None:
         begun, seconds = self._bill.received, self._draws.next()
@@ -243,13 +248,12 @@ class Worker:
     def _answered(self, at: float) -> None:
         """At the lead: its word goes to the worker, who asks for more."""
         heard = at + self._word_back.latency
-        if self.office.scenario.faults:
+        if self._faulty:
             self._clock.at(heard, self._mine(self._ask))
         else:  # nothing can come between: there and back in one event
             self._round += 1
             self.asked = heard
-            offer = self._from_me(partial(self.office.offer, self))
-            self._clock.at(heard + self._word.latency, offer)
+            self._clock.at(heard + self._word.latency, self._from_me(self._offer))
 
     # --- too late ---------------------------------------------------------------------------
 
