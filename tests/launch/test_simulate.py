@@ -45,9 +45,7 @@ def test_a_seed_can_be_replayed(tmp_path: Path, options: tuple[str, ...]) -> Non
     assert (traces[0]["digest"] != traces[2]["digest"]) == bool(chance)
 
 
-@pytest.mark.parametrize(
-    "kind", ["constant", "exponential:0.5", "lognormal:0.8", "pareto:2.5"]
-)
+@pytest.mark.parametrize("kind", ["constant", "exponential:0.5", "lognormal:0.8", "pareto:2.5"])
 def test_compute_is_the_average_of_every_spread(tmp_path: Path, kind: str) -> None:
     run = told(tmp_path, "--workers", "1", "--servers", "0", "--spread", kind, "--steps", "20000")
     assert run["seconds"] == pytest.approx(20000 * 0.1, rel=0.03)
