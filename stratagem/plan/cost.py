@@ -231,8 +231,15 @@ class _Case:
         return together + (cfg.replicas - together) * (1 - self.cal.turns)
 
     def _update(self) -> float:
-        """The fullest server's optimizer, once."""
-        return self.profile.travels() * self.share / self.hw.update
+        """The fullest server's optimizer, once.
+
+        A server may run a faster kernel than the user's loop; one device could run that, too, so
+        nothing is gained by it here: a server is no faster than one device was.
+        """
+        profile, rate = self.profile, self.hw.update
+        dense = profile.dense_bytes / rate if profile.server is None else profile.server
+        whole = dense + profile.sparse_bytes / rate
+        return max(whole, profile.optimizer) * self.share
 
     def _talk(self) -> float:
         """Messages of one step: push, its answer, a ticket, its values."""

@@ -19,6 +19,7 @@ from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
 from stratagem.plan.crowd import counts, crowd
 from stratagem.plan.profile import Bucket, Profile, Table, merged
+from stratagem.plan.server import update_seconds
 from stratagem.strategies.exchange import BUCKET_BYTES
 from stratagem.strategies.rehearsal import Rehearsal
 from stratagem.wire.buckets import plan_buckets
@@ -75,11 +76,12 @@ def rehearse(
         measured = runner.profile(size)
         say(f"{len(measured.samples)} steps, {measured.compute * 1e3:.2f} ms each")
         measured = _with_one_thread(runner, measured, say)
+        served = runner.server()
         among: tuple[tuple[int, float], ...] = ()
         if crowded and device.type == "cpu" and counts():
             say(f"the same with {' and '.join(map(str, counts()))} replicas at once")
             among = crowd(trial, given)
-    return replace(measured, crowd=among)
+    return replace(measured, crowd=among, server=served)
 
 
 def batch_of(trial: Rehearsal, size: int, device: torch.device) -> Any:
@@ -207,7 +209,7 @@ class _Runner:
         backward = max(0.0, compute - forward)
         # Whatever was ready when is told as a part of backward: medians and means do not mix.
         scale = backward / max(statistics.median(t.backward for t in taken), 1e-12)
-        dense = [i for i in range(len(self.params)) if i not in self.touched]
+        dense = self._dense()
         return Profile(
             type(self.trial.module).__name__, size, forward, backward,
             statistics.median(t.update for t in taken), self._buckets(dense, scale),
@@ -217,6 +219,14 @@ class _Runner:
             torch.get_num_threads() if self.device.type == "cpu" else 1,
             itemsize=self.params[0].element_size(), gradients=self._stream(dense, scale),
         )  # fmt: skip
+
+    def server(self) -> float | None:
+        """One server's update, with torch's optimizers."""
+        optimizer = self.trial.optimizer
+        return update_seconds(self.params, self._dense(), optimizer) if optimizer else None
+
+    def _dense(self) -> list[int]:
+        return [i for i in range(len(self.params)) if i not in self.touched]
 
     def _table(self, index: int) -> Table:
         param = self.params[index]

@@ -72,9 +72,11 @@ class Profile:
     itemsize: int = 4
     #: as `buckets`, for every dense variable by itself: servers take each as soon as it is there
     gradients: tuple[Bucket, ...] = ()
+    #: one server's update of all dense variables with this optimizer, where that was measured
+    server: float | None = None
 
     def __post_init__(self) -> None:
-        times = [self.forward, self.backward, self.optimizer, *self.samples]
+        times = [self.forward, self.backward, self.optimizer, self.server or 0.0, *self.samples]
         if self.batch < 1 or self.threads < 1 or not all(0 <= t < math.inf for t in times):
             raise UsageError(
                 f"the profile of {self.name!r} has a batch, a thread count or a time that cannot "
