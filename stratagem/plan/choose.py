@@ -107,7 +107,7 @@ def candidates(profile: Profile, hardware: Hardware, most: int) -> Iterator[Conf
     """All that makes sense to try."""
     for n in sizes(most):
         for hosts, per_host in _placements(n, hardware):
-            if not profile.sparse:
+            if not profile.sparse or n == 1:
                 yield from _mirrored(hosts, per_host)
             if hosts == 1 and n > 1:
                 if not profile.sparse or profile.device != "cpu":

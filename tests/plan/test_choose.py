@@ -15,6 +15,7 @@ from stratagem.plan.choose import WORTH, candidates, choose, sizes
 from stratagem.plan.configuration import CENTRAL, MIRRORED, MULTI_WORKER, SERVERS
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Bucket, Profile, Table
+from stratagem.plan.report import text
 from tests.plan.support import machines, profile, profiles
 
 GPUS = {"device": "cuda"}
@@ -40,8 +41,17 @@ def test_every_strategy_is_tried() -> None:
 def test_sparse_models_go_to_servers() -> None:
     model = profile(sparse=(Table(1000, 64, 10.0),))
     found = list(candidates(model, Hardware(hosts=4), 4))
-    assert {each.strategy for each in found} <= {CENTRAL, SERVERS}
+    assert {each.strategy for each in found if each.replicas > 1} <= {CENTRAL, SERVERS}
     assert choose(model, Hardware(hosts=4)).recommendation.configuration.strategy == SERVERS
+
+
+@pytest.mark.parametrize("machine", [Hardware(), Hardware(hosts=2), Hardware(hosts=8)])
+def test_sparse_models_on_one_device(machine: Hardware) -> None:
+    """Where there is no room for a server, and where nobody asked for more."""
+    model = profile(sparse=(Table(1000, 64, 10.0),))
+    plan = choose(model, machine, most=1 if machine.hosts == 8 else None)
+    assert plan.recommendation.configuration.replicas == 1
+    assert "Stay on one device" in text(plan) and "Mirrored" in text(plan)
 
 
 @settings(max_examples=20)
