@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stratagem.plan.choose import CLOSE, Plan, choose
+from stratagem.plan.choose import BETTER, CLOSE, Plan, choose
 from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
 from stratagem.plan.cost import Prediction, predict
 from stratagem.plan.units import rate, say_rate
@@ -19,10 +19,11 @@ def sentence(plan: Plan) -> str:
     cfg = best.configuration
     if cfg.replicas == 1:
         text = (
-            f"Stay on one device: {_number(best.rate)} examples/s, and nothing that was tried is "
-            f"faster by a twentieth of a device for each replica added{_because(plan)}."
+            f"Stay on one device: {_number(best.rate)} examples/s, and nothing in step that was "
+            "tried is faster by a twentieth, and by a twentieth of a device for each one added"
+            f"{_because(plan)}."
         )
-        return " ".join([text, *_link(plan, best)])
+        return " ".join([text, *_refused(plan), *_link(plan, best)])
     text = (
         f"Take {_called(cfg)} on {cfg.replicas} replicas ({cfg.placement}{_servers(cfg)}): "
         f"{_number(best.rate)} examples/s, {best.speedup:.1f}x one device, "
@@ -66,11 +67,10 @@ def _link(plan: Plan, best: Prediction) -> list[str]:
 
 def _apart(plan: Plan, best: Prediction, here: str) -> list[str]:
     """The link from which on several hosts would be worth having, where one is the best."""
-    most = max(each.configuration.replicas for each in plan.predictions)
     for name in _SOLD:
         if rate(name) > plan.hardware.link:
             faster = choose(
-                plan.profile, replace(plan.hardware, link=rate(name)), most=most,
+                plan.profile, replace(plan.hardware, link=rate(name)), most=plan.most,
                 calibration=plan.calibration,
             ).recommendation  # fmt: skip
             if faster.configuration.hosts > 1 and faster.rate > best.rate / CLOSE:
@@ -149,8 +149,35 @@ def _because(plan: Plan) -> str:
 def _beyond(plan: Plan, best: Prediction) -> str:
     at = plan.saturations[best.configuration.family]
     if not at.reached:
-        return f"; up to {at.replicas}, the most that was planned for, each more still pays"
+        return f"; up to {at.replicas}, {_end(plan, best)}, each more still pays"
     return f"; beyond {at.replicas} replicas one more adds little, because of {at.reason}"
+
+
+def _end(plan: Plan, best: Prediction) -> str:
+    """Why no more than these were tried."""
+    cfg = best.configuration
+    most = plan.families[cfg.family][-1].configuration
+    if most.replicas == plan.most:
+        return "the most that was planned for"
+    return "all of one host" if most.hosts == 1 else "the most that its servers leave room for"
+
+
+def _refused(plan: Plan) -> list[str]:
+    """Asynchronous updates that would pay, where none are recommended."""
+    free = [each for each in plan.worth if each.configuration.asynchronous]
+    if not free:
+        return []
+    top = max(free, key=lambda each: each.rate)
+    cfg = top.configuration
+    why = (
+        "this machine was too restless to trust that" if plan.profile.restless else
+        f"they are recommended from {BETTER:.1f}x on"
+    )  # fmt: skip
+    return [
+        f"Asynchronous updates on {cfg.replicas} replicas ({cfg.placement}{_servers(cfg)}) would "
+        f"take in {top.speedup:.1f}x the examples, but are not the equals of synchronous ones: "
+        f"{why}."
+    ]
 
 
 def _placement(plan: Plan, best: Prediction) -> list[str]:

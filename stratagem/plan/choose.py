@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 from stratagem.errors import UsageError
 from stratagem.plan.calibration import Calibration
@@ -14,7 +13,7 @@ from stratagem.plan.cost import Prediction, predict
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Profile
 
-#: one more replica that adds less than this part of a device is not worth having
+#: one more device that adds less than this part of one is not worth having
 WORTH = 0.05
 #: asynchronous updates are not the equals of synchronous ones, and are predicted up to 40% wrong:
 #: they must be this much faster
@@ -27,11 +26,11 @@ CLOSE = 0.95
 
 @dataclass(frozen=True)
 class Saturation:
-    """From how many replicas on more of them are not worth having, and why."""
+    """From how many replicas on more of them are not worth having, and why; 1: from the first."""
 
     family: str
     replicas: int
-    #: whether more were tried at all
+    #: whether more of this family were tried at all
     reached: bool
     reason: str
 
@@ -47,34 +46,46 @@ class Plan:
 
     @cached_property
     def families(self) -> dict[str, list[Prediction]]:
-        """By strategy: the best placement at each number of replicas, fewest first."""
-        found: dict[str, dict[int, Prediction]] = {}
+        """By strategy: the placement to take at each number of replicas, fewest first."""
+        found: dict[str, dict[int, list[Prediction]]] = {}
         for each in self.predictions:
             row = found.setdefault(each.configuration.family, {})
-            best = row.get(each.configuration.replicas)
-            if best is None or each.rate > best.rate:
-                row[each.configuration.replicas] = each
-        return {name: [row[n] for n in sorted(row)] for name, row in found.items()}
+            row.setdefault(each.configuration.replicas, []).append(each)
+        return {name: [_cheapest(row[n]) for n in sorted(row)] for name, row in found.items()}
+
+    @cached_property
+    def one(self) -> Prediction:
+        """One device."""
+        return predict(self.profile, self.hardware, Configuration(), self.calibration)
 
     @cached_property
     def saturations(self) -> dict[str, Saturation]:
-        return {name: _saturation(name, row) for name, row in self.families.items()}
+        return {name: _saturation(name, row, self.one) for name, row in self.families.items()}
+
+    @cached_property
+    def most(self) -> int:
+        """The largest number of replicas that was looked at."""
+        return max(each.configuration.replicas for each in self.predictions)
+
+    @cached_property
+    def worth(self) -> list[Prediction]:
+        """One device, and whatever pays for what it adds to that."""
+        return [self.one] + [
+            each for name, row in self.families.items() for each in row
+            if each.configuration.replicas <= self.saturations[name].replicas
+            and each.speedup >= 1 / CLOSE and _gain(self.one, each) >= WORTH
+        ]  # fmt: skip
 
     @cached_property
     def recommendation(self) -> Prediction:
         """The least that is about as fast as anything, synchronous unless that costs much."""
-        one = predict(self.profile, self.hardware, Configuration(), self.calibration)
-        worth = [one] + [
-            each for name, row in self.families.items()
-            for each in row if each.configuration.replicas <= self.saturations[name].replicas
-        ]  # fmt: skip
+        worth = self.worth
         in_step = [each for each in worth if not each.configuration.asynchronous]
         best = max(each.rate for each in in_step)
         # A restless machine's stragglers are its own: no reason to train another way elsewhere.
         if not self.profile.restless and max(each.rate for each in worth) > best * BETTER:
             in_step = worth
-            best = max(each.rate for each in worth)
-        return min((each for each in in_step if each.rate >= best * CLOSE), key=_price)
+        return _cheapest(in_step)
 
     def placements(self, like: Configuration) -> list[Prediction]:
         """The other ways to place as many replicas, the best first."""
@@ -167,13 +178,25 @@ def _rules(plain: Configuration) -> Iterator[Configuration]:
         yield replace(plain, spares=max(1, round(plain.replicas / 10)))
 
 
-def _saturation(family: str, row: Sequence[Prediction]) -> Saturation:
-    """Where the next replicas add less than a twentieth of a device each."""
-    for here, after in pairwise(row):
-        more = after.configuration.replicas - here.configuration.replicas
-        if (after.speedup - here.speedup) / more < WORTH:
-            return Saturation(family, here.configuration.replicas, True, bottleneck(after))
-    return Saturation(family, row[-1].configuration.replicas, False, bottleneck(row[-1]))
+def _saturation(family: str, row: Sequence[Prediction], one: Prediction) -> Saturation:
+    """Up to where replicas add a twentieth of a device each, beginning with one device."""
+    here, more = one, list(row)
+    for place, each in enumerate(row):
+        if _size(each) == 1 or _gain(here, each) >= WORTH:
+            here, more = each, list(row[place + 1 :])
+    after = more[0] if more else here
+    return Saturation(family, here.configuration.replicas, bool(more), bottleneck(after))
+
+
+def _gain(less: Prediction, more: Prediction) -> float:
+    """Of a device, what each one added brings."""
+    return (more.speedup - less.speedup) / max(1, _size(more) - _size(less))
+
+
+def _size(of: Prediction) -> int:
+    """Devices, and servers on hosts of their own."""
+    cfg = of.configuration
+    return cfg.replicas + (cfg.servers if cfg.hosts > 1 else 0)
 
 
 def bottleneck(of: Prediction) -> str:
@@ -183,9 +206,15 @@ def bottleneck(of: Prediction) -> str:
     return name if lost.get(name, 0.0) > 0.1 * of.step else "compute"
 
 
+def _cheapest(of: Sequence[Prediction]) -> Prediction:
+    """Of those that are about as fast as the fastest."""
+    best = max(each.rate for each in of)
+    return min((each for each in of if each.rate >= best * CLOSE), key=_price)
+
+
 def _price(of: Prediction) -> tuple[int, int, int, float]:
-    """Machines first, then what is simple, then speed."""
+    """Machines first, then devices, then what is simple, then speed."""
     cfg = of.configuration
     parts = cfg.asynchronous * 4 + cfg.served * 2 + bool(cfg.wire) + cfg.hierarchical
-    machines = cfg.replicas + (cfg.servers if cfg.hosts > 1 else 0)
-    return machines, parts + cfg.spares, cfg.hosts, -of.rate
+    machines = cfg.hosts + (cfg.servers if cfg.hosts > 1 else 0)
+    return machines, cfg.replicas, parts + cfg.spares, -of.rate

@@ -117,8 +117,7 @@ def render(plan: Plan, console: Console) -> None:
 
 def _table(plan: Plan) -> Table:
     best = plan.recommendation.configuration
-    counts = sorted({*sizes(max(each.configuration.replicas for each in plan.predictions)),
-                     best.replicas})  # fmt: skip
+    counts = sorted({*sizes(plan.most), best.replicas})
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("strategy", overflow="fold")
     for n in counts:
@@ -129,7 +128,7 @@ def _table(plan: Plan) -> Table:
         table.add_row(
             f"[bold]{name}[/]" if name == best.family else name, *_cells(row, counts, best.replicas
             if name == best.family else 0),
-            f"{at.replicas}{'' if at.reached else ' and more'}", at.reason,
+            f"{at.replicas}" if at.reached or at.replicas == 1 else f"all {at.replicas}", at.reason,
         )  # fmt: skip
     return table
 

@@ -84,11 +84,63 @@ def test_saturation_names_the_link() -> None:
     row = plan.families["ParameterServer, 1 server"]
     assert at.reached and "a server's link (1Gbit)" in at.reason
     after = next(p for p in row if p.configuration.replicas > at.replicas)
-    here = next(p for p in row if p.configuration.replicas == at.replicas)
+    here = next((p for p in row if p.configuration.replicas == at.replicas), plan.one)
     gained = (after.speedup - here.speedup) / (
         after.configuration.replicas - here.configuration.replicas
     )
     assert gained < WORTH
+
+
+def test_worth_it_is_measured_against_one_device() -> None:
+    """Slower than one device to begin with: the gain over that is no gain."""
+    model = profile(**GPUS, buckets=(Bucket(40_000_000, 0.02),), shapes=((10_000_000,),))
+    for link in (2e7, 4e7, 6e7, 1e8, 2e8, 4e8):
+        plan = choose(model, Hardware(hosts=16, link=link))
+        best = plan.recommendation
+        machines = best.configuration.replicas + best.configuration.servers
+        assert best.speedup - 1 >= WORTH * (machines - 1)
+        for name, at in plan.saturations.items():
+            row = {p.configuration.replicas: p for p in plan.families[name]}
+            assert at.replicas == 1 or row[at.replicas].speedup > 1
+
+
+def ranker(compute: float, rows: float) -> Profile:
+    """A small model over a large table."""
+    return profile(forward=compute / 2, backward=compute / 2, optimizer=compute / 5,
+                   buckets=(Bucket(2600, compute / 2),), shapes=((64, 10), (10,)),
+                   sparse=(Table(100_000, 256, rows),), samples=(compute,) * 50)  # fmt: skip
+
+
+@pytest.mark.parametrize(("compute", "rows"), [(9e-4, 300.0), (1.4e-3, 1000.0)])
+def test_servers_are_machines_that_must_pay(compute: float, rows: float) -> None:
+    """Three workers and a server for a tenth more are not worth having, and that is said."""
+    plan = choose(ranker(compute, rows), Hardware(hosts=4))
+    assert plan.recommendation.configuration.replicas == 1
+
+
+def test_a_refusal_has_its_true_reason() -> None:
+    """Asynchronous updates that pay, but not enough."""
+    plan = choose(ranker(1.4e-3, 1000.0), Hardware(hosts=4))
+    top = max(p.speedup for p in plan.worth)
+    assert plan.recommendation.configuration.replicas == 1 and 1.1 < top < 1.4
+    said = advice.sentence(plan)
+    assert "nothing in step" in said and f"take in {top:.1f}x" in said and "from 1.4x on" in said
+
+
+def test_hosts_are_counted_not_replicas() -> None:
+    """Eight hosts of one for a percent more than four of two are not worth having."""
+    model = profile(forward=0.2, backward=0.3, crowd=((2, 0.505),))
+    plan = choose(model, Hardware(hosts=8, per_host=2, cores=2), most=8)
+    assert (plan.recommendation.configuration.hosts, plan.recommendation.configuration.per_host) \
+        == (4, 2)  # fmt: skip
+    assert plan.placements(plan.recommendation.configuration)[0].configuration.hosts == 8
+
+
+def test_the_end_of_a_row_is_not_the_end_of_the_plan() -> None:
+    model = profile(**GPUS, buckets=(Bucket(100_000_000, 0.02),), shapes=((25_000_000,),))
+    plan = choose(model, Hardware(hosts=8, per_host=4, link=1.25e8, local=5e10, cores=16))
+    assert "up to 4, all of one host, each more still pays" in advice.sentence(plan)
+    assert "all 4" in text(plan) and "and more" not in text(plan)
 
 
 def test_placement_is_told() -> None:
