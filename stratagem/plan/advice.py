@@ -57,7 +57,8 @@ def _link(plan: Plan, best: Prediction) -> list[str]:
     free = _with_link(plan, best.configuration, 1e15)
     if best.rate >= free.rate * CLOSE:
         gain = max(0.01, free.rate / best.rate - 1)
-        return [f"{here} is enough: a faster link would add {gain:.0%} at most."]
+        many = f"For {best.configuration.replicas} replicas"
+        return [f"{many} {here} is enough: a faster link would add {gain:.0%} at most."]
     for name in _SOLD:
         faster = _with_link(plan, best.configuration, rate(name))
         if rate(name) > plan.hardware.link and faster.rate >= free.rate * CLOSE:

@@ -18,6 +18,8 @@ WORTH = 0.05
 #: asynchronous updates are not the equals of synchronous ones, and are predicted up to 40% wrong:
 #: they must be this much faster
 BETTER = 1.40
+#: why a part of the step is longer among others
+_CAUSES = {"compute": "shared cores"}
 #: servers that are tried at most
 _SERVERS = 8
 #: of two that are this close, the smaller and simpler
@@ -185,7 +187,7 @@ def _saturation(family: str, row: Sequence[Prediction], one: Prediction) -> Satu
         if _size(each) == 1 or _gain(here, each) >= WORTH:
             here, more = each, list(row[place + 1 :])
     after = more[0] if more else here
-    return Saturation(family, here.configuration.replicas, bool(more), bottleneck(after))
+    return Saturation(family, here.configuration.replicas, bool(more), bottleneck(after, one))
 
 
 def _gain(less: Prediction, more: Prediction) -> float:
@@ -199,11 +201,12 @@ def _size(of: Prediction) -> int:
     return cfg.replicas + (cfg.servers if cfg.hosts > 1 else 0)
 
 
-def bottleneck(of: Prediction) -> str:
-    """What keeps it from being as many times faster as it has replicas."""
-    lost = {name: each for name, each in of.parts.items() if name != "compute"}
-    name = max(lost, key=lambda each: lost[each], default="compute")
-    return name if lost.get(name, 0.0) > 0.1 * of.step else "compute"
+def bottleneck(of: Prediction, one: Prediction) -> str:
+    """What keeps it from being as many times faster as it has replicas: what one has not."""
+    alone = {**one.parts, "the servers' update": one.parts["optimizer"]}
+    lost = {_CAUSES.get(name, name): each - alone.get(name, 0.0) for name, each in of.parts.items()}
+    name = max(lost, key=lambda each: lost[each])
+    return name if lost[name] > 0.1 * of.step else "compute"
 
 
 def _cheapest(of: Sequence[Prediction]) -> Prediction:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +13,16 @@ from typing import Any
 from stratagem.errors import UsageError
 from stratagem.plan.calibration import Calibration
 from stratagem.plan.configuration import SERVERS, Configuration
-from stratagem.plan.formulas import hierarchical, largest_share, overlapped, ring, transfer
+from stratagem.plan.formulas import largest_share, overlapped, ring, transfer
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Profile
 from stratagem.plan.stragglers import sampled
-from stratagem.plan.units import say_rate
+from stratagem.plan.units import say_rate, say_seconds
 from stratagem.strategies.parameters.plan import sends_at_once
 
 #: beyond so many, threads copy no faster
 _MEMORY_THREADS = 4
+_MESSAGES, _INSIDE = "messages", "links inside the host"
 
 
 @dataclass(frozen=True)
@@ -152,31 +154,53 @@ class _Case:
         done = overlapped(ready, self.all_reduce)
         cast = 2 * profile.dense_bytes / cal.cast if self.cfg.wire and self.on_cpu else 0.0
         parts = {
-            "compute": self.compute, "stragglers": slow, self._wire(): max(0.0, done - end),
-            "optimizer": profile.optimizer, "overhead": cal.step + cast,
+            "compute": self.compute, "stragglers": slow, **self._exposed(max(0.0, done - end)),
+            "optimizer": profile.optimizer, "overhead": cal.step,
+            **({"rounding to 16 bits": cast} if cast else {}),
         }  # fmt: skip
         return self.told(parts, sum(parts.values()))
 
     def all_reduce(self, size: float) -> float:
         """Seconds of one bucket."""
+        return math.fsum(self._carried(size).values())
+
+    def _carried(self, size: float) -> dict[str, float]:
+        """Seconds of one bucket, by what they are spent on."""
         cfg, hw = self.cfg, self.hw
         message = self.cal.message if self.on_cpu else self.cal.kernel
-        inside = min(hw.local, self.cal.sockets) if self.on_cpu else hw.local
-        here = (hw.local_latency + message / 4, inside)
-        there = (hw.latency + message / 4, min(self.link, inside))
+        inside = self._inside()
+        here = {_MESSAGES: (hw.local_latency + message / 4, 0.0), _INSIDE: (0.0, inside)}
+        there = {
+            _MESSAGES: (message / 4, 0.0), self._latency(): (hw.latency, 0.0),
+            self._between(): (0.0, min(self.link, inside)),
+        }  # fmt: skip
         if cfg.hosts == 1:
-            return message + ring(size, cfg.replicas, *here)
-        if cfg.hierarchical:
-            return message + hierarchical(
-                size, cfg.hosts, cfg.per_host, inside=here, between=there
-            )
-        longer = 1 + self.cal.half * (1 - 2 / cfg.replicas) if cfg.wire and self.on_cpu else 1.0
-        return message + ring(size, cfg.replicas, *there) * longer
+            rings = [_ring(size, cfg.replicas, here)]
+        elif cfg.hierarchical:
+            rings = [_ring(size, cfg.per_host, here), _ring(size, cfg.hosts, there)]
+        else:
+            many = 1 - 2 / cfg.replicas if cfg.wire and self.on_cpu else 0.0
+            rings = [_ring(size, cfg.replicas, there, 1 + self.cal.half * many)]
+        return _added({_MESSAGES: message}, *rings)
 
-    def _wire(self) -> str:
-        if self.cfg.hosts == 1:
-            return "links inside the host"
+    def _exposed(self, seconds: float) -> dict[str, float]:
+        """What is left of it behind backward, as all of it is spent."""
+        whole = _added(*(self._carried(b.size * self.cfg.travelling) for b in self.profile.buckets))
+        total = math.fsum(whole.values())
+        return {name: seconds * (part / total if total else 0.0) for name, part in whole.items()}
+
+    def _inside(self) -> float:
+        """Bytes a second that a ring carries inside a host."""
+        return min(self.hw.local, self.cal.sockets) if self.on_cpu else self.hw.local
+
+    def _between(self) -> str:
+        """What keeps bytes between hosts from being faster."""
+        if self.link > self._inside():
+            return "what a host's sockets carry"
         return f"links between hosts ({say_rate(self.hw.link)})"
+
+    def _latency(self) -> str:
+        return f"latency between hosts ({say_seconds(self.hw.latency)})"
 
     def _shared_memory(self) -> Prediction:
         """Every replica copies its gradient, adds up its slice of all, and updates that slice."""
@@ -241,10 +265,12 @@ class _Case:
         whole = dense + profile.sparse_bytes / rate
         return max(whole, profile.optimizer) * self.share
 
-    def _talk(self) -> float:
+    def _talk(self) -> dict[str, float]:
         """Messages of one step: push, its answer, a ticket, its values."""
-        latency = self.hw.local_latency if self.cfg.hosts == 1 else self.hw.latency
-        return 4 * latency + self.cal.exchange * max(1, self.cfg.servers)
+        messages = self.cal.exchange * max(1, self.cfg.servers)
+        if self.cfg.hosts == 1:
+            return {_MESSAGES: 4 * self.hw.local_latency + messages}
+        return {self._latency(): 4 * self.hw.latency, _MESSAGES: messages}
 
     def synchronous(self) -> Prediction:
         cfg = self.cfg
@@ -259,7 +285,7 @@ class _Case:
         parts = {
             "compute": self.compute, "stragglers": slow,
             self._server_link(cfg.replicas): max(0.0, pushed - end) + pull,
-            "the servers' update": self._update() + adding, "overhead": self._talk(),
+            "the servers' update": self._update() + adding, **self._talk(),
         }  # fmt: skip
         return self.told(parts, sum(parts.values()))
 
@@ -283,7 +309,7 @@ class _Case:
         """
         size, values = self.pushes, self.pulls
         here = 2 * size * self.share / self.hw.local if self.cfg.hosts == 1 else 0.0
-        update = self._update() + here
+        update, talk = self._update() + here, self._talk()
 
         def times(others: int, met: float, waiting: float) -> tuple[float, float, float]:
             each = self._met(size, others, met) / size if size else 0.0
@@ -291,14 +317,17 @@ class _Case:
             return pushed, self._met(values, others, met), update * (1 + waiting)
 
         def cycle(*spent: float) -> float:
-            return self.compute + sum(spent) + self._talk()
+            return self.compute + sum(spent) + sum(talk.values())
 
         replicas, met, waiting = self.cfg.replicas, 0.0, 0.0
         if self.cfg.hosts > 1 and self.cfg.servers == 1:
             pushed, took, updated = times(0, 0, 0)
             full = replicas * max(max(size, values) / self._rates()[1], update)
-            took += max(0.0, full - cycle(pushed, took, updated))
-            met = replicas - 1 if full > updated * replicas else 0
+            waits = max(0.0, full - cycle(pushed, took, updated))
+            if full > updated * replicas:
+                took, met = took + waits, replicas - 1
+            else:
+                updated += waits
         else:
             for n in range(1, replicas + 1):
                 pushed, took, updated = times(n - 1, met, waiting)
@@ -306,7 +335,7 @@ class _Case:
                 met, waiting = n * took / round_, n * updated / round_
         parts = {
             "compute": self.compute, self._server_link(1 + met): pushed + took,
-            "the servers' update": updated, "overhead": self._talk(),
+            "the servers' update": updated, **talk,
         }  # fmt: skip
         apart, in_step = cycle(*times(0, 0, 0)), cycle(*times(*[replicas - 1] * 3))
         return self.told(parts, sum(parts.values()), (apart, in_step))
@@ -335,6 +364,8 @@ class _Case:
             return "memory"
         worker, server = self._rates()
         whose = "a worker's" if 1 / worker >= at_once * self.share / server else "a server's"
+        if self.link > self.cal.cipher * (self.cfg.per_host if "worker" in whose else 1):
+            return f"{whose} encryption"
         return f"{whose} link ({say_rate(self.hw.link)})"
 
     # --- the result ---------------------------------------------------------------------------
@@ -350,6 +381,21 @@ class _Case:
             cfg, step, rate, rate / single(self.profile), updates, parts, limit,
             within or (step, step),
         )  # fmt: skip
+
+
+def _ring(
+    size: float, n: int, causes: Mapping[str, tuple[float, float]], longer: float = 1.0
+) -> dict[str, float]:
+    """A ring's seconds by cause: what a hop takes, or the rate of what is carried."""
+    return {
+        name: longer * (ring(size, n, 0.0, rate) if rate else ring(0.0, n, hop, 1.0))
+        for name, (hop, rate) in causes.items()
+    }
+
+
+def _added(*parts: Mapping[str, float]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {name: math.fsum(each.get(name, 0.0) for each in parts) for name in names}
 
 
 def _between(n: int, known: Mapping[int, float], cores: int) -> float:

@@ -42,6 +42,7 @@ def test_time_grows_with_bytes(
     large = replace(
         model, buckets=tuple(Bucket(b.size * more, b.ready) for b in model.buckets),
         shapes=tuple((rows * more, *rest) for rows, *rest in model.shapes),
+        optimizer=model.optimizer * more,
     )  # fmt: skip
     # What a server holds is cut at whole rows, so a larger model may be cut a little more evenly.
     assert predict(large, machine, cfg).step >= predict(model, machine, cfg).step * 0.999
