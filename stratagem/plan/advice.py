@@ -41,7 +41,7 @@ def code(plan: Plan) -> str:
     each = f"{batch} for each worker" if cfg.asynchronous else f"{cfg.counted} x {batch}"
     lines = [
         "import stratagem as sg", "", *_cluster(cfg),
-        f"strategy = {_constructor(cfg, plan.profile.device)}",
+        f"strategy = {_constructor(cfg, plan.profile.device, plan.hardware.per_host)}",
         f"batch_size = {size}  # {each}: for fit, or your DataLoader",
     ]  # fmt: skip
     return "\n".join(lines)
@@ -86,19 +86,23 @@ def _with_link(plan: Plan, configuration: Configuration, link: float) -> Predict
     return predict(plan.profile, faster, configuration, plan.calibration)
 
 
-def _constructor(cfg: Configuration, device: str) -> str:
+def _constructor(cfg: Configuration, device: str, per_host: int) -> str:
+    """`per_host`: what strategies take of a host's GPUs if nobody names any."""
     wire = [f'wire="{cfg.wire}"'] if cfg.wire else []
     here, rule = _devices(cfg.per_host, device), f"updates={_updates(cfg)}"
     if cfg.strategy == MIRRORED:
-        return f"sg.MirroredStrategy({here})" if cfg.replicas > 1 else "sg.MirroredStrategy()"
+        usual = cfg.replicas == 1 and device == "cpu"
+        return "sg.MirroredStrategy()" if usual else f"sg.MirroredStrategy({here})"
     if cfg.strategy == CENTRAL:
         words = [here, *([rule] if cfg.asynchronous or cfg.spares else [])]
         return f"sg.CentralStorageStrategy({', '.join(words)})"
+    named = cfg.per_host != (1 if device == "cpu" else per_host)
     if cfg.strategy == SERVERS:
         local = [f"sg.LocalCluster(workers={cfg.replicas}, ps={cfg.servers})"]
-        words = [*(local if cfg.hosts == 1 else []), rule, *wire]
+        some = [f"devices={here}"] if named and cfg.hosts == 1 and device != "cpu" else []
+        words = [*(local if cfg.hosts == 1 else []), rule, *wire, *some]
         return f"sg.ParameterServerStrategy({', '.join(words)})"
-    many = [f"devices={here}"] if cfg.per_host > 1 and device == "cpu" else []
+    many = [f"devices={here}"] if named else []
     if cfg.hierarchical:
         words = [*many, 'cross_device_ops="hierarchical"', *wire]
         return f"sg.MirroredStrategy({', '.join(words)})"

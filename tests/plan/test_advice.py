@@ -10,7 +10,7 @@ import pytest
 import stratagem as sg
 from stratagem.plan import advice
 from stratagem.plan.choose import Plan, choose
-from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
+from stratagem.plan.configuration import CENTRAL, MIRRORED, MULTI_WORKER, SERVERS, Configuration
 from stratagem.plan.cost import predict
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Bucket
@@ -89,3 +89,22 @@ def test_the_code_runs_as_printed(chosen: Configuration) -> None:
     assert pasted["batch_size"] == 3 * (1 if chosen.asynchronous else chosen.replicas)
     if not chosen.asynchronous:
         assert strategy.num_replicas_in_sync == chosen.replicas
+
+
+@pytest.mark.parametrize(("chosen", "said"), [
+    (Configuration(MIRRORED), 'sg.MirroredStrategy(["cuda:0"])'),
+    (Configuration(MIRRORED, per_host=2), 'sg.MirroredStrategy(["cuda:0", "cuda:1"])'),
+    (Configuration(MULTI_WORKER, 2, 4), "sg.MultiWorkerMirroredStrategy()"),
+    (Configuration(MULTI_WORKER, 2, 1), 'sg.MultiWorkerMirroredStrategy(devices=["cuda:0"])'),
+    (Configuration(MULTI_WORKER, 2, 2, hierarchical=True),
+     'sg.MirroredStrategy(devices=["cuda:0", "cuda:1"], cross_device_ops="hierarchical")'),
+    (Configuration(SERVERS, per_host=2, servers=1),
+     "sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=sg.Synchronous(), "
+     'devices=["cuda:0", "cuda:1"])'),
+], ids=str)  # fmt: skip
+def test_fewer_gpus_than_a_host_has_are_named(chosen: Configuration, said: str) -> None:
+    """Whoever names none gets all of them."""
+    plan = choose(profile(device="cuda"), Hardware(hosts=2, per_host=4))
+    best = predict(plan.profile, plan.hardware, chosen)
+    with patch.object(Plan, "recommendation", new_callable=PropertyMock, return_value=best):
+        assert f"strategy = {said}\n" in advice.code(plan)

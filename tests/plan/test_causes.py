@@ -42,7 +42,7 @@ def cause(model: Profile, machine: Hardware, cfg: Configuration) -> str:
      Configuration(MIRRORED, per_host=2), "shared cores"),
     (profile(optimizer=0.1, device="cuda"), Hardware(per_host=2, local=1e12),
      Configuration(MIRRORED, per_host=2), "compute"),
-], ids=str)  # fmt: skip
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_the_cause_is_named(
     model: Profile, machine: Hardware, cfg: Configuration, said: str
 ) -> None:
