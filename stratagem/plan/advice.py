@@ -99,7 +99,8 @@ def _constructor(cfg: Configuration, device: str, per_host: int) -> str:
     named = cfg.per_host != (1 if device == "cpu" else per_host)
     if cfg.strategy == SERVERS:
         local = [f"sg.LocalCluster(workers={cfg.replicas}, ps={cfg.servers})"]
-        some = [f"devices={here}"] if named and cfg.hosts == 1 and device != "cpu" else []
+        alone = cfg.hosts == 1 or cfg.per_host == 1
+        some = [f"devices={here}"] if named and alone and device != "cpu" else []
         words = [*(local if cfg.hosts == 1 else []), rule, *wire, *some]
         return f"sg.ParameterServerStrategy({', '.join(words)})"
     many = [f"devices={here}"] if named else []

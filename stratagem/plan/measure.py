@@ -25,6 +25,7 @@ from stratagem.strategies.rehearsal import Rehearsal
 from stratagem.wire.buckets import plan_buckets
 
 Say = Callable[[str], None]
+_NOTHING = "the model has no parameter that requires a gradient to plan for."
 _WARM, _LEAST = 3, 5
 #: a spread wants many samples, a person wants an answer
 _SECONDS, _MOST = 4.0, 200
@@ -41,7 +42,7 @@ def profile(
     say: Say = lambda text: None,
 ) -> Profile:
     """Measure steps of `loss(module(x), y)` on batch (x, y); the module is left as it was."""
-    device = next(module.parameters()).device
+    device = _device(module)
 
     def value(given: Any) -> Tensor:
         x, y = given
@@ -49,6 +50,19 @@ def profile(
 
     trial = Rehearsal(module, batch, value, optimizer.step, optimizer, device=str(device))
     return rehearse(trial, steps=steps, crowded=crowded, say=say)
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where it is, if it has parameters already."""
+    params = list(module.parameters())
+    if not params:
+        raise UsageError(_NOTHING)
+    if any(nn.parameter.is_lazy(each) for each in params):
+        raise UsageError(
+            f"{type(module).__name__} has lazy layers, whose parameters are not there yet; call "
+            "it with a batch once, before its optimizer is made."
+        )
+    return params[0].device
 
 
 def rehearse(
@@ -129,7 +143,7 @@ class _Runner:
         self.trial, self.batch, self.device = trial, batch, device
         self.params = [p for p in trial.module.parameters() if p.requires_grad]
         if not self.params:
-            raise UsageError("the model has no parameter that requires a gradient to plan for.")
+            raise UsageError(_NOTHING)
         self.taken: list[_Times] = []
         self.touched: dict[int, list[int]] = {}
         self._now = _Times()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
+from stratagem.frontends.model import Model
 from stratagem.plan.advice import code, sentence
 from stratagem.plan.choose import Plan, choose
 from stratagem.plan.cost import Prediction
@@ -55,7 +57,11 @@ class Answer:
         kind = Path(path).suffix
         if kind not in make:
             raise UsageError(f"{path!r}: a plan is saved as .json, .html or .png.")
-        write(path, make[kind](self.plan))
+        data = make[kind](self.plan)
+        try:
+            write(path, data)
+        except OSError as problem:
+            raise UsageError(f"{path!r} cannot be written ({problem.strerror}).") from None
 
     def __repr__(self) -> str:
         return text(self.plan)
@@ -88,7 +94,11 @@ def plan(
     >>> sg.plan(model, (x[:64], y[:64]), link="1Gbit", hosts=4)
     """
     # What was asked for is checked before anything is measured.
-    asked = Hardware.of(link=link, latency=latency, hosts=hosts, per_host=gpus_per_host or 1)
+    if gpus_per_host is not None and (type(gpus_per_host) is not int or gpus_per_host < 1):
+        raise UsageError(
+            f"gpus_per_host is {gpus_per_host!r}; it must be a whole number, 1 or more."
+        )
+    asked = Hardware.of(link=link, latency=latency, hosts=hosts)
     if most is not None and most < 1:
         raise UsageError(f"plan for at most {most} replicas? It must be 1 or more.")
     measured = _measured(model, batch, loss, optimizer)
@@ -101,7 +111,7 @@ def plan(
 def _measured(
     model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None, optimizer: Optimizer | None
 ) -> Profile:
-    if hasattr(model, "compile") and hasattr(model, "fit"):
+    if isinstance(model, Model) or _of_keras(model):
         return _of_fit(model, batch)
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -113,14 +123,25 @@ def _measured(
             "to plan for an nn.Module, say how it is trained: sg.plan(module, (x, y), "
             "loss=torch.nn.functional.cross_entropy, optimizer=torch.optim.Adam(...))."
         )
-    return profile(model, batch, loss=loss, optimizer=optimizer)
+    return profile(model, _as_tensors(_pair(batch)), loss=loss, optimizer=optimizer)
+
+
+def _of_keras(model: Any) -> bool:
+    """Whether its `fit` is Keras': a module's own may be anything, and is never called."""
+    kinds = (each.__module__.partition(".")[0] for each in type(model).__mro__)
+    return hasattr(model, "fit") and "keras" in kinds
 
 
 def _of_fit(model: Any, batch: Any) -> Profile:
     """Have the model's own `fit` say what a step is."""
     found: list[Rehearsal] = []
     x, y = _pair(batch)
-    size = max(1, count_rows(x) if isinstance(x, Tensor | dict | tuple) else len(x))
+    if getattr(model, "compiled", True) is False:
+        raise UsageError(
+            "compile the model before it is planned for: model.compile(optimizer=..., loss=...)."
+        )
+    plain = count_rows(x) if isinstance(x, dict | tuple) else len(x)
+    size = max(1, next(_lengths(x), plain))
     with instead_of_fit(found.append):
         try:
             model.fit(x, y, batch_size=size, verbose=0, shuffle=False)
@@ -133,8 +154,34 @@ def _of_fit(model: Any, batch: Any) -> Profile:
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, torch.Tensor | np.ndarray):
         raise UsageError("the batch to plan with is (x, y), not x alone.")
-    raise UsageError("the batch to plan with is a pair (x, y) of inputs and targets.")
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UsageError("the batch to plan with is a pair (x, y) of inputs and targets.")
+    lengths = sorted(set(_lengths(tuple(batch))))
+    if len(lengths) > 1:
+        raise UsageError(
+            "everything in the batch to plan with has a row for each example; here are "
+            f"{' and '.join(map(str, lengths))} rows."
+        )
+    return batch[0], batch[1]
+
+
+def _lengths(tree: Any) -> Iterator[int]:
+    """Of every array in it that has rows."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for each in tree:
+            yield from _lengths(each)
+    elif len(getattr(tree, "shape", ())):
+        yield len(tree)
+
+
+def _as_tensors(tree: Any) -> Any:
+    """NumPy's arrays as torch's."""
+    if isinstance(tree, dict):
+        return {key: _as_tensors(each) for key, each in tree.items()}
+    if isinstance(tree, list | tuple):
+        return tuple(_as_tensors(each) for each in tree)
+    return torch.from_numpy(tree) if isinstance(tree, np.ndarray) else tree

@@ -101,6 +101,8 @@ def test_the_code_runs_as_printed(chosen: Configuration) -> None:
     (Configuration(SERVERS, per_host=2, servers=1),
      "sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=sg.Synchronous(), "
      'devices=["cuda:0", "cuda:1"])'),
+    (Configuration(SERVERS, 2, servers=1),
+     'sg.ParameterServerStrategy(updates=sg.Synchronous(), devices=["cuda:0"])'),
 ], ids=str)  # fmt: skip
 def test_fewer_gpus_than_a_host_has_are_named(chosen: Configuration, said: str) -> None:
     """Whoever names none gets all of them."""

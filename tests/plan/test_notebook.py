@@ -84,7 +84,8 @@ def test_a_keras_model_of_no_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"link": "0Gbit"}, "more than 0"), ({"latency": "soon"}, "'soon'"), ({"hosts": 0}, "hosts"),
-     ({"most": 0}, "1 or more"), ({}, "say how it is trained"),
+     ({"most": 0}, "1 or more"), ({"gpus_per_host": 0}, "gpus_per_host is 0"),
+     ({}, "say how it is trained"),
      ({"loss": cross_entropy}, "say how it is trained")],
 )  # fmt: skip
 def test_misuse_is_one_sentence(options: dict[str, object], said: str) -> None:
@@ -99,6 +100,73 @@ def test_only_models_and_pairs() -> None:
     model.compile("sgd", "cross_entropy")
     with pytest.raises(UsageError, match=r"\(x, y\)"):
         sg.plan(model, data()[0])
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(a + b)
+        return out
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_several_inputs_are_no_examples(kind: type) -> None:
+    model = sg.Model(Pair())
+    model.compile("sgd", "cross_entropy")
+    x, y = data()
+    assert sg.plan(model, (kind([x, x]), y), hosts=2).plan.profile.batch == 12
+
+
+def test_several_inputs_of_keras() -> None:
+    keras = pytest.importorskip("keras")
+    if keras.config.backend() != "torch":
+        pytest.skip("Keras runs on another backend here")
+    a, b = keras.Input((8,)), keras.Input((8,))
+    model = keras.Model([a, b], keras.layers.Dense(4, activation="softmax")(a + b))
+    x, y = (part.numpy() for part in data())
+    with pytest.raises(UsageError, match="compile the model"):
+        sg.plan(model, ([x, x], y))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    assert sg.plan(model, ([x, x], y), hosts=2).plan.profile.batch == 12
+
+
+def planned(net: nn.Module, batch: object) -> int:
+    params = [*net.parameters()] or [nn.Parameter(torch.ones(1))]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    return sg.plan(net, batch, loss=cross_entropy, optimizer=optimizer, hosts=2).plan.profile.batch
+
+
+class Fits(nn.Linear):
+    def fit(self, *args: object, **options: object) -> None:
+        raise AssertionError("its own fit was called")
+
+
+def test_a_module_takes_numpy_and_its_own_fit_is_let_alone() -> None:
+    x, y = data()
+    assert planned(Fits(8, 4), (x.numpy(), y.numpy())) == 12
+
+
+@pytest.mark.parametrize(
+    ("net", "batch", "said"),
+    [(nn.ReLU(), data(), "no parameter"), (nn.LazyLinear(4), data(), "lazy layers"),
+     (nn.Linear(8, 4), data()[0], "not x alone"), (nn.Linear(8, 4), (*data(), 1), "a pair"),
+     (nn.Linear(8, 4), data()[0].numpy(), "not x alone"),
+     (nn.Linear(8, 4), (data()[0], data(5)[1]), "here are 5 and 12 rows")],
+)  # fmt: skip
+def test_a_module_that_cannot_be_planned_for(net: nn.Module, batch: object, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        planned(net, batch)
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    net = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    answer = sg.plan(net, data(), loss=cross_entropy, optimizer=optimizer, hosts=2)
+    with pytest.raises(UsageError, match="cannot be written"):
+        answer.save(str(tmp_path / "no folder" / "plan.json"))
 
 
 def test_it_can_be_called_whichever_way_it_was_found() -> None:
