@@ -133,10 +133,21 @@ def _check_outputs(outputs: Mapping[str, str | None]) -> None:
             raise UsageError(f"--{option}: there is no folder {str(Path(file).parent)!r}; make it.")
         if file is not None and Path(file).is_dir():
             raise UsageError(f"--{option}: {file!r} is a folder; name a file.")
+        if file is not None:
+            _try_out(file)
     if outputs["png"] is not None:
         from stratagem.plan.plot import library
 
         library()
+
+
+def _try_out(file: str) -> None:
+    from stratagem.plan.report import try_out
+
+    try:
+        try_out(file)
+    except OSError as problem:
+        raise UsageError(f"{file}: it cannot be written ({problem.strerror}).") from None
 
 
 def _rehearsal(words: Sequence[str], validate: bool) -> Rehearsal:

@@ -7,6 +7,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stratagem.errors import UsageError
 from stratagem.frontends.keras import unscoped  # noqa: F401 (it watches Keras)
@@ -14,24 +18,60 @@ from stratagem.launch.own_loop import instead_of_step
 from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit
 
 
+class _InsideStep(BaseException):
+    """Ends a script whose optimizer computes inside of its step; no `except Exception` stops it."""
+
+
 def run_to_fit(words: Sequence[str]) -> Rehearsal:
     """The first fit, or step, of `python script args`; it is handed over and does not train."""
     found: list[Rehearsal] = []
-    with instead_of_fit(found.append), instead_of_step(), _as_main(words):
+    inside: list[str] = []
+    with instead_of_fit(found.append), instead_of_step(), _no_closures(inside), _as_main(words):
         try:
             runpy.run_path(words[0], run_name="__main__")
         except Handed:
             return found[0]
+        except _InsideStep:
+            pass
         except SystemExit as ended:
-            if ended.code not in (None, 0):
+            if ended.code not in (None, 0) and not found and not inside:
                 raise UsageError(
                     f"{words[0]} ended by itself ({ended.code}) before it trained; give it the "
                     "arguments that it needs, after its name."
                 ) from None
+    if found:
+        _say(f"{words[0]} caught the end of its training (a bare except:), and went on to its own "
+             "end; planned from the first step")  # fmt: skip
+        return found[0]
+    if inside:
+        raise UsageError(
+            f"{words[0]} gives its {inside[0]} a function that computes inside of the step, so no "
+            "step can be tried out by itself; plan with an optimizer that is stepped without."
+        )
     raise UsageError(
         f"{words[0]} never called fit, nor step of a torch optimizer, so there is no training to "
         "plan for; give plan the script that trains, and the arguments that make it train."
     )
+
+
+@contextmanager
+def _no_closures(inside: list[str]) -> Iterator[None]:
+    """While open, a step with a function in it ends the script; `inside` has the optimizer."""
+
+    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(callable(each) for each in (*args, *kwargs.values())):
+            inside.append(type(optimizer).__name__)
+            raise _InsideStep
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _say(text: str) -> None:
+    print(f"stratagem plan: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

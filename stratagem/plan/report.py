@@ -49,13 +49,23 @@ def from_json(text: str) -> tuple[Profile, Hardware]:
 
 def write(path: str | os.PathLike[str], data: str | bytes) -> None:
     """All of it or nothing: to a name of its own first."""
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    target, part = Path(path), _part(path)
     try:
         part.write_bytes(data.encode() if isinstance(data, str) else data)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def try_out(path: str | os.PathLike[str]) -> None:
+    """Raise what `write` would, and write nothing."""
+    _part(path).touch()
+    _part(path).unlink()
+
+
+def _part(path: str | os.PathLike[str]) -> Path:
+    target = Path(path)
+    return target.with_name(f".{target.name}.{os.getpid()}.part")
 
 
 def dumps(plan: Plan) -> str:

@@ -1,0 +1,73 @@
+"""Scripts that will not be stopped, and files that cannot be written: said as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stratagem.launch import cli
+from stratagem.launch.script import run_to_fit
+
+LOOP = """
+import torch
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.{optimizer}
+def compute():
+    loss = net(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    return loss
+for _ in range(2):
+    try:
+        {step}
+    except{what}:
+        print("caught")
+print("to the end")
+"""
+
+
+def script(folder: Path, optimizer: str, step: str, what: str = "") -> list[str]:
+    file = folder / "train.py"
+    file.write_text(LOOP.format(optimizer=optimizer, step=step, what=what))
+    return [str(file)]
+
+
+def test_a_script_that_catches_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first step is planned from, and that it ran on is told."""
+    words = script(tmp_path, "SGD(net.parameters(), lr=0.1)", "compute(); optimizer.step()")
+    trial = run_to_fit(words)
+    seen = capsys.readouterr()
+    assert type(trial.module).__name__ == "Linear" and "to the end" in seen.out
+    assert "a bare except:" in seen.err and "never called" not in seen.err
+
+
+@pytest.mark.parametrize("optimizer", ["LBFGS(net.parameters())", "SGD(net.parameters(), lr=0.1)"])
+def test_a_closure_is_not_trained_with(
+    optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = script(tmp_path, optimizer, "optimizer.step(compute)", " Exception")
+    assert cli.main(["plan", *words]) != 0
+    seen = capsys.readouterr()
+    assert "caught" not in seen.out and "to the end" not in seen.out
+    assert "computes inside of the step" in seen.err and optimizer.partition("(")[0] in seen.err
+
+
+def test_a_closure_and_a_script_that_catches_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = script(tmp_path, "LBFGS(net.parameters())", "optimizer.step(compute)")
+    assert cli.main(["plan", *words]) != 0
+    assert "computes inside of the step" in capsys.readouterr().err
+
+
+def test_all_files_are_tried_before_the_script_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('this should not have run')")
+    words = ["--json", str(tmp_path / "ok.json"), "--html", "/proc/1/plan.html"]
+    assert cli.main(["plan", *words, str(tmp_path / "train.py")]) != 0
+    seen = capsys.readouterr().err
+    assert "plan.html: it cannot be written" in seen and "should not have run" not in seen
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["train.py"]
