@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="do not measure replicas of this machine at once")
     add("--from", dest="earlier", metavar="FILE", help="what an earlier --json has measured, "
         "instead of running a script")  # fmt: skip
+    add("--rows", action="store_true", help="throughput, speedup and efficiency, one row each, "
+        "instead of the table of speedups")  # fmt: skip
     add("--json", metavar="FILE", help="everything, for programs")
     add("--html", metavar="FILE", help="a page with the figures under the pointer")
     add("--png", metavar="FILE", help="a picture (needs the extra plots)")
@@ -197,7 +199,9 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
 
     from stratagem.plan.report import render
 
-    render(plan, Console())
+    render(plan, Console(), rows=args.rows)
+    if not args.rows:
+        _say("--rows has examples/s and efficiency of every number, --json every configuration")
     assumed = {} if args.hosts or args.max else {"--hosts": str(_HOSTS)}
     if args.network is None and plan.hardware.hosts > 1:
         given = {"--link": (args.link, _LINK), "--latency": (args.latency, _LATENCY)}

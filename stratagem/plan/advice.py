@@ -19,14 +19,14 @@ def sentence(plan: Plan) -> str:
     cfg = best.configuration
     if cfg.replicas == 1:
         text = (
-            f"Stay on one device: {_number(best.rate)} examples/s, and nothing in step that was "
+            f"Stay on one device: {say_number(best.rate)} examples/s, and nothing in step that was "
             "tried is faster by a twentieth, and by a twentieth of a device for each one added"
             f"{_because(plan)}."
         )
         return " ".join([text, *_refused(plan), *_link(plan, best)])
     text = (
         f"Take {_called(cfg)} on {cfg.replicas} replicas ({cfg.placement}{_servers(cfg)}): "
-        f"{_number(best.rate)} examples/s, {best.speedup:.1f}x one device, "
+        f"{say_number(best.rate)} examples/s, {best.speedup:.1f}x one device, "
         f"{best.efficiency:.0%} of each{_beyond(plan, best)}."
     )
     more = (_link(plan, best), _placement(plan, best), _asynchronous(plan, best))
@@ -223,5 +223,5 @@ def _count(number: int, of: str) -> str:
     return f"{number} {of}{'s' * (number != 1)}"
 
 
-def _number(value: float) -> str:
+def say_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stratagem.errors import UsageError
-from stratagem.plan.advice import code, sentence
+from stratagem.plan.advice import code, say_number, sentence
 from stratagem.plan.choose import Plan, Saturation, sizes
 from stratagem.plan.cost import Prediction
 from stratagem.plan.hardware import Hardware
@@ -112,11 +112,12 @@ def shown(plan: Plan) -> list[tuple[str, list[Prediction], Saturation]]:
             if first[row[0].configuration.kind] == name]  # fmt: skip
 
 
-def render(plan: Plan, console: Console) -> None:
-    """Print the table and the recommendation."""
+def render(plan: Plan, console: Console, *, rows: bool = False) -> None:
+    """Print the table, or a row for each of its cells, and the recommendation."""
     console.print(escape(heading(plan.profile)), soft_wrap=True)
-    console.print(f"on {plan.hardware}; times faster than one device:", soft_wrap=True)
-    console.print(_table(plan))
+    end = ":" if rows else "; times faster than one device:"
+    console.print(f"on {plan.hardware}{end}", soft_wrap=True)
+    console.print(_listing(plan) if rows else _table(plan))
     for each in warnings(plan.profile):
         console.print(f"[yellow]note:[/] {escape(each)}", soft_wrap=True)
     console.print(f"[bold]{escape(sentence(plan))}[/]", soft_wrap=True)
@@ -140,6 +141,22 @@ def _table(plan: Plan) -> Table:
             if name == best.family else 0),
             f"{at.replicas}" if at.reached or at.replicas == 1 else f"all {at.replicas}", at.reason,
         )  # fmt: skip
+    return table
+
+
+def _listing(plan: Plan) -> Table:
+    """Of the same strategies, every number of replicas with its throughput and efficiency."""
+    table = Table("strategy", box=SIMPLE, pad_edge=False)
+    for head in ("replicas", "examples/s", "speedup", "efficiency"):
+        table.add_column(head, justify="right")
+    for name, row, _ in shown(plan):
+        for each in row:
+            style = "reverse" if each is plan.recommendation else None
+            table.add_row(
+                name if each is row[0] else "", str(each.configuration.replicas),
+                say_number(each.rate), f"{each.speedup:.2f}", f"{each.efficiency:.0%}", style=style,
+            )  # fmt: skip
+        table.add_section()
     return table
 
 

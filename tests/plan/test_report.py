@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from stratagem.plan import report
 from stratagem.plan.choose import Plan, choose
@@ -31,6 +33,21 @@ def test_text_has_it_all(plan: Plan) -> None:
 
 def test_narrow_terminals_lose_nothing(plan: Plan) -> None:
     assert "batch_size = " in report.text(plan, width=60)
+
+
+def test_rows_have_throughput_and_efficiency(plan: Plan) -> None:
+    """For each strategy and number of replicas, in 80 columns."""
+    out = io.StringIO()
+    report.render(plan, Console(file=out, width=80), rows=True)
+    text = out.getvalue()
+    for word in ("replicas", "examples/s", "speedup", "efficiency"):
+        assert word in text
+    listed, _, rest = text.partition("Take")
+    assert rest and all(len(line) <= 80 for line in listed.splitlines()[2:])
+    for _, row, _ in report.shown(plan):
+        for each in row:
+            figures = f"{each.rate:,.0f}", f"{each.speedup:.2f}", f"{each.efficiency:.0%}"
+            assert any(all(f in line.split() for f in figures) for line in listed.splitlines())
 
 
 def test_json_has_every_prediction(plan: Plan) -> None:

@@ -8,6 +8,10 @@ import pytest
 
 from stratagem.launch import cli
 from stratagem.launch.script import run_to_fit
+from stratagem.plan.choose import choose
+from stratagem.plan.hardware import Hardware
+from stratagem.plan.report import dumps
+from tests.plan.support import profile
 
 LOOP = """
 import torch
@@ -71,3 +75,15 @@ def test_all_files_are_tried_before_the_script_runs(
     seen = capsys.readouterr().err
     assert "plan.html: it cannot be written" in seen and "should not have run" not in seen
     assert sorted(each.name for each in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_the_output_says_where_the_rest_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier = tmp_path / "plan.json"
+    earlier.write_text(dumps(choose(profile(), Hardware(hosts=2))))
+    assert cli.main(["plan", "--from", str(earlier)]) == 0
+    assert "--rows has examples/s and efficiency" in capsys.readouterr().err
+    assert cli.main(["plan", "--from", str(earlier), "--rows"]) == 0
+    seen = capsys.readouterr()
+    assert "efficiency" in seen.out and "--rows" not in seen.err
