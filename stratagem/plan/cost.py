@@ -257,13 +257,14 @@ class _Case:
     def _update(self) -> float:
         """The fullest server's optimizer, once.
 
-        A server may run a faster kernel than the user's loop; one device could run that, too, so
-        nothing is gained by it here: a server is no faster than one device was.
+        Where it would take less than one device's, by a faster kernel that one device could run,
+        too, or because several servers share it out, nothing is gained by that here: nobody gets
+        more than one device's worth from a replica because of its optimizer alone.
         """
         profile, rate = self.profile, self.hw.update
         dense = profile.dense_bytes / rate if profile.server is None else profile.server
         whole = dense + profile.sparse_bytes / rate
-        return max(whole, profile.optimizer) * self.share
+        return max(whole * self.share, profile.optimizer)
 
     def _talk(self) -> dict[str, float]:
         """Messages of one step: push, its answer, a ticket, its values."""

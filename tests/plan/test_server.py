@@ -58,10 +58,12 @@ def test_a_profile_has_it() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_nobody_is_faster_than_his_optimizer(asynchronous: bool) -> None:
+@pytest.mark.parametrize("servers", [1, 4])
+def test_nobody_is_faster_than_his_optimizer(servers: int, asynchronous: bool) -> None:
     """What took one device half of its step is not free on a server."""
-    slow = profile(optimizer=0.03)
-    two = Configuration(SERVERS, 2, servers=1, asynchronous=asynchronous)
-    assert predict(slow, MACHINE, two, IDEAL).speedup <= 2 * (1 + 1e-6)
-    slower = predict(profile(optimizer=0.03, server=0.06), MACHINE, two, IDEAL)
-    assert slower.parts["the servers' update"] >= 0.06
+    two = Configuration(SERVERS, 2, servers=servers, asynchronous=asynchronous)
+    for server in (None, 0.001, 0.03):
+        slow = profile(optimizer=0.03, server=server)
+        assert predict(slow, MACHINE, two, IDEAL).speedup <= 2 * (1 + 1e-6)
+    slower = predict(profile(optimizer=0.03, server=0.24), MACHINE, two, IDEAL)
+    assert slower.parts["the servers' update"] >= 0.24 / servers
