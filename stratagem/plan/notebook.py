@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
-from stratagem.frontends.model import Model
 from stratagem.plan.advice import code, sentence
 from stratagem.plan.choose import Plan, choose
 from stratagem.plan.cost import Prediction
@@ -111,7 +110,8 @@ def plan(
 def _measured(
     model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None, optimizer: Optimizer | None
 ) -> Profile:
-    if isinstance(model, Model) or _of_keras(model):
+    ours = not isinstance(model, nn.Module) and hasattr(model, "fit")
+    if ours or _of_keras(model):
         return _of_fit(model, batch)
     if not isinstance(model, nn.Module):
         raise UsageError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,8 +40,7 @@ class GradientExchange:
         self.every_backward = every_backward
         #: shares weigh 1 instead of adding up to 1, so that a reduced gradient cannot be added to
         self._sums = sums
-        #: set to False for the backward passes that only accumulate
-        self.armed = True
+        self._switch = _Switch()
         params = [p for _, p in named if p.requires_grad]
         _refuse_odd([(n, p) for n, p in named if p.requires_grad])
         overlaps = replica.collective.overlaps
@@ -55,7 +55,7 @@ class GradientExchange:
         self._open = False
         #: how many reductions have been completed
         self.finished = 0
-        ready = _weakly(self._ready)
+        ready = _weakly(self._ready, self._switch)
         self._handles: list[Any] = [_on_gradient(p, ready) for p in params]
         for name, p in named:
             if not p.requires_grad and _can_train(p):
@@ -66,10 +66,17 @@ class GradientExchange:
         self._release = weakref.finalize(self, _release, replica.collective, flats)
         self._release.atexit = False
 
+    @property
+    def armed(self) -> bool:
+        """Whether gradients are added up; not in backward passes that only accumulate."""
+        return self._switch.on
+
+    @armed.setter
+    def armed(self, on: bool) -> None:
+        self._switch.on = on
+
     def _ready(self, param: Tensor) -> None:
         """A gradient is finished: into its bucket, and off with the buckets that are full."""
-        if not self.armed:
-            return
         if not self._open:
             self._begin()
         if param.grad is None:
@@ -185,12 +192,21 @@ def _release(collective: Collective, flats: list[Tensor]) -> None:
         collective.release(flat)
 
 
-def _weakly(ready: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+@dataclass
+class _Switch:
+    """What an exchange leaves behind: whether it was in use when it went."""
+
+    on: bool = True
+
+
+def _weakly(ready: Callable[[Tensor], None], switch: _Switch) -> Callable[[Tensor], None]:
     """A hook that does not keep its exchange: torch's parameters would keep it for ever."""
     found = weakref.WeakMethod(ready)
 
     def hook(param: Tensor) -> None:
         exchange = found()
+        if not switch.on:
+            return
         if exchange is None:
             raise UsageError(
                 "the model that was given to prepare is no more, but a parameter of it is still "
