@@ -91,6 +91,7 @@ def train(where: Any, net: nn.Module, epochs: int) -> tuple[nn.Module, int]:
     return net, steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rule", RULES)
 def test_own_loop_learns_the_digits(rule: str, place: str) -> None:
@@ -327,7 +328,7 @@ class Count(nn.Module):
         return -self.weight.expand(len(x))
 
 
-@pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.parametrize("shared", ["1", pytest.param("0", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", ["synchronous", "spares", "asynchronous", "bounded"])
 def test_callbacks_that_change_nothing_undo_nothing(
     rule: str, shared: str, monkeypatch: pytest.MonkeyPatch
