@@ -198,7 +198,7 @@ def test_a_gradient_that_is_no_number_spoils_everything_alike(three: sg.Mirrored
     for where in (None, three):
         model = sg.Model(Spoiled(), where)
         model.compile(sgd, "cross_entropy", clip_norm=1.0)
-        model.fit(x, y * 0, batch_size=47, epochs=2, verbose=0)
+        model.fit(x, y, batch_size=47, verbose=0)
         broken.append([int(p.isnan().sum()) for p in model.module.parameters()])
     assert broken[0] == broken[1] and sum(broken[0])
 
