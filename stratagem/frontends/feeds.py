@@ -248,7 +248,10 @@ def _steps(loader: DataLoader[Any]) -> int | None:
     """How many batches it has, if that is known before they come."""
     if isinstance(loader.dataset, IterableDataset):
         return None
-    return len(loader) if hasattr(loader.batch_sampler or loader.sampler, "__len__") else None
+    try:
+        return len(loader)
+    except TypeError:  # that is how a sampler without a length says so
+        return None
 
 
 def feed(

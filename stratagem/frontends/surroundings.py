@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -25,24 +24,29 @@ def refuse_autocast() -> None:
 
 
 def refuse_shared(module: nn.Module) -> None:
-    """Refuse a parameter that is a view of another, or of a buffer: replicas would part them."""
-    spans = sorted(_spans(module))
-    for (_, end, one), (start, _, other) in itertools.pairwise(spans):
-        if start < end:
+    """Refuse a trained parameter that lies in the memory of another, or of a buffer: replicas
+    would part them. What is only read may share."""
+    whose = {False: (0, ""), True: (0, "")}  # the furthest end so far, by whether it is trained
+    for start, end, trained, name in sorted(_spans(module)):
+        reach, other = max(whose.values()) if trained else whose[True]
+        if start < reach:
             raise NotDistributable(
-                f"{one!r} and {other!r} share memory without being the same parameter, and "
+                f"{other!r} and {name!r} share memory without being the same parameter, and "
                 "replicas keep each of them apart; use one parameter in both places, and transpose "
                 "or cut it in forward, or a loop of your own with strategy.prepare."
             )
+        whose[trained] = max(whose[trained], (end, name))
 
 
-def _spans(module: nn.Module) -> Iterator[tuple[int, int, str]]:
-    """First and one past the last address of each; a tied parameter counts once."""
+def _spans(module: nn.Module) -> Iterator[tuple[int, int, bool, str]]:
+    """First and one past the last address of each, and whether it is trained; a tied parameter
+    counts once."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if _has_memory(tensor):
             length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
-            yield start, start + (length + 1) * tensor.element_size(), name
+            end = start + (length + 1) * tensor.element_size()
+            yield start, end, tensor.requires_grad, name
 
 
 def _has_memory(tensor: Tensor) -> bool:

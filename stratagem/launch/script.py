@@ -32,7 +32,7 @@ def run_to_fit(words: Sequence[str]) -> Rehearsal:
         except Handed:
             return found[0]
         except _InsideStep:
-            pass
+            pass  # `inside` says whose, and it is told below
         except SystemExit as ended:
             if ended.code not in (None, 0) and not found and not inside:
                 raise UsageError(

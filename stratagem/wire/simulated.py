@@ -20,9 +20,9 @@ from math import inf, isfinite, nan
 from typing import NamedTuple
 
 from stratagem.errors import UsageError
+from stratagem.wire.turns import STILL
 
 Action = Callable[[], None]
-STILL = 0.25  # seconds without a byte after which one is overtaken, as in wire/turns.py
 
 
 class Clock:

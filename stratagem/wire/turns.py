@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LARGE = 1 << 18  # bytes; less than that is gone before another would have had its turn
-_STILL = 0.25  # seconds after which it is seen how much has arrived
+STILL = 0.25  # seconds after which it is seen how much has arrived
 _LONG = 0.02  # seconds of a turn that says how fast the line is
 _SLOW = 0.5  # of what the line has carried for others: whoever reads more slowly is overtaken
 _UNSENT = 1 << 17  # bytes that the kernel takes before it can send them: what it has is no turn's
@@ -102,8 +102,8 @@ class Turns:
 
     def _until_next_look(self) -> float:
         now = time.monotonic()
-        looks = [turn.since + _STILL - now for turn in self._sending if not turn.overtaken]
-        return min(max(0.001, min(looks)), _STILL) if looks else _STILL
+        looks = [turn.since + STILL - now for turn in self._sending if not turn.overtaken]
+        return min(max(0.001, min(looks)), STILL) if looks else STILL
 
 
 class _Turn:
@@ -126,7 +126,7 @@ class _Turn:
         """Whether as many bytes a second arrive as on others' turns, and not none at all."""
         now = time.monotonic()
         seconds = now - self.since
-        if not self.overtaken and seconds >= _STILL:
+        if not self.overtaken and seconds >= STILL:
             seen = _arrived(self.sock)
             self.overtaken = seen - self._seen <= least * seconds
             self._seen, self.since = seen, now

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.frontends.surroundings import refuse_shared
 from tests.support import data, distance, mlp, strategy
 
 pytestmark = pytest.mark.timeout(60)
@@ -251,6 +252,37 @@ def test_whole_parameters_and_expanded_buffers(three: sg.MirroredStrategy) -> No
     both(three, Odd(), "cross_entropy", lambda: {"x": x, "y": y, "batch_size": 10})
 
 
+class Masks(nn.Module):
+    """Buffers that share memory and are only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        mask = torch.ones(8)
+        self.register_buffer("mask", mask)
+        self.register_buffer("some", mask[:4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.some
+
+
+def test_buffers_may_share_memory(three: sg.MirroredStrategy) -> None:
+    x, y = data(47)
+    both(three, Masks(), "cross_entropy", lambda: {"x": x, "y": y, "batch_size": 10})
+
+
+@pytest.mark.parametrize("other", ["parameter", "buffer"])
+def test_a_view_of_a_trained_parameter_is_refused(other: str) -> None:
+    module = mlp()
+    view = module.get_parameter("0.weight").data[3:]
+    if other == "parameter":
+        module.register_parameter("other", nn.Parameter(view))
+    else:
+        module.register_buffer("other", view)
+    with pytest.raises(sg.NotDistributable, match=r"0\.weight.*other"):
+        refuse_shared(module)
+
+
 def test_parameters_that_share_memory_are_refused(three: sg.MirroredStrategy) -> None:
     class Mirror(nn.Module):
         def __init__(self) -> None:
@@ -303,6 +335,21 @@ class Unmeasured:
     def __iter__(self) -> Iterator[list[int]]:
         for start in range(0, 47, 10):
             yield list(range(start, min(start + 10, 47)))
+
+
+class Endless:
+    """A sampler without a length, of which torch makes batches."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(47))
+
+
+def test_a_sampler_without_a_length(three: sg.MirroredStrategy) -> None:
+    x, y = data(47)
+    both(three, mlp(), "cross_entropy", lambda: {
+        "x": DataLoader(TensorDataset(x, y), 10, sampler=Endless()),  # type: ignore[arg-type]
+        "shuffle": True,
+    })  # fmt: skip
 
 
 def test_a_batch_sampler_without_a_length(three: sg.MirroredStrategy) -> None:

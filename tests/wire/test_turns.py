@@ -68,7 +68,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is overtaken, and no turn is in vain, unless a test says so."""
-    monkeypatch.setattr(module, "_STILL", 60.0)
+    monkeypatch.setattr(module, "STILL", 60.0)
     monkeypatch.setattr(module, "_BUSY", 2.0)
 
 
@@ -121,7 +121,7 @@ def test_who_need_not_wait(why: str, stack: ExitStack, pool: ThreadPoolExecutor)
 def test_who_does_not_read_is_overtaken(
     stack: ExitStack, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_STILL", 0.05)
+    monkeypatch.setattr(module, "STILL", 0.05)
     turns, stuck, others = Turns(), Line(stack), [Line(stack) for _ in range(3)]
     held = under_way(pool, turns, stuck)
     sent = [pool.submit(line.send, turns) for line in others]
@@ -137,7 +137,7 @@ def test_who_does_not_read_is_overtaken(
 def test_who_reads_as_slowly_as_others_keeps_its_turn(
     stack: ExitStack, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_STILL", 0.2)
+    monkeypatch.setattr(module, "STILL", 0.2)
     turns, slow, other = Turns(), Line(stack), Line(stack)
     held = under_way(pool, turns, slow)
     sent = pool.submit(other.send, turns)
@@ -154,7 +154,7 @@ def test_who_reads_as_slowly_as_others_keeps_its_turn(
 def test_who_reads_more_slowly_than_others_is_overtaken_and_waited_for_no_more(
     stack: ExitStack, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_STILL", 0.1)
+    monkeypatch.setattr(module, "STILL", 0.1)
     turns, slow, other, third = Turns(), Line(stack), Line(stack), Line(stack)
     turns._best = 1e9  # as others have read
     over = threading.Event()
@@ -192,7 +192,7 @@ def test_several_at_once_have_a_part_of_the_line_each(
     stack: ExitStack, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who shares the line with two others is not slow for that."""
-    monkeypatch.setattr(module, "_STILL", 0.1)
+    monkeypatch.setattr(module, "STILL", 0.1)
     turns, lines, other = Turns(), [Line(stack) for _ in range(3)], Line(stack)
     turns.at_once = 3
     over = threading.Event()

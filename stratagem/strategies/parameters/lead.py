@@ -62,6 +62,8 @@ class Lead:
         self._late: set[int] = set()
         #: when the fit was opened, and who has joined it since
         self._opened, self._came = 0.0, set[int]()
+        #: whether it has been said who did not come
+        self._said = False
         self._tally = Tally()
         #: who takes no more work, but waits for the end
         self._retired: set[Attendee] = set()
@@ -76,7 +78,7 @@ class Lead:
             self._check()
             self.plan, self.fit, self.running = plan, fit, True
             self.attendees.clear()
-            self._opened, self._came = self._clock(), set()
+            self._opened, self._came, self._said = self._clock(), set(), False
             self.ledger = Ledger(plan.updates, 0, plan.workers)
             self._orders = self.epoch = 0
             self._payloads.clear()
@@ -249,6 +251,7 @@ class Lead:
             begun = self._clock()
             while self._gathering(attendee):
                 self.changed.wait(0.5)
+            self._say_who_is_missing()
             while (answer := self.offer(attendee, epoch, have, feeds, begun)) is None:
                 self.changed.wait(0.5)
             return answer
@@ -266,6 +269,17 @@ class Lead:
             isinstance(updates, Synchronous) and not updates.spares
             and len(self._came) < self.plan.workers and self._clock() - self._opened < GATHERING
         )  # fmt: skip
+
+    def _say_who_is_missing(self) -> None:
+        """Once a training, if somebody who is expected has not come."""
+        missing = set(range(self.plan.workers if self.plan else 0)) - self._came
+        if missing and not self._said and self._clock() - self._opened >= GATHERING:
+            self._said = True
+            names = ", ".join(f"worker {each}" for each in sorted(missing))
+            log.warning(
+                "the training goes on without %s, which did not come in %.0f s; the others do "
+                "its share until it does", names, GATHERING,
+            )  # fmt: skip
 
     def offer(
         self, attendee: Attendee, epoch: int, have: int, feeds: int | None, since: float

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.strategies.parameters import lead
 from stratagem.strategies.parameters.trouble import failed, headline
+from stratagem.strategies.parameters.worker import Work
 from tests.served_support import apart, digits, net
 from tests.strategies.parameters.fault_support import Counter, by_one
 from tests.strategies.parameters.office import Office
@@ -38,6 +40,28 @@ def test_a_worker_that_leaves_before_the_others_keeps_its_lines() -> None:
             for server in range(3):
                 assert "host" in other.worker.lines.call(server, {"t": "host"}).header
             chief.end()
+    finally:
+        office.close()
+
+
+def test_who_does_not_come_is_named_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lead, "GATHERING", 0.3)
+    office = Office(1, staff=3)
+    try:
+        chief, other = (
+            office.begin(counter, by_one(counter.parameters()), worker=i, updates=sg.Synchronous())
+            for i, counter in enumerate((Counter(12), Counter(12)))
+        )
+        chief.worker.deal(1, 0, [(1, 3)], True)
+        for session in (other, chief):
+            work = session.worker.next()
+            assert isinstance(work, Work) and work.ticket.batch == 0
+        said = [r.getMessage() for r in caplog.records if "without worker 2," in r.getMessage()]
+        assert len(said) == 1
+        other.end()
+        chief.end()
     finally:
         office.close()
 
