@@ -4,8 +4,8 @@
         def on_epoch_end(self, epoch, logs=None):
             print(epoch, logs["loss"], self.model.optimizer.param_groups[0]["lr"])
 
-A callback may change weights or the optimizer's settings, or set `self.model.stop_training`; every
-replica follows.
+A callback may change weights, the optimizer's settings, or numbers and switches of the model
+(traits.py), or set `self.model.stop_training`; every replica follows.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from stratagem.errors import UsageError
+from stratagem.frontends import traits
 from stratagem.state.digest import digest
 
 log = logging.getLogger("stratagem")
@@ -33,6 +34,7 @@ class Trained(Protocol):
     stop_training: bool
     module: Any
     optimizer: Any
+    loss: Any
 
     def save(self, path: str | Path) -> Path: ...
 
@@ -95,6 +97,7 @@ class CallbackList:
             for c in self.callbacks
         )
         self._marks: list[Any] = []
+        self._traits: traits.Traits | None = None
 
     @classmethod
     def none(cls) -> CallbackList:
@@ -123,6 +126,7 @@ class CallbackList:
             callback.on_train_end()
 
     def epoch_begin(self, epoch: int) -> None:
+        self.settle()
         for callback in self.callbacks:
             callback.on_epoch_begin(epoch)
 
@@ -136,17 +140,18 @@ class CallbackList:
             callback.on_train_batch_begin(batch)
 
     def batch_end(self, batch: int, tally: Any) -> None:
-        if not self._end:
-            return
         if self.between_steps:
             self.settle()
+        if not self._end:
+            return
         logs = RunningLogs(tally)
         for callback in self._end:
             callback.on_train_batch_end(batch, logs)
 
     def settle(self) -> None:
-        """Whatever the weights are now is known to every replica."""
+        """Whatever the model is now is known to every replica."""
         self._marks = self._current_marks()
+        self._traits = self._current_traits()
 
     def _current_marks(self) -> list[Any]:
         """What tells whether somebody has written: `t.data` has no version, so its content must."""
@@ -163,6 +168,17 @@ class CallbackList:
         """Whether a callback wrote into the weights since they were settled."""
         return self._marks != self._current_marks()
 
+    def _current_traits(self) -> traits.Traits | None:
+        """Only callbacks of one's own change them."""
+        if self._model is None or not self._own or self.alone:
+            return None
+        return traits.look(self._model.module, self._model.loss)
+
+    def changed_traits(self) -> dict[str, Any]:
+        """What a callback changed in the model besides weights, since it was settled."""
+        now = self._current_traits()
+        return {} if now is None or self._traits is None else traits.changes(self._traits, now)
+
 
 class RunningLogs(dict[str, Any]):
     """Logs in mid-epoch; the loss is read from the device only if somebody looks."""
@@ -171,12 +187,16 @@ class RunningLogs(dict[str, Any]):
         super().__init__()
         self._tally = tally
 
-    def __missing__(self, key: str) -> Any:
-        if key == "loss":
+    def _read(self) -> RunningLogs:
+        if not super().__len__():
             self["loss"] = self._tally.mean()
-            return self["loss"]
+        return self
+
+    def __missing__(self, key: str) -> Any:
         if key == "examples":
             return self._tally.examples
+        if key == "loss":
+            return self._read()["loss"]
         raise KeyError(key)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -184,6 +204,30 @@ class RunningLogs(dict[str, Any]):
             return self[key]
         except KeyError:
             return default
+
+    def __contains__(self, key: object) -> bool:
+        return key == "loss" or super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return super(RunningLogs, self._read()).__iter__()
+
+    def __len__(self) -> int:
+        return super(RunningLogs, self._read()).__len__()
+
+    def keys(self) -> Any:
+        return super(RunningLogs, self._read()).keys()
+
+    def values(self) -> Any:
+        return super(RunningLogs, self._read()).values()
+
+    def items(self) -> Any:
+        return super(RunningLogs, self._read()).items()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
 
 
 class Progress(Callback):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from stratagem.data.streams import RandomStreams, mixed
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends import outputs
+from stratagem.frontends import outputs, traits
 from stratagem.frontends.callbacks import CallbackList
 from stratagem.frontends.feeds import ArrayFeed, Feed, Portion, check_enough
 from stratagem.frontends.meter import Meter
@@ -49,6 +49,8 @@ class Fit:
     between_steps: bool = False
     #: whether callbacks read the optimizer's state at the end of an epoch, which servers then send
     wants_state: bool = False
+    #: what the model's code looks up outside of it, for replicas of this machine
+    names: dict[str, Any] = field(default_factory=dict)
 
     def for_followers(self) -> Fit:
         """The same without what only the chief has."""
@@ -56,6 +58,7 @@ class Fit:
         return replace(
             self, callbacks=CallbackList.none(), feed=self.feed.without_source(),
             validation=validation and validation.without_source(),
+            names=traits.names(self.module, self.recipe.loss),
         )  # fmt: skip
 
 
@@ -64,6 +67,7 @@ def fit(job: Fit) -> None:
     replica = current_replica()
     _move(job.module, job.optimizer, replica.device)
     job.recipe.metrics.to(replica.device)
+    traits.adopt(job.module, job.recipe.loss, job.names)
     _align(job.module, replica)
     _align_state(job.optimizer, replica)
     setup.roll_own_dice(replica, job.generation)
@@ -100,6 +104,7 @@ def _train(job: Fit, step: Step, replica: Replica) -> None:
     # other workers may have been given other callbacks, or none
     job.between_steps = bool(broadcast_tree(replica.collective, job.between_steps))
     job.callbacks.train_begin()
+    _listen(job, step, replica)
     for epoch in job.epochs:
         if _epoch(job, step, replica, epoch):
             break
@@ -178,6 +183,7 @@ def _listen(job: Fit, step: Step, replica: Replica) -> bool:
             "stop": job.callbacks.stop,
             "groups": [_settings(group) for group in job.optimizer.param_groups],
             "weights": [t.detach() for t in state] if changed and replica.count > 1 else None,
+            "traits": job.callbacks.changed_traits(),
         }
     told = broadcast_tree(replica.collective, mine)
     for group, settings in zip(job.optimizer.param_groups, told["groups"], strict=True):
@@ -188,6 +194,8 @@ def _listen(job: Fit, step: Step, replica: Replica) -> bool:
             state = [*job.module.parameters(), *job.module.buffers()]
             for tensor, value in zip(state, told["weights"], strict=True):
                 tensor.copy_(value)
+    if told["traits"] and not replica.is_chief:
+        traits.adopt(job.module, job.recipe.loss, told["traits"])
     job.callbacks.settle()
     return bool(told["stop"])
 
@@ -215,9 +223,12 @@ class Evaluation:
     tried: bool = False
     #: on the chief only
     meter: Meter | None = None
+    #: as in `Fit`
+    names: dict[str, Any] = field(default_factory=dict)
 
     def for_followers(self) -> Evaluation:
-        return replace(self, feed=self.feed.without_source(), meter=None)
+        names = traits.names(self.module, self.recipe.loss)
+        return replace(self, feed=self.feed.without_source(), meter=None, names=names)
 
     def portions(self, replica: Replica) -> Iterator[Portion]:
         examples = 0
@@ -233,6 +244,7 @@ def evaluate(job: Evaluation) -> dict[str, float]:
     replica = current_replica()
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
+    traits.adopt(job.module, job.recipe.loss, job.names)
     _align(job.module, replica)
     return evaluate_here(job, replica)
 
@@ -290,6 +302,7 @@ def predict(job: Evaluation) -> Any:
     """Outputs for every example, in order, on the CPU."""
     replica = current_replica()
     job.module.to(replica.device)
+    traits.adopt(job.module, job.recipe.loss, job.names)
     _align(job.module, replica)
     job.module.eval()
     runner = Solo(job.module, None, job.recipe, replica)

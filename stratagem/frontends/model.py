@@ -37,7 +37,6 @@ _PRECISION = {
 log = logging.getLogger("stratagem")
 
 
-
 class Model:
     """A module with a strategy: the one whose scope is open, else one device.
 
@@ -265,6 +264,11 @@ class Model:
             if job.meter is not None:
                 job.meter.close()
             raise
+
+    @property
+    def loss(self) -> Any:
+        """What `compile` made of the loss; None before."""
+        return self._recipe and self._recipe.loss
 
     def _compiled(self, verb: str) -> tuple[Recipe, Optimizer]:
         if self._recipe is None or self.optimizer is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import NotDistributable
-from stratagem.frontends import books
+from stratagem.frontends import books, traits
 from stratagem.frontends.deals import Dealer, dealer
 from stratagem.frontends.feeds import Portion, check_enough
 from stratagem.frontends.group import Leader, assist
@@ -32,6 +32,7 @@ from stratagem.strategies.replica import Replica, alone, current_replica
 def fit(job: Fit) -> None:
     """Train; every worker's module ends with the same values."""
     replica = current_replica()
+    traits.adopt(job.module, job.recipe.loss, job.names)
     grouped = replica.count > 1 and not isinstance(replica.collective, Apart)
     if grouped and not replica.is_chief:
         assist(job, replica)
@@ -218,6 +219,7 @@ class Chief:
         model.bring_home = self._bring_home
         try:
             job.callbacks.train_begin()
+            self._follow_callbacks()
             for number, epoch in enumerate(job.epochs, 1):
                 if self._epoch(number, epoch):
                     break
@@ -309,6 +311,12 @@ class Chief:
 
     def _follow_weights(self, *, between: bool = False) -> None:
         callbacks = self.job.callbacks
+        if self.session.plan.workers > 1 and (changed := callbacks.changed_traits()):
+            raise NotDistributable(
+                f"a callback changed {next(iter(changed))!r} of the model, or of its loss, and "
+                "workers of servers do not follow such changes; make it between two fits, "
+                "or use sg.MirroredStrategy."
+            )
         if callbacks.weights_changed():
             if between and self.session.plan.parts > 1:
                 raise NotDistributable(

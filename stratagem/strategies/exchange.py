@@ -132,11 +132,6 @@ class GradientExchange:
         has = list(self._fired)
         for i, fired in enumerate(self._fired):
             grad = buckets.params[i].grad
-            if not fired and not self.every_backward and not buckets.params[i].requires_grad:
-                raise UsageError(
-                    "a parameter was frozen during fit, by a callback, which the other replicas do "
-                    "not know of; freeze it first, then call fit again."
-                )
             if not fired and grad is not None:
                 has[i] = True
                 if grad.data_ptr() != buckets.views[i].data_ptr():

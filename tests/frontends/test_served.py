@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -567,3 +568,25 @@ def test_bytes_travel_beside_the_computation(rule: str, monkeypatch: pytest.Monk
         where.close()
     if rule != "spares":
         assert apart(made[0].module, made[1].module) < 2e-5
+
+
+def test_a_changed_attribute_is_refused_and_weights_of_train_begin_count() -> None:
+    x, y, _, _ = digits()
+    where = strategy("1 ps", "synchronous", 2)
+    made = model(where, module=nn.Sequential(net(), nn.Dropout(0.5)))
+
+    def halve(logs: Any = None) -> None:
+        with torch.no_grad():
+            for param in made.module.parameters():
+                param.zero_()
+
+    def raise_p(epoch: int, logs: Any = None) -> None:
+        made.module[1].p = 0.9
+
+    fit = {"batch_size": 50, "verbose": 0, "epochs": 2}
+    zero = sg.callbacks.LambdaCallback(on_train_begin=halve)
+    first = made.fit(x[:100], y[:100], callbacks=[zero], **fit).history["loss"][0]
+    assert abs(first - math.log(10)) < 0.1
+    change = sg.callbacks.LambdaCallback(on_epoch_end=raise_p)
+    with pytest.raises(sg.errors.NotDistributable, match=r"model.1.p"):
+        made.fit(x[:100], y[:100], callbacks=[change], **fit)
