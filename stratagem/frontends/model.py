@@ -92,7 +92,9 @@ class Model:
             raise UsageError(f"accumulate is {accumulate}; it must be 1 or more.")
         if loss is None:
             raise UsageError('compile needs a loss: compile(optimizer="adam", loss="mse").')
-        self.optimizer = make_optimizer(optimizer, self.module)
+        frozen = not any(p.requires_grad for p in self.module.parameters())
+        given = isinstance(optimizer, Optimizer)
+        self.optimizer = None if frozen and not given else make_optimizer(optimizer, self.module)
         self._recipe = Recipe(
             losses.resolve(loss), MetricSet(metrics, logits=losses.takes_logits(loss)), clip_norm,
             clip_value, accumulate, _PRECISION[precision], jit_compile,
@@ -123,7 +125,12 @@ class Model:
                 the next epoch, everything else starts anew.
             verbose: 1 for a progress bar, 2 for a line an epoch, 0 for silence; "auto" is 1.
         """
-        recipe, optimizer = self._compiled("fit")
+        recipe, optimizer = self._compiled("fit"), self.optimizer
+        if optimizer is None:
+            raise UsageError(
+                "the module had no parameter that requires a gradient when it was compiled; "
+                "unfreeze what shall be trained, then compile again."
+            )
         check_verbose(verbose)
         audience = getattr(self.strategy, "audience", None)
         if audience is not None:
@@ -175,7 +182,7 @@ class Model:
         def evaluate() -> dict[str, float]:
             source = self._validation(validation, batch_size)
             assert source is not None
-            recipe, _ = self._compiled("fit")
+            recipe = self._compiled("fit")
             results: dict[str, float] = self._everywhere(
                 loop.evaluate, loop.Evaluation(self.module, recipe, source)
             )
@@ -193,7 +200,7 @@ class Model:
             verbose: 1 for a progress bar, or a line where none can move; 2 for the line, 0 for
                 silence; "auto" for the bar alone.
         """
-        recipe, _ = self._compiled("evaluate")
+        recipe = self._compiled("evaluate")
         source = feed(x, y, sample_weight, batch_size=batch_size, shuffle=False, seed=0)
         meter = self._meter("evaluate", _fewer(source.steps, steps), verbose)
         job = loop.Evaluation(self.module, recipe, source, steps, meter=meter)
@@ -270,13 +277,13 @@ class Model:
         """What `compile` made of the loss; None before."""
         return self._recipe and self._recipe.loss
 
-    def _compiled(self, verb: str) -> tuple[Recipe, Optimizer]:
-        if self._recipe is None or self.optimizer is None:
+    def _compiled(self, verb: str) -> Recipe:
+        if self._recipe is None:
             raise UsageError(
                 f'{verb} comes after compile: model.compile(optimizer="adam", '
                 'loss="cross_entropy", metrics=["accuracy"]).'
             )
-        return self._recipe, self.optimizer
+        return self._recipe
 
     def _validation(self, data: Any, batch_size: int | None) -> Feed | None:
         if data is None:

@@ -28,8 +28,6 @@ def make_optimizer(
         _check_parameters(choice, module)
         return choice
     params = [p for p in module.parameters() if p.requires_grad]
-    if not params:
-        raise UsageError("the module has no parameter that requires a gradient.")
     if isinstance(choice, str):
         made: Any = _by_name(choice, params)
     else:

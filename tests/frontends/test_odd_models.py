@@ -396,3 +396,13 @@ def test_two_threads_take_turns() -> None:
     assert len(losses) == 2 and losses[0] == losses[1]
     work()  # and the process is as it was
     assert losses[2] == losses[0]
+
+
+def test_a_frozen_model_is_evaluated_and_not_trained(three: sg.MirroredStrategy) -> None:
+    x, y = data(20)
+    model = sg.Model(mlp().requires_grad_(False), three)
+    model.compile("sgd", "cross_entropy")
+    here = F.cross_entropy(model.module(x), y)
+    assert abs(model.evaluate(x, y, batch_size=20)["loss"] - float(here)) < 1e-6
+    with pytest.raises(sg.errors.UsageError, match="unfreeze what shall be trained"):
+        model.fit(x, y, verbose=0)
