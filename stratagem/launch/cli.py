@@ -1,7 +1,7 @@
 """The command `stratagem`; it answers --help without importing torch.
 
 A sub-command is a module with `add_arguments(parser)` and `main(args)`, imported only when it is
-the one asked for; its docstring is its help.
+the one asked for; its docstring is its help. With `APART` it runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from stratagem import __version__
 from stratagem.errors import StratagemError, UsageError
+from stratagem.launch.apart import apart
 
 COMMANDS = {
     "run": ("stratagem.launch.run", "start a cluster on this machine"),
@@ -42,9 +43,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; the exit code of the process."""
     words = list(sys.argv[1:] if argv is None else argv)
+    command = argv is None  # else a test, or somebody's own program
     name = next((word for word in words if not word.startswith("-")), "")
     try:
-        return _dispatch(words, name)
+        return _dispatch(words, name, command)
     except StratagemError as problem:
         prog = f"stratagem {name}" if name in COMMANDS else "stratagem"
         print(f"{prog}: {' '.join(str(problem).split())}", file=sys.stderr)
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _dispatch(words: Sequence[str], name: str) -> int:
+def _dispatch(words: Sequence[str], name: str, command: bool) -> int:
     module = importlib.import_module(COMMANDS[name][0]) if name in COMMANDS else None
     parser = _parser(name, module)
     try:
@@ -63,6 +65,8 @@ def _dispatch(words: Sequence[str], name: str) -> int:
     if module is None:
         parser.print_help()
         return 2
+    if command and getattr(module, "APART", False):
+        return apart(lambda: int(module.main(args)))
     return int(module.main(args))
 
 

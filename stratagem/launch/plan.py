@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from stratagem.plan.profile import Profile
     from stratagem.strategies.rehearsal import Rehearsal
 
+#: it runs somebody's script, which may be killed for the memory it takes
+APART = True
 _LINK, _LATENCY, _HOSTS = "10Gbit", "50us", 8
 
 

@@ -17,12 +17,17 @@ from collections.abc import Iterable
 _PR_SET_PDEATHSIG = 1  # kept across exec
 
 
-def hold(parent: int, command: list[str]) -> None:
-    """Become `command`, to be killed by the kernel when `parent` is gone (Linux)."""
+def die_with(parent: int) -> None:
+    """Be killed by the kernel when `parent` is gone (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the kernel was asked
         os._exit(1)
+
+
+def hold(parent: int, command: list[str]) -> None:
+    """Become `command`, which dies with `parent`."""
+    die_with(parent)
     # An interpreter ignores SIGPIPE, a shell's background job SIGINT; both would outlive exec.
     for name in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(name, signal.SIG_DFL)

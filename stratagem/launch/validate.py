@@ -78,12 +78,13 @@ def fitting(plan: Plan) -> list[Configuration]:
     for n in counts:
         if not plan.profile.sparse:
             found += [Configuration(MIRRORED, per_host=n)]
-        found += [Configuration(SERVERS, per_host=n, servers=1)]
+        if not plan.profile.unserved:
+            found += [Configuration(SERVERS, per_host=n, servers=1)]
     for n in counts[:1]:
-        found += [
-            Configuration(SERVERS, per_host=n, servers=1, asynchronous=True),
-            *([Configuration(CENTRAL, per_host=n)] if not plan.profile.sparse else []),
-        ]
+        if not plan.profile.unserved:
+            found += [Configuration(SERVERS, per_host=n, servers=1, asynchronous=True)]
+        if not plan.profile.sparse:
+            found += [Configuration(CENTRAL, per_host=n)]
     return found
 
 

@@ -125,8 +125,10 @@ def candidates(profile: Profile, hardware: Hardware, most: int) -> Iterator[Conf
             if hosts == 1 and n > 1:
                 if not profile.sparse or profile.device != "cpu":
                     yield Configuration(CENTRAL, per_host=per_host)
-                yield from _at_home(per_host)
-    yield from _among_hosts(hardware, most)
+                if not profile.unserved:
+                    yield from _at_home(per_host)
+    if not profile.unserved:
+        yield from _among_hosts(hardware, most)
 
 
 def sizes(most: int) -> list[int]:

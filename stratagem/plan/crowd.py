@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,13 +28,15 @@ def counts() -> list[int]:
     return sorted({n for n in (2, most // 2, most) if 2 <= n <= most})
 
 
-def crowd(trial: Rehearsal, batch: Any, seconds: float = 1.0) -> tuple[tuple[int, float], ...]:
-    """(n, forward and backward) for some numbers of CPU replicas at once.
+def crowd(
+    trial: Rehearsal, batch: Any, many: Sequence[int], seconds: float = 1.0
+) -> tuple[tuple[int, float], ...]:
+    """(n, forward and backward) for these numbers of CPU replicas at once.
 
     Of the slowest in each step: cores are not equal, and in lock step all go at its pace.
     """
     found = []
-    for n in counts():
+    for n in many:
         strategy = MirroredStrategy([f"cpu:{i}" for i in range(n)])
         try:
             times = strategy.run(_compute, trial.module, trial.loss, batch, seconds)

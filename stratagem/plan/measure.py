@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
 from stratagem.plan.crowd import counts, crowd
+from stratagem.plan.memory import available, least
 from stratagem.plan.profile import Bucket, Profile, Table, merged
-from stratagem.plan.server import update_seconds
+from stratagem.plan.server import refusal, update_seconds
 from stratagem.strategies.exchange import BUCKET_BYTES
 from stratagem.strategies.rehearsal import Rehearsal
 from stratagem.wire.buckets import plan_buckets
@@ -79,6 +80,7 @@ def rehearse(
     size = batch or max(1, whole // trial.replicas)
     device = torch.device(trial.device)
     given = batch_of(trial, size, device)
+    _check_memory(trial, device, size)
     with _undone(trial), _explained(trial.module, size):
         trial.module.to(device)
         runner = _Runner(trial, given, device)
@@ -90,12 +92,21 @@ def rehearse(
         measured = runner.profile(size)
         say(f"{len(measured.samples)} steps, {measured.compute * 1e3:.2f} ms each")
         measured = _with_one_thread(runner, measured, say)
-        served = runner.server()
-        among: tuple[tuple[int, float], ...] = ()
-        if crowded and device.type == "cpu" and counts():
-            say(f"the same with {' and '.join(map(str, counts()))} replicas at once")
-            among = crowd(trial, given)
-    return replace(measured, crowd=among, server=served)
+        measured = runner.with_server(measured)
+        many = _room(trial, counts(), say) if crowded and device.type == "cpu" else []
+        if many:
+            say(f"the same with {' and '.join(map(str, many))} replicas at once")
+            measured = replace(measured, crowd=crowd(trial, given, many))
+    return measured
+
+
+def _room(trial: Rehearsal, wanted: list[int], say: Say) -> list[int]:
+    """As many replicas at once as memory is there for: each has parameters and gradients."""
+    left, each = available(), 2 * least(trial.module, None)
+    found = [n for n in wanted if left is None or n * each < left]
+    if len(found) < len(wanted):
+        say(f"{wanted[len(found)]} replicas at once are not tried: too little memory")
+    return found
 
 
 def batch_of(trial: Rehearsal, size: int, device: torch.device) -> Any:
@@ -234,10 +245,13 @@ class _Runner:
             itemsize=self.params[0].element_size(), gradients=self._stream(dense, scale),
         )  # fmt: skip
 
-    def server(self) -> float | None:
+    def with_server(self, measured: Profile) -> Profile:
         """One server's update, with torch's optimizers."""
         optimizer = self.trial.optimizer
-        return update_seconds(self.params, self._dense(), optimizer) if optimizer else None
+        if optimizer is None:
+            return measured
+        seconds = update_seconds(self.params, self._dense(), optimizer)
+        return replace(measured, server=seconds, unserved=refusal(self.params, optimizer))
 
     def _dense(self) -> list[int]:
         return [i for i in range(len(self.params)) if i not in self.touched]
@@ -316,6 +330,14 @@ def _explained(module: nn.Module, size: int) -> Iterator[None]:
         if "not enough memory" not in str(error) and "allocate memory" not in str(error):
             raise
         raise _too_big(module, size) from error
+
+
+def _check_memory(trial: Rehearsal, device: torch.device, size: int) -> None:
+    """Of a device that does not say so itself."""
+    module, left = trial.module, available() if device.type == "cpu" else None
+    copied = sum(t.numel() * t.element_size() for _, t in _tensors(module))  # to be put back
+    if left is not None and copied + least(module, trial.optimizer) > left:
+        raise _too_big(module, size)
 
 
 def _too_big(module: nn.Module, size: int) -> UsageError:

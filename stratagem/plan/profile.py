@@ -74,6 +74,8 @@ class Profile:
     gradients: tuple[Bucket, ...] = ()
     #: one server's update of all dense variables with this optimizer, where that was measured
     server: float | None = None
+    #: why no server takes this optimizer
+    unserved: str = ""
 
     def __post_init__(self) -> None:
         times = [self.forward, self.backward, self.optimizer, self.server or 0.0, *self.samples]

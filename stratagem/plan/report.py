@@ -87,15 +87,17 @@ def heading(profile: Profile) -> str:
 
 
 def warnings(profile: Profile) -> list[str]:
-    """What makes the figures doubtful."""
+    """What makes the figures doubtful, and what is left out."""
+    left_out = [f"without servers: {profile.unserved}"] if profile.unserved else []
     if not profile.restless:
-        return []
+        return left_out
     steps = len(profile.samples)
     seen = (
         f"one step in ten took {profile.unrest:.1f}x the usual time here: other work on this "
         "machine?" if steps >= 10 else f"only {steps} steps were measured, each takes so long."
     )  # fmt: skip
     return [
+        *left_out,
         f"{seen} Stragglers are predicted from that, so asynchronous updates are not recommended "
         "on its account; measure again on a quiet machine, or with a smaller --batch."
     ]

@@ -40,6 +40,15 @@ def update_seconds(
         return None
 
 
+def refusal(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
+    """Why no server takes that optimizer; nothing if one does."""
+    try:
+        describe(optimizer, params)
+    except (NotDistributable, UsageError) as problem:
+        return str(problem)
+    return ""
+
+
 def _cut(shape: tuple[int, ...], part: float) -> tuple[int, ...]:
     """So much of its rows."""
     return (math.ceil(shape[0] * part), *shape[1:]) if shape else ()

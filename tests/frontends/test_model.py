@@ -535,21 +535,6 @@ def test_refusals_say_what_to_do(two: sg.Strategy, case: str) -> None:
         act(two)
 
 
-def test_freezing_behind_our_back_is_noticed(two: sg.Strategy) -> None:
-    """The other replicas would go on training what the chief's callback has frozen."""
-    module = mlp()
-    with two.scope():
-        model = sg.Model(module)
-        model.compile(sgd, "cross_entropy")
-
-    def freeze(epoch: int, logs: Any = None) -> None:
-        module[0].weight.requires_grad_(epoch < 1)
-
-    callback = sg.callbacks.LambdaCallback(on_epoch_begin=freeze)
-    with pytest.raises(sg.UsageError, match="frozen"):
-        model.fit(X, Y, epochs=2, callbacks=[callback], verbose=0)
-
-
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 def test_a_batch_in_which_no_target_counts_is_as_on_one_device(wire: str | None) -> None:
     ignored = torch.cat([Y[:6], torch.full_like(Y[6:], -100)])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -151,6 +153,7 @@ def test_batch_and_max_are_as_asked(script: Path) -> None:
 def test_help_is_quick_and_complete() -> None:
     source = """
 import sys
+import time
 from stratagem.launch import cli
 assert cli.main(["plan", "--help"]) == 0
 heavy = {"torch", "numpy", "rich", "matplotlib"} & set(sys.modules)
@@ -323,3 +326,33 @@ def test_what_fits_is_of_this_machine() -> None:
     assert all(each.hosts == 1 and each.replicas <= cores() for each in found)
     sparse = fitting(choose(profile(sparse=(Table(100, 64, 5.0),)), machine, most=8))
     assert all(each.strategy == "ParameterServerStrategy" for each in sparse)
+
+
+def command(source: str, tmp_path: Path) -> subprocess.Popen[str]:
+    """`stratagem plan` as at a prompt."""
+    (tmp_path / "train.py").write_text(source)
+    words = [sys.executable, "-m", "stratagem", "plan", "--json", "plan.json", "train.py"]
+    return subprocess.Popen(words, cwd=tmp_path, text=True, stderr=subprocess.PIPE)
+
+
+def test_a_script_that_the_system_kills(tmp_path: Path) -> None:
+    """As it does when there is no memory left."""
+    with command("import os; os.kill(os.getpid(), 9)", tmp_path) as process:
+        error = process.communicate(timeout=60)[1]
+    assert process.returncode == 2 and "more memory than there is" in error.splitlines()[-1]
+    assert os.listdir(tmp_path) == ["train.py"]
+
+
+def test_a_signal_reaches_the_script(tmp_path: Path) -> None:
+    source = (
+        "import os, time, pathlib; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(99)"
+    )
+    with command(source, tmp_path) as process:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.02)
+            assert process.poll() is None
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

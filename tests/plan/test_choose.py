@@ -189,3 +189,10 @@ def test_no_replicas_is_one_sentence(most: int) -> None:
 
 def test_more_replicas_than_hosts_means_more_hosts() -> None:
     assert choose(profile(), Hardware(hosts=2, per_host=4), most=64).hardware.hosts == 16
+
+
+def test_no_servers_for_an_optimizer_that_they_refuse() -> None:
+    hardware = Hardware(hosts=4, per_host=2)
+    found = list(candidates(profile(unserved="it is not there"), hardware, 8))
+    assert found and not any(each.servers or each.asynchronous for each in found)
+    assert any(each.servers for each in candidates(profile(), hardware, 8))

@@ -10,6 +10,7 @@ from stratagem.plan.configuration import SERVERS, Configuration
 from stratagem.plan.cost import predict
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.measure import profile as measured
+from stratagem.plan.report import warnings
 from stratagem.plan.server import update_seconds
 from tests.plan.support import IDEAL, profile
 
@@ -67,3 +68,13 @@ def test_nobody_is_faster_than_his_optimizer(servers: int, asynchronous: bool) -
         assert predict(slow, MACHINE, two, IDEAL).speedup <= 2 * (1 + 1e-6)
     slower = predict(profile(optimizer=0.03, server=0.24), MACHINE, two, IDEAL)
     assert slower.parts["the servers' update"] >= 0.24 / servers
+
+
+def test_a_profile_says_why_no_server_takes_it() -> None:
+    net = nn.Linear(8, 4)
+    batch = torch.randn(4, 8), torch.randn(4, 4)
+    made = measured(
+        net, batch, loss=nn.functional.mse_loss, optimizer=Own(net.parameters(), lr=0.1), steps=3
+    )
+    assert "Own is not there" in made.unserved and made.server is None
+    assert "without servers: a parameter server builds" in warnings(made)[0]
