@@ -55,7 +55,8 @@ from tests.support import by_hand, data, distance, mlp
 
 pytestmark = pytest.mark.timeout(60)
 
-SOON = 5.0  # seconds; the promise is 2, the rest is for a busy machine
+PROMISED = 2.0  # seconds until one that has died is named
+SOON = 5.0  # the same, and room for a busy machine
 NAMED = 6.5  # seconds until one that stands still is named; the promise is 4
 STEPS = ROWS // BATCH
 
@@ -372,8 +373,6 @@ def test_a_worker_that_stands_too_long_is_given_up(
 def test_a_killed_server_ends_the_training(made: Any, which: int) -> None:
     """It is named, and the same strategy trains again, with fresh processes."""
     strategy = made(updates=sg.Synchronous())
-    assert works(strategy)
-    everybody = [*worker_pids(strategy), *ps_pids(strategy)]
     fell: list[float] = []
 
     def kill(stop: threading.Event) -> None:
@@ -381,12 +380,18 @@ def test_a_killed_server_ends_the_training(made: Any, which: int) -> None:
         fell.append(time.monotonic())
         shoot(ps_pids(strategy)[which])
 
-    words = f"ps {which} is gone.*last checkpoint"
-    with pytest.raises(sg.ReplicaLost, match=words) as caught, beside(kill):
-        count(strategy, epochs=1000, pause=0.01)
-    assert time.monotonic() - fell[0] < SOON
-    assert caught.value.who == f"ps {which}"
-    wait_for(lambda: not any(runs(pid) for pid in everybody), SOON)
+    def named_after() -> float:
+        assert works(strategy)
+        everybody = [*worker_pids(strategy), *ps_pids(strategy)]
+        words = f"ps {which} is gone.*last checkpoint"
+        with pytest.raises(sg.ReplicaLost, match=words) as caught, beside(kill):
+            count(strategy, epochs=1000, pause=0.01)
+        seconds = time.monotonic() - fell[-1]
+        assert caught.value.who == f"ps {which}"
+        wait_for(lambda: not any(runs(pid) for pid in everybody), SOON)
+        return seconds
+
+    assert any(named_after() < PROMISED for _ in range(3)), "not even once in three times"
     assert works(strategy)
 
 
