@@ -119,7 +119,7 @@ def names(module: nn.Module, loss: Any) -> dict[str, Any]:
 def _places(module: nn.Module, loss: Any) -> Iterator[tuple[str, Any, str]]:
     """Name, holder and key of everything; the same order and names on every replica."""
     for root, tree in _trees(module, loss):
-        for path, part in tree.named_modules():
+        for path, part in _open(tree):
             yield from _of_module(f"{root}.{path}" if path else root, part)
     own = _own(loss)
     if not isinstance(own, nn.Module | FunctionType):  # a method, or an object that is called
@@ -139,11 +139,18 @@ def _trees(module: nn.Module, loss: Any) -> Iterator[tuple[str, nn.Module]]:
         yield "loss", _own(loss)
 
 
+def _open(tree: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules in it, but for compiled ones: what those read is not to be seen."""
+    for path, part in tree.named_modules():
+        if not isinstance(part, torch.jit.ScriptModule):
+            yield path, part
+
+
 def _functions(module: nn.Module, loss: Any) -> dict[str, FunctionType]:
     """Everything that runs and is not torch's."""
     found: dict[str, FunctionType] = {}
     for _, tree in _trees(module, loss):
-        for part in tree.modules():
+        for _, part in _open(tree):
             _note(found, type(part).__qualname__, type(part).forward)
     own = _own(loss)
     called = own if isinstance(own, FunctionType) else getattr(own, "__func__", type(own).__call__)

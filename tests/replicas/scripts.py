@@ -22,51 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-NURSERY = """
-import gc, json, os, select, socket, sys
-import torch, torch._dynamo, torchmetrics
-import stratagem as sg
-from stratagem.frontends import model
-_channel = socket.socket(fileno=int(sys.argv[1]))
-_file = _channel.makefile("rw")
-_children = {}
-gc.freeze()
-def _reap():
-    while _children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        with open(_children.pop(pid), "w") as file:
-            file.write(str(os.waitstatus_to_exitcode(status)))
-print("ready", file=_file, flush=True)
-while True:
-    if not select.select([_channel], [], [], 0.02)[0]:
-        _reap()
-        continue
-    _line = _file.readline()
-    if not _line:
-        os._exit(0)
-    _order = json.loads(_line)
-    _pid = os.fork()
-    if not _pid:
-        break
-    _children[_pid] = _order["status"]
-    print(_pid, file=_file, flush=True)
-os.setsid()
-_file.close()
-_channel.close()
-for _fd, _name in ((1, "out"), (2, "err")):
-    os.dup2(os.open(_order[_name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), _fd)
-sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-os.environ.update(_order["environ"])
-os.chdir(_order["where"])
-sys.argv = [_order["path"]]
-sys.path.insert(0, _order["where"])
-torch.set_num_threads(1)
-torch.seed()  # a fork would otherwise repeat its brothers' numbers
-exec(compile(open(_order["path"]).read(), _order["path"], "exec"))
-"""
+NURSERY = Path(__file__).with_name("nursery.py")
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 20.0, what: str = "") -> float:
@@ -180,7 +136,7 @@ class Nursery:
         ours, theirs = socket.socketpair()
         clean = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "RANK")}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY, str(theirs.fileno())],
+            [sys.executable, "-P", str(NURSERY), str(theirs.fileno())],
             pass_fds=[theirs.fileno()], cwd=ROOT, stdin=subprocess.DEVNULL,
             env={**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                  "PYTHONPATH": str(ROOT)},
