@@ -23,6 +23,11 @@ _ALIASES = {
     "sparse_categorical_crossentropy": "cross_entropy",
 }  # fmt: skip
 _COUNTED = (F.cross_entropy, F.nll_loss)
+#: losses that compare output and target number by number, whatever must be repeated for that
+_NUMBER_BY_NUMBER = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.poisson_nll_loss,
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.KLDivLoss, nn.PoissonNLLLoss,
+)  # fmt: skip
 
 
 class Loss(Protocol):
@@ -70,6 +75,21 @@ def _check_even(target: Any, examples: int) -> None:
         )
 
 
+def _check_alike(output: Any, target: Any) -> None:
+    """A target that is stretched along the rows meets rows of other shares on one device."""
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        return
+    by_row = output.dim() == target.dim() > 0 and len(output) == len(target)
+    if output.shape == target.shape or by_row:
+        return
+    raise NotDistributable(
+        f"the loss compares outputs of shape {tuple(output.shape)} with targets of shape "
+        f"{tuple(target.shape)}, and torch repeats one of them so that every row meets every "
+        "other, also those of other replicas; give both the same shape, as with y[:, None] or "
+        "output.squeeze(1)."
+    )
+
+
 class RowLoss:
     """Any callable whose value is a mean over rows, or one value a row."""
 
@@ -82,6 +102,7 @@ class RowLoss:
         self.per_row = per_row
         #: not torch's: that its single number is a mean over rows has to be seen
         self.own = _is_own(function)
+        self._by_number = function in _NUMBER_BY_NUMBER or type(function) in _NUMBER_BY_NUMBER
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is not None:
@@ -94,6 +115,8 @@ class RowLoss:
     ) -> tuple[Tensor, Any]:
         if weight is not None:
             return self._weighted(output, target, weight), float(len(weight))
+        if self._by_number:
+            _check_alike(output, target)
         _check_even(target, examples)
         return self.mean(output, target, None) * examples, float(examples)
 

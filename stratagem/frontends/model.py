@@ -27,6 +27,7 @@ from stratagem.state import checkpoint
 from stratagem.strategies import rehearsal
 from stratagem.strategies.gpu_memory import explain_out_of_memory
 from stratagem.strategies.mirrored import single_device
+from stratagem.strategies.setup import refuse_renormed
 from stratagem.strategies.strategy import Strategy, get_strategy, here
 from stratagem.strategies.sync_batchnorm import check_statistics
 
@@ -163,6 +164,7 @@ class Model:
         if self.strategy.team.size > 1:
             refuse_shared(self.module)
             refuse_autocast()
+            refuse_renormed(self.module)
         if self.strategy.served:
             served.check(job)
         self._fits += 1

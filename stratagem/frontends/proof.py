@@ -1,9 +1,10 @@
-"""Whether a loss of one's own is a mean over rows: tried by the chief on its first share.
+"""Whether a loss of one's own is a mean over rows: tried by the chief on some of its shares.
 
 A function that returns one number can only be taken for the mean over the rows of its share. A
 sum, a masked mean or a loss that compares rows with each other is something else, and replicas
 would add up to another result than one device. So the number of a share is compared with those
-of its two halves. Only the loss is computed again, from the outputs that are there.
+of its two halves; shares of one row are put together first. Only the loss is computed again, from
+the outputs that are there, at batches 1, 2, 4, 8, ...: a mask may come later.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, StratagemError
@@ -29,26 +31,32 @@ _FLOOR = 1e-6  # below this, rounding is all that is left
 
 
 class Proof:
-    """Asked at every batch; acts at the first that says something."""
+    """Asked at every batch; acts at ever fewer of them."""
 
     def __init__(self, loss: Loss, replica: Replica) -> None:
         self.replica = replica
         self._loss = loss if isinstance(loss, RowLoss) and loss.own else None
         #: whether the loss is still to be tried
         self.open = replica.count > 1 and replica.is_chief and self._loss is not None
+        self._seen, self._next = 0, 1
+        #: output and target of a share of one row
+        self._single: Any = None
 
     def settle(self, portion: Portion, output: Any, target: Any, numerator: Tensor) -> None:
         """Raise if this share shows that its loss is no mean over rows."""
-        if portion.examples < 2 or portion.weight is not None:
+        if portion.examples == 0 or portion.weight is not None:
             return  # nothing to compare; and weights need a value a row anyway
+        self._seen += 1
+        if self._seen < self._next:
+            return
         assert self._loss is not None
-        self.open = False
         mean = float(numerator.detach()) / portion.examples
         try:
-            self._try(self._loss, [output, target], portion.examples, mean)
+            self._try(self._loss, _detached([output, target]), portion.examples, mean)
         except StratagemError:
             raise
         except Exception as error:
+            self.open = False
             log.warning(
                 "the loss cannot be tried on a part of a batch (%s: %s), so its number is taken "
                 "for the mean over the rows, unchecked.", type(error).__name__, error,
@@ -61,8 +69,17 @@ class Proof:
             function = _double(loss.function)
             whole = function(*pair)
             if whole.dim() > 0 or not _alike(whole, mean, []):
-                return  # a value a row; or it draws random numbers, and nothing can be compared
+                self.open = False  # a value a row; or it draws random numbers
+                return
+            if count == 1:
+                _check_rows(pair, 1)
+                before, self._single = self._single, pair
+                if before is None:
+                    return  # the next one, then
+                pair, count = _together(before, pair), 2
+                whole = function(*pair)
             check_mean(function, pair, count, whole)
+        self._next = 2 * self._seen
 
 
 def check_mean(
@@ -80,6 +97,18 @@ def check_mean(
             "halves), so the shares of replicas do not add up to the loss of one device; "
             'return a value for each row (reduction="none"), or use one device.'
         )
+
+
+def _detached(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _together(first: list[Any], second: list[Any]) -> list[Any]:
+    """The rows of two shares as those of one."""
+    joined: list[Any] = tree_map(
+        lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, first, second
+    )
+    return joined
 
 
 def _double(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

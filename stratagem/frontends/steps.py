@@ -188,7 +188,7 @@ class Solo:
         self.leave()
 
     def leave(self) -> None:
-        return None
+        self.forget_gradients()  # of batches that were to be added up with others
 
 
 class Searching(Solo):
@@ -265,7 +265,7 @@ class Replicated(Solo):
                 self._proof.settle(portion, output, y, numerator)
         scale = 1.0 / recipe.accumulate
         if denominator is not None:
-            scale /= self._divisor(portion, denominator)
+            scale /= self._divisor(portion, denominator if portion.examples else 0.0)
         if portion.examples == 0:
             scale = 0.0
         self.backward(numerator * scale)

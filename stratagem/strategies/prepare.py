@@ -42,6 +42,7 @@ def prepare(
     if replica.count == 1:
         return Prepared(model, optimizer, _on_device(loader, replica))
     _check_optimizer(model, optimizer)
+    setup.refuse_renormed(model)
     setup.align(model, replica)
     setup.roll_own_dice(replica)
     reducer = setup.choose_reducer(list(model.parameters()), replica, settings)

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from stratagem.codecs.reducer import Reducer, reducer
 from stratagem.data.streams import mixed
+from stratagem.errors import NotDistributable
 from stratagem.state.digest import digest
 from stratagem.strategies.replica import Replica
 from stratagem.strategies.settings import Settings
@@ -23,6 +24,9 @@ log = logging.getLogger("stratagem")
 
 #: models whose buffers have been spoken of
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+#: of frozen parameters, when they were last alike everywhere
+_versions: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
 
 _ROUNDS = 4
 
@@ -37,6 +41,19 @@ def align(module: nn.Module, replica: Replica) -> None:
         with torch.no_grad():
             for mine, theirs in zip(state, told, strict=True):
                 _unexpanded(mine).copy_(_unexpanded(theirs, mine))
+    _versions[module] = {name: p._version for name, p in _frozen(module).items()}
+
+
+def refuse_renormed(module: nn.Module) -> None:
+    """Refuse layers that write into their weights as they look them up: each replica would do so
+    with the rows of its own share only."""
+    for name, part in module.named_modules():
+        if getattr(part, "max_norm", None) is not None:
+            raise NotDistributable(
+                f"{name or type(part).__name__!r} has max_norm={part.max_norm}, with which forward "
+                "rewrites the rows that it looks up, on each replica others; leave max_norm out, "
+                "and limit the rows in a callback at the end of an epoch, or in your own loop."
+            )
 
 
 def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -63,22 +80,27 @@ def roll_own_dice(replica: Replica, generation: int = 0) -> None:
 def average_buffers(module: nn.Module, replica: Replica) -> None:
     """One defined answer for running statistics: the mean over replicas. Collective.
 
-    Whole numbers have no such answer: each replica keeps its own, and the chief says so where they
-    have come apart.
+    Whole numbers have no such answer, nor what has grown to another shape, nor frozen parameters
+    that forward writes to: each replica keeps its own, and the chief says so where they have come
+    apart.
     """
     if replica.count == 1:
         return
-    floats = [b for b in module.buffers() if b.is_floating_point()]
-    counts = _own_counts(module)
-    if not floats and not counts:
-        return
-    digests = [digest(b) for b in counts.values()]
-    everybody = gather_tree(replica.collective, [[b.detach() for b in floats], digests])
-    for i, buffer in enumerate(floats):
-        total = sum((values[i].double() for values, _ in everybody), torch.zeros(()).double())
+    floats = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+    counts = _own_counts(module) | _written(module)
+    digests = {name: digest(tensor) for name, tensor in counts.items()}
+    mine = [{name: b.detach() for name, b in floats.items()}, digests]
+    everybody = gather_tree(replica.collective, mine)
+    apart = _apart([digests for _, digests in everybody])
+    for name, buffer in floats.items():
+        values = [told[name] for told, _ in everybody if name in told]
+        if len(values) < replica.count or any(v.shape != buffer.shape for v in values):
+            apart.append(name)
+            continue
+        total = sum((value.double() for value in values), torch.zeros(()).double())
         _unexpanded(buffer).copy_(_unexpanded(total / replica.count, buffer))
     if replica.is_chief:
-        _warn_of_counts(module, list(counts), [digests for _, digests in everybody])
+        _warn_of(module, apart)
 
 
 def _own_counts(module: nn.Module) -> dict[str, Tensor]:
@@ -91,16 +113,32 @@ def _own_counts(module: nn.Module) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _warn_of_counts(module: nn.Module, names: list[str], digests: list[list[list[int]]]) -> None:
-    """Say, once a model, which buffers differ, given every replica's digests."""
-    mine = digests[0]
-    apart = [name for i, name in enumerate(names) if any(d[i] != mine[i] for d in digests)]
+def _frozen(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in module.named_parameters() if not p.requires_grad}
+
+
+def _written(module: nn.Module) -> dict[str, Tensor]:
+    """Frozen parameters that somebody has written to since they were aligned."""
+    before = _versions.get(module, {})
+    return {
+        name: p for name, p in _frozen(module).items() if p._version != before.get(name, p._version)
+    }
+
+
+def _apart(everybody: list[dict[str, list[int]]]) -> list[str]:
+    """What is not the same on all replicas, given their digests."""
+    names = dict.fromkeys(name for digests in everybody for name in digests)
+    return [name for name in names if any(d.get(name) != everybody[0].get(name) for d in everybody)]
+
+
+def _warn_of(module: nn.Module, apart: list[str]) -> None:
+    """Say, once a model, what differs."""
     if apart and module not in _warned:
         _warned.add(module)
         log.warning(
-            "buffers came to differ between the replicas, since each sees its own rows (%s); the "
-            "model keeps replica 0's. Count rows outside of the module: in a callback, or a loop.",
-            ", ".join(apart),
+            "buffers, or frozen parameters, came to differ between the replicas, since each sees "
+            "its own rows (%s); the model keeps replica 0's. Count rows outside of the module: in "
+            "a callback, or a loop.", ", ".join(apart),
         )  # fmt: skip
 
 

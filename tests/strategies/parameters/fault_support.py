@@ -119,14 +119,16 @@ def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 class Killer:
-    """Kills a child that works every now and then."""
+    """Kills a child that works every now and then, `limit` times at most."""
 
-    def __init__(self, strategy: sg.Strategy, seed: int, least: float, most: float) -> None:
-        self.strategy, self.kills = strategy, 0
+    def __init__(
+        self, strategy: sg.Strategy, seed: int, least: float, most: float, limit: int = 10**6
+    ) -> None:
+        self.strategy, self.kills, self.limit = strategy, 0, limit
         self._dice, self._between = random.Random(seed), (least, most)
 
     def __call__(self, stop: threading.Event) -> None:
-        while not stop.wait(self._dice.uniform(*self._between)):
+        while self.kills < self.limit and not stop.wait(self._dice.uniform(*self._between)):
             pids = worker_pids(self.strategy)
             if pids:
                 self.kills += shoot(self._dice.choice(pids))

@@ -142,7 +142,7 @@ def test_in_step_the_answer_is_that_of_one_device(made: Any) -> None:
     with strategy.scope():
         model = sg.Model(mlp())
         model.compile(optimizer=adam, loss="cross_entropy", metrics=["accuracy"])
-    killer = Killer(strategy, seed=5, least=0.05, most=0.3)
+    killer = Killer(strategy, seed=5, least=0.05, most=0.3, limit=20)
     with beside(killer):
         history = model.fit(x, y, batch_size=30, epochs=20, shuffle=False, verbose=0).history
     assert killer.kills >= 2

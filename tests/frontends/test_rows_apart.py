@@ -1,0 +1,210 @@
+"""Where rows meet rows of other shares, or forward writes: as one device, or refused."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.errors import NotDistributable
+from tests.support import data, distance, mlp, strategy
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[sg.MirroredStrategy]:
+    made = strategy(3)
+    yield made
+    made.close()
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def trained(where: Any, module: nn.Module, loss: Any, x: Any, y: Any, **how: Any) -> sg.Model:
+    fit = {"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0, **how.pop("fit", {})}
+    model = sg.Model(copy.deepcopy(module), where)
+    model.compile(how.pop("optimizer", sgd), loss, **how)
+    model.fit(x, y, **fit)
+    return model
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loss", ["mse", nn.L1Loss(), F.huber_loss], ids=["name", "module", "function"]
+)
+def test_targets_that_torch_would_repeat(three: sg.MirroredStrategy, loss: Any) -> None:
+    x, _ = data(20)
+    with pytest.raises(NotDistributable, match=r"targets of shape \(2,\).*y\[:, None\]"):
+        trained(three, nn.Linear(6, 1), loss, x, torch.randn(20))
+
+
+@pytest.mark.parametrize("shape", [(20, 3), (20, 1)], ids=["alike", "within_a_row"])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_targets_that_meet_their_own_row(
+    three: sg.MirroredStrategy, shape: tuple[int, ...]
+) -> None:
+    x, _ = data(20)
+    y = torch.randn(shape)
+    module = nn.Linear(6, 3)
+    one, several = (trained(where, module, "mse", x, y) for where in (None, three))
+    assert distance(one.module, several.module) < 1e-6
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="sum")
+
+
+class Weighed(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, weight=torch.tensor([1.0, 5.0, 0.1, 2.0]))
+
+
+@pytest.mark.parametrize("loss", [summed, Weighed()], ids=["summed", "weighed"])
+def test_a_row_for_each_replica_and_no_mean(three: sg.MirroredStrategy, loss: Any) -> None:
+    x, y = data(12)[0], torch.arange(12) // 3 % 4
+    with pytest.raises(NotDistributable, match="not the mean over the rows"):
+        trained(three, mlp(), loss, x, y, fit={"batch_size": 3})
+
+
+def test_a_row_for_each_replica_and_a_mean(three: sg.MirroredStrategy) -> None:
+    def own(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    x, y = data(12)
+    fit = {"batch_size": 3}
+    one, several = (trained(where, mlp(), own, x, y, fit=fit) for where in (None, three))
+    assert distance(one.module, several.module) < 1e-6
+
+
+def test_a_mask_that_comes_later(three: sg.MirroredStrategy) -> None:
+    def masked(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output[target > 0], target[target > 0])
+
+    x, y = data(60)
+    y = y.clamp(min=1)
+    y[30::2] = 0
+    with pytest.raises(NotDistributable, match="not the mean over the rows"):
+        trained(three, mlp(), masked, x, y, fit={"batch_size": 15})
+
+
+# --- shares without rows, batches without an update ----------------------------------------------
+
+
+def test_a_borrowed_row_counts_for_nothing() -> None:
+    """Synchronised norms borrow a row where a share has none; accumulated batches count targets."""
+    where = strategy(3, sync_batchnorm=True)
+    x, y = data(17)
+    how: dict[str, Any] = {"accumulate": 2}
+    one, several = (trained(on, mlp(), "cross_entropy", x, y, **how) for on in (None, where))
+    where.close()
+    assert distance(one.module, several.module) < 1e-6
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_batches_that_waited_when_a_fit_was_left(three: sg.MirroredStrategy, count: int) -> None:
+    """Are not added to the first ones of the next fit."""
+    x, y = data(30)
+
+    class Stop(sg.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                raise KeyboardInterrupt
+
+    model = sg.Model(mlp(), None if count == 1 else three)
+    model.compile(sgd, "cross_entropy", accumulate=3)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=5, verbose=0, shuffle=False, callbacks=[Stop()])
+    assert all(p.grad is None for p in model.module.parameters())
+    model.fit(x, y, batch_size=5, verbose=0, shuffle=False)
+    fresh = trained(None, mlp(), "cross_entropy", x, y, accumulate=3, fit={"epochs": 1})
+    assert distance(model.module, fresh.module) < 1e-6
+
+
+# --- what forward writes -------------------------------------------------------------------------
+
+
+def bag() -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 4, max_norm=0.8), nn.Flatten(), nn.Linear(8, 4))
+
+
+def test_rows_that_forward_rewrites(three: sg.MirroredStrategy) -> None:
+    x, y = torch.randint(0, 10, (20, 2)), torch.randint(0, 4, (20,))
+    with pytest.raises(NotDistributable, match=r"'?0'? has max_norm=0.8"):
+        trained(three, bag(), "cross_entropy", x, y)
+
+    def loop() -> None:
+        net = bag()
+        three.prepare(net, sgd(net.parameters()), DataLoader(TensorDataset(x, y), batch_size=5))
+
+    with pytest.raises(NotDistributable, match="max_norm"):
+        three.run(loop)
+    trained(None, bag(), "cross_entropy", x, y)
+
+
+class Growing(nn.Module):
+    """Keeps a table as long as the longest text that it has seen, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(0, 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        longest = int((x != 0).any(2).sum(1).max())
+        if longest > len(self.table):
+            table = torch.cos(torch.arange(longest)[:, None] * torch.ones(4))
+            self.register_buffer("table", table, persistent=False)
+        result: Tensor = self.inner(x + self.table[:1]).mean(1)
+        return result
+
+
+def test_a_table_that_grows(three: sg.MirroredStrategy) -> None:
+    x, y = torch.randn(21, 6, 4), torch.randint(0, 4, (21,))
+    for row in range(21):
+        x[row, 2 + row % 5 :] = 0
+    module = Growing()
+    one, several = (trained(where, module, "cross_entropy", x, y) for where in (None, three))
+    assert distance(one.module, several.module) < 1e-6
+
+
+class Centred(nn.Module):
+    """Writes a centre of its rows into a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.centre = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.centre.lerp_(x.mean(0), 0.1)
+        result: Tensor = self.inner(x)
+        return result
+
+
+def test_frozen_parameters_that_forward_writes(
+    three: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = data(20)
+    with caplog.at_level(logging.WARNING, "stratagem"):
+        trained(three, Centred(), "cross_entropy", x, y)
+    assert "came to differ" in caplog.text and "(centre)" in caplog.text
+    caplog.clear()
+    still = nn.Sequential(nn.Linear(6, 4).requires_grad_(False), nn.Linear(4, 4))
+    with caplog.at_level(logging.WARNING, "stratagem"):
+        trained(three, still, "cross_entropy", x, y)
+    assert "came to differ" not in caplog.text
