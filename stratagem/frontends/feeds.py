@@ -258,6 +258,8 @@ def feed(
     x: Any, y: Any = None, weight: Any = None, *, batch_size: int | None, shuffle: bool, seed: int
 ) -> Feed:
     """The feed for whatever the user gave."""
+    if batch_size is not None and not isinstance(batch_size, int | np.integer):
+        raise UsageError(f"batch_size is {batch_size!r}; it must be a whole number.")
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}; it must be 1 or more.")
     if isinstance(x, DataLoader):
@@ -271,7 +273,7 @@ def feed(
     if _is_dataset(x):
         _alone(y, weight, "a dataset")
         return _dataset(x, batch_size or 32, shuffle, seed)
-    if _is_arrays(x) and not _is_batches(x, y):
+    if is_arrays(x) and not _is_batches(x, y):
         x, y, weight = (from_lists(part) for part in (x, y, weight))
         return _arrays(x, y, weight, batch_size or 32, shuffle, seed)
     if isinstance(x, Iterable):
@@ -303,12 +305,13 @@ def _arrays(x: Any, y: Any, weight: Any, batch_size: int, shuffle: bool, seed: i
     return ArrayFeed(x, y, weight, batch_size, shuffle, seed)
 
 
-def _is_arrays(x: Any) -> bool:
+def is_arrays(x: Any) -> bool:
+    """Whether it is one array, or several as inputs side by side."""
     if isinstance(x, Tensor | np.ndarray) or is_numbers(x):
         return True
     if isinstance(x, dict):
-        return bool(x) and all(map(_is_arrays, x.values()))
-    return isinstance(x, list | tuple) and bool(x) and all(map(_is_arrays, x))
+        return bool(x) and all(map(is_arrays, x.values()))
+    return isinstance(x, list | tuple) and bool(x) and all(map(is_arrays, x))
 
 
 def _is_batches(x: Any, y: Any) -> bool:
@@ -331,7 +334,7 @@ def in_batches(x: Any) -> bool:
     """Whether it comes in batches already: a DataLoader, or an iterable of batches."""
     if isinstance(x, DataLoader):
         return True
-    arrays = _is_arrays(x) and not _is_batches(x, None)
+    arrays = is_arrays(x) and not _is_batches(x, None)
     return isinstance(x, Iterable) and not _is_dataset(x) and not arrays
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
 from stratagem.frontends import evaluator, hooks, loop, losses, served
+from stratagem.frontends.arrays import by_class, hold_out
 from stratagem.frontends.callbacks import Callback, CallbackList, History
 from stratagem.frontends.feeds import Feed, feed, in_batches, unpack
 from stratagem.frontends.meter import Meter, Verbosity, check_verbose
@@ -109,7 +110,9 @@ class Model:
         batch_size: int | None = None,
         epochs: int = 1,
         validation_data: Any = None,
+        validation_split: float | None = None,
         sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
         shuffle: bool = True,
         callbacks: Sequence[Callback] = (),
         verbose: Verbosity = "auto",
@@ -122,6 +125,8 @@ class Model:
             x, y: arrays or tensors; or x alone: a dataset, a DataLoader, or any iterable of
                 batches (x, y) or (x, y, sample_weight).
             validation_data: (x, y), (x, y, sample_weight), a dataset, a DataLoader or an iterable.
+            validation_split: instead of it, the last part of the arrays, 0.2 say, held out.
+            class_weight: what the examples of a class weigh, {class: 2.0}; others weigh 1.
             steps_per_epoch: end an epoch after so many batches; a generator goes on from there in
                 the next epoch, everything else starts anew.
             verbose: 1 for a progress bar, 2 for a line an epoch, 0 for silence; "auto" is 1.
@@ -139,6 +144,14 @@ class Model:
             return self.history
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise UsageError(f"steps_per_epoch is {steps_per_epoch}; it must be 1 or more.")
+        if validation_split:
+            if validation_data is not None:
+                raise UsageError("give validation_data or validation_split, not both.")
+            (x, y, sample_weight), validation_data = hold_out(
+                validation_split, x, y, sample_weight
+            )
+        if class_weight:
+            sample_weight = by_class(class_weight, y, sample_weight)
         source = feed(
             x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=_draw_seed()
         )
@@ -164,6 +177,7 @@ class Model:
         if self.strategy.team.size > 1:
             refuse_shared(self.module)
             refuse_autocast()
+        if self.strategy.team.size > 1 or self.strategy.served:
             refuse_renormed(self.module)
         if self.strategy.served:
             served.check(job)
