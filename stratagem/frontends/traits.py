@@ -93,14 +93,16 @@ def adopt(module: nn.Module, loss: Any, told: dict[str, Any]) -> None:
     """Take over what the chief's model has become."""
     if not told:
         return
+    functions = _functions(module, loss)
     known = {place: (holder, name) for place, holder, name in _places(module, loss)}
     above = {place.rpartition(".")[0]: holder for place, (holder, _) in reversed(known.items())}
     for place, value in told.items():
         if place in known:
             _write(*known[place], value)
-        elif _OUTSIDE in place:
-            where, name = place.split(_OUTSIDE)
-            _functions(module, loss)[where].__globals__[name] = value
+        elif _OUTSIDE in place:  # nobody has looked it up here yet
+            where, _, name = place.partition(_OUTSIDE)
+            if where in functions:
+                functions[where].__globals__[name] = value
         else:
             where, _, name = place.rpartition(".")
             _write(above[where], name, value)
@@ -151,7 +153,7 @@ def _functions(module: nn.Module, loss: Any) -> dict[str, FunctionType]:
     found: dict[str, FunctionType] = {}
     for _, tree in _trees(module, loss):
         for _, part in _open(tree):
-            _note(found, type(part).__qualname__, type(part).forward)
+            _note(found, type(part).__name__, type(part).forward)
     own = _own(loss)
     called = own if isinstance(own, FunctionType) else getattr(own, "__func__", type(own).__call__)
     _note(found, "loss", called)
