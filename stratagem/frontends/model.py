@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,8 @@ class Model:
         self.stop_training = False
         self._recipe: Recipe | None = None
         self._fits = 0
+        #: the thread in which it is trained at the moment
+        self._fitting: int | None = None
         #: brings what is kept elsewhere up to date here, before it is saved in mid-training
         self.bring_home: Callable[[], int] | None = None
 
@@ -182,9 +187,11 @@ class Model:
         if self.strategy.served:
             served.check(job)
         self._fits += 1
+        self._fitting = threading.get_ident()
         try:
             self._everywhere(served.fit if self.strategy.served else loop.fit, job)
         finally:
+            self._fitting = None
             if bar is not None:
                 bar.close()
         return self.history
@@ -280,6 +287,8 @@ class Model:
         try:
             if self.strategy.settings.sync_batchnorm and self.strategy.num_replicas_in_sync > 1:
                 check_statistics(self.module)
+            if self._fitting == threading.get_ident():
+                return self._meanwhile(function, job)
             if self.strategy.served:
                 return here(self.strategy, function, job)
             return self._everywhere(function, job)
@@ -287,6 +296,19 @@ class Model:
             if job.meter is not None:
                 job.meter.close()
             raise
+
+    def _meanwhile(self, function: Callable[[Any], Any], job: loop.Evaluation) -> Any:
+        """In a callback, while the others wait: on this replica alone, and training goes on as if
+        nothing had been."""
+        modes = [(part, part.training) for part in self.module.modules()]
+        dice = torch.get_rng_state()
+        recipe = replace(job.recipe, metrics=copy.deepcopy(job.recipe.metrics))
+        try:
+            return here(self.strategy, function, replace(job, recipe=recipe))
+        finally:
+            torch.set_rng_state(dice)
+            for part, training in modes:
+                part.training = training
 
     @property
     def loss(self) -> Any:

@@ -285,3 +285,30 @@ def test_dropout_differs_from_fit_to_fit_and_follows_the_seed(two: sg.Strategy) 
         first = masks(on)
         assert len(first) == 2 and first[0] != first[1]
         assert masks(on) == first
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("when", ["on_epoch_end", "on_train_batch_end"])
+def test_evaluate_in_a_callback_disturbs_nothing(count: int, when: str, two: sg.Strategy) -> None:
+    """It is the model's own answer at that moment, and the training is the same without it."""
+    x, y = data(40)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+    seen: list[tuple[float, float]] = []
+    ends = []
+    for watched in (False, True):
+        torch.manual_seed(4)
+        model = sg.Model(copy.deepcopy(net), two if count == 2 else None)
+        model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy", ["accuracy"])
+
+        def look(number: int, logs: Any = None, model: sg.Model = model) -> None:
+            test = copy.deepcopy(model.module).eval()
+            expected = nn.functional.cross_entropy(test(x), y).detach()
+            seen.append((model.evaluate(x, y, batch_size=40)["loss"], float(expected)))
+            assert torch.allclose(model.predict(x, verbose=0), test(x), atol=1e-6)
+
+        callbacks = [sg.callbacks.LambdaCallback(**{when: look})] if watched else []
+        fit = {"batch_size": 10, "epochs": 2, "verbose": 0, "shuffle": False}
+        history = model.fit(x, y, callbacks=callbacks, **fit).history
+        ends.append((model.module, history["loss"], history["accuracy"]))
+    assert len(seen) in (2, 8) and all(abs(a - b) < 1e-5 for a, b in seen)
+    assert distance(ends[0][0], ends[1][0]) < 1e-6 and ends[0][1:] == ends[1][1:]
