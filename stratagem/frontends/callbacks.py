@@ -174,10 +174,10 @@ class CallbackList:
             return None
         return traits.look(self._model.module, self._model.loss)
 
-    def changed_traits(self) -> dict[str, Any]:
+    def changed_traits(self) -> list[Any]:
         """What a callback changed in the model besides weights, since it was settled."""
         now = self._current_traits()
-        return {} if now is None or self._traits is None else traits.changes(self._traits, now)
+        return [] if now is None or self._traits is None else traits.changes(self._traits, now)
 
 
 class RunningLogs(dict[str, Any]):

@@ -50,7 +50,7 @@ class Fit:
     #: whether callbacks read the optimizer's state at the end of an epoch, which servers then send
     wants_state: bool = False
     #: what the model's code looks up outside of it, for replicas of this machine
-    names: dict[str, Any] = field(default_factory=dict)
+    names: list[Any] = field(default_factory=list)
 
     def for_followers(self) -> Fit:
         """The same without what only the chief has."""
@@ -196,7 +196,8 @@ def _listen(job: Fit, step: Step, replica: Replica) -> bool:
                 tensor.copy_(value)
     if told["traits"] and not replica.is_chief:
         traits.adopt(job.module, job.recipe.loss, told["traits"])
-    job.callbacks.settle()
+    if told["weights"] is not None or told["traits"]:
+        job.callbacks.settle()
     return bool(told["stop"])
 
 
@@ -224,7 +225,7 @@ class Evaluation:
     #: on the chief only
     meter: Meter | None = None
     #: as in `Fit`
-    names: dict[str, Any] = field(default_factory=dict)
+    names: list[Any] = field(default_factory=list)
 
     def for_followers(self) -> Evaluation:
         names = traits.names(self.module, self.recipe.loss)

@@ -313,7 +313,7 @@ class Chief:
         callbacks = self.job.callbacks
         if self.session.plan.workers > 1 and (changed := callbacks.changed_traits()):
             raise NotDistributable(
-                f"a callback changed {next(iter(changed))!r} of the model, or of its loss, and "
+                f"a callback changed {traits.say(changed[0])!r} of the model, or of its loss, and "
                 "workers of servers do not follow such changes; make it between two fits, "
                 "or use sg.MirroredStrategy."
             )

@@ -12,9 +12,8 @@ Callbacks change them on the chief; the other replicas follow, or the change is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import CellType, FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,111 +22,177 @@ from torch import Tensor, nn
 from stratagem.errors import NotDistributable
 
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _LONGEST = 256  # a longer list or dict is data, not a setting
-_OUTSIDE = ": "  # between a function and a name that it looks up
 _NOT = object()
+#: kinds of places
+_ATTRIBUTE, _LAYER, _FROZEN, _OUTSIDE = "attribute", "layer", "frozen", "outside"
 
 
-@dataclass
+class Place(NamedTuple):
+    """Some values side by side: of one module, one object, one function."""
+
+    kind: str
+    at: str
+
+    def told(self, name: str) -> str:
+        """One of them, for people."""
+        if self.kind is _FROZEN:
+            return f"{self.at}.{name}.requires_grad"
+        return f"{self.at}: {name}" if self.kind is _OUTSIDE else f"{self.at}.{name}"
+
+
 class Traits:
     """All of them at one moment."""
 
-    #: what can travel, by where it lies
-    plain: dict[str, Any] = field(default_factory=dict)
-    #: what cannot: there it must stay the same object
-    objects: dict[str, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        #: what can travel
+        self.plain: dict[Place, dict[str, Any]] = {}
+        #: what cannot: there it must stay the same object
+        self.objects: dict[Place, dict[str, Any]] = {}
 
 
-@dataclass(frozen=True)
 class _Held:
     """A tensor that is no buffer; `is` and its version tell whether it is still the same."""
 
-    tensor: Tensor
-    version: int
-    address: int
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._mark = tensor, (tensor._version, tensor.data_ptr())
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Held) and self.tensor is other.tensor
-            and (self.version, self.address) == (other.version, other.address)
-        )  # fmt: skip
+        if not isinstance(other, _Held):
+            return False
+        return self.tensor is other.tensor and self._mark == other._mark
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def look(module: nn.Module, loss: Any) -> Traits:
     """The traits of a model that is trained with this loss."""
     found = Traits()
-    for place, holder, name in _places(module, loss):
-        value = _read(holder, name)
-        copied = _copy(value)
-        if copied is not _NOT:
-            found.plain[place] = copied
-        elif not isinstance(value, Tensor):  # results that a module keeps would keep their graph
-            found.objects[place] = value
+    for place, values in _places(module, loss):
+        plain, objects = {}, {}
+        for name, value in values.items():
+            if type(value) in _PLAIN:
+                plain[name] = value
+            elif (copied := _copy(value)) is not _NOT:
+                plain[name] = copied
+            elif not isinstance(value, Tensor):  # results that are kept would keep their graph
+                objects[name] = value
+        found.plain[place], found.objects[place] = plain, objects
     return found
 
 
-def changes(before: Traits, after: Traits) -> dict[str, Any]:
+def changes(before: Traits, after: Traits) -> list[Any]:
     """What is another one now, ready to travel; refuses what cannot."""
-    for place, value in after.objects.items():
-        known = place in before.objects or place in before.plain
-        if known and value is not before.objects.get(place, _NOT):
+    for place, objects in after.objects.items():
+        _refuse_others(place, objects, before)
+    found = []
+    for place, plain in after.plain.items():
+        known = before.plain.get(place, {})
+        if plain != known:
+            found += [
+                [*place, name, value.tensor.detach() if isinstance(value, _Held) else value]
+                for name, value in plain.items() if name not in known or known[name] != value
+            ]  # fmt: skip
+    return found
+
+
+def _refuse_others(place: Place, objects: dict[str, Any], before: Traits) -> None:
+    then, plain = before.objects.get(place, {}), before.plain.get(place, {})
+    for name, value in objects.items():
+        if (name in then or name in plain) and value is not then.get(name, _NOT):
             raise NotDistributable(
-                f"a callback replaced {place!r} of the model, or of its loss, by a "
+                f"a callback replaced {place.told(name)!r} of the model, or of its loss, by a "
                 f"{type(value).__name__}, which the other replicas cannot follow; do it before "
                 "fit, or change numbers, words and weights only."
             )
-    if gone := [place for place in before.objects if place not in after.objects]:
-        raise NotDistributable(
-            f"a callback took {gone[0]!r} away from the model, which the other replicas cannot "
-            "follow; do it before fit."
-        )
-    return {
-        place: value.tensor.detach() if isinstance(value, _Held) else value
-        for place, value in after.plain.items()
-        if place not in before.plain or before.plain[place] != value
-    }
+    for name in then:
+        if name not in objects:
+            raise NotDistributable(
+                f"a callback took {place.told(name)!r} away from the model, which the other "
+                "replicas cannot follow; do it before fit."
+            )
 
 
-def adopt(module: nn.Module, loss: Any, told: dict[str, Any]) -> None:
+def say(change: list[Any]) -> str:
+    """One of the changes, for people."""
+    kind, at, name, _ = change
+    kinds = {each: each for each in (_ATTRIBUTE, _LAYER, _FROZEN, _OUTSIDE)}
+    return Place(kinds[kind], at).told(name)
+
+
+def adopt(module: nn.Module, loss: Any, told: list[Any]) -> None:
     """Take over what the chief's model has become."""
     if not told:
         return
+    holders = {tuple(place): holder for place, holder in _holders(module, loss)}
     functions = _functions(module, loss)
-    known = {place: (holder, name) for place, holder, name in _places(module, loss)}
-    above = {place.rpartition(".")[0]: holder for place, (holder, _) in reversed(known.items())}
-    for place, value in told.items():
-        if place in known:
-            _write(*known[place], value)
-        elif _OUTSIDE in place:  # nobody has looked it up here yet
-            where, _, name = place.partition(_OUTSIDE)
-            if where in functions:
-                functions[where].__globals__[name] = value
+    for kind, at, name, value in told:
+        if kind == _OUTSIDE:
+            if at in functions:
+                _write_outside(functions[at], name, value)
+        elif kind == _FROZEN:
+            holders[kind, at][name].requires_grad_(value)
         else:
-            where, _, name = place.rpartition(".")
-            _write(above[where], name, value)
+            _write(holders[kind, at], name, value)
 
 
-def names(module: nn.Module, loss: Any) -> dict[str, Any]:
+def names(module: nn.Module, loss: Any) -> list[Any]:
     """What code looks up outside of the model, as it is here: numbers and words. Processes that
     have been running for a while may still have what was there before."""
-    plain = look(module, loss).plain
-    return {
-        place: value for place, value in plain.items()
-        if _OUTSIDE in place and not isinstance(value, _Held)
-    }  # fmt: skip
+    return [
+        [*place, name, value] for place, plain in look(module, loss).plain.items()
+        if place.kind == _OUTSIDE for name, value in plain.items() if not isinstance(value, _Held)
+    ]  # fmt: skip
 
 
-def _places(module: nn.Module, loss: Any) -> Iterator[tuple[str, Any, str]]:
-    """Name, holder and key of everything; the same order and names on every replica."""
+def _places(module: nn.Module, loss: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """All values, by where they lie."""
+    for place, holder in _holders(module, loss):
+        if place.kind is _FROZEN:
+            yield place, {name: p.requires_grad for name, p in holder.items() if p is not None}
+        elif place.kind is _ATTRIBUTE:
+            yield place, {name: holder[name] for name in holder.keys() - _TORCHS}
+        else:
+            yield place, holder
+    for name, function in _functions(module, loss).items():
+        yield Place(_OUTSIDE, name), _looked_up(function)
+
+
+def _holders(module: nn.Module, loss: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Where attributes, layers and parameters lie; the same places on every replica."""
     for root, tree in _trees(module, loss):
         for path, part in _open(tree):
-            yield from _of_module(f"{root}.{path}" if path else root, part)
+            at = f"{root}.{path}" if path else root
+            attributes = part.__dict__
+            yield Place(_ATTRIBUTE, at), attributes
+            for name in attributes.keys() - _TORCHS:
+                value = attributes[name]
+                if type(value) not in _PLAIN and not callable(value):
+                    yield from _object(f"{at}.{name}", value)
+            if attributes["_modules"]:
+                yield Place(_LAYER, at), attributes["_modules"]
+            if attributes["_parameters"]:
+                yield Place(_FROZEN, at), attributes["_parameters"]
     own = _own(loss)
     if not isinstance(own, nn.Module | FunctionType):  # a method, or an object that is called
-        yield from _of_object("loss", getattr(own, "__self__", own))
-    for name, function in _functions(module, loss).items():
-        yield from _looked_up(name, function)
+        yield from _object("loss", getattr(own, "__self__", own))
+
+
+def _object(at: str, value: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """An object, such as a configuration: what is plain in it; the rest is its own affair."""
+    inside = None if isinstance(value, nn.Module | Tensor) else getattr(value, "__dict__", None)
+    if isinstance(inside, dict):
+        plain = {name: each for name, each in inside.items() if _copy(each) is not _NOT}
+        yield Place(_ATTRIBUTE, at), _Window(plain, inside)
+
+
+class _Window(dict[str, Any]):
+    """Some of a dict; what is written goes to the whole."""
+
+    def __init__(self, some: dict[str, Any], whole: dict[str, Any]) -> None:
+        super().__init__(some)
+        self.whole = whole
 
 
 def _own(loss: Any) -> Any:
@@ -152,8 +217,9 @@ def _functions(module: nn.Module, loss: Any) -> dict[str, FunctionType]:
     """Everything that runs and is not torch's."""
     found: dict[str, FunctionType] = {}
     for _, tree in _trees(module, loss):
-        for _, part in _open(tree):
-            _note(found, type(part).__name__, type(part).forward)
+        for kind in dict.fromkeys(type(part) for part in tree.modules()):
+            if not kind.__module__.startswith("torch."):
+                _note(found, kind.__name__, kind.forward)
     own = _own(loss)
     called = own if isinstance(own, FunctionType) else getattr(own, "__func__", type(own).__call__)
     _note(found, "loss", called)
@@ -175,65 +241,47 @@ def _note(functions: dict[str, FunctionType], name: str, function: Any) -> None:
             _note(functions, used, called)
 
 
-def _of_module(at: str, module: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    attributes = vars(module)
-    for name, value in attributes.items():
-        if name not in _TORCHS:
-            yield f"{at}.{name}", attributes, name
-            if not callable(value):  # a configuration, maybe
-                yield from _of_object(f"{at}.{name}", value)
-    for name in module._modules:
-        yield f"{at}.{name}", module._modules, name
-    for name, param in module._parameters.items():
-        if param is not None:
-            yield f"{at}.{name}.requires_grad", param, "requires_grad"
-
-
-def _of_object(at: str, value: Any) -> Iterator[tuple[str, Any, str]]:
-    """What is plain in it; the rest of an object is its own affair."""
-    if isinstance(value, nn.Module | Tensor):
-        return
-    inside = getattr(value, "__dict__", {})
-    for name in inside:
-        if _copy(inside[name]) is not _NOT:
-            yield f"{at}.{name}", inside, name
-
-
-def _looked_up(name: str, function: FunctionType) -> Iterator[tuple[str, Any, str]]:
+def _looked_up(function: FunctionType) -> dict[str, Any]:
     """Globals, attributes of them (`config.size`, of a file, a class or an object), closures."""
-    code = function.__code__
-    at = f"{name}{_OUTSIDE}"
+    code, found = function.__code__, {}
     for used in code.co_names:
         if used not in function.__globals__:
             continue
         value = function.__globals__[used]
         if _copy(value) is not _NOT:
-            yield at + used, function.__globals__, used
-        elif isinstance(getattr(value, "__dict__", None), dict | MappingProxyType):
-            for inner in code.co_names:
-                if inner in vars(value) and _copy(vars(value)[inner]) is not _NOT:
-                    yield f"{at}{used}.{inner}", value, inner
+            found[used] = value
+        elif isinstance(inside := getattr(value, "__dict__", None), dict | MappingProxyType):
+            found |= {
+                f"{used}.{inner}": inside[inner] for inner in code.co_names
+                if inner in inside and _copy(inside[inner]) is not _NOT
+            }  # fmt: skip
     for used, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if _copy(_read(cell, "cell_contents")) is not _NOT:
-            yield at + used, cell, "cell_contents"
+        if _copy(value := _content(cell)) is not _NOT:
+            found[used] = value
+    return found
 
 
-def _read(holder: Any, name: str) -> Any:
-    if isinstance(holder, dict):
-        return holder[name]
-    if isinstance(holder, CellType):
-        return getattr(holder, name, _NOT)  # an empty cell has nothing
-    return getattr(holder, name)
+def _content(cell: CellType) -> Any:
+    return getattr(cell, "cell_contents", _NOT)  # an empty one has nothing
 
 
-def _write(holder: Any, name: str, value: Any) -> None:
-    if isinstance(holder, dict):
-        before = holder.get(name)
-        if isinstance(before, Tensor) and isinstance(value, Tensor):
-            value = value.to(before.device)
-        holder[name] = value
+def _write_outside(function: FunctionType, name: str, value: Any) -> None:
+    used, _, inner = name.partition(".")
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if inner:
+        if used in function.__globals__:
+            setattr(function.__globals__[used], inner, value)
+    elif used in cells:
+        cells[used].cell_contents = value
     else:
-        setattr(holder, name, value)
+        _write(function.__globals__, used, value)
+
+
+def _write(holder: dict[str, Any], name: str, value: Any) -> None:
+    before = holder.get(name)
+    if isinstance(before, Tensor) and isinstance(value, Tensor):
+        value = value.to(before.device)
+    (holder.whole if isinstance(holder, _Window) else holder)[name] = value
 
 
 def _copy(value: Any) -> Any:
@@ -244,7 +292,7 @@ def _copy(value: Any) -> Any:
         return _copy(value.item())
     if isinstance(value, Tensor):
         travels = value.grad_fn is None and value.layout is torch.strided
-        return _Held(value, value._version, value.data_ptr()) if travels else _NOT
+        return _Held(value) if travels else _NOT
     if type(value) in (list, tuple) and len(value) <= _LONGEST:
         items = [_copy(item) for item in value]
         return _NOT if _any_not(items) else type(value)(items)
