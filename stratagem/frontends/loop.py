@@ -122,6 +122,8 @@ def _epoch(job: Fit, step: Step, replica: Replica, epoch: int) -> bool:
         job.callbacks.batch_begin(number)
         if job.between_steps and _listen(job, step, replica):
             break
+        if job.recipe.metrics:
+            job.recipe.metrics.next_batch(portion, replica)
         step.take(portion, last)
         job.callbacks.batch_end(number, tally)
     if job.between_steps:
@@ -275,9 +277,11 @@ def evaluate_here(job: Evaluation, replica: Replica) -> dict[str, float]:
 
 def _losses(runner: Solo, portion: Portion, proof: Proof | None) -> tuple[float, float]:
     """Numerator and denominator of this share's loss; metrics take it in."""
+    recipe = runner.recipe
+    if recipe.metrics:
+        recipe.metrics.next_batch(portion, runner.replica)
     if portion.examples == 0:
         return 0.0, 0.0
-    recipe = runner.recipe
     with runner.autocast():
         output, y, weight = runner.forward(portion)
         numerator, denominator = recipe.loss.terms(output, y, weight, portion.examples)

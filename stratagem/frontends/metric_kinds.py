@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,14 +12,19 @@ import torch
 import torchmetrics
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
-from stratagem.errors import UsageError
+from stratagem.data.shard import rows
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.losses import examples
+from stratagem.frontends.proof import check_mean
+
+log = logging.getLogger("stratagem")
 
 #: from the number of classes (0: none), and whether a single output is a logit
 Maker = Callable[[int, bool], torchmetrics.Metric]
 
 
-def _accuracy(classes: int, logits: bool) -> torchmetrics.Metric:
+def accuracy(classes: int, logits: bool) -> torchmetrics.Metric:
+    """What is meant by the name."""
     if classes > 1:
         return MulticlassAccuracy(classes, average="micro", validate_args=False)
     return (LogitAccuracy if logits else BinaryAccuracy)(validate_args=False)
@@ -33,7 +40,7 @@ class LogitAccuracy(BinaryAccuracy):
 
 #: made when the first output shows how many classes there are
 _NAMED: dict[str, Maker] = {
-    "accuracy": _accuracy,
+    "accuracy": accuracy,
     "mae": lambda *_: torchmetrics.MeanAbsoluteError(),
     "mse": lambda *_: torchmetrics.MeanSquaredError(),
 }
@@ -50,6 +57,36 @@ class FunctionMetric(torchmetrics.MeanMetric):
         value = torch.as_tensor(self.function(output, target)).detach().float()
         # As many values as examples: MeanMetric with nan_strategy="disable" ignores weights.
         super().update(value if value.dim() else value.expand(max(1, examples(output, target))))
+
+
+def check_function(
+    name: str, metric: torchmetrics.Metric, output: Any, target: Any, count: int
+) -> None:
+    """Raise if the function's number for a share of so many rows is not the mean over them."""
+    assert isinstance(metric, FunctionMetric)
+    function, device = copy.copy(metric.function), metric.device
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        whole, again = (torch.as_tensor(function(output, target)) for _ in range(2))
+        if whole.dim() or not torch.equal(whole, again):
+            return  # a value a row; or it draws random numbers, and nothing can be compared
+        try:
+            check_mean(function, [output, target], count, whole)
+            while count >= 4:  # the halves of many rows may be alike by chance
+                count //= 2
+                few = rows([output, target], 0, count)
+                check_mean(function, few, count, torch.as_tensor(function(*few)))
+        except NotDistributable as error:
+            raise NotDistributable(
+                f'the metric "{name}" returns one number that is not the mean over the rows, so '
+                "the shares of replicas do not add up to the value of one device; return a value "
+                "for each row, give a torchmetrics metric that counts what is needed (such as "
+                "MeanSquaredError(squared=False)), or use one device."
+            ) from error
+        except Exception as error:
+            log.warning(
+                'the metric "%s" cannot be tried on a part of a batch (%s: %s), so its number is '
+                "taken for the mean over the rows, unchecked.", name, type(error).__name__, error,
+            )  # fmt: skip
 
 
 def listed(metrics: Any) -> list[tuple[str, torchmetrics.Metric | Maker]]:

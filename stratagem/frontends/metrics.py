@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends.feeds import Portion
+from stratagem.frontends.losses import examples
 from stratagem.replicas.pool import ZygoteProcess
 from stratagem.strategies.replica import Replica, current_replica
 from stratagem.wire.tree import gather_tree
@@ -19,6 +21,7 @@ from stratagem.wire.tree import gather_tree
 if TYPE_CHECKING:
     import torchmetrics
 
+    from stratagem.frontends.doubts import Doubts
     from stratagem.frontends.metric_kinds import Maker
 
 #: brings the like of a tensor from everybody
@@ -33,6 +36,9 @@ class MetricSet:
         self._logits = logits
         #: whether anything has been taken in since the last reset
         self.counted = False
+        self._doubts: Doubts | None = None
+        #: whether updates are of shares of batches, not of whole ones
+        self._shares = False
         self._makers: dict[str, Maker] = {}
         self._metrics: dict[str, torchmetrics.Metric] = {}
         for name, metric in _named(metrics):
@@ -42,6 +48,13 @@ class MetricSet:
                 self._metrics if isinstance(metric, nn.Module) else self._makers
             )
             kept[name] = metric
+        self._untried = [name for name, metric in self._metrics.items() if _is_function(metric)]
+        if self:
+            from stratagem.frontends.doubts import Doubts, may_ask
+            from stratagem.frontends.metric_kinds import accuracy
+
+            later = not logits and accuracy in self._makers.values()
+            self._doubts = Doubts() if later or may_ask(self._metrics) else None
 
     @property
     def names(self) -> list[str]:
@@ -56,14 +69,35 @@ class MetricSet:
     def __bool__(self) -> bool:
         return bool(self._makers or self._metrics)
 
+    def next_batch(self, portion: Portion, replica: Replica) -> None:
+        """Before each batch, also where this replica's share of it is empty. Collective."""
+        self._shares = portion.examples < portion.total
+        if self._doubts is not None and replica.count > 1:
+            self._doubts.next_batch(replica)
+
     def update(self, output: Any, target: Any) -> None:
         """Take one share in."""
         if self._makers:
             self._make(_classes(output, target), output.device)
         self.counted = True
-        with torch.no_grad():
+        doubts = self._doubts if self._shares else None
+        with torch.no_grad(), doubts.watching(self._metrics) if doubts else nullcontext():
             for metric in self._metrics.values():
                 metric.update(_detached(output), target)
+        if self._untried and self._shares:
+            self._try(_detached(output), target)
+
+    def _try(self, output: Any, target: Any) -> None:
+        """Whether functions of one's own are means over rows: seen by the chief, once."""
+        from stratagem.frontends.metric_kinds import check_function
+
+        count = examples(output, target)
+        if not current_replica().is_chief:
+            self._untried = []
+        elif count > 1:
+            names, self._untried = self._untried, []
+            for name in names:
+                check_function(name, self._metrics[name], output, target, count)
 
     def _make(self, classes: int, device: torch.device) -> None:
         for name, maker in self._makers.items():
@@ -74,6 +108,8 @@ class MetricSet:
         """Values over all examples of all replicas. Collective."""
         if replica.count > 1:
             self._agree(replica)
+            if self._doubts is not None:
+                self._doubts.settle(replica)
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             values.update(_flat(name, _joined(metric, replica)))
@@ -119,7 +155,9 @@ class MetricSet:
         return any(gather_tree(replica.collective, bool(self._makers)))
 
     def reset(self) -> None:
-        self.counted = False
+        self.counted = self._shares = False
+        if self._doubts is not None:
+            self._doubts.forget()
         for metric in self._metrics.values():
             metric.reset()
 
@@ -159,12 +197,18 @@ def _synced(metric: torchmetrics.Metric, gather: Gather) -> Iterator[None]:
         for part in parts:
             part._computed = None
             part._to_sync = part._should_unsync = False
-            part.sync(lambda t, group=None: gather(t), distributed_available=lambda: True)
+            part.sync(lambda t, group=None: _filled(gather(t)), distributed_available=lambda: True)
         yield
     finally:
         for part, (part._to_sync, part._should_unsync) in zip(parts, before, strict=True):
             if part._is_synced:
                 part.unsync()
+
+
+def _filled(parts: list[Tensor]) -> list[Tensor]:
+    """Without the empty lists of those who counted nothing: torchmetrics makes float32 of them,
+    which whole numbers from the others would turn into."""
+    return [part for part in parts if part.shape != (0,)] or parts
 
 
 def _parts(metric: nn.Module) -> list[torchmetrics.Metric]:
@@ -222,6 +266,10 @@ def _classes(output: Any, target: Any) -> int:
     if isinstance(output, Tensor) and isinstance(target, Tensor) and output.dim() > target.dim():
         return int(output.shape[1])
     return 0
+
+
+def _is_function(metric: nn.Module) -> bool:
+    return type(metric).__name__ == "FunctionMetric"
 
 
 def _runs_own(kind: type[Any]) -> bool:

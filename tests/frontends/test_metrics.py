@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+import torchmetrics.classification as tmc
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 from torchmetrics.wrappers import (
@@ -255,6 +256,163 @@ def test_outputs_with_names(some: sg.Strategy) -> None:
     with torch.no_grad():
         expected = float((model.module(x).scores.argmax(1) == y).float().mean())
     assert right == pytest.approx(expected)
+
+
+# --- what a share cannot tell --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[sg.Strategy]:
+    made = strategy(3)
+    yield made
+    made.close()
+
+
+class First(nn.Module):
+    """Its logits are the first features."""
+
+    def __init__(self, classes: int = 0) -> None:
+        super().__init__()
+        self.classes = classes
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x[:, : self.classes] if self.classes else x[:, 0]) * self.one
+
+
+def batchwise(
+    metrics: dict[str, Any], module: nn.Module, x: Any, y: Any, batch: int
+) -> dict[str, float]:
+    """As one device counts them."""
+    with torch.no_grad():
+        for start in range(0, len(x), batch):
+            for metric in metrics.values():
+                metric.update(module(x[start : start + batch]), y[start : start + batch])
+    return {name: float(metric.compute()) for name, metric in metrics.items()}
+
+
+def rowwise(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if output.dim() == 1:
+        return F.binary_cross_entropy_with_logits(output, target.float(), reduction="none")
+    return F.cross_entropy(output, target, reduction="none")
+
+
+BINARY: dict[str, Any] = {
+    "f1": tmc.BinaryF1Score, "auroc": tmc.BinaryAUROC,
+    "confusion": lambda: tmc.BinaryMatthewsCorrCoef(ignore_index=0),
+    "sum": lambda: tmc.BinaryAccuracy() + tmc.BinaryAveragePrecision(thresholds=7),
+    "calibration": tmc.BinaryCalibrationError,
+    "other way": lambda: LambdaInputTransformer(tmc.BinaryF1Score(), lambda output: -output),
+}  # fmt: skip
+SEVERAL: dict[str, Any] = {
+    "auroc": lambda: MulticlassAUROC(3),
+    "precision": lambda: torchmetrics.AveragePrecision(task="multiclass", num_classes=3),
+    "calibration": lambda: tmc.MulticlassCalibrationError(3),
+    "hinge": lambda: tmc.MulticlassHingeLoss(3),
+    "accuracy": lambda: MulticlassAccuracy(3),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("outputs", ["logits", "probabilities"])
+@pytest.mark.parametrize("batch", [2, 6])
+def test_the_batch_tells_logits_from_probabilities(
+    three: sg.Strategy, outputs: str, batch: int
+) -> None:
+    """Shares of one or two logits lie within 0 and 1 by chance; 101 rows are many batches."""
+    x, _ = data(101)
+    x = x.sigmoid() if outputs == "probabilities" else x
+    y = (x[:, 0] > 0.2).long()
+    model, made = sg.Model(First(), three), {name: make() for name, make in BINARY.items()}
+    model.compile("sgd", rowwise, {**made, "named": "accuracy"})
+    reference = {name: make() for name, make in BINARY.items()} | {"named": tmc.BinaryAccuracy()}
+    expected = batchwise(reference, First(), x, y, batch)
+    results = model.evaluate(x, y, batch_size=batch)
+    assert {name: results[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    model.optimizer.param_groups[0]["lr"] = 0.0  # type: ignore[union-attr]
+    logs = model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, validation_data=(x, y))
+    assert {name: logs.history[name][0] for name in expected} == pytest.approx(expected, abs=1e-6)
+    again = model.evaluate(x, y, batch_size=batch)
+    assert again == pytest.approx(results)
+
+
+@pytest.mark.timeout(60)
+def test_the_batch_tells_logits_of_several_classes(three: sg.Strategy) -> None:
+    x, _ = data(41)
+    y = x[:, 1:4].argmax(1)
+    model = sg.Model(First(3), three)
+    model.compile("sgd", rowwise, {name: make() for name, make in SEVERAL.items()})
+    reference = {name: make() for name, make in SEVERAL.items()}
+    expected = batchwise(reference, First(3), x, y, 4)
+    results = model.evaluate(x, y, batch_size=4)
+    assert {name: results[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_torchmetrics_is_left_as_it_was(three: sg.Strategy) -> None:
+    """Nobody else's metrics are decided here, nor a given metric's own later updates."""
+    x, _ = data(21)
+    y, given = (x[:, 0] > 0).long(), tmc.BinaryAUROC()
+    model = sg.Model(First(), three)
+    model.compile("sgd", rowwise, {"auroc": given})
+    model.evaluate(x, y, batch_size=6)
+    few = torch.tensor([0.1, 0.9, 0.7, 0.3])
+    given.update(few, torch.tensor([0, 1, 1, 0]))
+    assert torch.equal(torch.cat(list(given.preds)), few)
+
+
+@pytest.mark.timeout(60)
+def test_a_replica_without_an_example(three: sg.Strategy) -> None:
+    """Lists of nothing must not change the type of what the others have counted."""
+    x, _ = data(2)
+    y = torch.tensor([0, 2])
+    model = sg.Model(First(3), three)
+    model.compile("sgd", rowwise, {name: make() for name, make in SEVERAL.items()})
+    expected = batchwise({name: make() for name, make in SEVERAL.items()}, First(3), x, y, 32)
+    results = model.evaluate(x, y)
+    assert {name: results[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def rmse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean().sqrt()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("verb", ["fit", "evaluate"])
+def test_a_function_that_is_no_mean_is_refused(some: sg.Strategy, verb: str) -> None:
+    x, _ = data(41)
+    model = sg.Model(First(), some)
+    model.compile("sgd", "mse", {"rmse": rmse})
+    if some.num_replicas_in_sync == 1:
+        getattr(model, verb)(x, x[:, 1], verbose=0)
+        return
+    with pytest.raises(sg.NotDistributable, match=r'metric "rmse".*mean over the rows.*one device'):
+        getattr(model, verb)(x, x[:, 1], verbose=0)
+
+
+@pytest.mark.timeout(60)
+def test_functions_that_are_means_or_cannot_be_tried(
+    three: sg.Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def whole_share(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if len(output) < 4:
+            raise ValueError("too few")
+        return (output - target).abs().mean()
+
+    x, _ = data(41)
+    model = sg.Model(First(), three)
+    metrics = {
+        "mean": lambda output, target: float((output - target).abs().mean()),
+        "rows": lambda output, target: (output - target).abs(),
+        "dice": lambda output, target: torch.rand(()),
+        "untried": whole_share,
+    }
+    model.compile("sgd", "mse", metrics)
+    results = [model.evaluate(x[:36], x[:36, 1], batch_size=18) for _ in range(2)]
+    expected = float((x[:36, 0] - x[:36, 1]).abs().mean())
+    for name in ("mean", "rows", "untried"):
+        assert results[1][name] == pytest.approx(expected, abs=1e-6)
+    warned = [line for line in caplog.messages if "cannot be tried" in line]
+    assert len(warned) == 1 and 'the metric "untried"' in warned[0] and "too few" in warned[0]
 
 
 # --- when torchmetrics is imported ---------------------------------------------------------------
