@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
-from stratagem.frontends import evaluator, hooks, loop, losses, served
+from stratagem.frontends import alike, evaluator, hooks, loop, losses, served
 from stratagem.frontends.arrays import by_class, hold_out
 from stratagem.frontends.callbacks import Callback, CallbackList, History
 from stratagem.frontends.feeds import Feed, feed, in_batches, unpack
@@ -271,6 +271,7 @@ class Model:
 
     def _everywhere(self, function: Callable[[Any], Any], job: Any) -> Any:
         team = self.strategy.team
+        alike.check(self.strategy, function.__name__, job)
         sent = (job.for_followers(),) if len(team.devices) > 1 else None
         with explain_out_of_memory(team.devices):
             return team.call(function, (job,), sent)[0]

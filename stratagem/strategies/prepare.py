@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.data.loader import ShareLoader
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.strategies import setup, sync_batchnorm
+from stratagem.strategies import likeness, setup, sync_batchnorm
 from stratagem.strategies.exchange import GradientExchange
 from stratagem.strategies.replica import Replica, Share
 from stratagem.strategies.settings import Settings
@@ -43,6 +43,8 @@ def prepare(
         return Prepared(model, optimizer, _on_device(loader, replica))
     _check_optimizer(model, optimizer)
     setup.refuse_renormed(model)
+    look = likeness.of_module(model) | likeness.of_optimizer(optimizer, settings=True)
+    likeness.check(replica, "prepare", look | likeness.of_loader(loader, "the loader"))
     setup.align(model, replica)
     setup.roll_own_dice(replica)
     reducer = setup.choose_reducer(list(model.parameters()), replica, settings)
@@ -70,6 +72,8 @@ def prepare_loader(replica: Replica, loader: Any, loss_reduction: str) -> Any:
     sums = _is_sum(loss_reduction)
     if replica.count == 1 and isinstance(loader, DataLoader):
         return _on_device(loader, replica)
+    if replica.count > 1:
+        likeness.check(replica, "prepare", likeness.of_loader(loader, "the loader"))
     shares = _shares(loader, replica, sums, lambda: None)
     return _on_device(Interlude(shares, replica.share), replica)
 
