@@ -28,7 +28,7 @@ from stratagem.strategies.replica import Replica
 from stratagem.wire.tree import gather_tree
 
 #: batches after which replicas tell each other: what waits is kept in memory
-_PATIENCE = 32
+_PATIENCE = 16
 _ASKS = by_torchmetrics.__name__
 #: the modules that ask; each has the function under its name
 _ASKERS = [

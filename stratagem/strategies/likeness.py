@@ -96,7 +96,7 @@ def of_optimizer(optimizer: Optimizer, *, settings: bool) -> Look:
     look: Look = {"optimizer": f"{type(optimizer).__name__} of {groups} parameters"}
     for name in optimizer.param_groups[0] if settings else ():
         values = [_plain(group.get(name)) for group in optimizer.param_groups]
-        if name != "params":
+        if name != "params" and _is_plain(values):
             look[f"{name} of the optimizer"] = str(values if len(values) > 1 else values[0])
     return look
 
@@ -120,7 +120,7 @@ def of_dataset(dataset: Any, label: str, *, read: bool) -> Look:
     look: Look = {f"kind of {label}": "a dataset", f"number of rows in {label}": _length(dataset)}
     inner, depth = dataset, 0
     while isinstance(inner, Subset):
-        indices = torch.as_tensor(list(inner.indices))
+        indices = list(_plain(inner.indices))
         look[f"subset for {label}{depth or ''}"] = f"{len(indices)} rows ({_short(indices)})"
         inner, depth = inner.dataset, depth + 1
     look[f"type of {label}"] = type(inner).__name__
@@ -217,10 +217,16 @@ def _dice(seed: int) -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+    return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its text is the same in every process; that of an object may be its address."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _short(value: Any) -> str:
     """A few letters that stand for it."""
-    data = value.numpy().tobytes() if isinstance(value, Tensor) else repr(value).encode()
-    return "#" + hashlib.blake2b(data, digest_size=4).hexdigest()
+    return "#" + hashlib.blake2b(repr(value).encode(), digest_size=4).hexdigest()
