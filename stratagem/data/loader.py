@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem.data.shard import agreed_batches, rows, rows_of, share
+from stratagem.data.shard import (
+    Ordering,
+    agreed_batches,
+    count_rows,
+    rows,
+    rows_of,
+    share,
+)
+from stratagem.data.streams import mixed
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.wire.collective import Collective
+from stratagem.wire.collective import Alone, Collective
 from stratagem.wire.tree import broadcast_tree
 
 #: what fetches the shares of loaders whose workers persist, for as long as the loaders are there:
@@ -29,37 +39,73 @@ class ShareSampler:
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
-        #: given while somebody iterates
+        #: given while an iteration begins
         self.collective: Collective | None = None
+        self.ordering: Ordering = nullcontext
+        #: of the batches that the latest iteration has yielded and nobody has got
         self.sizes: deque[tuple[int, int]] = deque()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         collective = self.collective
         assert collective is not None
-        self.sizes.clear()
-        for batch in agreed_batches(self.batches, collective):
-            start, end = share(len(batch), collective.size, collective.rank)
-            self.sizes.append((end - start, len(batch)))
-            # An empty share borrows an example, so that the loop's body can run; it weighs 0.
-            yield batch[start:end] or batch[:1]
+        sizes: deque[tuple[int, int]] = deque()
+        self.sizes = sizes
+        if collective.size == 1:
+            with self.ordering():
+                source = iter(self.batches)
+            return _whole(in_order(source, self.ordering), sizes)
+        batches = agreed_batches(self.batches, collective, self.ordering)
+        return _shares(batches, collective.size, collective.rank, sizes)
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
 
 
-class ShareLoader:
+def _shares(
+    batches: Iterator[list[int]], size: int, rank: int, sizes: deque[tuple[int, int]]
+) -> Iterator[list[int]]:
+    for batch in batches:
+        start, end = share(len(batch), size, rank)
+        sizes.append((end - start, len(batch)))
+        # An empty share borrows an example, so that the loop's body can run; it weighs 0.
+        yield batch[start:end] or batch[:1]
+
+
+def _whole(batches: Iterator[Any], sizes: deque[tuple[int, int]]) -> Iterator[Any]:
+    """One device: whatever the sampler yields, as it is."""
+    for batch in batches:
+        known = batch if isinstance(batch, Sized) else list(batch)
+        sizes.append((len(known), len(known)))
+        yield known
+
+
+class Around:
+    """A loader around another."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class ShareLoader(Around):
     """Iterates like the loader it was made from, over shares of the same global batches."""
 
     def __init__(
         self, loader: DataLoader[Any], collective: Collective, announce: Announce,
-        at_end: Callable[[], None] = lambda: None,
+        at_end: Callable[[], None] = lambda: None, ordering: Ordering = nullcontext,
     ) -> None:  # fmt: skip
-        self.loader = loader
+        super().__init__(loader)
         self.collective = collective
         self._announce = announce
         self._at_end = at_end
-        self.dataset = loader.dataset
-        self.batch_size = loader.batch_size
+        self._ordering = ordering
         self._inner: DataLoader[Any] | None = None
         check_sampler(loader)
         if not isinstance(loader.dataset, IterableDataset):
@@ -68,11 +114,8 @@ class ShareLoader:
                     "the DataLoader has batch_size=None, so there is no global batch to split; "
                     "give it a batch_size or a batch_sampler."
                 )
-            self._inner = _fetcher(loader)
+            self._inner = _fetcher(loader, collective.rank)
             self._sampler: Any = self._inner.batch_sampler
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._mapped() if self._inner is not None else self._streamed()
@@ -80,33 +123,83 @@ class ShareLoader:
 
     def _mapped(self) -> Iterator[Any]:
         assert self._inner is not None
-        self._sampler.collective = self.collective
+        sampler = self._sampler
+        sampler.collective, sampler.ordering = self.collective, self._ordering
         try:
-            for batch in self._inner:
-                self._announce(*self._sampler.sizes.popleft())
-                yield batch
-        finally:
-            self._sampler.collective = None  # workers that persist must not keep a strategy alive
+            with self._ordering():  # a loader draws a seed for its workers
+                batches = iter(self._inner)
+        finally:  # workers that persist must not keep a strategy alive
+            sampler.collective, sampler.ordering = None, nullcontext
+        sizes = sampler.sizes
+        for batch in batches:
+            self._announce(*sizes.popleft())
+            yield batch
 
     def _streamed(self) -> Iterator[Any]:
         """The chief reads the stream; everybody gets each batch and keeps its share."""
         size, rank = self.collective.size, self.collective.rank
-        for batch in stream(self.loader, self.collective):
+        for batch in stream(self.loader, self.collective, self._ordering):
             total = rows_of(batch)
             start, end = share(total, size, rank)
             self._announce(end - start, total)
             yield rows(batch, start, end) if end > start else rows(batch, 0, 1)
 
 
-def stream(source: Iterable[Any], collective: Collective) -> Iterator[Any]:
-    """The chief's batches, whole, on every replica. Collective; no two readers, no pickle."""
-    if collective.size == 1:
-        yield from source
-        return
-    batches = iter(source) if collective.rank == 0 else None
+class WholeLoader(Around):
+    """One device, and a loader that puts batches together in a way of its own: as they come."""
+
+    def __init__(
+        self, loader: DataLoader[Any], announce: Announce, ordering: Ordering = nullcontext
+    ) -> None:
+        super().__init__(loader)
+        self._announce, self._ordering = announce, ordering
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in stream(self.loader, Alone(), self._ordering):
+            total = count_rows(batch)
+            total = total if total >= 0 else 1  # nobody can tell
+            self._announce(total, total)
+            yield batch
+
+
+def shares_of(
+    loader: DataLoader[Any], collective: Collective, announce: Announce,
+    at_end: Callable[[], None] = lambda: None, ordering: Ordering = nullcontext,
+) -> ShareLoader | WholeLoader:  # fmt: skip
+    """What deals a loader out; one device takes loaders, too, that cannot be dealt out."""
+    streamed = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
+    own_way = streamed or type(loader).__iter__ is not DataLoader.__iter__
+    if collective.size == 1 and own_way:
+        return WholeLoader(loader, announce, ordering)
+    return ShareLoader(loader, collective, announce, at_end, ordering)
+
+
+def in_order(source: Iterator[Any], ordering: Ordering) -> Iterator[Any]:
+    """Everything from an iterator, which draws what orders the data."""
     nothing = object()
     while True:
-        batch = next(batches, nothing) if batches is not None else None
+        with ordering():
+            item = next(source, nothing)
+        if item is nothing:
+            return
+        yield item
+
+
+def stream(
+    source: Iterable[Any], collective: Collective, ordering: Ordering = nullcontext
+) -> Iterator[Any]:
+    """The chief's batches, whole, on every replica. Collective; no two readers, no pickle."""
+    batches: Iterator[Any] = iter(())
+    if collective.rank == 0:
+        with ordering():
+            batches = iter(source)
+        batches = in_order(batches, ordering)
+    if collective.size == 1:
+        yield from batches
+        return
+    nothing = object()
+    while True:
+        batch = next(batches, nothing)
         told = broadcast_tree(collective, None if batch is nothing else [batch])
         if told is None:
             return
@@ -127,16 +220,25 @@ def check_sampler(loader: DataLoader[Any]) -> None:
             )
 
 
-def _fetcher(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _fetcher(loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
     """The loader that fetches this replica's shares."""
     if not loader.persistent_workers:
-        return _like(loader)
+        return _like(loader, rank)
     if loader not in _persistent:
-        _persistent[loader] = _like(loader)
+        _persistent[loader] = _like(loader, rank)
     return _persistent[loader]
 
 
-def _like(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _own_dice(dice: torch.Generator | None, rank: int) -> torch.Generator | None:
+    """What seeds a replica's workers: the chief's orders the data as well, and the others' must
+    not be the same, or their rows would get the same noise."""
+    if dice is None or rank == 0:
+        return dice
+    drawn = int(torch.empty((), dtype=torch.int64).random_(generator=dice).item())
+    return torch.Generator().manual_seed(mixed(drawn, rank))
+
+
+def _like(loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
     """The same loader with a sampler of shares."""
     assert loader.batch_sampler is not None
     extra: dict[str, Any] = {}
@@ -149,6 +251,6 @@ def _like(loader: DataLoader[Any]) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset, batch_sampler=ShareSampler(loader.batch_sampler),
         collate_fn=loader.collate_fn, num_workers=loader.num_workers, pin_memory=loader.pin_memory,
-        timeout=loader.timeout, worker_init_fn=loader.worker_init_fn, generator=loader.generator,
-        **extra,
+        timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,
+        generator=_own_dice(loader.generator, rank), **extra,
     )  # fmt: skip

@@ -7,17 +7,28 @@ share is empty when there are fewer examples than replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from stratagem.errors import NotDistributable
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree
 
 _CHUNK = 1024  # batches whose indices travel in one message
+
+#: inside, what is drawn orders the data
+Ordering = Callable[[], AbstractContextManager[None]]
 
 
 def share(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -28,28 +39,92 @@ def share(total: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def agreed_batches(
-    batches: Iterable[Sequence[int]], collective: Collective
+    batches: Iterable[Sequence[int]], collective: Collective, ordering: Ordering = nullcontext
 ) -> Iterator[list[int]]:
     """The chief's batches of indices, the same on every replica. Collective.
 
-    Only the chief draws from the sampler, so any sampler works, random ones included.
+    Only the chief draws from the sampler, so any sampler works, random ones included; and it draws
+    when one device would: a loop that is left early leaves the dice as one device would.
     """
-    source = iter(batches) if collective.rank == 0 else iter(())
+    if collective.rank != 0:
+        return _followed(collective)
+    whole: Any = batches
+    with ordering():
+        if _draws_at_once(whole):
+            return _led(whole, iter(whole.sampler), collective, ordering)
+        return _led_one_by_one(iter(whole), collective, ordering)
+
+
+def _draws_at_once(batches: Any) -> bool:
+    """Whether it is one of torch's own that have drawn everything with their first row: reading
+    ahead makes no difference then, but for the end, where torch's RandomSampler draws once more."""
+    if type(batches) is not BatchSampler:
+        return False
+    sampler: Any = batches.sampler
+    if type(sampler) is RandomSampler:
+        enough = not sampler.replacement and len(sampler) <= len(sampler.data_source)
+        return enough or sampler.generator is None
+    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def _led(
+    batches: Any, source: Iterator[int], collective: Collective, ordering: Ordering
+) -> Iterator[list[int]]:
+    """As the chief: rows are told in chunks, and the sampler's end is drawn when one gets there."""
+    size, drop = batches.batch_size, batches.drop_last
+
+    def rows_in_order() -> Iterator[int]:
+        left = len(batches.sampler)
+        while True:
+            asked = min(left, size * _CHUNK)
+            with ordering():
+                chunk = _integers(islice(source, asked))
+            left = left - asked if len(chunk) == asked else 0
+            told = {"rows": torch.tensor(chunk, dtype=torch.int64), "left": left}
+            broadcast_tree(collective, told | {"size": size, "drop": drop})
+            yield from chunk
+            if not left:
+                break
+        with ordering():
+            next(source, None)
+
+    return iter(BatchSampler(rows_in_order(), size, drop))
+
+
+def _led_one_by_one(
+    source: Iterator[Any], collective: Collective, ordering: Ordering
+) -> Iterator[list[int]]:
+    """As the chief: nobody knows what the sampler goes by, so it is asked when a batch is due."""
     while True:
-        chunk = [_integers(batch) for batch in islice(source, _CHUNK)]
-        told = broadcast_tree(
-            collective,
-            {"sizes": torch.tensor([len(b) for b in chunk], dtype=torch.int64),
-             "indices": torch.tensor([i for b in chunk for i in b], dtype=torch.int64)},
-        )  # fmt: skip
-        indices = told["indices"].split(told["sizes"].tolist())
-        for batch in indices:
-            yield batch.tolist()
-        if len(told["sizes"]) < _CHUNK:
+        with ordering():
+            drawn = next(source, None)
+        batch = None if drawn is None else _integers(drawn)
+        rows = None if batch is None else torch.tensor(batch, dtype=torch.int64)
+        broadcast_tree(collective, {"batch": rows})
+        if batch is None:
             return
+        yield batch
 
 
-def _integers(batch: Sequence[int]) -> list[int]:
+def _followed(collective: Collective) -> Iterator[list[int]]:
+    """As another replica: what the chief tells."""
+    told = broadcast_tree(collective)
+    if "batch" not in told:
+        yield from BatchSampler(_told_rows(told, collective), told["size"], told["drop"])
+        return
+    while told["batch"] is not None:
+        yield told["batch"].tolist()
+        told = broadcast_tree(collective)
+
+
+def _told_rows(told: Any, collective: Collective) -> Iterator[int]:
+    yield from told["rows"].tolist()
+    while told["left"]:
+        told = broadcast_tree(collective)
+        yield from told["rows"].tolist()
+
+
+def _integers(batch: Iterable[Any]) -> list[int]:
     try:
         return [int(i) for i in batch]
     except (TypeError, ValueError) as error:
@@ -143,7 +218,7 @@ def _lengths(tree: Any, has_rows: Callable[[Any], bool]) -> Iterator[int]:
         yield len(tree)
         return
     parts: Iterable[Any] = ()
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         parts = tree.values()
     elif isinstance(tree, list | tuple):
         parts = tree

@@ -16,9 +16,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from stratagem.data.loader import ShareLoader, check_sampler, stream
+from stratagem.data.loader import check_sampler, shares_of, stream
 from stratagem.data.shard import count_rows, rows, rows_of, share
 from stratagem.errors import UsageError
 from stratagem.frontends.lists import from_lists, is_numbers
@@ -144,11 +145,11 @@ class LoaderFeed:
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         assert self.loader is not None
-        if replica.count == 1:
-            yield from (portion_of(batch, None) for batch in self.loader)
-            return
         sizes: list[tuple[int, int]] = []
-        shares = ShareLoader(self.loader, replica.collective, lambda n, m: sizes.append((n, m)))
+        shares = shares_of(
+            self.loader, replica.collective, lambda n, m: sizes.append((n, m)),
+            ordering=replica.ordering,
+        )  # fmt: skip
         for batch in shares:
             yield portion_of(batch, sizes.pop())
 
@@ -182,7 +183,7 @@ class StreamFeed:
     once: bool = False
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
-        for batch in stream(_tensors(self.source), replica.collective):
+        for batch in stream(_tensors(self.source), replica.collective, replica.ordering):
             total = rows_of(batch) if replica.count > 1 else count_rows(batch)
             start, end = share(total, replica.count, replica.index)
             part = rows(batch, start, end) if end > start else rows(batch, 0, 1)
@@ -223,17 +224,14 @@ def _tensors(source: Iterable[Any] | None) -> Iterator[Any]:
         yield _map(_tensor, list(map(from_lists, batch)) if apart else from_lists(batch))
 
 
-def portion_of(batch: Any, size: tuple[int, int] | None) -> Portion:
+def portion_of(batch: Any, size: tuple[int, int]) -> Portion:
     """A batch as a portion; `size` is how many examples it has, and how many all parts have."""
-    x, y, weight = unpack(batch)
-    if size is None:
-        size = (count_rows(x),) * 2
-    return Portion(x, y, weight, *size)
+    return Portion(*unpack(batch), *size)
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
     """(x), (x, y) or (x, y, sample weight)."""
-    if isinstance(batch, list | tuple):
+    if isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence):
         if len(batch) in (1, 2, 3):
             x, y, weight = (*batch, None, None)[:3]
             return x, y, weight

@@ -19,7 +19,7 @@ from stratagem.data.streams import RandomStreams, mixed
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends import outputs, traits
 from stratagem.frontends.callbacks import CallbackList
-from stratagem.frontends.feeds import ArrayFeed, Feed, Portion, check_enough
+from stratagem.frontends.feeds import Feed, Portion, check_enough
 from stratagem.frontends.meter import Meter
 from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Recipe, Sliced, Solo, Step, Tally, choose
@@ -71,7 +71,9 @@ def fit(job: Fit) -> None:
     _align(job.module, replica)
     _align_state(job.optimizer, replica)
     setup.roll_own_dice(replica, job.generation)
-    with _own_streams(replica, job.generation):
+    # a later fit begins where the data's numbers are, and the model must not draw the same again
+    seed = mixed(torch.initial_seed(), -1, job.generation) if job.generation else None
+    with _own_streams(replica, seed):
         job.feed.agree(replica)
         step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
         try:
@@ -84,19 +86,19 @@ def fit(job: Fit) -> None:
 
 
 @contextmanager
-def _own_streams(replica: Replica, generation: int) -> Iterator[None]:
+def _own_streams(
+    replica: Replica, seed: int | None = None, *, renew: bool = False
+) -> Iterator[None]:
     """On the chief: what the model draws, and how much, shall not decide how data is shuffled."""
     if not replica.is_chief:
         yield
         return
-    # a later fit begins where the data's numbers are, and the model must not draw the same again
-    seed = mixed(torch.initial_seed(), -1, generation) if generation else None
-    replica.streams = RandomStreams(seed)
+    around, replica.streams = replica.streams, (streams := RandomStreams(seed))
     try:
         yield
     finally:
-        replica.streams.end()
-        replica.streams = None
+        streams.end(renew=renew)
+        replica.streams = around  # on one device, callbacks may evaluate
 
 
 def _train(job: Fit, step: Step, replica: Replica) -> None:
@@ -146,8 +148,7 @@ def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Por
     limit = job.steps_per_epoch
     waiting: Portion | None = None
     number = drawn = 0
-    streams = None if isinstance(job.feed, ArrayFeed) else replica.streams  # arrays have a seed
-    for portion in _drawn(job.feed.portions(replica, epoch), streams):
+    for portion in job.feed.portions(replica, epoch):
         if waiting is not None:
             yield number, waiting, False
             number += 1
@@ -158,19 +159,6 @@ def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Por
     if waiting is not None:
         yield number, waiting, True
     check_enough(job.feed, drawn, limit, epoch)
-
-
-def _drawn(portions: Iterator[Portion], streams: RandomStreams | None) -> Iterator[Portion]:
-    """What samplers and datasets draw on the way comes from the data's own random numbers."""
-    if streams is None:
-        yield from portions
-        return
-    while True:
-        with streams.for_data():
-            portion = next(portions, None)
-        if portion is None:
-            return
-        yield portion
 
 
 def _listen(job: Fit, step: Step, replica: Replica) -> bool:
@@ -249,7 +237,8 @@ def evaluate(job: Evaluation) -> dict[str, float]:
     job.recipe.metrics.to(replica.device)
     traits.adopt(job.module, job.recipe.loss, job.names)
     _align(job.module, replica)
-    return evaluate_here(job, replica)
+    with _own_streams(replica, renew=True):
+        return evaluate_here(job, replica)
 
 
 @torch.no_grad()
@@ -311,6 +300,18 @@ def predict(job: Evaluation) -> Any:
     _align(job.module, replica)
     job.module.eval()
     runner = Solo(job.module, None, job.recipe, replica)
+    with _own_streams(replica, renew=True):
+        mine = _own_outputs(job, runner, replica)
+    everybody = gather_tree(replica.collective, mine)
+    ordered = [part for batch in zip(*everybody, strict=True) for part in batch if part is not None]
+    parts = [output for output, _ in ordered]
+    if replica.count > 1 and parts:
+        outputs.check_rows(parts, [examples for _, examples in ordered])
+    return outputs.joined(parts)
+
+
+def _own_outputs(job: Evaluation, runner: Solo, replica: Replica) -> list[Any]:
+    """Outputs for this replica's shares, and how many rows they are of; None for empty ones."""
     mine: list[Any] = []
     for portion in job.portions(replica):
         if portion.examples == 0:
@@ -321,12 +322,7 @@ def predict(job: Evaluation) -> Any:
         if not mine and replica.count > 1:  # before the others are computed
             outputs.check_rows([output], [portion.examples])
         mine.append([output, portion.examples])
-    everybody = gather_tree(replica.collective, mine)
-    ordered = [part for batch in zip(*everybody, strict=True) for part in batch if part is not None]
-    parts = [output for output, _ in ordered]
-    if replica.count > 1 and parts:
-        outputs.check_rows(parts, [examples for _, examples in ordered])
-    return outputs.joined(parts)
+    return mine
 
 
 def _align(module: nn.Module, replica: Replica) -> None:

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.cluster.membership import Membership
+from stratagem.data.shard import Ordering
 from stratagem.data.streams import RandomStreams
 from stratagem.errors import UsageError
 from stratagem.strategies.cross_device import CrossDeviceOps, RingAllReduce
@@ -62,7 +63,7 @@ class Replica:
     #: the fastest collective by number of elements, once measured
     measured: dict[int, Collective] = field(default_factory=dict, repr=False)
     share: Share = field(init=False)
-    #: on the chief of a fit: random numbers for the data, apart from the model's
+    #: on the chief of a fit or an evaluation: random numbers for the data, apart from the model's
     streams: RandomStreams | None = field(default=None, init=False, repr=False)
     _side: Collective | None = field(default=None, repr=False)
 
@@ -86,6 +87,11 @@ class Replica:
     @property
     def is_chief(self) -> bool:
         return self.index == 0
+
+    @property
+    def ordering(self) -> Ordering:
+        """Inside of what it returns, draws order the data."""
+        return nullcontext if self.streams is None else self.streams.for_data
 
     def all_gather(self, tensor: Tensor | float) -> list[Tensor]:
         """Every replica's tensor or number, in order; shapes may differ."""
