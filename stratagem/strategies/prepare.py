@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
-from stratagem.data.loader import ShareLoader
+from stratagem.data.loader import Around, shares_of
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.strategies import likeness, setup, sync_batchnorm
 from stratagem.strategies.exchange import GradientExchange
-from stratagem.strategies.replica import Replica, Share
+from stratagem.strategies.replica import Replica, Share, be, current_replica
 from stratagem.strategies.settings import Settings
 
 #: what takes the hooks off a model again, so that it can be prepared anew
@@ -40,6 +40,9 @@ def prepare(
     sums = _is_sum(loss_reduction)
     model.to(replica.device)
     if replica.count == 1:
+        _be_here(replica)
+        dealt = isinstance(loader, DataLoader)
+        loader = _shares(loader, replica, sums, lambda: None) if dealt else loader
         return Prepared(model, optimizer, _on_device(loader, replica))
     _check_optimizer(model, optimizer)
     setup.refuse_renormed(model)
@@ -70,12 +73,19 @@ def prepare(
 def prepare_loader(replica: Replica, loader: Any, loss_reduction: str) -> Any:
     """A loader of shares that belongs to no model: for validation, say. Collective."""
     sums = _is_sum(loss_reduction)
-    if replica.count == 1 and isinstance(loader, DataLoader):
-        return _on_device(loader, replica)
-    if replica.count > 1:
+    if replica.count == 1:
+        _be_here(replica)
+    else:
         likeness.check(replica, "prepare", likeness.of_loader(loader, "the loader"))
     shares = _shares(loader, replica, sums, lambda: None)
     return _on_device(Interlude(shares, replica.share), replica)
+
+
+def _be_here(replica: Replica) -> None:
+    """A lone replica's loop may stand anywhere in a script: `sg.current_replica()` is it there."""
+    current = current_replica()
+    if current.count == 1 and current is not replica:
+        be(replica)
 
 
 def _is_sum(loss_reduction: str) -> bool:
@@ -86,7 +96,7 @@ def _is_sum(loss_reduction: str) -> bool:
 
 def _shares(
     loader: Any, replica: Replica, sums: bool, at_end: Callable[[], None]
-) -> ShareLoader:
+) -> Any:
     if not isinstance(loader, DataLoader):
         raise NotDistributable(
             f"prepare takes a torch DataLoader, not a {type(loader).__name__}; wrap the data in "
@@ -96,7 +106,7 @@ def _shares(
     def announce(examples: int, total: int) -> None:
         replica.share.set(examples, total, float(examples > 0) if sums else None)
 
-    return ShareLoader(loader, replica.collective, announce, at_end)
+    return shares_of(loader, replica.collective, announce, at_end)
 
 
 def _take_away(exchange: GradientExchange, unsync: Callable[[], None]) -> None:
@@ -122,20 +132,7 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             )
 
 
-class _Around:
-    """A loader around another."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-
-class DeviceLoader(_Around):
+class DeviceLoader(Around):
     """Moves each batch to the replica's device."""
 
     def __init__(self, loader: Any, replica: Replica) -> None:
@@ -147,7 +144,7 @@ class DeviceLoader(_Around):
             yield to_device(batch, self.device)
 
 
-class Interlude(_Around):
+class Interlude(Around):
     """A loop that may stand within another: however it is left, the share is what it was."""
 
     def __init__(self, loader: Any, share: Share) -> None:

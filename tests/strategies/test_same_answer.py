@@ -593,9 +593,11 @@ def test_a_loader_by_itself_may_train(three_ring: sg.MirroredStrategy) -> None:
         assert distance(alone, replica) < 2e-6
 
 
-def test_one_replica_keeps_its_loader() -> None:
-    loader = DataLoader(TensorDataset(torch.ones(4)), batch_size=2)
-    assert strategy(1).prepare(loader) is loader
+def test_one_replica_takes_the_batches_of_its_loader() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
+    found = strategy(1).prepare(loader)
+    assert [batch.tolist() for (batch,) in found] == [[0, 1], [2, 3], [4]]
+    assert found.dataset is loader.dataset and len(found) == 3
 
 
 def test_prepare_refuses_what_is_neither(two: sg.MirroredStrategy) -> None:
