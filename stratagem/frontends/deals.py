@@ -111,8 +111,9 @@ def _indexed(loader: DataLoader[Any], parts: int) -> Dealer:
     indices = Indices(loader)
 
     def unpack(payload: Any) -> Portion:
-        batch = collate([loader.dataset[i] for i in payload["indices"]])
-        return _whole(batch, payload["total"])
+        chosen = payload["indices"]
+        batch = collate([loader.dataset[i] for i in chosen])
+        return portion_of(batch, (len(chosen), payload["total"]))
 
     return ParcelDealer(lambda: map(parts_of_indices, indices), parts, unpack)
 

@@ -415,8 +415,9 @@ def choose(
 
 
 def call(module: nn.Module, x: Any) -> Any:
-    """Several inputs come as a tuple or list, named ones as a dict."""
-    if isinstance(x, list | tuple):
+    """Several inputs come as a tuple or list, named ones as a dict; a NamedTuple (a
+    PackedSequence, say) is one."""
+    if isinstance(x, list | tuple) and not hasattr(x, "_fields"):
         return module(*x)
     if isinstance(x, dict):
         return module(**x)
