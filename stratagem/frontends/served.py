@@ -100,13 +100,15 @@ class Hand:
         self._proof = Proof(job.recipe.loss, replica) if several else None
         self.handed_in = 0
         self._epoch = 0
+        #: what came of the last batch: metrics take it in when it is sure to count
+        self._last: tuple[Any, Any] | None = None
         self.begin()
 
     def begin(self) -> None:
         """An epoch begins."""
         self.job.module.train()
         self.job.recipe.metrics.reset()
-        self.handed_in = 0
+        self.handed_in, self._last = 0, None
 
     def follow(self) -> None:
         """Work until the chief ends it."""
@@ -117,7 +119,7 @@ class Hand:
                 _believe(self.job, self.session, work)
                 return
             if isinstance(work, EpochOver):
-                self.report()
+                self.report(void=work.void)
                 self.begin()
             else:
                 self.do(work)
@@ -128,6 +130,7 @@ class Hand:
             if self._epoch and not self.worker.is_chief:
                 self.begin()  # it was absent when the last one ended
             self._epoch = work.epoch
+        self._count()
         portion = self.dealer.portion(work, self.job.epochs.start, self.replica.device)
         self.worker.arrive()
         if self.group is not None:
@@ -144,9 +147,13 @@ class Hand:
         self.session.forget_gradients()
         if kept:
             self.handed_in += 1
-            if self.job.recipe.metrics:
-                self.job.recipe.metrics.update(output, y)
+            self._last = (output, y)
         return kept
+
+    def _count(self) -> None:
+        last, self._last = self._last, None
+        if last is not None and self.job.recipe.metrics:
+            self.job.recipe.metrics.update(*last)
 
     def _do_together(self, group: Leader, work: Work, portion: Portion) -> bool:
         loss, weight = group.gradients(work, portion)
@@ -192,9 +199,12 @@ class Hand:
         weight = float(denominator)
         return (numerator / weight if weight else numerator * 0.0), weight
 
-    def report(self) -> None:
-        """What this worker has counted in the epoch that is over."""
+    def report(self, *, void: bool = False) -> None:
+        """What this worker has counted in the epoch that is over; `void`: but for the last."""
         metrics = self.job.recipe.metrics
+        if void:
+            self._last, self.handed_in = None, self.handed_in - 1
+        self._count()
         if self.group is not None:
             counted = self.group.states()
         else:
@@ -246,10 +256,7 @@ class Chief:
         started = time.perf_counter()
         hand.dealer.open(self.worker, number, epoch, job.steps_per_epoch)
         batch = 0
-        while True:
-            work = self.worker.next(hand.dealer.fill, wait=False)
-            if isinstance(work, EpochOver | FitOver):
-                break
+        while isinstance(work := self.worker.next(hand.dealer.fill, wait=False), Work):
             if job.between_steps:
                 self.worker.arrive()
                 job.callbacks.settle()  # what came is no change of theirs
@@ -257,6 +264,10 @@ class Chief:
             if job.between_steps:
                 self.worker.set_settings(self.session.settings())
                 self._follow_weights(between=True)
+                if job.callbacks.stop:
+                    self.worker.abandon(work.ticket)
+                    self._stop()
+                    break
             hand.do(work)
             if job.between_steps:
                 self.worker.refresh()  # or what callbacks write would undo the update
@@ -265,12 +276,10 @@ class Chief:
             if job.between_steps:
                 self._follow_weights(between=True)  # settings once this batch is applied
                 if job.callbacks.stop:
+                    self._stop()
                     break
-        stopped = job.callbacks.stop
-        check_enough(job.feed, hand.dealer.dealt, job.steps_per_epoch, epoch)
-        if stopped:
-            self.worker.refresh()
-            return True
+        else:
+            check_enough(job.feed, hand.dealer.dealt, job.steps_per_epoch, epoch)
         logs = self._logs(time.perf_counter() - started)
         counted, details = self._books.turn(self.worker.stats())
         logs |= counted
@@ -285,6 +294,12 @@ class Chief:
         self._told.append([epoch, logs, books.portable(details)])
         self._follow_callbacks()
         return job.callbacks.stop
+
+    def _stop(self) -> None:
+        """A callback ends the training in mid-epoch: what is in hand is done, and nothing more."""
+        self.worker.enough()
+        while isinstance(work := self.worker.next(wait=False), Work):
+            self.hand.do(work)
 
     def _logs(self, seconds: float) -> dict[str, Any]:
         hand, metrics = self.hand, self.job.recipe.metrics

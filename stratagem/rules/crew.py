@@ -20,8 +20,6 @@ class Member:
     revoked: int | None = None
     #: the batch (Ticket.first) of the ticket that it was last given and has not returned
     batch: int = -1
-    #: whether it asks for no work at present, so that nobody waits for it
-    aside: bool = False
     #: the version at which it was last given a ticket that it has not returned
     stamp: int = -1
     clock: int = 0
@@ -38,8 +36,6 @@ class Crew:
     def __init__(self, warmup: Ramp | None) -> None:
         self.clocks = Clocks()
         self.admitted = 0
-        #: members that stand aside
-        self.aside = 0
         self._warmup = warmup
         #: by worker
         self.members: dict[int, Member] = {}
@@ -59,7 +55,6 @@ class Crew:
         """A member goes; it holds no ticket any more."""
         del self.members[member.worker]
         self._order.remove(member)
-        self.stand_aside(member, False)
         if member.admitted:
             self.admitted -= 1
             self.clocks.leave(member.clock)
@@ -81,11 +76,6 @@ class Crew:
             member.admitted = False
             if member.ticket is None:
                 self.clocks.leave(member.clock)
-
-    def stand_aside(self, member: Member, aside: bool) -> None:
-        """A member asks for no work for some time, or does so again."""
-        self.aside += aside - member.aside
-        member.aside = aside
 
     def tick(self, member: Member) -> None:
         """A member pushed what it had."""

@@ -46,8 +46,13 @@ class Deck:
         self._returned.clear()
         self.front = None
 
-    def add(self, batch: int, parts: int = 1) -> None:
-        """Deal a batch, cut into `parts` tickets."""
+    def end_with(self, last: int) -> None:
+        """Nothing is drawn of batches after the one that begins with the serial `last`."""
+        self._fresh = deque(ticket for ticket in self._fresh if ticket.first <= last)
+        self._look()
+
+    def add(self, batch: int, parts: int = 1) -> int:
+        """Deal a batch, cut into `parts` tickets; returns the serial of the first."""
         if self.closed:
             raise UsageError(f"batch {batch} was dealt after the epoch was closed; open it first.")
         if parts < 1:
@@ -56,6 +61,7 @@ class Deck:
             self._fresh.append(Ticket(self._serial, batch, part, parts))
             self._serial += 1
         self._look()
+        return self._serial - parts
 
     def draw(self) -> Ticket:
         """Take the front ticket."""
@@ -63,11 +69,13 @@ class Deck:
         self._look()
         return drawn
 
-    def put_back(self, ticket: Ticket) -> None:
-        """Return a ticket that was drawn, unless it was given up meanwhile."""
-        if ticket.serial >= self._first:
-            heappush(self._returned, (ticket.serial, ticket))
-            self._look()
+    def put_back(self, ticket: Ticket) -> bool:
+        """Return a ticket that was drawn; whether it had not been given up meanwhile."""
+        if ticket.serial < self._first:
+            return False
+        heappush(self._returned, (ticket.serial, ticket))
+        self._look()
+        return True
 
     def _look(self) -> None:
         if self._returned:

@@ -52,13 +52,13 @@ class AllOf(Gate):
         begun = self._of_this_batch(table)
         if not begun and (table.hands or table.kept):
             return False
-        here = len(table.crew) - table.crew.aside
+        here = len(table.crew)
         parts = table.deck.of_front
         if begun and member.batch == table.batch:  # one that had its part
             return parts > here - table.had and (member.worker != 0 or here == 1)
         first = table.crew.members.get(0, member)
-        waits = first is not member and not first.aside
-        return parts > (waits and not (begun and first.batch == table.batch))
+        waits = first is not member and not (begun and first.batch == table.batch)
+        return parts > waits
 
     def opens(self, table: Table) -> bool:
         return not table.hands and bool(table.kept) and not self._of_this_batch(table)

@@ -38,6 +38,8 @@ class Ledger:
         self._table = Table(version, free.warmup)
         self._books = Books()
         self._rate = 1.0  # the smallest that the pushes kept ask for
+        #: whether a batch was left half done: in step its update would be another one
+        self.torn = False
         #: changes whenever somebody who was refused by `take` may have to be asked again
         self.turn = 0
 
@@ -78,10 +80,10 @@ class Ledger:
 
     # the epoch's work
 
-    def deal(self, batch: int, parts: int = 1) -> None:
-        """Add a batch to the epoch, cut into `parts` tickets."""
-        self._table.deck.add(batch, parts)
+    def deal(self, batch: int, parts: int = 1) -> int:
+        """Add a batch to the epoch, cut into `parts` tickets; returns the serial of the first."""
         self.turn += 1
+        return self._table.deck.add(batch, parts)
 
     def close_deck(self) -> None:
         """The epoch has no more batches."""
@@ -95,8 +97,44 @@ class Ledger:
 
     def clear_deck(self) -> None:
         """What is left of the epoch is given up: nobody takes it any more."""
-        self._table.deck.clear()
+        table = self._table
+        front = table.deck.front
+        if front is not None and front.first == table.batch and (table.kept or table.hands):
+            self.torn = True
+        table.deck.clear()
         self.turn += 1
+
+    def end_early(self, last: int | None = None) -> tuple[Push, ...]:
+        """The epoch has no more batches than those in hand.
+
+        In step it ends with the batch that begins with the serial `last`, and what others have
+        done of the next one is dropped: returns those pushes.
+        """
+        table = self._table
+        dropped: tuple[Push, ...] = ()
+        if last is None:
+            table.deck.clear()
+        elif table.batch > last:
+            for serial in list(table.hands):
+                table.revoke(serial)
+            dropped = tuple(table.kept)
+            table.kept.clear()
+            self._books.drop(dropped)
+            table.deck.clear()
+        else:
+            table.deck.end_with(last)
+        self.close_deck()
+        return dropped
+
+    @property
+    def begun(self) -> bool:
+        """Whether pushes wait for others."""
+        return bool(self._table.kept)
+
+    @property
+    def in_hands(self) -> int:
+        """Tickets that somebody works on."""
+        return len(self._table.hands)
 
     def may_take(self, worker: int) -> bool:
         """Whether `take` would give this worker a ticket."""
@@ -111,7 +149,6 @@ class Ledger:
             raise UsageError(f"worker {worker} asks for work but is not in the job; join first.")
         if member.ticket is not None:
             return member.ticket
-        table.crew.stand_aside(member, False)
         ticket = self._offer(member)
         if ticket is None:
             return None
@@ -164,17 +201,6 @@ class Ledger:
         else:
             return
         self._books.abandon(worker)
-
-    def stand_aside(self, worker: int) -> None:
-        """A worker takes no more tickets until it asks for one again: nobody waits for it."""
-        member = self._table.crew.members.get(worker)
-        if member is None:
-            return
-        if member.ticket is not None:
-            self.abandon(worker, member.ticket.serial)
-        self._table.disown(member)
-        self._table.crew.stand_aside(member, True)
-        self.turn += 1
 
     def skip(self, worker: int, serial: int) -> None:
         """A worker is done with a ticket, and there is no gradient of it: nobody does it again."""
@@ -276,8 +302,9 @@ class Ledger:
             return
         table.disown(member)
         if table.release(member, ticket):
-            table.deck.put_back(ticket)
             self._books.requeued += 1
+            if not table.deck.put_back(ticket) and (table.kept or table.hands):
+                self.torn = True
         self.turn += 1
 
     def _requeue_or_lose(self, ticket: Ticket) -> None:

@@ -92,6 +92,11 @@ class Books:
         for push in pushes:
             self._tallies[push.worker].applied += 1
 
+    def drop(self, pushes: Iterable[Push]) -> None:
+        """Pushes that were kept make no update after all."""
+        for push in pushes:
+            self._tallies[push.worker].dropped += 1
+
     def abandon(self, worker: int) -> None:
         """A worker gave up."""
         self._tallies[worker].abandoned += 1

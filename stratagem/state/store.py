@@ -146,6 +146,11 @@ class Store:
             grads = self._sum.take_one(grad, factor, used, clip_value)
             self._step(stepper, grads, rate)
 
+    def forget(self) -> None:
+        """Throw away the sum that waits."""
+        with self.lock:
+            self._sum.clear()
+
     def _step(self, stepper: Steps, grads: list[Tensor | None], rate: float) -> None:
         moved = stepper.step(grads, rate)
         self.version += 1

@@ -318,6 +318,13 @@ class Slow(sg.callbacks.Callback):
         time.sleep(0.005)
 
 
+class Begins(sg.callbacks.Callback):
+    """Does nothing, before batches only."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.005)
+
+
 class Count(nn.Module):
     """Its weight is the number of updates, if every one of them counts."""
 
@@ -341,8 +348,11 @@ def test_callbacks_that_change_nothing_undo_nothing(
     one = model(where, OPTIMIZERS["sgd"], Count())
     one.compile(lambda p: torch.optim.SGD(p, lr=1.0), lambda output, _: output.mean())
     x, _, _, _ = digits()
-    one.fit(x[:300], batch_size=4, verbose=0, callbacks=[Slow()])
-    assert float(one.module.get_parameter("weight").detach()) == where.stats().updates
+    done = 0
+    for callback in (Slow(), Begins()):
+        one.fit(x[:300], batch_size=4, verbose=0, callbacks=[callback])
+        done += where.stats().updates
+        assert float(one.module.get_parameter("weight").detach()) == done
     where.close()
 
 
@@ -377,6 +387,56 @@ def test_a_loop_may_be_left_in_mid_epoch(rule: str) -> None:
     ((_, steps),) = where.run(leave_early, where, net())
     assert steps == [3, 8, 8]
     assert where.stats().applied == 19
+
+
+class Stop(sg.callbacks.Callback):
+    """Ends the training in mid-epoch, and sees what it is told of that."""
+
+    def __init__(self, when: str) -> None:
+        self.when, self.ends = when, list[int]()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 3 and self.when == "begin":
+            self.model.stop_training = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.02)  # the other is a batch ahead by then
+        if batch == 2 and self.when == "end":
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.ends.append(epoch)
+
+
+@pytest.mark.parametrize("when", ["begin", "end"])
+@pytest.mark.parametrize("stream", [False, True], ids=["arrays", "stream"])
+def test_a_training_that_is_stopped_in_mid_epoch_is_that_of_one_device(
+    when: str, stream: bool
+) -> None:
+    x, y, _, _ = digits()
+    made, histories = [], []
+    for where in (strategy("2 ps", "synchronous"), None):
+        one = model(where, OPTIMIZERS["momentum"])
+        stop = Stop(when)
+        data: Any = (DataLoader(Stream(), batch_size=30),) if stream else (x[:300], y[:300])
+        options: Any = {} if stream else {"batch_size": 30, "shuffle": False}
+        history = one.fit(*data, epochs=3, verbose=0, callbacks=[stop], **options).history
+        assert stop.ends == [0]
+        made.append(one)
+        histories.append(history)
+    assert apart(made[0].module, made[1].module) < 1e-6
+    for name in ("loss", "accuracy"):
+        assert histories[0][name] == pytest.approx(histories[1][name], abs=1e-6)
+
+
+def test_an_asynchronous_training_may_be_stopped_in_mid_epoch() -> None:
+    x, y, _, _ = digits()
+    where = strategy("1 ps", "bounded")
+    one = model(where, OPTIMIZERS["sgd"])
+    stop = Stop("end")
+    history = one.fit(x, y, epochs=3, batch_size=10, verbose=0, callbacks=[stop]).history
+    assert stop.ends == [0] and len(history["loss"]) == 1
+    assert where.stats().applied == where.stats().received < 140
 
 
 def test_schedule_by_step_and_early_stop() -> None:

@@ -88,7 +88,7 @@ def test_everybody_has_a_part_of_each_batch(workers: int, cuts: list[int], seed:
 
 @given(st.integers(2, 5), st.integers(0, 999))
 def test_worker_0_has_one_part_of_each_batch_unless_alone(workers: int, seed: int) -> None:
-    """While others die, come back, stand aside, and go past parts without a gradient."""
+    """While others die, come back, and go past parts without a gradient."""
     chance = random.Random(seed)
     book = ledger(Synchronous(), workers, batches=6, parts=workers)
     had: dict[int, int] = {}
@@ -112,7 +112,7 @@ def test_worker_0_has_one_part_of_each_batch_unless_alone(workers: int, seed: in
                 had[ticket.batch] = had.get(ticket.batch, 0) + 1
                 push(book, 0)
             elif dice < 0.2:
-                book.stand_aside(worker)
+                book.leave(worker)
                 here.discard(worker)
             elif dice < 0.3:
                 book.skip(worker, ticket.serial)
@@ -124,17 +124,18 @@ def test_worker_0_has_one_part_of_each_batch_unless_alone(workers: int, seed: in
     assert all(count == 1 for batch, count in had.items() if batch not in alone)
 
 
-def test_who_stands_aside_is_not_waited_for() -> None:
+def test_who_leaves_is_not_waited_for() -> None:
     book = ledger(Synchronous(), 3, batches=2, parts=3)
     take(book, 0), take(book, 2)
     push(book, 2)
     assert book.take(2) is None  # that one is worker 1's
     turn = book.turn
-    book.stand_aside(1)
+    book.leave(1)
     assert book.turn > turn and take(book, 2).part == 2
     push(book, 0)
     assert book.take(0) is None
     assert push(book, 2)[1] is not None
+    book.join(1)
     assert [take(book, worker).batch for worker in (1, 2, 0)] == [1, 1, 1]  # it is back
 
 

@@ -135,7 +135,8 @@ class LeadClerk(Clerk):
 
     known = Clerk.known | {
         "begin", "clear", "leave", "enter", "join", "next", "push", "abandon", "aside", "skip",
-        "deal", "report", "retire", "so far", "gather", "settings", "snapshot", "finish", "failed",
+        "deal", "enough", "report", "retire", "so far", "gather", "settings", "snapshot", "finish",
+        "failed",
     }  # fmt: skip
 
     def __init__(
@@ -182,7 +183,9 @@ class LeadClerk(Clerk):
 
     def _next(self, guest: Guest, frame: Frame) -> Answer:
         told = frame.header
-        return self.lead.next(_member(guest), told["epoch"], told["have"], told["feeds"])
+        return self.lead.next(
+            _member(guest), told["epoch"], told["have"], told["feeds"], bool(told.get("strict"))
+        )
 
     def _push(self, guest: Guest, frame: Frame) -> Answer:
         told = frame.header
@@ -196,7 +199,11 @@ class LeadClerk(Clerk):
         return OK
 
     def _aside(self, guest: Guest, frame: Frame) -> Answer:
-        self.lead.stand_aside(_member(guest))
+        epoch = int(frame.header["epoch"])
+        return self.lead.stand_aside(_member(guest), epoch, chief=guest.chief), ()
+
+    def _enough(self, guest: Guest, frame: Frame) -> Answer:
+        self.lead.end_early(_member(guest))
         return OK
 
     def _skip(self, guest: Guest, frame: Frame) -> Answer:
@@ -232,7 +239,7 @@ class LeadClerk(Clerk):
         return {"after": self.lead.snapshot(int(frame.header["number"]))}, ()
 
     def _finish(self, guest: Guest, frame: Frame) -> Answer:
-        self.lead.finish(guest.connection.read(TREE_LIMIT))
+        self.lead.finish(guest.connection.read(TREE_LIMIT), guest.attendee)
         return OK
 
     def _failed(self, guest: Guest, frame: Frame) -> Answer:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.errors import ReplicaError, ReplicaLost, UsageError
+from stratagem.errors import NotDistributable, ReplicaError, ReplicaLost, UsageError
 from stratagem.rules.ledger import Ledger
 from stratagem.rules.push import Push, Update, Verdict
 from stratagem.rules.staleness import StepNorm
@@ -56,7 +56,8 @@ class Lead:
         self._dealt = False
         self.failure: ReplicaError | None = None
         self._orders = 0
-        self._payloads: dict[tuple[int, int], Tensor] = {}
+        #: by serial
+        self._payloads: dict[int, Tensor] = {}
         self._reports: dict[int, Tensor] = {}
         #: workers to be told that their ticket is too late; once is enough, they may not listen
         self._late: set[int] = set()
@@ -67,6 +68,11 @@ class Lead:
         self._tally = Tally()
         #: who takes no more work, but waits for the end
         self._retired: set[Attendee] = set()
+        #: workers whose loop was left, until they come for the next epoch
+        self._aside: set[int] = set()
+        #: by worker: the batch (Ticket.first) that it did last; whose last part was dropped again
+        self._done: dict[int, int] = {}
+        self._void: set[int] = set()
         #: what the chief has put beside the parameters, and what it said at the end
         self._beside = self._told = torch.empty(0, dtype=torch.uint8)
 
@@ -85,6 +91,9 @@ class Lead:
             self._reports.clear()
             self._late.clear()
             self._retired.clear()
+            self._aside.clear()
+            self._done.clear()
+            self._void.clear()
             self._beside, self._told = beside, torch.empty(0, dtype=torch.uint8)
             policies = plan.updates.staleness if isinstance(plan.updates, Asynchronous) else ()
             self._gaps = [policy for policy in policies if policy.needs_gap]
@@ -108,9 +117,15 @@ class Lead:
             assert self.plan is not None
             return {"plan": self.plan.to_json()}, [self._beside]
 
-    def finish(self, told: Tensor) -> None:
-        """The chief ends the fit; `told` is what the others get to hear."""
+    def finish(self, told: Tensor, chief: Attendee | None = None) -> None:
+        """The chief ends the fit; `told` is what the others get to hear.
+
+        In step that is after the batch which it has done its part of.
+        """
         with self.changed:
+            while self._in_step and self.running and self._books().begun:
+                self._refuse_torn(idle=self._nobody_works(chief))
+                self.changed.wait(0.5)
             self.running, self._told = False, told
             self.changed.notify_all()
 
@@ -227,14 +242,19 @@ class Lead:
                 self._tally = Tally()
                 self._reports.clear()
                 self._payloads.clear()
+                self._void.clear()
                 books.clear_deck()  # the chief's loop may have left the last one early
                 books.open_deck()
+                if self._in_step:
+                    self._refuse_torn()
+                    for worker in list(self._aside):  # each has a part of every batch
+                        self._come_back(books, worker)
             batch, parcels = int(told["first"]), iter(payloads)
             for count, parts in told["runs"]:
                 for _ in range(count):
-                    books.deal(batch, parts)
+                    serial = books.deal(batch, parts)
                     for part in range(parts if payloads else 0):
-                        self._payloads[batch, part] = next(parcels)
+                        self._payloads[serial + part] = next(parcels)
                     batch += 1
             if told["last"]:
                 self._dealt = True
@@ -244,15 +264,19 @@ class Lead:
             return {"left": books.left}
 
     def next(
-        self, attendee: Attendee, epoch: int, have: int, feeds: int | None
+        self, attendee: Attendee, epoch: int, have: int, feeds: int | None, strict: bool = False
     ) -> tuple[dict[str, Any], list[Tensor]]:
-        """A ticket for the worker together with the newest values; or the end of something."""
+        """A ticket for the worker together with the newest values; or the end of something.
+
+        `epoch` is the last one that the worker has done with; `strict`: it wants work of the very
+        next, and is told that this is over if the chief has gone on.
+        """
         with self.changed:
             begun = self._clock()
             while self._gathering(attendee):
                 self.changed.wait(0.5)
             self._say_who_is_missing()
-            while (answer := self.offer(attendee, epoch, have, feeds, begun)) is None:
+            while (answer := self.offer(attendee, epoch, have, feeds, begun, strict)) is None:
                 self.changed.wait(0.5)
             return answer
 
@@ -282,8 +306,9 @@ class Lead:
             )  # fmt: skip
 
     def offer(
-        self, attendee: Attendee, epoch: int, have: int, feeds: int | None, since: float
-    ) -> tuple[dict[str, Any], list[Tensor]] | None:
+        self, attendee: Attendee, epoch: int, have: int, feeds: int | None, since: float,
+        strict: bool = False,
+    ) -> tuple[dict[str, Any], list[Tensor]] | None:  # fmt: skip
         """What there is for a worker that has waited since then; None: nothing yet.
 
         Who feeds is told when no more than so many tickets are left to take, instead of waiting
@@ -295,11 +320,16 @@ class Lead:
                 return self._last(attendee)
             if self.epoch <= epoch:
                 return None
+            if strict and self.epoch > epoch + 1:
+                return {"over": epoch + 1, "after": self._orders}, []
+            if attendee.worker in self._aside:
+                self._come_back(books, attendee.worker)
             found = self._ticket(books, attendee, have, since)
             if found is not None:
                 return found
             if books.over:
-                return {"over": self.epoch, "after": self._orders}, []
+                void = attendee.worker in self._void
+                return {"over": self.epoch, "after": self._orders, "void": void}, []
             hungry = feeds is not None and not self._dealt and books.left <= feeds
             return ({"hungry": True}, []) if hungry else None
 
@@ -314,7 +344,7 @@ class Lead:
         header, body = self.shard.fetch(attendee.seat, have, 0)
         header["ticket"] = list(ticket)
         header["epoch"], header["after"] = self.epoch, self._orders
-        payload = self._payloads.get((ticket.batch, ticket.part)) if self._payloads else None
+        payload = self._payloads.get(ticket.serial) if self._payloads else None
         if payload is not None:
             header["payload"] = payload.numel()
             body = [payload, *body]  # first, so that it can be unpacked while the rest comes
@@ -329,15 +359,86 @@ class Lead:
                 self._settle()
                 self._wake(books, turn)
 
-    def stand_aside(self, attendee: Attendee) -> None:
-        """A worker's loop was left: nobody waits for it until it asks for work again."""
+    def stand_aside(self, attendee: Attendee, epoch: int, *, chief: bool = False) -> dict[str, Any]:
+        """A worker's loop over an epoch was left: nobody waits for it until it comes for another.
+
+        In step the chief's leaving ends the epoch for all; and the batch that the worker has done
+        its part of is waited for, since it will look at what came of it.
+        """
         with self.changed:
-            books = self._counts(attendee)
-            if books is not None:
-                turn = books.turn
-                books.stand_aside(attendee.worker)
-                self._settle()
-                self._wake(books, turn)
+            books, worker = self._counts(attendee), attendee.worker
+            if books is None:
+                return {"after": 0}
+            turn = books.turn
+            books.leave(worker)
+            if epoch < self.epoch:  # the chief has gone on already
+                books.join(worker)
+            else:
+                self._aside.add(worker)
+                if chief and self._in_step:
+                    self._end_epoch(books, worker)
+            self._settle()
+            self._wake(books, turn)
+            while self._in_step and self._counts(attendee) is not None and books.begun:
+                if self._nobody_works(None):
+                    break  # who comes next is told
+                self.changed.wait(0.5)
+            return {"after": self._orders * (attendee.fit == self.fit)}
+
+    def end_early(self, attendee: Attendee) -> None:
+        """The chief wants no more batches in this epoch: what is in hand is finished."""
+        with self.changed:
+            books = self._books()
+            self._end_epoch(books, attendee.worker)
+            self._settle()
+            self.changed.notify_all()
+
+    def _end_epoch(self, books: Ledger, chief: int) -> None:
+        self._dealt = True
+        dropped = books.end_early(self._done.get(chief, -1) if self._in_step else None)
+        if dropped:  # others were a batch ahead of the chief
+            self._order(["forget"])
+            self._tally.waiting = []
+            self._void |= {push.worker for push in dropped}
+
+    def _come_back(self, books: Ledger, worker: int) -> None:
+        self._aside.discard(worker)
+        attendee = self.attendees.get(worker)
+        if attendee is not None and attendee not in self._retired:
+            books.join(worker)
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether every worker has a part of each batch."""
+        updates = self.plan.updates if self.plan is not None else None
+        return isinstance(updates, Synchronous) and not updates.spares
+
+    def _nobody_works(self, chief: Attendee | None) -> bool:
+        """Whether all others have left their loops, and nothing is in anybody's hands."""
+        others = [
+            attendee for attendee in self.attendees.values()
+            if attendee is not chief and attendee not in self._retired
+            and attendee.worker not in self._aside
+        ]  # fmt: skip
+        return not others and not self._books().in_hands
+
+    def _refuse_torn(self, *, idle: bool = False) -> None:
+        if self._books().torn or idle:
+            raise NotDistributable(
+                "the loop was left when a batch was half done: in step a batch is done when all "
+                "its parts are, and not all workers were here to do theirs. Start them all, or "
+                "leave the loop when the epoch is over."
+            )
+
+    def _refuse_alone(self, worker: int, batch: int) -> None:
+        """In step nobody goes on where another has left: one device would do either."""
+        left = [each for each in self._aside if each != worker and self._done.get(each, -1) < batch]
+        if left:
+            raise NotDistributable(
+                f"worker {left[0]} left its loop over the batches (break?) earlier than worker "
+                f"{worker}, and in step all leave it at the same batch: let the number of the "
+                "batch decide, not the loss of one's own part; or use updates=sg.Asynchronous()."
+            )
 
     def skip(self, attendee: Attendee, serial: int) -> None:
         """A worker has gone past a ticket without a gradient: it counts as done."""
@@ -347,7 +448,8 @@ class Lead:
                 ticket, turn = books.holds(attendee.worker), books.turn
                 books.skip(attendee.worker, serial)
                 if ticket is not None and ticket.serial == serial:
-                    self._payloads.pop((ticket.batch, ticket.part), None)
+                    self._payloads.pop(serial, None)
+                    self._done[attendee.worker] = ticket.first
                 self._settle()
                 self._wake(books, turn)
 
@@ -368,11 +470,14 @@ class Lead:
             if told.get("settings"):
                 self._order(["settings", told["settings"]])
             ticket = books.holds(push.worker)
+            if ticket is not None and self._aside and self._in_step:
+                self._refuse_alone(push.worker, ticket.first)
             turn, update = books.turn, None
             verdict = books.push(push)
             if verdict.kept:
                 assert ticket is not None
-                self._payloads.pop((ticket.batch, ticket.part), None)  # nobody will ask for it
+                self._payloads.pop(ticket.serial, None)  # nobody will ask for it
+                self._done[push.worker] = ticket.first
                 loss, examples = told["notes"]
                 self._tally.waiting.append((float(loss), push.weight, int(examples)))
                 update = books.ripe()
@@ -387,6 +492,8 @@ class Lead:
                 "after": self._orders, "version": books.version,
             }  # fmt: skip
             if ahead is None or self.epoch <= ahead[0]:
+                return header, []
+            if told.get("strict") and self.epoch > ahead[0] + 1:
                 return header, []
             found = self._ticket(books, attendee, ahead[1], self._clock())
             if found is None:
@@ -511,6 +618,7 @@ class Lead:
             while any(
                 worker not in self._reports
                 and not (attendee.silent or attendee in self._retired)
+                and worker not in self._aside
                 for worker, attendee in self.attendees.items()
             ):
                 self._check()

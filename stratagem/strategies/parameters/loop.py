@@ -156,6 +156,7 @@ class TicketLoader:
             return
         self._check_open()
         self._epoch += 1
+        worker.want(self._epoch)
         if worker.is_chief:
             worker.set_settings(self.session.settings())
         source = self._source() if worker.is_chief else None
@@ -178,7 +179,7 @@ class TicketLoader:
                 if worker.at_end is not None:  # and not by an error that ends the training
                     self._held = None  # somebody else does it
                     with suppress(ReplicaError):  # a job that has failed: others are told why
-                        worker.stand_aside()
+                        worker.stand_aside(self._epoch)
                 raise
             self._check_open()
             if self._held is not None:  # the loop wants another: it made no step on purpose

@@ -319,6 +319,10 @@ class Shard:
         """Whoever has the answer knows that everything before is done."""
         return 0.0
 
+    def _forget(self) -> None:
+        """What was added up makes no update after all."""
+        self.store.forget()
+
     def _settings(self, groups: list[dict[str, Any]]) -> None:
         self.store.set_settings(groups)
 
@@ -336,7 +340,7 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "add": Shard._add, "one": Shard._one, "apply": Shard._apply, "norm": Shard._norm,
     "distance": Shard._distance, "step": Shard._step, "settings": Shard._settings,
     "snapshot": Shard._snapshot, "leave": Shard._leave, "bury": Shard._leave,
-    "flush": Shard._flush,
+    "flush": Shard._flush, "forget": Shard._forget,
 }  # fmt: skip
 _MAKES = {"one", "apply"}  # an update
 _BY_ELEMENT = {"add", *_MAKES}

@@ -49,9 +49,10 @@ class Work:
 
 @dataclass(frozen=True)
 class EpochOver:
-    """Every batch of the epoch has been applied."""
+    """Every batch of the epoch has been applied; `void`: but for what was pushed here last."""
 
     epoch: int
+    void: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class Worker:
         self.memory = Memory(self.plan, params, near=self.lines.near)
         self._have = [-1] * len(self.lines)
         self._epoch = self.lines.news = self._after = 0
+        self._strict = False
         self._told: Any = None
         #: what came with the answer to a push
         self._ahead: Work | None = None
@@ -216,8 +218,11 @@ class Worker:
         work, self._ahead = self._ahead, None
         if work is None:
             frame = self.lines.call(
-                0, {"t": "next", "epoch": self._epoch, "have": self._have[0], "feeds": low}
-            )
+                0, {
+                    "t": "next", "epoch": self._epoch, "have": self._have[0], "feeds": low,
+                    "strict": self._strict,
+                }
+            )  # fmt: skip
             told = frame.header
             if "hungry" in told:
                 return None
@@ -225,7 +230,7 @@ class Worker:
                 return self._over(frame)
             if "over" in told:
                 self._epoch, self._after = int(told["over"]), int(told["after"])
-                return EpochOver(self._epoch)
+                return EpochOver(self._epoch, bool(told.get("void")))
             work = self._take(told, frame)
         elif time.monotonic() - self._came > _FRESH:
             self.refresh()  # something else was done meanwhile, and the others went on
@@ -303,7 +308,7 @@ class Worker:
         assert self.plan is not None
         if isinstance(self.plan.updates, Asynchronous) and not self._couriers:
             # what couriers bring would change the values while others may look at them
-            header["next"] = [self._epoch, self._have[0]]
+            header["next"], header["strict"] = [self._epoch, self._have[0]], self._strict
         if settings is not None and settings != self._told:
             self._told, header["settings"] = settings, settings
         if 0 in streamed:
@@ -362,12 +367,18 @@ class Worker:
         self.memory.forget()
         self.lines.call(0, {"t": "abandon", "serial": ticket.serial})
 
-    def stand_aside(self) -> None:
-        """Have nobody wait for this worker until it asks for work again."""
+    def want(self, epoch: int) -> None:
+        """From now on work of this very epoch, for a loop that counts them itself."""
+        self._epoch, self._strict = epoch - 1, True
+
+    def stand_aside(self, epoch: int) -> None:
+        """Have nobody wait for this worker until it wants work of another epoch."""
         self.finish_stream()
         self.memory.forget()
         self._ahead = None  # it goes back with this
-        self.lines.call(0, {"t": "aside"})
+        told = self.lines.call(0, {"t": "aside", "epoch": epoch}).header
+        self._after = int(told["after"])
+        self.refresh()
 
     def skip(self, ticket: Ticket) -> None:
         """Be done with a ticket of which there is no gradient; nobody does it again."""
@@ -410,6 +421,11 @@ class Worker:
             "last": last, "sizes": [parcel.numel() for parcel in parcels],
         }  # fmt: skip
         return int(self.lines.call(0, header, parcels).header["left"])
+
+    def enough(self) -> None:
+        """No more batches in this epoch: what others have in hand is finished."""
+        self.put_back()
+        self.lines.call(0, {"t": "enough"})
 
     def gather(self) -> tuple[list[Any], float, int]:
         """Every worker's report on the epoch, the loss added up, and over how many examples."""

@@ -438,12 +438,99 @@ def leaves(where: Any, first: int) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("rule", ["bounded", "synchronous"])
 @pytest.mark.parametrize("first", [0, 1])
-def test_who_leaves_the_loop_early_ends_with_the_others_values(first: int, rule: str) -> None:
-    where = strategy("2 ps", rule)
+def test_who_leaves_the_loop_early_ends_with_the_others_values(first: int) -> None:
+    where = strategy("2 ps", "bounded")
     results = where.run(leaves, where, first)
     assert apart(*results) == 0.0 and apart(results[0], net()) > 1e-3
+
+
+def test_in_step_the_chief_leaves_for_all() -> None:
+    def few(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+        backward(module, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    where = strategy("2 ps", "synchronous")
+    results = where.run(leaves, where, 0)
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, y, _, _ = digits()
+    for number in range(3):
+        few(plain, optimizer, (x[4 * number :][:4], y[4 * number :][:4]), number)
+    assert apart(*results) == 0.0 and apart(results[0], plain) < 1e-6
+
+
+def test_in_step_nobody_goes_on_where_another_has_left() -> None:
+    where = strategy("2 ps", "synchronous")
+    with pytest.raises(REFUSED, match="worker 1 left its loop"):
+        where.run(leaves, where, 1)
+
+
+class ByEpoch:
+    """Batches of four; the numbers of an epoch are a hundred above those of the last."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.epoch += 1
+        for first in range(0, 40, 4):
+            yield [100 * self.epoch + first + i for i in range(4)]
+
+
+def left_early(
+    where: Any, late: bool, epochs: int = 3
+) -> tuple[nn.Module, list[list[int]], list[nn.Module]]:
+    """Three batches an epoch; the loop is left after a step, or with a batch in hand."""
+    x, y, _, _ = digits()
+    module: Any = net()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    data = TensorDataset(x[:400], y[:400], torch.arange(400))
+    loader: Any = DataLoader(data, batch_sampler=ByEpoch())  # type: ignore[arg-type]
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    seen: list[list[int]] = []
+    after = []
+    for _ in range(epochs):
+        seen.append([])
+        for number, (a, b, i) in enumerate(loader):
+            if late and number == 3:
+                break
+            seen[-1] += i.tolist()
+            backward(module, (a, b))
+            optimizer.step()
+            optimizer.zero_grad()
+            if not late and number == 2:
+                break
+        after.append(copy.deepcopy(module))
+    return module, seen, after
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("place", ["1 ps", "2 ps"])
+def test_in_step_a_loop_that_all_leave_is_that_of_one_device(place: str, late: bool) -> None:
+    where = strategy(place, "synchronous")
+    plain, order, steps = left_early(None, late)
+    results = where.run(left_early, where, late)
+    for mine, _, after in results:
+        assert apart(mine, plain) < 1e-6
+        assert max(map(apart, after, steps)) < 1e-6
+    both = [sorted(a + b) for a, b in zip(results[0][1], results[1][1], strict=True)]
+    assert both == order
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("rule", ["asynchronous", "bounded", "buffered", "spares"])
+def test_every_pass_has_batches_of_its_own_epoch(rule: str, late: bool) -> None:
+    where = strategy("1 ps", rule)
+    results = where.run(left_early, where, late)
+    for _, seen, _ in results:
+        assert [{i // 100 for i in each} <= {k} for k, each in enumerate(seen)] == [True] * 3
+    assert [len(each) > 4 for each in results[0][1]] == [True] * 3
 
 
 # --- the order of batches ------------------------------------------------------------------------
