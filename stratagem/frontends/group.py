@@ -19,6 +19,7 @@ from stratagem.frontends.loop import Fit
 from stratagem.frontends.losses import SummedLoss
 from stratagem.frontends.steps import Replicated
 from stratagem.rules.push import Ticket
+from stratagem.strategies import setup
 from stratagem.strategies.parameters.worker import Work
 from stratagem.strategies.replica import Replica
 from stratagem.wire.tree import broadcast_tree, gather_tree
@@ -100,6 +101,12 @@ class Leader:
         self._tell("report")
         return [state for state in _report(self._job, self._replica) if state is not None]
 
+    def spread(self, statistics: list[Tensor]) -> None:
+        """The leader's running statistics, for everybody."""
+        if statistics:
+            self._tell("statistics")
+            _spread(statistics, self._replica)
+
     def end(self) -> None:
         """The training is over: the last values, for everybody."""
         self._tell("end")
@@ -130,6 +137,8 @@ def assist(job: Fit, replica: Replica) -> None:
             step.count(bool(words[0]))
         elif name == "report":
             _report(job, replica)
+        elif name == "statistics":
+            _spread([b for b in job.module.buffers() if b.is_floating_point()], replica)
         else:
             step.close()
             _spread([*job.module.parameters(), *job.module.buffers()], replica)
@@ -146,6 +155,7 @@ def _spread(tensors: list[Any], replica: Replica) -> None:
 
 
 def _report(job: Fit, replica: Replica) -> list[Any]:
+    setup.average_buffers(job.module, replica)
     metrics = job.recipe.metrics
     mine = metrics.state() if metrics.counted else None
     everybody = gather_tree(replica.collective, mine)

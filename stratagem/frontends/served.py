@@ -99,7 +99,8 @@ class Hand:
         several = session.plan.parts > 1 and group is None  # a group looks after that itself
         self._proof = Proof(job.recipe.loss, replica) if several else None
         self.handed_in = 0
-        self._epoch = 0
+        #: the epoch that is worked on, and the last one of which the mean statistics are here
+        self._epoch = self._settled = 0
         #: what came of the last batch: metrics take it in when it is sure to count
         self._last: tuple[Any, Any] | None = None
         self.begin()
@@ -120,6 +121,7 @@ class Hand:
                 return
             if isinstance(work, EpochOver):
                 self.report(void=work.void)
+                self._take_statistics(work.epoch)
                 self.begin()
             else:
                 self.do(work)
@@ -130,6 +132,8 @@ class Hand:
             if self._epoch and not self.worker.is_chief:
                 self.begin()  # it was absent when the last one ended
             self._epoch = work.epoch
+            if not self.worker.is_chief and work.epoch > self._settled + 1:
+                self._take_statistics(work.epoch - 1)
         self._count()
         portion = self.dealer.portion(work, self.job.epochs.start, self.replica.device)
         self.worker.arrive()
@@ -209,8 +213,18 @@ class Hand:
             counted = self.group.states()
         else:
             counted = [metrics.state()] if self.handed_in else []
-        floats = [b.detach() for b in self.job.module.buffers() if b.is_floating_point()]
+        floats = self.session.statistics()
         self.worker.report([counted, floats if self.handed_in else None])
+
+    def _take_statistics(self, epoch: int) -> None:
+        self._settled = epoch
+        self.session.take_statistics(epoch)
+        self.spread_statistics()
+
+    def spread_statistics(self) -> None:
+        """The other devices of this worker go on from the same."""
+        if self.group is not None:
+            self.group.spread(self.session.statistics())
 
 
 class Chief:
@@ -309,7 +323,8 @@ class Chief:
         logs = {"loss": total / examples if examples else math.nan}
         logs |= metrics.merged(counted)
         logs["examples_per_second"] = examples / max(seconds, 1e-9)
-        _average(self.job.module, [report[1] for report in reports if report[1] is not None])
+        self.session.share_statistics([report[1] for report in reports if report[1] is not None])
+        hand.spread_statistics()
         return logs
 
     def _validate(self) -> dict[str, float]:
@@ -356,14 +371,3 @@ class Running:
     def mean(self) -> float:
         total, examples = self._worker.so_far()
         return total / examples if examples else math.nan
-
-
-def _average(module: torch.nn.Module, everybody: list[list[Tensor]]) -> None:
-    """One defined answer for running statistics: the mean over the workers that worked."""
-    floats = [b for b in module.buffers() if b.is_floating_point()]
-    if not floats or not everybody:
-        return
-    with torch.no_grad():
-        for i, buffer in enumerate(floats):
-            total = sum((part[i].double() for part in everybody), torch.zeros(()).double())
-            buffer.copy_(total / len(everybody))

@@ -47,6 +47,10 @@ class Policy(Record):
         """What the gradient is multiplied by, for weights that moved by `gap` since."""
         return 1.0
 
+    def step_norm(self) -> StepNorm:
+        """What is to keep the usual length of an update for it."""
+        return StepNorm()
+
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Self:
         """A policy of any kind; on a subclass, of that kind."""
@@ -174,6 +178,9 @@ class GapAware(Policy):
 
     def gap_factor(self, gap: float, step_norm: float) -> float:
         return 1 / (1 + gap / step_norm) if gap > 0 and step_norm > 0 else 1.0
+
+    def step_norm(self) -> StepNorm:
+        return StepNorm(self.memory)
 
 
 class StepNorm:

@@ -4,19 +4,23 @@
     model.state.pt         optimizer state, progress, and what modules keep beside tensors
                            (get_extra_state); torch.load(..., weights_only=True)
 
-Both are written beside their final name and then moved there: a reader never sees half a file.
+Both are written beside their final name and then moved there: a reader never sees half a file. A
+number that both have (safetensors' metadata, "pair" of the state) tells that they belong together.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -44,11 +48,15 @@ def save(
     weights.parent.mkdir(parents=True, exist_ok=True)
     tensors, others = _state(module)
     saved = _plain_numbers(optimizer.state_dict()) if optimizer is not None else None
-    extra = {"optimizer": saved, **progress}
+    pair = secrets.token_hex(8)
+    extra = {"optimizer": saved, **progress, "pair": pair}
     if others:
         extra["extra_state"] = others
-    _whole(state, lambda target: torch.save(extra, target))
-    _whole(weights, lambda target: save_file(tensors, str(target)))
+    with (
+        _whole(state, lambda target: torch.save(extra, target)),
+        _whole(weights, lambda target: save_file(tensors, str(target), {"pair": pair})),
+    ):
+        pass  # both are moved when both are written
     return weights
 
 
@@ -96,7 +104,9 @@ def _check_plain(name: str, tree: object) -> None:
         )
 
 
-def _whole(path: Path, write: Callable[[Path], object]) -> None:
+@contextmanager
+def _whole(path: Path, write: Callable[[Path], object]) -> Iterator[None]:
+    """Write a file beside its name, and move it there at the end."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.touch()
@@ -104,6 +114,7 @@ def _whole(path: Path, write: Callable[[Path], object]) -> None:
         write(part)
         if part.stat().st_mode != rights:
             part.chmod(stat.S_IMODE(rights))
+        yield
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -119,6 +130,7 @@ def load(
     extra: dict[str, Any] = {}
     if state.is_file():
         extra = torch.load(state, map_location="cpu", weights_only=True)
+    _check_pair(weights, state, extra.pop("pair", None))
     found = {**load_file(str(weights)), **extra.pop("extra_state", {})}
     if not state.is_file():
         _check_complete(module, found, state)
@@ -127,6 +139,18 @@ def load(
     if optimizer is not None and saved is not None:
         optimizer.load_state_dict(saved)
     return extra
+
+
+def _check_pair(weights: Path, state: Path, pair: str | None) -> None:
+    """Refuse files of two savings; those of older versions, or of others, have no number."""
+    with safe_open(str(weights), framework="pt") as file:
+        mine = (file.metadata() or {}).get("pair")
+    if mine is not None and pair is not None and mine != pair:
+        raise UsageError(
+            f"{weights.name} and {state.name} were not saved together: whoever saved them last was "
+            f"ended between the two. Take both from one copy, or move {state.name} away to load "
+            "the weights alone."
+        )
 
 
 def _check_complete(module: nn.Module, found: dict[str, Any], state: Path) -> None:

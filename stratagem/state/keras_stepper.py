@@ -24,7 +24,8 @@ _NOT_FOLLOWED = {"learning_rate", "name"}
 class KerasStepper:
     """As `Stepper`, over (variable, tensor) pieces that are views of `values`."""
 
-    rows_only = False
+    def rows_only(self, piece: int) -> bool:
+        return False
 
     def __init__(
         self, recipe: OptimizerRecipe, pieces: Sequence[tuple[int, Tensor]], values: Tensor

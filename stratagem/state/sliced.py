@@ -171,7 +171,7 @@ class SlicedUpdate:
             else:
                 lo, hi = (min(max(bound, 0), sizes[i]) for bound in (start, end))
                 start, end = start - sizes[i], end - sizes[i]
-            if lo < hi:
+            if lo < hi or (rank == 0 and not sizes[i]):  # an empty one has a state, too
                 ranges.append((i, lo, hi, at + lo))
             at += sizes[i]
         self._total = torch.empty(sum(hi - lo for _, lo, hi, _ in ranges), dtype=torch.float32)
@@ -193,7 +193,7 @@ class SlicedUpdate:
                 else:
                     runs.append((piece.at, done, done + size))
             done += size
-        return [(at, self._total[lo:hi]) for at, lo, hi in runs]
+        return [(at, self._total[lo:hi]) for at, lo, hi in runs if lo < hi]
 
     def _twin(self) -> Optimizer:
         """The same optimizer over this replica's pieces, with the state it already had."""

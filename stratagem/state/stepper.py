@@ -23,9 +23,8 @@ _OWN_RATE = {"ASGD", "Rprop", "Adafactor"}
 class Steps(Protocol):
     """An optimizer of any library over one server's pieces."""
 
-    @property
-    def rows_only(self) -> bool:
-        """Whether it takes sparse gradients only."""
+    def rows_only(self, piece: int) -> bool:
+        """Whether it takes sparse gradients only, of this piece."""
 
     def step(self, grads: Sequence[Tensor | None], rate: float) -> dict[int, Tensor | None]:
         """Step; returns which pieces moved: in all, or in just these rows."""
@@ -79,9 +78,8 @@ class Stepper:
         #: groups beside the recipe's for pieces that got rows: fused kernels know no sparse tensors
         self._beside: dict[int, dict[str, Any]] = {}
 
-    @property
-    def rows_only(self) -> bool:
-        return self.name == "SparseAdam"
+    def rows_only(self, piece: int) -> bool:
+        return self.name == "SparseAdam" and self.groups[piece] is not None
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -117,7 +115,9 @@ class Stepper:
         settings = self._settings[group]
         if self.name == "SGD":
             return not settings["momentum"] and not settings["weight_decay"]
-        return self.rows_only or (self.name == "Adagrad" and not settings["weight_decay"])
+        if self.name == "SparseAdam":
+            return True
+        return self.name == "Adagrad" and not settings["weight_decay"]
 
     def _stand_beside(self, group: int, tensor: Tensor) -> None:
         main = self.optimizer.param_groups[group]

@@ -83,6 +83,11 @@ class Store:
         self._sum = GradientSum(self.layout, dtype, values.device)
         named = [(p.variable, v) for p, v in zip(pieces, self.views, strict=True)]
         self._stepper = stepper_for(recipe, named, self.values) if recipe is not None else None
+        stepper = self._stepper
+        #: pieces that take sparse gradients only
+        self._rows_only = [
+            i for i in range(len(pieces)) if stepper is not None and stepper.rows_only(i)
+        ]
         #: by piece, the version that last changed all of it, and by row for those sparsely changed
         self._changed = [0] * len(pieces)
         self._row_versions: dict[int, RowVersions] = {}
@@ -166,8 +171,10 @@ class Store:
         return self._stepper
 
     def _refuse_dense(self, used: Sequence[bool] | None) -> None:
-        rows_only = self._stepper is not None and self._stepper.rows_only
-        if rows_only and any(self.layout.flags(used)):
+        if not self._rows_only:
+            return
+        flags = self.layout.flags(used)
+        if any(flags[i] for i in self._rows_only):
             raise UsageError(
                 "SparseAdam takes sparse gradients only, as torch's does: make the layer with "
                 "sparse=True, or give its parameters to another optimizer."

@@ -650,3 +650,87 @@ def test_a_changed_attribute_is_refused_and_weights_of_train_begin_count() -> No
     change = sg.callbacks.LambdaCallback(on_epoch_end=raise_p)
     with pytest.raises(sg.errors.NotDistributable, match=r"model.1.p"):
         made.fit(x[:100], y[:100], callbacks=[change], **fit)
+
+
+def test_an_optimizer_of_rows_over_a_part_of_the_model() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randint(0, 5000, (60, 4)), torch.randint(0, 3, (60,))
+    made = []
+    for where in (strategy("2 ps", "synchronous"), None):
+        one = model(where, lambda p: torch.optim.SparseAdam([next(iter(p))]), Words())
+        one.fit(x, y, epochs=2, batch_size=20, shuffle=False, verbose=0)
+        made.append(one.module)
+    assert apart(made[0], made[1]) < 1e-6 and apart(made[0], Words()) > 1e-4
+
+
+class Hollow(nn.Module):
+    """One of its parameters has no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.used = nn.Linear(64, 10)
+
+    def forward(self, x: Any) -> Any:
+        return self.used(x) + self.empty.sum()
+
+
+def test_a_parameter_without_elements_has_a_state_as_on_one_device() -> None:
+    x, y, _, _ = digits()
+    found = []
+    for where in (sg.CentralStorageStrategy(["cpu:0", "cpu:1"]), None):
+        one = model(where, module=Hollow())
+        one.fit(x[:100], y[:100], batch_size=50, shuffle=False, verbose=0)
+        found.append(one.optimizer.state_dict()["state"])  # type: ignore[union-attr]
+        if where is not None:
+            where.close()
+    mine, plain = found
+    assert mine.keys() == plain.keys()
+    for i, state in plain.items():
+        assert {n: v.shape for n, v in mine[i].items()} == {n: v.shape for n, v in state.items()}
+        for name, value in state.items():
+            assert torch.allclose(mine[i][name], value, atol=1e-6)
+
+
+class Normed(nn.Module):
+    """Its running mean is that of all examples, whoever had which of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm, self.head = nn.BatchNorm1d(64), nn.Linear(64, 10)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.norm(x))
+
+
+def normed_loop(where: Any) -> list[torch.Tensor]:
+    x, y, _, _ = digits()
+    module: Any = Normed()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x[:120], y[:120]), batch_size=20)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    found = []
+    for _ in range(3):
+        for a, b in loader:
+            F.cross_entropy(module(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(module.norm.running_mean.clone())
+    return found
+
+
+def test_running_means_of_one_device() -> None:
+    """In every epoch, and in a loop of one's own on every worker: a mean of means is the mean."""
+    x, y, _, _ = digits()
+    where = strategy("1 ps", "synchronous")
+    plain = normed_loop(None)
+    for mine in where.run(normed_loop, where):
+        for epoch, found in enumerate(mine):
+            assert torch.allclose(found, plain[epoch], atol=1e-6), epoch
+    for epochs in (1, 2, 3):
+        one = model(where, OPTIMIZERS["sgd"], Normed())
+        one.fit(x[:120], y[:120], epochs=epochs, batch_size=20, shuffle=False, verbose=0)
+        assert torch.allclose(one.module.norm.running_mean, plain[epochs - 1], atol=1e-6)  # type: ignore

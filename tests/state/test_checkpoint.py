@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from stratagem.errors import UsageError
@@ -128,3 +128,29 @@ def test_extra_state_that_is_not_plain_is_refused(tmp_path: Path, odd: Any) -> N
     with pytest.raises(UsageError, match=r"'0._extra_state'.*get_extra_state.*plain"):
         checkpoint.save(tmp_path / "m", nn.Sequential(Counting(odd)), None, {})
     assert not list(tmp_path.iterdir())
+
+
+def test_files_of_two_savings_are_refused(tmp_path: Path) -> None:
+    """Whoever saved was ended between the two: the new state stands beside the old weights."""
+    one = nn.Linear(2, 2)
+    checkpoint.save(tmp_path / "m", one, None, {"epoch": 1})
+    old = (tmp_path / "m.safetensors").read_bytes()
+    checkpoint.save(tmp_path / "m", one, None, {"epoch": 2})
+    assert checkpoint.load(tmp_path / "m", one, None) == {"epoch": 2}
+    (tmp_path / "m.safetensors").write_bytes(old)
+    with pytest.raises(UsageError, match="not saved together"):
+        checkpoint.load(tmp_path / "m", one, None)
+    (tmp_path / "m.state.pt").unlink()
+    assert checkpoint.load(tmp_path / "m", one, None) == {}
+
+
+def test_files_without_a_number_are_loaded(tmp_path: Path) -> None:
+    """Those of older versions, and weights that somebody else has written."""
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    checkpoint.save(tmp_path / "m", one, None, {"epoch": 2})
+    save_file(dict(one.state_dict()), str(tmp_path / "m.safetensors"))
+    assert checkpoint.load(tmp_path / "m", other, None) == {"epoch": 2}
+    checkpoint.save(tmp_path / "m", one, None, {})
+    torch.save({"optimizer": None, "epoch": 3}, tmp_path / "m.state.pt")
+    assert checkpoint.load(tmp_path / "m", other, None) == {"epoch": 3}
+    assert torch.equal(one.weight, other.weight)

@@ -375,12 +375,15 @@ class ServedConductor(Conductor):
     def _average(self) -> None:
         """One defined answer for moving statistics: the mean over the workers that worked."""
         assert self.session is not None
-        floats = [t for t in self.session.beside if t.is_floating_point()]
+        floats = [(i, t) for i, t in enumerate(self.session.beside) if t.is_floating_point()]
         everybody, self._means = list(self._means.values()), {}
-        if floats and everybody:
-            for i, tensor in enumerate(floats):
-                total = torch.stack([part[i].double().cpu() for part in everybody]).sum(0)
-                tensor.copy_(total / len(everybody))
+        changes: list[tuple[int, Tensor]] = []
+        for each, (number, tensor) in zip(zip(*everybody, strict=True), floats, strict=False):
+            if any(not torch.equal(each[0].cpu(), other.cpu()) for other in each[1:]):
+                tensor.copy_(torch.stack([part.double().cpu() for part in each]).mean(0))
+                changes.append((number, tensor.detach().cpu().clone()))
+        if changes:  # the others go on from there, too
+            self._announce("weights", changes)
 
     def reset_metrics(self) -> None:
         if self._listening():

@@ -136,7 +136,7 @@ class LeadClerk(Clerk):
     known = Clerk.known | {
         "begin", "clear", "leave", "enter", "join", "next", "push", "abandon", "aside", "skip",
         "deal", "enough", "report", "retire", "so far", "gather", "settings", "snapshot", "finish",
-        "failed",
+        "failed", "set means", "means",
     }  # fmt: skip
 
     def __init__(
@@ -221,6 +221,13 @@ class LeadClerk(Clerk):
         tree = guest.connection.read(TREE_LIMIT)
         self.lead.report(_member(guest), int(frame.header["epoch"]), tree)
         return OK
+
+    def _set_means(self, guest: Guest, frame: Frame) -> Answer:
+        self.lead.set_means(int(frame.header["epoch"]), guest.connection.read(TREE_LIMIT))
+        return OK
+
+    def _means(self, guest: Guest, frame: Frame) -> Answer:
+        return {}, self.lead.means(_member(guest), int(frame.header["epoch"]))
 
     def _retire(self, guest: Guest, frame: Frame) -> Answer:
         return self.lead.retire(_member(guest))

@@ -20,7 +20,6 @@ from torch import Tensor
 from stratagem.errors import NotDistributable, ReplicaError, ReplicaLost, UsageError
 from stratagem.rules.ledger import Ledger
 from stratagem.rules.push import Push, Update, Verdict
-from stratagem.rules.staleness import StepNorm
 from stratagem.rules.updates import Asynchronous, Synchronous
 from stratagem.strategies.parameters.parties import Attendee, Far, Near
 from stratagem.strategies.parameters.plan import Plan
@@ -73,6 +72,8 @@ class Lead:
         #: by worker: the batch (Ticket.first) that it did last; whose last part was dropped again
         self._done: dict[int, int] = {}
         self._void: set[int] = set()
+        #: means that the chief has made of what workers reported, and of which epoch
+        self._means: tuple[int, Tensor] | None = None
         #: what the chief has put beside the parameters, and what it said at the end
         self._beside = self._told = torch.empty(0, dtype=torch.uint8)
 
@@ -94,10 +95,10 @@ class Lead:
             self._aside.clear()
             self._done.clear()
             self._void.clear()
+            self._means = None
             self._beside, self._told = beside, torch.empty(0, dtype=torch.uint8)
             policies = plan.updates.staleness if isinstance(plan.updates, Asynchronous) else ()
-            self._gaps = [policy for policy in policies if policy.needs_gap]
-            self._steps = StepNorm()
+            self._gaps = [(each, each.step_norm()) for each in policies if each.needs_gap]
             self.changed.notify_all()
 
     def enter(self, fit: int) -> tuple[dict[str, Any], list[Tensor]]:
@@ -533,7 +534,9 @@ class Lead:
     def _updated(self) -> None:
         self._tally.fold()
         if self._gaps:
-            self._steps.add(sum(self._ask(["step"])) ** 0.5)
+            norm = sum(self._ask(["step"])) ** 0.5
+            for _, usual in self._gaps:
+                usual.add(norm)
 
     def _settle(self) -> None:
         """Whatever else has become ripe; and a word to those whose work is too late now."""
@@ -559,9 +562,9 @@ class Lead:
 
     def _gap_factor(self, seat: str) -> float:
         factor = 1.0
-        for policy in self._gaps:
+        for policy, usual in self._gaps:
             gap = sum(self._ask(["distance", seat])) ** 0.5
-            factor *= policy.gap_factor(gap, self._steps.value)
+            factor *= policy.gap_factor(gap, usual.value)
         return factor
 
     def _order(self, order: Order) -> None:
@@ -626,6 +629,23 @@ class Lead:
             self._check()
             trees = [self._reports[worker] for worker in sorted(self._reports)]
             return {"sizes": [tree.numel() for tree in trees], **self.so_far()}, trees
+
+    def set_means(self, epoch: int, tree: Tensor) -> None:
+        """The chief has made means of what was reported."""
+        with self.changed:
+            self._means = epoch, tree
+            self.changed.notify_all()
+
+    def means(self, attendee: Attendee, epoch: int) -> list[Tensor]:
+        """Wait for the means of an epoch; none if there are none."""
+        with self.changed:
+            while self._counts(attendee) is not None:
+                if self._means is not None and self._means[0] >= epoch:
+                    return [self._means[1]]
+                if self.epoch > epoch:
+                    break
+                self.changed.wait(0.5)
+            return []
 
     def so_far(self) -> dict[str, Any]:
         """The loss of the epoch's updates added up, and over how many examples."""

@@ -160,17 +160,16 @@ class TicketLoader:
         if worker.is_chief:
             worker.set_settings(self.session.settings())
         source = self._source() if worker.is_chief else None
+        worked = False
         while True:
             work = worker.next(source.fill if source is not None else None)
             if isinstance(work, FitOver):
                 self._end_as(work)
                 return
             if isinstance(work, EpochOver):
-                worker.report(None)
-                if worker.is_chief:
-                    worker.gather()
-                worker.refresh()
+                self._end_pass(worked)
                 return
+            worked = True
             batch = self._batch(work.payload)
             self._held = (work.ticket, max(count_rows(batch), 0))
             try:
@@ -185,6 +184,16 @@ class TicketLoader:
             if self._held is not None:  # the loop wants another: it made no step on purpose
                 (ticket, _), self._held = self._held, None
                 worker.skip(ticket)
+
+    def _end_pass(self, worked: bool) -> None:
+        """The epoch is over: everybody has the last values, and the mean of all statistics."""
+        session, worker = self.session, self.session.worker
+        worker.report(session.statistics() if worked else None)
+        if worker.is_chief:
+            session.share_statistics([each for each in worker.gather()[0] if each is not None])
+        else:
+            session.take_statistics(self._epoch)
+        worker.refresh()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -180,6 +180,30 @@ class Session:
         for param in self.params:
             param.grad = None
 
+    # --- running statistics: the mean over the workers that worked, after each epoch ------------
+
+    def statistics(self) -> list[Tensor]:
+        """What every worker keeps for itself while an epoch lasts."""
+        return [b.detach() for b in self.module.buffers() if b.is_floating_point()]
+
+    def share_statistics(self, everybody: Sequence[Sequence[Tensor]]) -> None:
+        """As the chief: the mean of what was reported, for all."""
+        mine = self.statistics()
+        if not mine or not everybody:
+            return
+        means = [torch.stack([t.double().cpu() for t in each]).mean(0)
+                 for each in zip(*everybody, strict=True)]  # fmt: skip
+        _take(mine, means)
+        if self.plan.workers > 1:
+            self.worker.set_means([t.cpu() for t in mine])
+
+    def take_statistics(self, epoch: int) -> None:
+        """As another worker: the same."""
+        mine = self.statistics()
+        means = self.worker.means(epoch) if mine else None
+        if means is not None:
+            _take(mine, means)
+
     def read_state(self, *, values: bool = True) -> int:
         """One version of values and optimizer state, into the user's own objects."""
         return self._take_snapshot(*self.worker.snapshot(), values=values)

@@ -440,6 +440,14 @@ class Worker:
         """What this worker has counted in the epoch that is over."""
         self.lines.call(0, {"t": "report", "epoch": self._epoch}, [encode(tree)])
 
+    def set_means(self, tree: Any) -> None:
+        """As the chief: what became of the reports on the epoch that is over."""
+        self.lines.call(0, {"t": "set means", "epoch": self._epoch}, [encode(tree)])
+
+    def means(self, epoch: int) -> Any:
+        """The same for the others: wait for it; None if there is nothing."""
+        return self.lines.tree(self.lines.call(0, {"t": "means", "epoch": epoch}))
+
     def set_settings(self, groups: list[dict[str, Any]]) -> None:
         """Have the servers' optimizers follow, unless they know."""
         if groups != self._told:

@@ -249,3 +249,21 @@ def test_a_buffer_of_two_is_a_batch_of_twice_the_size() -> None:
     assert apart(alone, spread) < 1e-6
     assert history_apart(expected, history) < 1e-5
     strategy.close()
+
+
+def test_moving_means_of_one_device() -> None:
+    """A mean of means is the mean, in every epoch."""
+    x = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
+    fit = {"x": x, "y": np.zeros(60), "batch_size": 10, "epochs": 3, "shuffle": False}
+
+    def normed() -> Any:
+        norm = layers.BatchNormalization(momentum=0.9)
+        return keras.Sequential([keras.Input((4,)), norm, layers.Dense(2)])
+
+    def compile() -> dict[str, Any]:
+        return {"optimizer": "sgd", "loss": LOGITS}
+
+    spread, _ = train(normed, compile, fit, served(sg.Synchronous()))
+    alone, _ = train(normed, compile, fit)
+    means = [np.array(model.layers[0].moving_mean) for model in (spread, alone)]
+    assert np.abs(means[0]).max() > 0.01 and np.abs(means[0] - means[1]).max() < 1e-6
