@@ -100,7 +100,7 @@ class Hand:
         self._proof = Proof(job.recipe.loss, replica) if several else None
         self.handed_in = 0
         #: the epoch that is worked on, and the last one of which the mean statistics are here
-        self._epoch = self._settled = 0
+        self._epoch, self._settled = 0, -1
         #: what came of the last batch: metrics take it in when it is sure to count
         self._last: tuple[Any, Any] | None = None
         self.begin()
@@ -267,6 +267,7 @@ class Chief:
         hand.begin()
         job.callbacks.epoch_begin(epoch)
         self._follow_callbacks()
+        self.session.send_statistics()
         started = time.perf_counter()
         hand.dealer.open(self.worker, number, epoch, job.steps_per_epoch)
         batch = 0

@@ -237,6 +237,12 @@ class Store:
             return Snapshot(self.version, self.values.clone(), states)
 
     @torch.no_grad()
+    def restore_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over copies of the optimizer's state by piece, and nothing else."""
+        with self.lock:
+            self._optimizer().restore(states)
+
+    @torch.no_grad()
     def restore(
         self, values: Tensor | None, states: Sequence[Mapping[str, Any]] | None,
         version: int | None = None,

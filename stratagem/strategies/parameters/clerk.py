@@ -34,7 +34,7 @@ class Clerk:
     """What any server answers."""
 
     known: ClassVar[frozenset[str]] = frozenset(
-        {"open", "sit", "stage", "fetch", "restored", "bye", "assign", "host"}
+        {"open", "sit", "stage", "fetch", "restored", "bye", "assign", "assign states", "host"}
     )
 
     def __init__(self, shard: Shard) -> None:
@@ -117,9 +117,15 @@ class Clerk:
         plan = self.shard.plan
         if plan is None:
             raise UsageError("no training is under way here")
-        values = torch.empty(plan.layout.loads[self.shard.index], dtype=plan.dtype)
+        extents, pieces = plan.layout.extents[self.shard.index], frame.header["pieces"]
+        count = sum(extents[piece].hi - extents[piece].lo for piece in pieces)
+        values = torch.empty(count, dtype=plan.dtype)
         guest.connection.read_into([values])
-        self.shard.assign(values)
+        self.shard.assign(values, pieces)
+        return OK
+
+    def _assign_states(self, guest: Guest, frame: Frame) -> Answer:
+        self.shard.assign_states(decode(guest.connection.read(TREE_LIMIT)))
         return OK
 
     def _host(self, guest: Guest, frame: Frame) -> Answer:

@@ -25,6 +25,7 @@ from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.rules.push import Ticket
 from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.source import Indices, Source, parts_of_indices, parts_of_rows
+from stratagem.strategies.parameters.watch import State, Weights
 from stratagem.strategies.parameters.worker import EpochOver, FitOver, Worker
 from stratagem.strategies.prepare import Prepared, to_device
 from stratagem.strategies.settings import Settings
@@ -140,6 +141,10 @@ class TicketLoader:
         self._version, self._last = -1, list[dict[str, Any]]()
         self._over = session.over is not None
         self._closed = False
+        #: what cannot be followed, to be said as soon as somebody listens
+        self._refusal: NotDistributable | None = None
+        self._weights, self._closely = Weights(session.params), False
+        self._state = State(session.optimizer, session.params)
 
     def __len__(self) -> int:
         """Batches of the whole epoch, however many of them come here."""
@@ -159,28 +164,31 @@ class TicketLoader:
         worker.want(self._epoch)
         if worker.is_chief:
             worker.set_settings(self.session.settings())
+        self._follow()
         source = self._source() if worker.is_chief else None
-        worked = False
+        number = 0
         while True:
             work = worker.next(source.fill if source is not None else None)
             if isinstance(work, FitOver):
                 self._end_as(work)
                 return
             if isinstance(work, EpochOver):
-                self._end_pass(worked)
+                self._end_pass(number > 0)
                 return
-            worked = True
             batch = self._batch(work.payload)
             self._held = (work.ticket, max(count_rows(batch), 0))
+            number += 1
+            self._closely = number & (number - 1) == 0  # now and then: it takes its time
+            self._weights.mark(closely=self._closely)
             try:
                 yield batch if self.device.type == "cpu" else to_device(batch, self.device)
             except GeneratorExit:  # the loop was left
                 if worker.at_end is not None:  # and not by an error that ends the training
-                    self._held = None  # somebody else does it
                     with suppress(ReplicaError):  # a job that has failed: others are told why
-                        worker.stand_aside(self._epoch)
+                        self._leave()
                 raise
             self._check_open()
+            self._look()
             if self._held is not None:  # the loop wants another: it made no step on purpose
                 (ticket, _), self._held = self._held, None
                 worker.skip(ticket)
@@ -188,14 +196,75 @@ class TicketLoader:
     def _end_pass(self, worked: bool) -> None:
         """The epoch is over: everybody has the last values, and the mean of all statistics."""
         session, worker = self.session, self.session.worker
+        self._check_state()
         worker.report(session.statistics() if worked else None)
         if worker.is_chief:
             session.share_statistics([each for each in worker.gather()[0] if each is not None])
+            session.send_statistics()
         else:
             session.take_statistics(self._epoch)
         worker.refresh()
+        self._weights.mark(closely=True)
+
+    def _leave(self) -> None:
+        """The loop was left: somebody else does what is in hand."""
+        try:
+            self._look()
+            self._check_state()
+        except NotDistributable as refusal:
+            self._refusal = refusal  # nobody hears of it now
+        self._held = None
+        self.session.worker.stand_aside(self._epoch)
+        self._weights.mark(closely=True)
+
+    # --- what the loop itself writes ------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Between two passes: the servers get what was written since the last, by the chief."""
+        session, weights = self.session, self._weights
+        if not session.worker.is_chief:
+            session.worker.memory.take_back()  # the chief's values come
+            return
+        written = [*weights.written(), *weights.slipped()]
+        if written:
+            session.worker.memory.take_back()
+            session.worker.assign(session.params, written)
+            weights.mark(closely=True)
+        if changes := self._state.changes():
+            session.send_state(changes)
+            self._state.mark()
+
+    def _look(self) -> None:
+        """In the loop: what was written before the step goes to the servers, nothing else does."""
+        session = self.session
+        written, slipped = self._weights.written(), self._weights.slipped()
+        if not (written or slipped):
+            return
+        together = session.plan.parts == session.plan.workers
+        if slipped or self._held is None or not together:
+            raise NotDistributable(
+                "weights were written in the loop "
+                + ("past autograd (p.data)" if slipped else "after optimizer.step()"
+                   if self._held is None else "by one of several asynchronous workers")
+                + ", and with servers the new values come with the next batch; write them between "
+                "two epochs, or (in step, or with one worker) at the beginning of the loop's body, "
+                "under torch.no_grad()."
+            )  # fmt: skip
+        if session.worker.is_chief:  # the others do the same
+            session.worker.memory.take_back()
+            session.worker.assign(session.params, written)
+        self._weights.mark(closely=False)
+
+    def _check_state(self) -> None:
+        if self.session.worker.is_chief and self._state.changes():
+            raise NotDistributable(
+                "the optimizer's state was changed in the loop, and the servers, which have it, "
+                "have gone on meanwhile; change it between two epochs."
+            )
 
     def _check_open(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
         if self._closed:
             raise UsageError(
                 "the training of this loader has ended: another one was prepared, or strategy.run "
@@ -232,12 +301,15 @@ class TicketLoader:
                 "optimizer.step() was called outside of the loop over the prepared loader, or a "
                 "second time for one batch; gradients belong to a batch that this worker was dealt."
             )
+        self._look()
         ticket, examples = self._held
         self._held = None
         session = self.session
         session.collect()
         session.worker.push(ticket, float(examples), 0.0, examples, self._settings())
         session.forget_gradients()
+        # without a barrier newer values may have come with the answer, or be on their way
+        self._weights.mark(closely=self._closely and session.plan.parts > 1)
 
     def _settings(self) -> list[dict[str, Any]] | None:
         """The chief's settings count; those of an update are the same in all parts of its batch."""
@@ -261,6 +333,8 @@ class TicketLoader:
         While a batch is in hand the values stay: gradients are being made with them.
         """
         self.session.read_state(values=self._held is None)
+        self._weights.mark(closely=self._held is None)
+        self._state.mark()
 
     def _end_as(self, over: FitOver) -> None:
         """The chief has ended the training: end with what came of it."""
@@ -270,8 +344,13 @@ class TicketLoader:
 
     def close(self) -> None:
         """The training ends for the chief, and so for all; another waits for that."""
-        self._closed = True
         worker = self.session.worker
+        if self._refusal is None and not self._over:
+            self._follow()
+        self._closed = True
         if not (worker.is_chief or self._over):
             self._end_as(worker.retire())
         self.session.end()
+        self._state.end()
+        if self._refusal is not None:
+            raise self._refusal

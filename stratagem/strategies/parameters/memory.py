@@ -233,6 +233,13 @@ class Memory:
             at += size
         return body
 
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Parameters that were given other memory (`p.data = ...`) come back with their values."""
+        for param, view in zip(self.params, self._views, strict=True):
+            if not self._elsewhere and param.data_ptr() != view.data_ptr():
+                param.data = view.copy_(param.detach())
+
     def close(self) -> None:
         """Give the parameters memory of their own again; may be called again."""
         homes, self._homes = self._homes, []

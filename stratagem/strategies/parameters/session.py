@@ -158,13 +158,8 @@ class Session:
         )  # fmt: skip
 
     def _open(self, plan: Plan) -> None:
-        states = None
         whole = self._states(plan)
-        if whole is not None:
-            states = [
-                assembly.cut(whole, [e.piece for e in extents], plan.shapes)
-                for extents in plan.layout.extents
-            ]
+        states = None if whole is None else _by_server(whole, plan)
         beside = [self.told, [t.detach() for t in self.beside]]
         self.worker.open(self.number, plan, self.params, states, beside)
 
@@ -180,6 +175,14 @@ class Session:
         for param in self.params:
             param.grad = None
 
+    def send_state(self, changes: Mapping[int, Mapping[str, Any]]) -> None:
+        """Somebody has put these in the place of the optimizer's state, by variable."""
+        _, _, states = self.worker.snapshot()
+        pieces = [e.piece for extents in self.plan.layout.extents for e in extents]
+        flat = [state for each in states for state in each]
+        whole = {**assembly.assemble(pieces, flat, self.plan.shapes), **changes}
+        self.worker.assign_states(_by_server(whole, self.plan))
+
     # --- running statistics: the mean over the workers that worked, after each epoch ------------
 
     def statistics(self) -> list[Tensor]:
@@ -187,14 +190,18 @@ class Session:
         return [b.detach() for b in self.module.buffers() if b.is_floating_point()]
 
     def share_statistics(self, everybody: Sequence[Sequence[Tensor]]) -> None:
-        """As the chief: the mean of what was reported, for all."""
+        """As the chief: the mean of what was reported."""
         mine = self.statistics()
         if not mine or not everybody:
             return
         means = [torch.stack([t.double().cpu() for t in each]).mean(0)
                  for each in zip(*everybody, strict=True)]  # fmt: skip
         _take(mine, means)
-        if self.plan.workers > 1:
+
+    def send_statistics(self) -> None:
+        """As the chief: what is here, for all."""
+        mine = self.statistics()
+        if mine and self.plan.workers > 1:
             self.worker.set_means([t.cpu() for t in mine])
 
     def take_statistics(self, epoch: int) -> None:
@@ -273,6 +280,14 @@ def _end_prepared(worker: Worker) -> None:
             "optimizer, or begin the second training after the first loop."
         )
     worker.settle()
+
+
+def _by_server(whole: Mapping[int, Mapping[str, Any]], plan: Plan) -> list[Any]:
+    """A state by variable, cut into what each server has of it."""
+    return [
+        assembly.cut(whole, [e.piece for e in extents], plan.shapes)
+        for extents in plan.layout.extents
+    ]
 
 
 def _take(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

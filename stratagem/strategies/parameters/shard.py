@@ -89,14 +89,23 @@ class Shard:
             self._edition = 0
             self.changed.notify_all()
 
-    def assign(self, values: Tensor) -> None:
-        """Other values, from outside of the training."""
+    def assign(self, values: Tensor, pieces: Sequence[int]) -> None:
+        """Other values of some pieces, from outside of the training."""
         with self.changed:
             self._open()
-            self.store.values.copy_(values)
+            views = [self.store.views[piece] for piece in pieces]
+            parts = torch.split(values, [view.numel() for view in views]) if views else ()
+            for view, part in zip(views, parts, strict=True):
+                view.copy_(part.view(view.shape))
             self._edition += 1
             self._published = None
             self.changed.notify_all()
+
+    def assign_states(self, states: Sequence[Any]) -> None:
+        """Another state of the optimizer, from outside of the training."""
+        with self.changed:
+            self._open()
+            self.store.restore_states(states)
 
     def close(self) -> None:
         with self.changed:

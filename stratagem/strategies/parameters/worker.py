@@ -23,6 +23,7 @@ from stratagem.errors import ReplicaError
 from stratagem.rules.push import Ticket
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Asynchronous
+from stratagem.state.assembly import cut_values
 from stratagem.strategies.agreement import Patience
 from stratagem.strategies.parameters.courier import Courier
 from stratagem.strategies.parameters.lines import Address, Lines, room
@@ -482,11 +483,26 @@ class Worker:
         self.put_back()
         self.lines.call(0, {"t": "finish"}, [encode(told)])
 
-    def assign(self, params: Sequence[Tensor]) -> None:
-        """Put other values into the servers: somebody has changed them here."""
+    def assign(self, params: Sequence[Tensor], only: Sequence[int] | None = None) -> None:
+        """Put other values into the servers: somebody has changed them here.
+
+        `only` these: of others the servers may have newer values.
+        """
         self.put_back()  # it came with values that are not these
-        for i, values in enumerate(self._cut(params)):
-            self.lines.call(i, {"t": "assign"}, [values])
+        assert self.plan is not None
+        chosen = set(range(len(params)) if only is None else only)
+        for i, extents in enumerate(self.plan.layout.extents):
+            pieces = [n for n, e in enumerate(extents) if e.piece.variable in chosen]
+            if not pieces:
+                continue
+            wanted = [extents[n].piece for n in pieces]
+            body = [cut_values(params, wanted).to(self.plan.dtype).cpu()]
+            self.lines.call(i, {"t": "assign", "pieces": pieces}, body)
+
+    def assign_states(self, states: Sequence[Any]) -> None:
+        """The same for the optimizer's state, by server."""
+        for i, tree in enumerate(states):
+            self.lines.call(i, {"t": "assign states"}, [encode(tree)])
 
     def _cut(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Every server's values, one block each."""

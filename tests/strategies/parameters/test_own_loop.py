@@ -418,6 +418,83 @@ def test_every_worker_can_save_what_came_of_it() -> None:
             assert same(my_last, last, 1e-5)
 
 
+# --- what the loop writes itself -----------------------------------------------------------------
+
+
+def writes(where: Any, kind: str) -> tuple[nn.Module, Any]:
+    """Weights and state of the optimizer that are written while the training is under way."""
+    x, y, _, _ = digits()
+    torch.manual_seed(9)
+    other = net(7)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    backward(other, (x[:50], y[:50]))
+    theirs.step()
+    saved = copy.deepcopy([other.state_dict(), theirs.state_dict()])
+    module: Any = net()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    loader: Any = DataLoader(TensorDataset(x[:96], y[:96]), batch_size=16)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    first = module.get_parameter("0.weight")
+    for epoch in range(2):
+        if kind in ("all", "weights") and epoch == 0 or kind == "later" and epoch == 1:
+            module.load_state_dict(saved[0])
+        if kind in ("all", "state") and epoch == 0 or kind == "later" and epoch == 1:
+            optimizer.load_state_dict(saved[1])
+        if kind == "anew":
+            optimizer.state.clear()
+        for number, batch in enumerate(loader):
+            if kind == "before":
+                with torch.no_grad():
+                    first.clamp_(-0.05, 0.05)
+            backward(module, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if kind == "after" and number == 2:
+                with torch.no_grad():
+                    first.clamp_(-0.05, 0.05)
+            if kind == "data":
+                first.data.clamp_(-0.05, 0.05)
+            if kind == "state in the loop" and number == 2:
+                optimizer.load_state_dict(saved[1])
+            if kind == "left" and number == 2:
+                break
+        if kind in ("epoch", "left"):
+            with torch.no_grad():
+                first.clamp_(-0.05, 0.05)
+        if kind == "memory":
+            first.data = first.detach().clamp(-0.05, 0.05)
+    return module, optimizer
+
+
+KINDS = ["all", "weights", "state", "later", "anew", "before", "epoch", "left", "memory"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", [alone, in_step])
+def test_what_the_loop_writes_counts_as_on_one_device(where: Any, kind: str) -> None:
+    plain, optimizer = writes(None, kind)
+    (mine, mine_too), *others = where().run(writes, where(), kind)
+    for module in (mine, *(each for each, _ in others)):
+        assert apart(module, plain) < 1e-6
+    moments = [each.state_dict()["state"] for each in (mine_too, optimizer)]
+    for i, state in moments[1].items():
+        assert torch.allclose(moments[0][i]["momentum_buffer"], state["momentum_buffer"], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["after", "data", "state in the loop"])
+def test_what_would_be_written_to_old_values_is_refused(kind: str) -> None:
+    where = in_step()
+    with pytest.raises(REFUSED, match="in the loop"):
+        where.run(writes, where, kind)
+
+
+def test_one_of_several_asynchronous_workers_writes_between_epochs_only() -> None:
+    where = strategy("1 ps", "asynchronous")
+    with pytest.raises(REFUSED, match="asynchronous workers"):
+        where.run(writes, where, "before")
+
+
 # --- the end -------------------------------------------------------------------------------------
 
 
