@@ -165,6 +165,7 @@ def _listen(job: Fit, step: Step, replica: Replica) -> bool:
     """Follow what callbacks changed on the chief; returns whether to stop. Collective."""
     mine = None
     if replica.is_chief:
+        job.callbacks.check_state()
         changed = job.callbacks.weights_changed()
         if changed:
             step.take_back()

@@ -25,6 +25,7 @@ from stratagem.strategies.at_home import AtHome
 from stratagem.strategies.parameters.apart import Apart
 from stratagem.strategies.parameters.crew import current_worker
 from stratagem.strategies.parameters.session import Late, Session
+from stratagem.strategies.parameters.watch import State
 from stratagem.strategies.parameters.worker import EpochOver, FitOver, Work
 from stratagem.strategies.replica import Replica, alone, current_replica
 
@@ -236,6 +237,8 @@ class Chief:
         self._books = books.Books()
         #: the version that was brought home after an epoch
         self._home: int | None = None
+        own = job.callbacks.callbacks
+        self._state = State(job.optimizer, hand.session.params) if own else None
 
     def lead(self) -> None:
         job = self.job
@@ -250,6 +253,8 @@ class Chief:
             self.session.end(self._told)
         finally:
             model.bring_home = None
+            if self._state is not None:
+                self._state.end()
         job.callbacks.train_end()
 
     def _bring_home(self) -> int:
@@ -258,6 +263,8 @@ class Chief:
             return self._home  # nobody has trained since
         version = self.session.read_state()
         self.job.callbacks.settle()
+        if self._state is not None:
+            self._state.mark()
         return version
 
     def _epoch(self, number: int, epoch: int) -> bool:
@@ -348,14 +355,21 @@ class Chief:
                 "workers of servers do not follow such changes; make it between two fits, "
                 "or use sg.MirroredStrategy."
             )
-        if callbacks.weights_changed():
+        written = {id(tensor) for tensor in callbacks.written()}
+        params = [i for i, p in enumerate(self.session.params) if id(p) in written]
+        changes = self._state.changes() if self._state is not None else {}
+        if written or changes:
             if between and self.session.plan.parts > 1:
                 raise NotDistributable(
-                    "a callback changed weights between two batches, and in step with servers the "
-                    "others have gone on with the old ones by then; change them in on_epoch_end, "
-                    "or use sg.MirroredStrategy."
+                    "a callback changed weights, or the optimizer's state, between two batches, "
+                    "and in step with servers the others have gone on with the old ones by then; "
+                    "change them in on_epoch_end, or use sg.MirroredStrategy."
                 )
-            self.worker.assign(self.session.params)
+            self.session.worker.memory.take_back()
+            self.worker.assign(self.session.params, params)
+        if self._state is not None and changes:
+            self.session.send_state(changes)
+            self._state.mark()
         callbacks.settle()
 
 

@@ -651,6 +651,13 @@ def test_a_changed_attribute_is_refused_and_weights_of_train_begin_count() -> No
     with pytest.raises(sg.errors.NotDistributable, match=r"model.1.p"):
         made.fit(x[:100], y[:100], callbacks=[change], **fit)
 
+    def freeze(epoch: int, logs: Any = None) -> None:
+        next(made.module.parameters()).requires_grad_(False)
+
+    change = sg.callbacks.LambdaCallback(on_epoch_end=freeze)
+    with pytest.raises(sg.errors.NotDistributable, match=r"requires_grad"):
+        made.fit(x[:100], y[:100], callbacks=[change], **fit)
+
 
 def test_an_optimizer_of_rows_over_a_part_of_the_model() -> None:
     torch.manual_seed(0)
@@ -734,3 +741,79 @@ def test_running_means_of_one_device() -> None:
         one = model(where, OPTIMIZERS["sgd"], Normed())
         one.fit(x[:120], y[:120], epochs=epochs, batch_size=20, shuffle=False, verbose=0)
         assert torch.allclose(one.module.norm.running_mean, plain[epochs - 1], atol=1e-6)  # type: ignore
+
+
+class Load(sg.callbacks.Callback):
+    """Goes back to what was saved, after the first epoch."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 0:
+            self.model.load(self.path)
+
+
+class Clear(sg.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.state.clear()
+
+
+@pytest.mark.parametrize("kind", ["load", "clear"])
+def test_servers_follow_a_change_of_the_optimizers_state(kind: str, tmp_path: Any) -> None:
+    x, y, _, _ = digits()
+    saved = model(None, OPTIMIZERS["momentum"])
+    saved.fit(x[300:400], y[300:400], batch_size=50, verbose=0)
+    saved.save(tmp_path / "saved")
+    made = []
+    for where in (strategy("2 ps", "synchronous", 3), strategy("1 ps", "asynchronous", 1), None):
+        one = model(where, OPTIMIZERS["momentum"])
+        callback = Load(tmp_path / "saved") if kind == "load" else Clear()
+        one.fit(
+            x[:200], y[:200], epochs=3, batch_size=50, shuffle=False, verbose=0,
+            callbacks=[callback],
+        )  # fmt: skip
+        made.append(one)
+    assert max(apart(each.module, made[-1].module) for each in made[:-1]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["load", "clear"])
+@pytest.mark.parametrize("where", [sg.MirroredStrategy, sg.CentralStorageStrategy])
+def test_replicas_refuse_a_change_of_the_optimizers_state(
+    where: Any, kind: str, tmp_path: Any
+) -> None:
+    x, y, _, _ = digits()
+    model(None, OPTIMIZERS["momentum"]).save(tmp_path / "saved")
+    here = where(["cpu:0", "cpu:1"])
+    one = model(here, OPTIMIZERS["momentum"])
+    callback = Load(tmp_path / "saved") if kind == "load" else Clear()
+    with pytest.raises(sg.NotDistributable, match="optimizer's state"):
+        one.fit(x[:100], y[:100], epochs=2, batch_size=50, verbose=0, callbacks=[callback])
+    here.close()
+
+
+class One(sg.callbacks.Callback):
+    """Writes to one of two parameters, again and again."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.002)  # the other worker goes on meanwhile
+        with torch.no_grad():
+            self.model.module.other.fill_(float(batch))
+
+
+class Two(Count):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + 0.0 * self.other
+
+
+def test_what_a_callback_writes_undoes_nothing_else() -> None:
+    x, _, _, _ = digits()
+    where = strategy("1 ps", "bounded")
+    one = model(where, OPTIMIZERS["sgd"], Two())
+    one.compile(lambda p: torch.optim.SGD(p, lr=1.0), lambda output, _: output.mean())
+    one.fit(x[:300], batch_size=4, verbose=0, callbacks=[One()])
+    assert float(one.module.get_parameter("weight").detach()) == where.stats().updates

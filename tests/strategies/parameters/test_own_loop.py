@@ -437,9 +437,9 @@ def writes(where: Any, kind: str) -> tuple[nn.Module, Any]:
         module, optimizer, loader = where.prepare(module, optimizer, loader)
     first = module.get_parameter("0.weight")
     for epoch in range(2):
-        if kind in ("all", "weights") and epoch == 0 or kind == "later" and epoch == 1:
+        if (kind in ("all", "weights") and epoch == 0) or (kind == "later" and epoch == 1):
             module.load_state_dict(saved[0])
-        if kind in ("all", "state") and epoch == 0 or kind == "later" and epoch == 1:
+        if (kind in ("all", "state") and epoch == 0) or (kind == "later" and epoch == 1):
             optimizer.load_state_dict(saved[1])
         if kind == "anew":
             optimizer.state.clear()
