@@ -237,8 +237,7 @@ class Chief:
         self._books = books.Books()
         #: the version that was brought home after an epoch
         self._home: int | None = None
-        own = job.callbacks.callbacks
-        self._state = State(job.optimizer, hand.session.params) if own else None
+        self._state = State(job.optimizer, hand.session.params)
 
     def lead(self) -> None:
         job = self.job
@@ -253,8 +252,7 @@ class Chief:
             self.session.end(self._told)
         finally:
             model.bring_home = None
-            if self._state is not None:
-                self._state.end()
+            self._state.end()
         job.callbacks.train_end()
 
     def _bring_home(self) -> int:
@@ -263,8 +261,7 @@ class Chief:
             return self._home  # nobody has trained since
         version = self.session.read_state()
         self.job.callbacks.settle()
-        if self._state is not None:
-            self._state.mark()
+        self._state.mark()
         return version
 
     def _epoch(self, number: int, epoch: int) -> bool:
@@ -357,7 +354,7 @@ class Chief:
             )
         written = {id(tensor) for tensor in callbacks.written()}
         params = [i for i, p in enumerate(self.session.params) if id(p) in written]
-        changes = self._state.changes() if self._state is not None else {}
+        changes = self._state.changes()
         if written or changes:
             if between and self.session.plan.parts > 1:
                 raise NotDistributable(
@@ -367,7 +364,7 @@ class Chief:
                 )
             self.session.worker.memory.take_back()
             self.worker.assign(self.session.params, params)
-        if self._state is not None and changes:
+        if changes:
             self.session.send_state(changes)
             self._state.mark()
         callbacks.settle()

@@ -127,6 +127,8 @@ class Lead:
             while self._in_step and self.running and self._books().begun:
                 self._refuse_torn(idle=self._nobody_works(chief))
                 self.changed.wait(0.5)
+            if self._in_step and self.running:
+                self._refuse_torn()
             self.running, self._told = False, told
             self.changed.notify_all()
 
@@ -166,6 +168,7 @@ class Lead:
                 self._leave(before, dead=True)
             self.attendees[attendee.worker] = attendee
             self._came.add(attendee.worker)
+            self._aside.discard(attendee.worker)
             books.join(attendee.worker)
             self.changed.notify_all()
             return {}, []
@@ -182,6 +185,7 @@ class Lead:
 
     def _leave(self, attendee: Attendee, *, dead: bool) -> None:
         del self.attendees[attendee.worker]
+        self._aside.discard(attendee.worker)
         if self.running and self.failure is None and self.ledger is not None:
             self.ledger.leave(attendee.worker)
             self._settle()
