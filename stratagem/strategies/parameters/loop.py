@@ -186,6 +186,8 @@ class TicketLoader:
                 if worker.at_end is not None:  # and not by an error that ends the training
                     with suppress(ReplicaError):  # a job that has failed: others are told why
                         self._leave()
+                    if worker.is_chief and self.session.plan.parts == self.session.plan.workers:
+                        self._indices.rewind(number)
                 raise
             self._check_open()
             self._look()

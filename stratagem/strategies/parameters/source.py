@@ -56,6 +56,10 @@ class Indices:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader, self._begun = loader, False
+        found = [loader.generator, getattr(loader.sampler, "generator", None)]
+        self._dice = [dice for dice in found if isinstance(dice, torch.Generator)]
+        #: by batches drawn in this pass: what the dice were then
+        self._drawn: list[list[torch.Tensor]] = []
 
     def __iter__(self) -> Iterator[Any]:
         """One pass."""
@@ -65,7 +69,16 @@ class Indices:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._begun = True
         batches: Any = loader.batch_sampler
-        yield from batches
+        self._drawn = []
+        for batch in batches:
+            self._drawn.append([dice.get_state() for dice in self._dice])
+            yield batch
+
+    def rewind(self, taken: int) -> None:
+        """The pass was left after so many batches: what was drawn ahead was drawn in vain."""
+        if 0 < taken <= len(self._drawn):
+            for dice, state in zip(self._dice, self._drawn[taken - 1], strict=True):
+                dice.set_state(state)
 
 
 def parts_of_indices(batch: Any) -> Cut:

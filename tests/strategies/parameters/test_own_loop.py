@@ -600,6 +600,33 @@ def test_in_step_a_loop_that_all_leave_is_that_of_one_device(place: str, late: b
     assert both == order
 
 
+def shuffled_and_left(where: Any) -> nn.Module:
+    x, y, _, _ = digits()
+    module: Any = net()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    dice = torch.Generator().manual_seed(5)
+    loader: Any = DataLoader(
+        TensorDataset(x[:60], y[:60]), batch_size=10, shuffle=True, generator=dice
+    )
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            backward(module, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 3:  # all six have been drawn by then
+                break
+    return module
+
+
+@pytest.mark.parametrize("where", [alone, in_step])
+def test_what_was_drawn_ahead_of_a_loop_that_is_left_changes_no_later_order(where: Any) -> None:
+    plain = shuffled_and_left(None)
+    for mine in where().run(shuffled_and_left, where()):
+        assert apart(mine, plain) < 1e-6
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rule", ["asynchronous", "bounded", "buffered", "spares"])
 def test_every_pass_has_batches_of_its_own_epoch(rule: str, late: bool) -> None:
