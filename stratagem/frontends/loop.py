@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from stratagem.data.streams import RandomStreams, mixed
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends import outputs, traits
-from stratagem.frontends.callbacks import CallbackList
+from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.feeds import Feed, Portion, check_enough
 from stratagem.frontends.meter import Meter
 from stratagem.frontends.proof import Proof
@@ -102,7 +102,8 @@ def _own_streams(
 
 
 def _train(job: Fit, step: Step, replica: Replica) -> None:
-    job.callbacks.alone, job.callbacks.in_common = replica.count == 1, isinstance(step, Sliced)
+    changes = job.callbacks.changes
+    changes.alone, changes.in_common = replica.count == 1, isinstance(step, Sliced)
     # other workers may have been given other callbacks, or none
     job.between_steps = bool(broadcast_tree(replica.collective, job.between_steps))
     job.callbacks.train_begin()
@@ -163,10 +164,10 @@ def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Por
 
 def _listen(job: Fit, step: Step, replica: Replica) -> bool:
     """Follow what callbacks changed on the chief; returns whether to stop. Collective."""
-    mine = None
+    mine, changes = None, job.callbacks.changes
     if replica.is_chief:
-        job.callbacks.check_state()
-        changed = job.callbacks.weights_changed()
+        changes.check_state()
+        changed = changes.weights_changed()
         if changed:
             step.take_back()
         state = [*job.module.parameters(), *job.module.buffers()]
@@ -174,7 +175,7 @@ def _listen(job: Fit, step: Step, replica: Replica) -> bool:
             "stop": job.callbacks.stop,
             "groups": [_settings(group) for group in job.optimizer.param_groups],
             "weights": [t.detach() for t in state] if changed and replica.count > 1 else None,
-            "traits": job.callbacks.changed_traits(),
+            "traits": changes.new_traits(),
         }
     told = broadcast_tree(replica.collective, mine)
     for group, settings in zip(job.optimizer.param_groups, told["groups"], strict=True):
@@ -188,7 +189,7 @@ def _listen(job: Fit, step: Step, replica: Replica) -> bool:
     if told["traits"] and not replica.is_chief:
         traits.adopt(job.module, job.recipe.loss, told["traits"])
     if told["weights"] is not None or told["traits"]:
-        job.callbacks.settle()
+        changes.settle()
     return bool(told["stop"])
 
 

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from stratagem.errors import UsageError
 from stratagem.frontends import alike, evaluator, hooks, loop, losses, served
 from stratagem.frontends.arrays import by_class, hold_out
-from stratagem.frontends.callbacks import Callback, CallbackList, History
+from stratagem.frontends.callback_list import CallbackList
+from stratagem.frontends.callbacks import Callback, History
 from stratagem.frontends.feeds import Feed, feed, in_batches, unpack
 from stratagem.frontends.meter import Meter, Verbosity, check_verbose
 from stratagem.frontends.metrics import MetricSet

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
 from stratagem.frontends import loop, served
-from stratagem.frontends.callbacks import CallbackList, History
+from stratagem.frontends.callback_list import CallbackList
+from stratagem.frontends.callbacks import History
 from stratagem.frontends.feeds import ArrayFeed, Feed, Portion
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.steps import Recipe, Solo

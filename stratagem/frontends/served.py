@@ -260,7 +260,7 @@ class Chief:
         if self._home is not None:
             return self._home  # nobody has trained since
         version = self.session.read_state()
-        self.job.callbacks.settle()
+        self.job.callbacks.changes.settle()
         self._state.mark()
         return version
 
@@ -278,7 +278,7 @@ class Chief:
         while isinstance(work := self.worker.next(hand.dealer.fill, wait=False), Work):
             if job.between_steps:
                 self.worker.arrive()
-                job.callbacks.settle()  # what came is no change of theirs
+                job.callbacks.changes.settle()  # what came is no change of theirs
             job.callbacks.batch_begin(batch)
             if job.between_steps:
                 self.worker.set_settings(self.session.settings())
@@ -345,17 +345,17 @@ class Chief:
         self._follow_weights()
 
     def _follow_weights(self, *, between: bool = False) -> None:
-        callbacks = self.job.callbacks
-        if self.session.plan.workers > 1 and (changed := callbacks.changed_traits()):
+        changes = self.job.callbacks.changes
+        if self.session.plan.workers > 1 and (changed := changes.new_traits()):
             raise NotDistributable(
                 f"a callback changed {traits.say(changed[0])!r} of the model, or of its loss, and "
                 "workers of servers do not follow such changes; make it between two fits, "
                 "or use sg.MirroredStrategy."
             )
-        written = {id(tensor) for tensor in callbacks.written()}
+        written = {id(tensor) for tensor in changes.written()}
         params = [i for i, p in enumerate(self.session.params) if id(p) in written]
-        changes = self._state.changes()
-        if written or changes:
+        state = self._state.changes()
+        if written or state:
             if between and self.session.plan.parts > 1:
                 raise NotDistributable(
                     "a callback changed weights, or the optimizer's state, between two batches, "
@@ -364,10 +364,10 @@ class Chief:
                 )
             self.session.worker.memory.take_back()
             self.worker.assign(self.session.params, params)
-        if changes:
-            self.session.send_state(changes)
+        if state:
+            self.session.send_state(state)
             self._state.mark()
-        callbacks.settle()
+        changes.settle()
 
 
 class Running:

@@ -1,0 +1,140 @@
+"""Several callbacks as one, and the logs that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from stratagem.errors import UsageError
+from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress
+from stratagem.frontends.changes import Changes
+
+
+def overrides(callback: Callback, name: str) -> bool:
+    """Whether this callback does something there."""
+    return getattr(type(callback), name, None) is not getattr(Callback, name) or (
+        name in vars(callback)
+    )
+
+
+class CallbackList:
+    """Several callbacks as one, with cheap batch hooks when nobody uses them."""
+
+    def __init__(self, callbacks: Sequence[Callback], model: Any, params: dict[str, Any]) -> None:
+        self.callbacks = list(callbacks)
+        self._model = model
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UsageError(
+                    f"{callback!r} is no callback; derive it from stratagem.callbacks.Callback."
+                )
+            callback.set_model(model)
+            callback.set_params(params)
+        self._begin = [c for c in self.callbacks if overrides(c, "on_train_batch_begin")]
+        self._end = [c for c in self.callbacks if overrides(c, "on_train_batch_end")]
+        #: whether anybody may change something between two steps
+        self.between_steps = any(not isinstance(c, Progress) for c in self._begin + self._end)
+        own = any(
+            isinstance(c, LambdaCallback) or not type(c).__module__.startswith("stratagem.")
+            for c in self.callbacks
+        )
+        self.changes = Changes(model if self.callbacks else None, own=own)
+
+    @classmethod
+    def none(cls) -> CallbackList:
+        return cls([], None, {})
+
+    @property
+    def reads_optimizer_state(self) -> bool:
+        return any(c.reads_optimizer_state for c in self.callbacks)
+
+    @property
+    def model(self) -> Any:
+        """Whose training this is; None where there are no callbacks."""
+        return self._model
+
+    @property
+    def stop(self) -> bool:
+        return self._model is not None and bool(self._model.stop_training)
+
+    def train_begin(self) -> None:
+        self.changes.settle()
+        for callback in self.callbacks:
+            callback.on_train_begin()
+
+    def train_end(self) -> None:
+        for callback in self.callbacks:
+            callback.on_train_end()
+
+    def epoch_begin(self, epoch: int) -> None:
+        self.changes.settle()
+        for callback in self.callbacks:
+            callback.on_epoch_begin(epoch)
+
+    def epoch_end(self, epoch: int, logs: Logs) -> None:
+        self.changes.settle()
+        for callback in self.callbacks:
+            callback.on_epoch_end(epoch, logs)
+
+    def batch_begin(self, batch: int) -> None:
+        for callback in self._begin:
+            callback.on_train_batch_begin(batch)
+
+    def batch_end(self, batch: int, tally: Any) -> None:
+        if self.between_steps:
+            self.changes.settle()
+        if not self._end:
+            return
+        logs = RunningLogs(tally)
+        for callback in self._end:
+            callback.on_train_batch_end(batch, logs)
+
+
+class RunningLogs(dict[str, Any]):
+    """Logs in mid-epoch; the loss is read from the device only if somebody looks."""
+
+    def __init__(self, tally: Any) -> None:
+        super().__init__()
+        self._tally = tally
+
+    def _read(self) -> RunningLogs:
+        if not super().__len__():
+            self["loss"] = self._tally.mean()
+        return self
+
+    def __missing__(self, key: str) -> Any:
+        if key == "examples":
+            return self._tally.examples
+        if key == "loss":
+            return self._read()["loss"]
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __contains__(self, key: object) -> bool:
+        return key == "loss" or super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return super(RunningLogs, self._read()).__iter__()
+
+    def __len__(self) -> int:
+        return super(RunningLogs, self._read()).__len__()
+
+    def keys(self) -> Any:
+        return super(RunningLogs, self._read()).keys()
+
+    def values(self) -> Any:
+        return super(RunningLogs, self._read()).values()
+
+    def items(self) -> Any:
+        return super(RunningLogs, self._read()).items()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
