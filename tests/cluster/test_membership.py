@@ -130,7 +130,7 @@ def test_a_killed_hub_is_named_by_every_spoke(gather: Gather) -> None:
         assert member_name(survivor, 0) in str(told["text"])
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stopped_member_is_named_and_named_again_when_it_wakes(
     gather: Gather, stopped: int
 ) -> None:
@@ -157,7 +157,7 @@ def test_a_stopped_member_is_named_and_named_again_when_it_wakes(
     assert not group[stopped].has_logged("has not answered")
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_member_that_stays_stopped_becomes_trouble_and_learns_of_it(
     start: Start, stopped: int
 ) -> None:

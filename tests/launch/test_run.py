@@ -192,7 +192,11 @@ model.fit(x, x, verbose=0)
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "last"), [("sys.exit(7)", 7, ""), ("raise ValueError('mine')", 1, "mine")]
+    ("how", "code", "last"),
+    [
+        pytest.param("sys.exit(7)", 7, "", marks=pytest.mark.slow),
+        ("raise ValueError('mine')", 1, "mine"),
+    ],
 )
 def test_the_first_is_not_whoever_ends_first(
     launcher: Launcher, how: str, code: int, last: str
@@ -304,6 +308,7 @@ sys.exit(6)
     assert "SIGTERM to worker 0" in err and "SIGKILL" not in err
 
 
+@pytest.mark.slow
 def test_after_sigterm_comes_sigkill(launcher: Launcher) -> None:
     script = f"""
 if index == 1:

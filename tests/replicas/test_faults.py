@@ -245,7 +245,9 @@ def test_a_result_that_cannot_travel(two: sg.MirroredStrategy) -> None:
     assert min(took) < 0.9, "it waited for an answer that it already had"
 
 
-@pytest.mark.parametrize("op", [*OPS, "hierarchical"])
+@pytest.mark.parametrize(
+    "op", [OPS[0], *(pytest.param(op, marks=pytest.mark.slow) for op in (*OPS[1:], "hierarchical"))]
+)
 def test_failures_leave_nothing_open(op: str) -> None:
     """A notebook may see many; descriptors are few."""
     made = strategy(2, cross_device_ops=op)
@@ -397,6 +399,7 @@ def test_stopped_in_mid_fit(op: str, tmp_path: Path, caplog: pytest.LogCaptureFi
     made.close()
 
 
+@pytest.mark.slow
 def test_stopped_for_longer_than_patience(caplog: pytest.LogCaptureFixture) -> None:
     """Given up, though the call is too large for a follower's socket and it reads nothing."""
     made = strategy(2, patience=sg.Patience(answer=4))
@@ -424,6 +427,7 @@ def half_an_answer() -> None:
         frames.send = send  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_stopped_in_the_middle_of_its_answer() -> None:
     made = strategy(2, patience=sg.Patience(answer=4))
     made.run(half_an_answer)
@@ -487,7 +491,11 @@ def scripts() -> Iterator[Nursery]:
 
 
 @pytest.mark.parametrize(
-    ("op", "last"), [("ring", signal.SIGINT), ("shared_memory", signal.SIGTERM)]
+    ("op", "last"),
+    [
+        ("ring", signal.SIGINT),
+        pytest.param("shared_memory", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_ctrl_c(op: str, last: signal.Signals, scripts: Nursery, tmp_path: Path) -> None:
     """Once it is an exception like any other: the strategy lives. Uncaught, all ends at once."""

@@ -562,6 +562,7 @@ def test_a_worker_that_does_not_come_is_given_up(two: Cluster, how: str | None) 
         assert "has not come to the step where others wait for it, in 3 s" in script.out
 
 
+@pytest.mark.slow
 def test_a_worker_is_stopped_and_woken(scripts: Nursery, tmp_path: Path) -> None:
     """Named on the other's log within seconds; woken, it goes on to the same weights."""
     clusters = [Cluster(scripts, tmp_path, name=f"{how}-") for how in BOTH]

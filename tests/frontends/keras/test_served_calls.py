@@ -448,6 +448,7 @@ def test_a_second_training_goes_on_from_the_first() -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_server_that_lags_behind_does_not_give_old_values_at_the_end_of_an_epoch() -> None:
     """The second server sleeps most of the time; what is validated are the last values."""
     where = served(SYNC, 2, 2)

@@ -130,6 +130,7 @@ def test_a_client_for_each_worker(cluster: Cluster, updates: str) -> None:
         assert script.err == "", script
 
 
+@pytest.mark.slow
 def test_several_trainings_with_one_that_is_slow(cluster: Cluster) -> None:
     """It has the last values of each, though the chief begins another as soon as it can."""
     all_end(cluster.all("""
@@ -223,6 +224,7 @@ def test_one_that_comes_when_all_is_over(
         assert tasks[worker].noted("all alike") is True, tasks[worker]
 
 
+@pytest.mark.slow
 def test_another_takes_the_place_of_one_that_lives(cluster: Cluster) -> None:
     """The old one is told, and only it ends."""
     source = f"""
@@ -272,7 +274,9 @@ def test_one_that_sleeps_through_the_end_of_a_training(cluster: Cluster, tmp_pat
     assert applied[1] > 0, applied
 
 
-@pytest.mark.parametrize("missing", ["ps 0", "ps 1", "worker 0"])
+@pytest.mark.parametrize(
+    "missing", [pytest.param("ps 0", marks=pytest.mark.slow), "ps 1", "worker 0"]
+)
 def test_who_is_missing_is_named(cluster: Cluster, missing: str) -> None:
     tasks = cluster.all(train(epochs=1), but=missing)
     name = "the chief" if missing == "worker 0" else missing

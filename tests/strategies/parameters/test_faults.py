@@ -109,7 +109,13 @@ def applied(strategy: sg.ParameterServerStrategy) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rule", "shared"), [("in step", "1"), ("with a spare", "1"), ("free", "1"), ("free", "0")]
+    ("rule", "shared"),
+    [
+        ("in step", "1"),
+        pytest.param("with a spare", "1", marks=pytest.mark.slow),
+        pytest.param("free", "1", marks=pytest.mark.slow),
+        ("free", "0"),
+    ],
 )
 def test_workers_are_killed_at_any_moment(
     made: Any, rule: str, shared: str, monkeypatch: pytest.MonkeyPatch
@@ -395,7 +401,7 @@ def test_a_killed_server_ends_the_training(made: Any, which: int) -> None:
     assert works(strategy)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stopped_server_is_named_then_given_up(
     made: Any, which: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -426,6 +432,7 @@ def slow_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target)
 
 
+@pytest.mark.slow
 def test_a_stopped_server_goes_on(made: Any, caplog: pytest.LogCaptureFixture) -> None:
     strategy = made(updates=sg.Synchronous())
     assert works(strategy)
