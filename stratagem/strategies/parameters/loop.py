@@ -29,6 +29,7 @@ from stratagem.strategies.parameters.watch import State, Weights
 from stratagem.strategies.parameters.worker import EpochOver, FitOver, Worker
 from stratagem.strategies.prepare import Prepared, to_device
 from stratagem.strategies.settings import Settings
+from stratagem.strategies.setup import refuse_renormed
 
 
 def prepare_served(
@@ -48,6 +49,7 @@ def prepare_served(
         )
     check_sampler(loader)
     _check_optimizer(model, optimizer)
+    refuse_renormed(model)
     first: TicketLoader | None = worker.prepared
     model.to(device)
     assert settings.served is not None

@@ -677,3 +677,22 @@ def test_a_shuffled_loader_has_the_order_of_one_device(own: bool) -> None:
     if not own:  # `fit` takes a number from torch's dice before the loader does
         plain = shuffled_fit(None, own)
     assert apart(shuffled_fit(where, own), plain) < 1e-6
+
+
+def renormed(where: Any) -> None:
+    module = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    data = TensorDataset(torch.zeros(8, 2).long(), torch.zeros(8).long())
+    where.prepare(module, optimizer, DataLoader(data, batch_size=4))
+
+
+def test_rows_that_forward_rewrites_are_refused() -> None:
+    """Servers would not know: not even with one worker."""
+    where = alone()
+    with pytest.raises(REFUSED, match="max_norm"):
+        where.run(renormed, where)
+    module = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 2))
+    model = sg.Model(module, where)
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(REFUSED, match="max_norm"):
+        model.fit(torch.zeros(8, 2).long(), torch.zeros(8).long(), verbose=0)
