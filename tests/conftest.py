@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
 
 os.environ["KERAS_BACKEND"] = "torch"  # Keras reads it when it is imported
+
+import stratagem as sg
+from tests.support import strategy
+
 torch.set_num_threads(1)  # replicas on few cores fight each other otherwise
 # whatever started the tests in the background may have chosen to ignore them, and children inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,3 +40,16 @@ def nothing_in_shared_memory() -> Iterator[None]:
     yield
     left = _shared_files() - before
     assert not left, f"left in shared memory: {left}"
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[sg.MirroredStrategy]:
+    """Replicas for all tests of a file that need nothing else."""
+    with closing(strategy(2)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[sg.MirroredStrategy]:
+    with closing(strategy(3)) as made:
+        yield made

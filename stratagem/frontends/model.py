@@ -178,15 +178,7 @@ class Model:
             between_steps=CallbackList(callbacks, self, params).between_steps,
             wants_state=any(callback.reads_optimizer_state for callback in callbacks),
         )  # fmt: skip
-        hooks.refuse_on_parameters(self.strategy, self.module)
-        hooks.refuse_on_optimizer(self.strategy, optimizer)
-        if self.strategy.team.size > 1:
-            refuse_shared(self.module)
-            refuse_autocast()
-        if self.strategy.team.size > 1 or self.strategy.served:
-            refuse_renormed(self.module)
-        if self.strategy.served:
-            served.check(job)
+        self._check(job)
         self._fits += 1
         self._fitting = threading.get_ident()
         try:
@@ -196,6 +188,19 @@ class Model:
             if bar is not None:
                 bar.close()
         return self.history
+
+    def _check(self, job: loop.Fit) -> None:
+        """Refuse what the strategy's replicas, or its servers, cannot do as one device does."""
+        hooks.refuse_on_parameters(self.strategy, self.module)
+        hooks.refuse_on_optimizer(self.strategy, job.optimizer)
+        several, by_servers = self.strategy.team.size > 1, self.strategy.served
+        if several:
+            refuse_shared(self.module)
+            refuse_autocast()
+        if several or by_servers:
+            refuse_renormed(self.module)
+        if by_servers:
+            served.check(job)
 
     def _attend(
         self, over: Callable[[], bool], callbacks: Sequence[Callback], validation: Any,

@@ -37,9 +37,9 @@ class Place(NamedTuple):
 
     def told(self, name: str) -> str:
         """One of them, for people."""
-        if self.kind is _FROZEN:
+        if self.kind == _FROZEN:
             return f"{self.at}.{name}.requires_grad"
-        return f"{self.at}: {name}" if self.kind is _OUTSIDE else f"{self.at}.{name}"
+        return f"{self.at}: {name}" if self.kind == _OUTSIDE else f"{self.at}.{name}"
 
 
 class Traits:
@@ -117,8 +117,7 @@ def _refuse_others(place: Place, objects: dict[str, Any], before: Traits) -> Non
 def say(change: list[Any]) -> str:
     """One of the changes, for people."""
     kind, at, name, _ = change
-    kinds = {each: each for each in (_ATTRIBUTE, _LAYER, _FROZEN, _OUTSIDE)}
-    return Place(kinds[kind], at).told(name)
+    return Place(kind, at).told(name)
 
 
 def adopt(module: nn.Module, loss: Any, told: list[Any]) -> None:
@@ -149,9 +148,9 @@ def names(module: nn.Module, loss: Any) -> list[Any]:
 def _places(module: nn.Module, loss: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
     """All values, by where they lie."""
     for place, holder in _holders(module, loss):
-        if place.kind is _FROZEN:
+        if place.kind == _FROZEN:
             yield place, {name: p.requires_grad for name, p in holder.items() if p is not None}
-        elif place.kind is _ATTRIBUTE:
+        elif place.kind == _ATTRIBUTE:
             yield place, {name: holder[name] for name in holder.keys() - _TORCHS}
         else:
             yield place, holder

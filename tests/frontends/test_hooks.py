@@ -20,12 +20,6 @@ X, Y = data(48)
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[sg.MirroredStrategy]:
-    with contextlib.closing(strategy(2)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def servers() -> Iterator[sg.ParameterServerStrategy]:
     made = sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=sg.Synchronous())
     with contextlib.closing(made):

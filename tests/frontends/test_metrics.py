@@ -261,13 +261,6 @@ def test_outputs_with_names(some: sg.Strategy) -> None:
 # --- what a share cannot tell --------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[sg.Strategy]:
-    made = strategy(3)
-    yield made
-    made.close()
-
-
 class First(nn.Module):
     """Its logits are the first features."""
 

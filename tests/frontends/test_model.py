@@ -34,13 +34,6 @@ def some(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
     made.close()
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[sg.Strategy]:
-    made = strategy(2)
-    yield made
-    made.close()
-
-
 def model_on(on: sg.Strategy, module: nn.Module | None = None, **options: Any) -> sg.Model:
     with on.scope():
         model = sg.Model(copy.deepcopy(module or mlp()))

@@ -22,13 +22,6 @@ from tests.support import data, distance, mlp, strategy
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[sg.MirroredStrategy]:
-    made = strategy(3)
-    yield made
-    made.close()
-
-
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ from stratagem.errors import NotDistributable
 from tests.support import data, distance, mlp, strategy
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[sg.MirroredStrategy]:
-    made = strategy(3)
-    yield made
-    made.close()
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

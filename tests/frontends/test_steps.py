@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ from tests.support import by_hand, data, distance, mlp, moved, strategy
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[sg.Strategy]:
-    made = strategy(2)
-    yield made
-    made.close()
 
 
 def model_on(on: sg.Strategy, module: nn.Module | None = None, **options: Any) -> sg.Model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ import stratagem as sg
 from stratagem.errors import NotDistributable
 from stratagem.frontends import traits
 from stratagem.frontends.losses import resolve
-from tests.support import data, distance, strategy
+from tests.support import data, distance
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -100,13 +100,6 @@ CHANGES: dict[str, Callable[[Any, int], None]] = {
     "loss_class": set_of(lambda model: Weighing, "sharp"),
     "loss_object": set_of(lambda model: config, "by"),
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[sg.MirroredStrategy]:
-    made = strategy(2)
-    yield made
-    made.close()
 
 
 def train(where: Any, callback: sg.callbacks.Callback, loss: Any = weighed) -> nn.Module:

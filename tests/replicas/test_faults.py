@@ -43,13 +43,6 @@ def two(request: pytest.FixtureRequest) -> Iterator[sg.MirroredStrategy]:
     made.close()
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[sg.MirroredStrategy]:
-    made = strategy(3)
-    yield made
-    made.close()
-
-
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 

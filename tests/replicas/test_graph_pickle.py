@@ -16,15 +16,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 import stratagem as sg
 from stratagem.replicas import graph_pickle
-from tests.support import by_hand, data, distance, mlp, moved, strategy
+from tests.support import by_hand, data, distance, mlp, moved
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[sg.MirroredStrategy]:
-    with contextlib.closing(strategy(2)) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

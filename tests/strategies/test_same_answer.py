@@ -46,13 +46,6 @@ def several(request: pytest.FixtureRequest) -> Iterator[sg.MirroredStrategy]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[sg.MirroredStrategy]:
-    made = strategy(2)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def three_ring() -> Iterator[sg.MirroredStrategy]:
     made = strategy(3, cross_device_ops="ring")
     yield made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from tests.support import data, strategy
+from tests.support import data
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -37,13 +36,6 @@ class Counting(nn.Module):
             self.seen += len(x)
             self.mean.lerp_(x[:, 0].mean(), 0.5)
         return self.linear(self.norm(x))  # type: ignore[no-any-return]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[sg.Strategy]:
-    made = strategy(2)
-    yield made
-    made.close()
 
 
 def fitted(on: sg.Strategy, module: nn.Module) -> None:

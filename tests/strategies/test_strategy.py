@@ -26,12 +26,6 @@ OPS = ["shared_memory", "ring", "hierarchical", "one_device"]
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[sg.MirroredStrategy]:
-    with contextlib.closing(strategy(2)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def three() -> Iterator[sg.MirroredStrategy]:
     with contextlib.closing(strategy(3, cross_device_ops="ring")) as made:
         yield made
