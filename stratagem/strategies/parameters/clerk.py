@@ -169,7 +169,7 @@ class LeadClerk(Clerk):
             guest.worker, guest.name, guest.token, guest.offer,
             int(frame.header["fit"]),
         )  # fmt: skip
-        before = self.lead.attendees.get(guest.worker)
+        before = self.lead.attendance.here.get(guest.worker)
         answer = self.lead.join(guest.attendee)
         if before is not None and before.seat != guest.token:
             self._in_place_of(before.seat, ReplicaLost(

@@ -8,9 +8,7 @@ connection that asks, so a worker that waits keeps nobody else from being served
 
 from __future__ import annotations
 
-import logging
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,18 +17,13 @@ from torch import Tensor
 
 from stratagem.errors import NotDistributable, ReplicaError, ReplicaLost, UsageError
 from stratagem.rules.ledger import Ledger
-from stratagem.rules.push import Push, Update, Verdict
-from stratagem.rules.updates import Asynchronous, Synchronous
+from stratagem.rules.push import Push
+from stratagem.rules.updates import Synchronous
+from stratagem.strategies.parameters.attendance import Attendance
+from stratagem.strategies.parameters.epoch import Epoch
+from stratagem.strategies.parameters.orders import Orders
 from stratagem.strategies.parameters.parties import Attendee, Far, Near
 from stratagem.strategies.parameters.plan import Plan
-from stratagem.strategies.parameters.shard import Order
-from stratagem.strategies.parameters.tally import Tally
-from stratagem.strategies.parameters.trouble import failed
-
-log = logging.getLogger("stratagem")
-
-#: how long the first batch of a training in step waits for all who are expected, in seconds
-GATHERING = 10.0
 
 
 class Lead:
@@ -40,9 +33,10 @@ class Lead:
         self, shard: Near, far: Sequence[Far], end_job: Callable[[ReplicaError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.shard, self.far, self._end_job, self._clock = shard, list(far), end_job, clock
+        self.shard, self._clock = shard, clock
         self.changed = shard.changed
-        self.attendees: dict[int, Attendee] = {}
+        self.attendance = Attendance()
+        self._orders = Orders(shard, far, end_job)
         self.ledger: Ledger | None = None
         self.plan: Plan | None = None
         #: the number of the fit that is under way, or was last
@@ -50,28 +44,12 @@ class Lead:
         self.running = False
         #: the chief has left, so no other fit will begin
         self.closed = False
-        self.epoch = 0
-        #: whether all batches of the epoch have been put up
-        self._dealt = False
+        self._epoch = Epoch()
         self.failure: ReplicaError | None = None
-        self._orders = 0
-        #: by serial
-        self._payloads: dict[int, Tensor] = {}
-        self._reports: dict[int, Tensor] = {}
         #: workers to be told that their ticket is too late; once is enough, they may not listen
         self._late: set[int] = set()
-        #: when the fit was opened, and who has joined it since
-        self._opened, self._came = 0.0, set[int]()
-        #: whether it has been said who did not come
-        self._said = False
-        self._tally = Tally()
-        #: who takes no more work, but waits for the end
-        self._retired: set[Attendee] = set()
-        #: workers whose loop was left, until they come for the next epoch
-        self._aside: set[int] = set()
-        #: by worker: the batch (Ticket.first) that it did last; whose last part was dropped again
+        #: by worker: the batch (Ticket.first) that it did last
         self._done: dict[int, int] = {}
-        self._void: set[int] = set()
         #: means that the chief has made of what workers reported, and of which epoch
         self._means: tuple[int, Tensor] | None = None
         #: what the chief has put beside the parameters, and what it said at the end
@@ -84,21 +62,13 @@ class Lead:
         with self.changed:
             self._check()
             self.plan, self.fit, self.running = plan, fit, True
-            self.attendees.clear()
-            self._opened, self._came, self._said = self._clock(), set(), False
-            self.ledger = Ledger(plan.updates, 0, plan.workers)
-            self._orders = self.epoch = 0
-            self._payloads.clear()
-            self._reports.clear()
+            self.attendance.open(plan.workers, self._clock())
+            self._orders.begin(plan)
+            self.ledger, self._epoch = Ledger(plan.updates, 0, plan.workers), Epoch()
             self._late.clear()
-            self._retired.clear()
-            self._aside.clear()
             self._done.clear()
-            self._void.clear()
             self._means = None
             self._beside, self._told = beside, torch.empty(0, dtype=torch.uint8)
-            policies = plan.updates.staleness if isinstance(plan.updates, Asynchronous) else ()
-            self._gaps = [(each, each.step_norm()) for each in policies if each.needs_gap]
             self.changed.notify_all()
 
     def enter(self, fit: int) -> tuple[dict[str, Any], list[Tensor]]:
@@ -139,12 +109,12 @@ class Lead:
             if chief is not None:
                 self.leave(chief)
             self.changed.notify_all()
-            while any(not attendee.silent for attendee in self.attendees.values()):
+            while self.attendance.awake:
                 self._check()
                 self.changed.wait(0.5)
             self._check()
             if self.plan is not None:
-                self._ask(["flush"])
+                self._orders.ask(["flush"])
 
     def close(self) -> None:
         """The chief has left."""
@@ -161,14 +131,12 @@ class Lead:
             if attendee.fit != self.fit:
                 return {"over": True}, []
             if not self.running:
-                return {"over": True, "after": self._orders}, [self._told]
+                return {"over": True, "after": self._orders.given}, [self._told]
             books = self._books()
-            before = self.attendees.get(attendee.worker)
+            before = self.attendance.here.get(attendee.worker)
             if before is not None:
                 self._leave(before, dead=True)
-            self.attendees[attendee.worker] = attendee
-            self._came.add(attendee.worker)
-            self._aside.discard(attendee.worker)
+            self.attendance.join(attendee)
             books.join(attendee.worker)
             self.changed.notify_all()
             return {}, []
@@ -179,23 +147,22 @@ class Lead:
         If it is dead, the other servers hang up as well; else it may take part in the next fit.
         """
         with self.changed:
-            if self.attendees.get(attendee.worker) is attendee:
+            if self.attendance.here.get(attendee.worker) is attendee:
                 self._leave(attendee, dead=dead)
                 self.changed.notify_all()
 
     def _leave(self, attendee: Attendee, *, dead: bool) -> None:
-        del self.attendees[attendee.worker]
-        self._aside.discard(attendee.worker)
+        self.attendance.leave(attendee)
         if self.running and self.failure is None and self.ledger is not None:
             self.ledger.leave(attendee.worker)
             self._settle()
-            self._order(["bury" if dead else "leave", attendee.seat])
+            self._orders.give(["bury" if dead else "leave", attendee.seat])
 
     def retire(self, attendee: Attendee) -> tuple[dict[str, Any], list[Tensor]]:
         """A worker takes no more work: wait for the end of its fit, to fetch what comes of it."""
         with self.changed:
             if (books := self._counts(attendee)) is not None:
-                self._retired.add(attendee)
+                self.attendance.retired.add(attendee)
                 books.leave(attendee.worker)
                 self._settle()
                 self.changed.notify_all()
@@ -205,18 +172,18 @@ class Lead:
 
     def _last(self, attendee: Attendee) -> tuple[dict[str, Any], list[Tensor]]:
         """What a worker is told whose fit is over, and how far servers must be for its values."""
-        return {"end": True, "after": self._orders * (attendee.fit == self.fit)}, [self._told]
+        return {"end": True, "after": self._after(attendee)}, [self._told]
+
+    def _after(self, attendee: Attendee) -> int:
+        """How many orders a server must have carried out for what this worker may see."""
+        return self._orders.given * (attendee.fit == self.fit)
 
     def _counts(self, attendee: Attendee) -> Ledger | None:
         """The books, if its fit is under way; an error if another has its place there."""
         self._check()
         if not self.running or attendee.fit != self.fit:
             return None
-        if attendee.gone or self.attendees.get(attendee.worker) is not attendee:
-            raise ReplicaLost(
-                f"{attendee.name} counts no more: it was silent too long, or another process has "
-                "taken its place. Start it again to take part.", attendee.name,
-            )  # fmt: skip
+        self.attendance.counts(attendee)
         return self.ledger
 
     def fail(self, failure: ReplicaError) -> None:
@@ -242,27 +209,23 @@ class Lead:
         """The chief puts batches up: `runs` of (how many, in how many parts each)."""
         with self.changed:
             books = self._books()
-            if told["epoch"] > self.epoch:
-                self.epoch, self._dealt = int(told["epoch"]), False
-                self._tally = Tally()
-                self._reports.clear()
-                self._payloads.clear()
-                self._void.clear()
+            if told["epoch"] > self._epoch.number:
+                self._epoch = Epoch(int(told["epoch"]))
                 books.clear_deck()  # the chief's loop may have left the last one early
                 books.open_deck()
                 if self._in_step:
                     self._refuse_torn()
-                    for worker in list(self._aside):  # each has a part of every batch
+                    for worker in list(self.attendance.aside):  # each has a part of every batch
                         self._come_back(books, worker)
             batch, parcels = int(told["first"]), iter(payloads)
             for count, parts in told["runs"]:
                 for _ in range(count):
                     serial = books.deal(batch, parts)
                     for part in range(parts if payloads else 0):
-                        self._payloads[serial + part] = next(parcels)
+                        self._epoch.payloads[serial + part] = next(parcels)
                     batch += 1
             if told["last"]:
-                self._dealt = True
+                self._epoch.dealt = True
                 books.close_deck()
                 self._settle()
             self.changed.notify_all()
@@ -280,7 +243,7 @@ class Lead:
             begun = self._clock()
             while self._gathering(attendee):
                 self.changed.wait(0.5)
-            self._say_who_is_missing()
+            self.attendance.say_who_is_missing(self._clock())
             while (answer := self.offer(attendee, epoch, have, feeds, begun, strict)) is None:
                 self.changed.wait(0.5)
             return answer
@@ -290,25 +253,8 @@ class Lead:
 
         Else who is first does the others' parts too, and its loop makes several steps an update.
         """
-        if self._counts(attendee) is None:
-            return False
-        assert self.plan is not None
-        updates = self.plan.updates
-        return (
-            isinstance(updates, Synchronous) and not updates.spares
-            and len(self._came) < self.plan.workers and self._clock() - self._opened < GATHERING
-        )  # fmt: skip
-
-    def _say_who_is_missing(self) -> None:
-        """Once a training, if somebody who is expected has not come."""
-        missing = set(range(self.plan.workers if self.plan else 0)) - self._came
-        if missing and not self._said and self._clock() - self._opened >= GATHERING:
-            self._said = True
-            names = ", ".join(f"worker {each}" for each in sorted(missing))
-            log.warning(
-                "the training goes on without %s, which did not come in %.0f s; the others do "
-                "its share until it does", names, GATHERING,
-            )  # fmt: skip
+        counts = self._counts(attendee) is not None
+        return counts and self._in_step and self.attendance.on_the_way(self._clock())
 
     def offer(
         self, attendee: Attendee, epoch: int, have: int, feeds: int | None, since: float,
@@ -323,19 +269,19 @@ class Lead:
             books = self._counts(attendee)
             if books is None:
                 return self._last(attendee)
-            if self.epoch <= epoch:
+            if self._epoch.number <= epoch:
                 return None
-            if strict and self.epoch > epoch + 1:
-                return {"over": epoch + 1, "after": self._orders}, []
-            if attendee.worker in self._aside:
+            if strict and self._epoch.number > epoch + 1:
+                return {"over": epoch + 1, "after": self._orders.given}, []
+            if attendee.worker in self.attendance.aside:
                 self._come_back(books, attendee.worker)
             found = self._ticket(books, attendee, have, since)
             if found is not None:
                 return found
             if books.over:
-                void = attendee.worker in self._void
-                return {"over": self.epoch, "after": self._orders, "void": void}, []
-            hungry = feeds is not None and not self._dealt and books.left <= feeds
+                void = attendee.worker in self._epoch.void
+                return {"over": self._epoch.number, "after": self._orders.given, "void": void}, []
+            hungry = feeds is not None and not self._epoch.dealt and books.left <= feeds
             return ({"hungry": True}, []) if hungry else None
 
     def _ticket(
@@ -348,8 +294,8 @@ class Lead:
         books.waited(attendee.worker, self._clock() - since)
         header, body = self.shard.fetch(attendee.seat, have, 0)
         header["ticket"] = list(ticket)
-        header["epoch"], header["after"] = self.epoch, self._orders
-        payload = self._payloads.get(ticket.serial) if self._payloads else None
+        header["epoch"], header["after"] = self._epoch.number, self._orders.given
+        payload = self._epoch.payloads.get(ticket.serial) if self._epoch.payloads else None
         if payload is not None:
             header["payload"] = payload.numel()
             body = [payload, *body]  # first, so that it can be unpacked while the rest comes
@@ -376,10 +322,10 @@ class Lead:
                 return {"after": 0}
             turn = books.turn
             books.leave(worker)
-            if epoch < self.epoch:  # the chief has gone on already
+            if epoch < self._epoch.number:  # the chief has gone on already
                 books.join(worker)
             else:
-                self._aside.add(worker)
+                self.attendance.aside.add(worker)
                 if chief and self._in_step:
                     self._end_epoch(books, worker)
             self._settle()
@@ -388,7 +334,7 @@ class Lead:
                 if self._nobody_works(None):
                     break  # who comes next is told
                 self.changed.wait(0.5)
-            return {"after": self._orders * (attendee.fit == self.fit)}
+            return {"after": self._after(attendee)}
 
     def end_early(self, attendee: Attendee) -> None:
         """The chief wants no more batches in this epoch: what is in hand is finished."""
@@ -399,17 +345,15 @@ class Lead:
             self.changed.notify_all()
 
     def _end_epoch(self, books: Ledger, chief: int) -> None:
-        self._dealt = True
+        self._epoch.dealt = True
         dropped = books.end_early(self._done.get(chief, -1) if self._in_step else None)
         if dropped:  # others were a batch ahead of the chief
-            self._order(["forget"])
-            self._tally.waiting = []
-            self._void |= {push.worker for push in dropped}
+            self._orders.give(["forget"])
+            self._epoch.tally.waiting = []
+            self._epoch.void |= {push.worker for push in dropped}
 
     def _come_back(self, books: Ledger, worker: int) -> None:
-        self._aside.discard(worker)
-        attendee = self.attendees.get(worker)
-        if attendee is not None and attendee not in self._retired:
+        if self.attendance.come_back(worker):
             books.join(worker)
 
     @property
@@ -420,11 +364,7 @@ class Lead:
 
     def _nobody_works(self, chief: Attendee | None) -> bool:
         """Whether all others have left their loops, and nothing is in anybody's hands."""
-        others = [
-            attendee for attendee in self.attendees.values()
-            if attendee is not chief and attendee not in self._retired
-            and attendee.worker not in self._aside
-        ]  # fmt: skip
+        others = [each for each in self.attendance.working() if each is not chief]
         return not others and not self._books().in_hands
 
     def _refuse_torn(self, *, idle: bool = False) -> None:
@@ -435,16 +375,6 @@ class Lead:
                 "leave the loop when the epoch is over."
             )
 
-    def _refuse_alone(self, worker: int, batch: int) -> None:
-        """In step nobody goes on where another has left: one device would do either."""
-        left = [each for each in self._aside if each != worker and self._done.get(each, -1) < batch]
-        if left:
-            raise NotDistributable(
-                f"worker {left[0]} left its loop over the batches (break?) earlier than worker "
-                f"{worker}, and in step all leave it at the same batch: let the number of the "
-                "batch decide, not the loss of one's own part; or use updates=sg.Asynchronous()."
-            )
-
     def skip(self, attendee: Attendee, serial: int) -> None:
         """A worker has gone past a ticket without a gradient: it counts as done."""
         with self.changed:
@@ -453,7 +383,7 @@ class Lead:
                 ticket, turn = books.holds(attendee.worker), books.turn
                 books.skip(attendee.worker, serial)
                 if ticket is not None and ticket.serial == serial:
-                    self._payloads.pop(serial, None)
+                    self._epoch.payloads.pop(serial, None)
                     self._done[attendee.worker] = ticket.first
                 self._settle()
                 self._wake(books, turn)
@@ -473,20 +403,22 @@ class Lead:
                 why = "the training is over"
                 return {"kept": False, "tau": 0, "why": why, "after": 0, "version": 0}, []
             if told.get("settings"):
-                self._order(["settings", told["settings"]])
+                self._orders.give(["settings", told["settings"]])
             ticket = books.holds(push.worker)
-            if ticket is not None and self._aside and self._in_step:
-                self._refuse_alone(push.worker, ticket.first)
+            if ticket is not None and self.attendance.aside and self._in_step:
+                self.attendance.refuse_alone(push.worker, ticket.first, self._done)
             turn, update = books.turn, None
             verdict = books.push(push)
             if verdict.kept:
                 assert ticket is not None
-                self._payloads.pop(ticket.serial, None)  # nobody will ask for it
+                self._epoch.payloads.pop(ticket.serial, None)  # nobody will ask for it
                 self._done[push.worker] = ticket.first
                 loss, examples = told["notes"]
-                self._tally.waiting.append((float(loss), push.weight, int(examples)))
+                self._epoch.tally.waiting.append((float(loss), push.weight, int(examples)))
                 update = books.ripe()
-                self._take_in(attendee.seat, push, verdict, told.get("used"), update)
+                self._orders.take_in(attendee.seat, push, verdict, told.get("used"), update)
+            if update is not None:
+                self._epoch.tally.fold()
             if update is not None or not verdict.kept:
                 self._settle()
             else:
@@ -494,11 +426,11 @@ class Lead:
             self._wake(books, turn)
             header = {
                 "kept": verdict.kept, "tau": verdict.tau, "why": verdict.why,
-                "after": self._orders, "version": books.version,
+                "after": self._orders.given, "version": books.version,
             }  # fmt: skip
-            if ahead is None or self.epoch <= ahead[0]:
+            if ahead is None or self._epoch.number <= ahead[0]:
                 return header, []
-            if told.get("strict") and self.epoch > ahead[0] + 1:
+            if told.get("strict") and self._epoch.number > ahead[0] + 1:
                 return header, []
             found = self._ticket(books, attendee, ahead[1], self._clock())
             if found is None:
@@ -511,42 +443,12 @@ class Lead:
         if books.turn != turn or books.over:
             self.changed.notify_all()
 
-    def _take_in(
-        self, seat: str, push: Push, verdict: Verdict, used: Any, update: Update | None
-    ) -> None:
-        factor = verdict.factor * self._gap_factor(seat) if self._gaps else verdict.factor
-        assert self.plan is not None
-        if update is not None and len(update.pushes) == 1 and self.plan.clip_norm is None:
-            self._order(["one", seat, factor, update.rate, used])
-            self._updated()
-            return
-        self._order(["add", seat, factor * push.weight, used])
-        if update is not None:
-            self._apply(update)
-
-    def _apply(self, update: Update) -> None:
-        assert self.plan is not None
-        scale = 1.0 / update.divisor if update.divisor else 0.0
-        limit = self.plan.clip_norm
-        if limit is not None:
-            norm = sum(self._ask(["norm", scale])) ** 0.5
-            if not norm <= limit:  # or it is no number, and then nothing is
-                scale *= limit / (norm + self.plan.clip_margin)
-        self._order(["apply", scale, update.rate])
-        self._updated()
-
-    def _updated(self) -> None:
-        self._tally.fold()
-        if self._gaps:
-            norm = sum(self._ask(["step"])) ** 0.5
-            for _, usual in self._gaps:
-                usual.add(norm)
-
     def _settle(self) -> None:
         """Whatever else has become ripe; and a word to those whose work is too late now."""
         assert self.ledger is not None
         while (update := self.ledger.ripe()) is not None:
-            self._apply(update)
+            self._orders.apply(update)
+            self._epoch.tally.fold()
         self._tell_late()
 
     def _tell_late(self) -> None:
@@ -556,7 +458,7 @@ class Lead:
         if not self._late:
             return
         for worker in sorted(self._late):
-            attendee = self.attendees.get(worker)
+            attendee = self.attendance.here.get(worker)
             if attendee is not None and self.ledger.late(worker):
                 told = attendee.tell({"news": self.ledger.version})
             else:
@@ -564,74 +466,38 @@ class Lead:
             if told:
                 self._late.discard(worker)
 
-    def _gap_factor(self, seat: str) -> float:
-        factor = 1.0
-        for policy, usual in self._gaps:
-            gap = sum(self._ask(["distance", seat])) ** 0.5
-            factor *= policy.gap_factor(gap, usual.value)
-        return factor
-
-    def _order(self, order: Order) -> None:
-        try:
-            self._orders += 1
-            for server in self.far:
-                server.order(order)
-            self.shard.obey(order)
-        except Exception as error:
-            raise self._ended(error) from error
-
-    def _ask(self, order: Order) -> list[float]:
-        try:
-            self._orders += 1
-            for server in self.far:
-                server.order(order)
-            mine = float(self.shard.obey(order))
-            return [mine, *(server.answer() for server in self.far)]
-        except Exception as error:
-            raise self._ended(error) from error
-
-    def _ended(self, error: Exception) -> ReplicaError:
-        """What is carried out by halves makes nonsense of the parameters: the job ends."""
-        failure = error
-        if not isinstance(failure, ReplicaError):
-            failure = failed("ps 0", traceback.format_exc())
-        self._end_job(failure)
-        return failure
-
     # --- what the chief asks ------------------------------------------------------------------
 
     def settings(self, groups: list[dict[str, Any]]) -> None:
         with self.changed:
             self._books()
-            self._order(["settings", groups])
+            self._orders.give(["settings", groups])
 
     def snapshot(self, number: int) -> int:
         """Have every server keep its state as of now; returns how far to wait for it."""
         with self.changed:
             self._check()
-            self._order(["snapshot", number])
-            return self._orders
+            self._orders.give(["snapshot", number])
+            return self._orders.given
 
     def report(self, attendee: Attendee, epoch: int, tree: Tensor) -> None:
         """What a worker has counted in an epoch."""
         with self.changed:
-            if self._counts(attendee) is not None and epoch == self.epoch:
-                self._reports[attendee.worker] = tree
+            if self._counts(attendee) is not None and epoch == self._epoch.number:
+                self._epoch.reports[attendee.worker] = tree
                 self.changed.notify_all()
 
     def gather(self) -> tuple[dict[str, Any], list[Tensor]]:
         """All reports of the epoch, once everybody who is awake has reported."""
         with self.changed:
             while any(
-                worker not in self._reports
-                and not (attendee.silent or attendee in self._retired)
-                and worker not in self._aside
-                for worker, attendee in self.attendees.items()
+                not each.silent and each.worker not in self._epoch.reports
+                for each in self.attendance.working()
             ):
                 self._check()
                 self.changed.wait(0.5)
             self._check()
-            trees = [self._reports[worker] for worker in sorted(self._reports)]
+            trees = [self._epoch.reports[worker] for worker in sorted(self._epoch.reports)]
             return {"sizes": [tree.numel() for tree in trees], **self.so_far()}, trees
 
     def set_means(self, epoch: int, tree: Tensor) -> None:
@@ -646,7 +512,7 @@ class Lead:
             while self._counts(attendee) is not None:
                 if self._means is not None and self._means[0] >= epoch:
                     return [self._means[1]]
-                if self.epoch > epoch:
+                if self._epoch.number > epoch:
                     break
                 self.changed.wait(0.5)
             return []
@@ -654,7 +520,7 @@ class Lead:
     def so_far(self) -> dict[str, Any]:
         """The loss of the epoch's updates added up, and over how many examples."""
         with self.changed:
-            return {"loss": self._tally.total, "examples": self._tally.examples}
+            return {"loss": self._epoch.tally.total, "examples": self._epoch.tally.examples}
 
     def stats(self) -> dict[str, Any]:
         with self.changed:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import stratagem as sg
 from stratagem.rules.stats import Stats
-from stratagem.strategies.parameters import lead
+from stratagem.strategies.parameters import attendance
 from stratagem.strategies.parameters.lines import Address
 from stratagem.strategies.parameters.loop import LoopSession, TicketLoader
 from stratagem.strategies.parameters.server import Server
@@ -233,7 +233,7 @@ def test_a_loop_that_is_left_gives_it_back(join: Any, stepped: bool) -> None:
 
 def test_in_step_there_is_none(join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody waits for the version that the push itself may make."""
-    monkeypatch.setattr(lead, "GATHERING", 0.0)  # nobody else comes
+    monkeypatch.setattr(attendance, "GATHERING", 0.0)  # nobody else comes
     chief = join(0, sg.Synchronous())
     chief.worker.deal(1, 0, [(2, 1)], True)
     hand_in(chief, take(chief, 0))

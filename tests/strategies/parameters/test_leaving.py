@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.strategies.parameters import lead
+from stratagem.strategies.parameters import attendance
 from stratagem.strategies.parameters.trouble import failed, headline
 from stratagem.strategies.parameters.worker import Work
 from tests.served_support import apart, digits, net
@@ -47,7 +47,7 @@ def test_a_worker_that_leaves_before_the_others_keeps_its_lines() -> None:
 def test_who_does_not_come_is_named_and_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lead, "GATHERING", 0.3)
+    monkeypatch.setattr(attendance, "GATHERING", 0.3)
     office = Office(1, staff=3)
     try:
         chief, other = (

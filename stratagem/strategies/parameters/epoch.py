@@ -1,8 +1,10 @@
-"""The loss of an epoch, as gradients that count make it up."""
+"""An epoch as the lead sees it: what is put up, what was counted, and the loss of it all."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 
 @dataclass
@@ -23,3 +25,19 @@ class Tally:
             self.total += total / weight * count
             self.examples += count
         self.waiting = []
+
+
+@dataclass
+class Epoch:
+    """One pass of the chief over its batches."""
+
+    number: int = 0
+    #: whether all its batches have been put up
+    dealt: bool = False
+    #: by a ticket's serial: the examples to go with it, where the chief hands them out
+    payloads: dict[int, Tensor] = field(default_factory=dict)
+    #: by worker: what it has counted
+    reports: dict[int, Tensor] = field(default_factory=dict)
+    #: workers whose last part was dropped again
+    void: set[int] = field(default_factory=set)
+    tally: Tally = field(default_factory=Tally)
