@@ -49,6 +49,8 @@ class Fit:
     between_steps: bool = False
     #: whether callbacks read the optimizer's state at the end of an epoch, which servers then send
     wants_state: bool = False
+    #: whether this is the call of a script, not what another process was sent of it
+    by_itself: bool = True
     #: what the model's code looks up outside of it, for replicas of this machine
     names: list[Any] = field(default_factory=list)
 
@@ -58,7 +60,7 @@ class Fit:
         return replace(
             self, callbacks=CallbackList.none(), feed=self.feed.without_source(),
             validation=validation and validation.without_source(),
-            names=traits.names(self.module, self.recipe.loss),
+            names=traits.names(self.module, self.recipe.loss), by_itself=False,
         )  # fmt: skip
 
 

@@ -75,8 +75,8 @@ class MetricSet:
         if self._doubts is not None and replica.count > 1:
             self._doubts.next_batch(replica)
 
-    def update(self, output: Any, target: Any) -> None:
-        """Take one share in."""
+    def update(self, output: Any, target: Any, *, part: bool = False) -> None:
+        """Take one share in; `part`: of a batch that others have the rest of, some other time."""
         if self._makers:
             self._make(_classes(output, target), output.device)
         self.counted = True
@@ -84,7 +84,7 @@ class MetricSet:
         with torch.no_grad(), doubts.watching(self._metrics) if doubts else nullcontext():
             for metric in self._metrics.values():
                 metric.update(_detached(output), target)
-        if self._untried and self._shares:
+        if self._untried and (self._shares or part):
             self._try(_detached(output), target)
 
     def _try(self, output: Any, target: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import NotDistributable
-from stratagem.frontends import books, traits
+from stratagem.frontends import alike, books, traits
 from stratagem.frontends.deals import Dealer, dealer
 from stratagem.frontends.feeds import Portion, check_enough
 from stratagem.frontends.group import Leader, assist
@@ -45,7 +45,7 @@ def fit(job: Fit) -> None:
     session = Session(
         current_worker(), job.module, job.optimizer, served, wire=job.settings.wire,
         clip_norm=job.recipe.clip_norm, clip_value=job.recipe.clip_value,
-        told=job.feed.dice(),
+        told=job.feed.dice(), look=("fit", alike.look("fit", job)) if job.by_itself else None,
     )  # fmt: skip
     if session.over is not None:
         _believe(job, session, session.over)
@@ -103,7 +103,7 @@ class Hand:
         #: the epoch that is worked on, and the last one of which the mean statistics are here
         self._epoch, self._settled = 0, -1
         #: what came of the last batch: metrics take it in when it is sure to count
-        self._last: tuple[Any, Any] | None = None
+        self._last: tuple[Any, Any, bool] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -152,13 +152,14 @@ class Hand:
         self.session.forget_gradients()
         if kept:
             self.handed_in += 1
-            self._last = (output, y)
+            self._last = (output, y, portion.examples < portion.total)
         return kept
 
     def _count(self) -> None:
         last, self._last = self._last, None
         if last is not None and self.job.recipe.metrics:
-            self.job.recipe.metrics.update(*last)
+            output, y, part = last
+            self.job.recipe.metrics.update(output, y, part=part)
 
     def _do_together(self, group: Leader, work: Work, portion: Portion) -> bool:
         loss, weight = group.gradients(work, portion)

@@ -23,6 +23,7 @@ from stratagem.data.loader import check_sampler
 from stratagem.data.shard import count_rows
 from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.rules.push import Ticket
+from stratagem.strategies import likeness
 from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.source import Indices, Source, parts_of_indices, parts_of_rows
 from stratagem.strategies.parameters.watch import State, Weights
@@ -53,7 +54,11 @@ def prepare_served(
     first: TicketLoader | None = worker.prepared
     model.to(device)
     assert settings.served is not None
-    session = LoopSession(worker, model, optimizer, settings.served, wire=settings.wire)
+    look = likeness.of_module(model) | likeness.of_optimizer(optimizer, settings=False)
+    look |= likeness.of_loader(loader, "the loader")
+    session = LoopSession(
+        worker, model, optimizer, settings.served, wire=settings.wire, look=("prepare", look)
+    )
     session.cancels = False  # a loop of the user's own runs its course
     tickets = TicketLoader(session, loader, device)
     if session.over is None:

@@ -15,6 +15,8 @@ from stratagem.rules.updates import Synchronous
 from stratagem.state import assembly
 from stratagem.state.partition import partition
 from stratagem.state.recipe import OptimizerRecipe, describe, elementwise, settings_of
+from stratagem.strategies import likeness
+from stratagem.strategies.likeness import Look
 from stratagem.strategies.parameters.plan import Plan
 from stratagem.strategies.parameters.worker import FitOver, Worker
 from stratagem.strategies.settings import Served
@@ -39,11 +41,12 @@ class Session:
     def __init__(
         self, worker: Worker, module: nn.Module, optimizer: Any, served: Served, *,
         wire: str | None = None, clip_norm: float | None = None, clip_value: float | None = None,
-        clip_margin: float = 1e-6, told: Any = None,
+        clip_margin: float = 1e-6, told: Any = None, look: tuple[str, Look] | None = None,
     ) -> None:  # fmt: skip
-        """`told` is what the chief tells the others besides: they find it there afterwards."""
+        """`told` is what the chief tells the others besides: they find it there afterwards.
+        `look`: what is called, and with what, where every worker calls it by itself."""
         _end_prepared(worker)
-        self.told = told
+        self.told, self._look = told, look
         self.worker, self.module, self.optimizer = worker, module, optimizer
         self._clip = (clip_norm, clip_value, clip_margin)
         self._wire = None if wire in (None, "float32") else wire
@@ -62,8 +65,10 @@ class Session:
         self._handles: list[Any] = []
         self.plan, beside = found
         if not worker.is_chief:
-            self.told = beside[0]
-            self._arrive(beside[1])
+            self.told, theirs, tensors = beside
+            if look is not None and theirs is not None:
+                likeness.compare(look[0], [["the chief", *theirs], [worker.name, *look]])
+            self._arrive(tensors)
         worker.at_fall = self._fall
         self.over = worker.join(self.number, self.params)
         if self.over is not None:
@@ -160,7 +165,8 @@ class Session:
     def _open(self, plan: Plan) -> None:
         whole = self._states(plan)
         states = None if whole is None else _by_server(whole, plan)
-        beside = [self.told, [t.detach() for t in self.beside]]
+        look = self._look and list(self._look)
+        beside = [self.told, look, [t.detach() for t in self.beside]]
         self.worker.open(self.number, plan, self.params, states, beside)
 
     def _hook(self, index: int) -> Any:

@@ -179,6 +179,47 @@ def test_under_the_launcher(tmp_path: Path) -> None:
     assert "counted = true" in done.stdout and "balanced = true" in done.stdout, done
 
 
+UNLIKE = """
+from torch.utils.data import DataLoader, TensorDataset, random_split
+x = torch.arange(48.0).reshape(24, 2)
+torch.manual_seed(me[1] * differs)
+rows = random_split(TensorDataset(x, x.sum(1, keepdim=True)), [16, 8])[0]
+net = torch.nn.Linear(2, 1)
+
+def by_fit(strategy):
+    model = sg.Model(net, strategy)
+    model.compile("sgd", "mse")
+    model.fit(DataLoader(rows, batch_size=4), verbose=0)
+
+def by_hand(strategy):
+    sgd = torch.optim.SGD(net.parameters(), lr=1e-4)
+    prepared = strategy.prepare(net, sgd, DataLoader(rows, batch_size=4))
+    for x, y in prepared.loader:
+        sgd.zero_grad()
+        torch.nn.functional.mse_loss(prepared.model(x), y).backward()
+        sgd.step()
+
+try:
+    how(made(in_step))
+except sg.StratagemError as error:
+    print("told =", json.dumps(str(error)), flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize("how", ["by_fit", "by_hand"])
+def test_workers_with_unlike_data_are_told(cluster: Cluster, how: str) -> None:
+    """Tickets name rows, so a split that everybody draws for itself would be several data sets."""
+    source = UNLIKE.replace("how(", f"{how}(")
+    all_end(same := cluster.all(source.replace("differs", "0")))
+    assert not any("told" in script.out for script in same.values())
+    unlike = cluster.all(source.replace("differs", "1"))
+    for task in ("worker 0", "worker 1"):
+        unlike[task].ends(20)
+        told = str(unlike[task].noted("told"))
+        assert "worker 1" in told and "another subset for" in told, unlike[task]
+
+
 # --- who comes late, or again --------------------------------------------------------------------
 
 
