@@ -9,12 +9,13 @@
 Every message has a fixed size, and nothing of a peer is parsed before its proof holds. The
 client proves first, so that a stranger who knocks learns nothing. The role and both nonces are
 inside each MAC, so a message sent back to its sender, or kept from another day, proves nothing.
-The proof guards the door; what follows on the connection is neither encrypted nor signed.
+The proof guards the door; it neither encrypts nor signs what follows (wire/tls.py does).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import json
@@ -31,7 +32,8 @@ SECRET_VARIABLE = "STRATAGEM_SECRET"
 NOTE_LIMIT = 1 << 20
 
 _MAGIC = b"STRATGM"
-_VERSION = 1
+_VERSION = 2
+_SALT = b"stratagem secret 2"
 _GREETING = _MAGIC + bytes([_VERSION])
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
@@ -47,15 +49,22 @@ class WrongSecret(HandshakeError):
 
 
 def job_secret(environ: Mapping[str, str], spec_json: str) -> bytes:
-    """Return the secret of this job: STRATAGEM_SECRET, or a hash of the cluster.
+    """Return the secret of this job: made of STRATAGEM_SECRET, or a hash of the cluster.
 
     The hash only keeps two jobs apart that meet on one port by accident. Whoever knows the
     cluster can compute it: it protects nothing.
     """
     chosen = environ.get(SECRET_VARIABLE, "")
     if chosen:
-        return hashlib.sha256(b"stratagem secret\0" + os.fsencode(chosen)).digest()
+        return _stretched(os.fsencode(chosen))
     return hashlib.sha256(b"stratagem cluster\0" + _canonical(spec_json)).digest()
+
+
+@functools.lru_cache(maxsize=8)
+def _stretched(chosen: bytes) -> bytes:
+    """What a person chose may be short, and proofs of it are seen on the network: trying many
+    should cost something (a twentieth of a second each)."""
+    return hashlib.scrypt(chosen, salt=_SALT, n=1 << 14, r=8, p=1, maxmem=64 << 20, dklen=32)
 
 
 def _canonical(spec_json: str) -> bytes:

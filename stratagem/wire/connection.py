@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 import ssl
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import UsageError
-from stratagem.wire.channel import Channel
+from stratagem.wire.channel import Channel, wait
 from stratagem.wire.frames import (
     HEAD,
     Frame,
@@ -119,9 +120,9 @@ class Connection:
             raise UsageError(f"a frame's parts differ from its size by {size} bytes")
 
     def offer(self, header: Mapping[str, Any]) -> bool:
-        """Send a small frame unless another is on its way just now; whether it was sent.
+        """Send a small frame unless that would have to wait; whether it was sent.
 
-        For a word in between, which must not wait for a peer that does not read.
+        For a word in between: another frame may be on its way, or the peer does not read.
         """
         start = encode(header, 0)
         if self._channel.closed:
@@ -130,10 +131,12 @@ class Connection:
             return False
         try:
             with self._use():
+                if not wait(self._channel.line, select.POLLOUT, 0.0):
+                    return False
                 self._channel.send([memoryview(start)])
+                return True
         finally:
             self._sending.release()
-        return True
 
     def receive(self) -> Frame | None:
         """Wait for a frame; None if the peer, or this side, closed between two frames."""

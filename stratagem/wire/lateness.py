@@ -17,13 +17,17 @@ log = logging.getLogger("stratagem")
 FIRST, AGAIN, SETTLE = 5.0, 10.0, 1.0  # seconds: first line, next lines, time for others to sign
 
 
-def say_late(who: str, waited: float) -> None:
+def late_line(who: str, waited: float) -> str:
     """One line about a replica that lives but has not come."""
-    log.warning(
-        "waiting for %s, %.0f s: it lives, but has not come to this step; slow data, a "
-        "breakpoint, or a loop of another length there? `py-spy dump` shows where it is.",
-        who, waited,
-    )  # fmt: skip
+    return (
+        f"waiting for {who}, {waited:.0f} s: it lives, but has not come to this step; slow data, a "
+        "breakpoint, or a loop of another length there? `py-spy dump` shows where it is."
+    )
+
+
+def say_late(who: str, waited: float) -> None:
+    """Say it here."""
+    log.warning("%s", late_line(who, waited))
 
 
 class Limit:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
+import stat
 import sys
 import tempfile
 import weakref
@@ -21,6 +23,10 @@ from stratagem.errors import UsageError
 
 _ALIGN = 64
 _LINUX = sys.platform == "linux"
+_NAME = "stratagem"
+_IS_OURS = re.compile(
+    r"/proc/\d+/fd/\d+" if _LINUX else rf"{re.escape(tempfile.gettempdir())}/{_NAME}-\w+"
+)
 
 
 def aligned(size: int) -> int:
@@ -34,10 +40,10 @@ class Segment:
     def __init__(self, size: int) -> None:
         self.size = max(aligned(size), _ALIGN)
         if _LINUX:
-            self._fd = os.memfd_create("stratagem", os.MFD_CLOEXEC)
+            self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
             self.handle = f"/proc/{os.getpid()}/fd/{self._fd}:{self.size}"
         else:
-            self._fd, path = tempfile.mkstemp(prefix="stratagem-")
+            self._fd, path = tempfile.mkstemp(prefix=f"{_NAME}-")
             self.handle = f"{path}:{self.size}"
             weakref.finalize(self, _unlink, path)
         weakref.finalize(self, os.close, self._fd)
@@ -46,8 +52,13 @@ class Segment:
 
     @classmethod
     def attach(cls, handle: str) -> Segment:
-        """Map the segment that another process of this machine made."""
+        """Map the segment that another process of this machine made; and nothing else.
+
+        A handle may come over the network: it must not open whatever file it names.
+        """
         path, _, size = handle.rpartition(":")
+        if not _IS_OURS.fullmatch(path) or not size.isdecimal():
+            raise UsageError(f"{handle!r} is no handle of shared memory")
         self = cls.__new__(cls)
         self.size, self.handle = int(size), handle
         try:
@@ -56,9 +67,12 @@ class Segment:
             raise UsageError(
                 f"cannot map shared memory {handle}: {error.strerror}; its owner has ended, or "
                 "runs as another user or in another container. Give both the same user and "
-                "process namespace, or choose cross_device_ops=RingAllReduce()."
+                "process namespace, or do without: cross_device_ops=RingAllReduce() for replicas, "
+                "STRATAGEM_SHARED_MEMORY=0 for parameter servers."
             ) from error
         try:
+            if not _is_segment(fd, self.size):
+                raise UsageError(f"{handle!r} is no shared memory of stratagem, or of another size")
             self.memory = mmap.mmap(fd, self.size)
         finally:
             os.close(fd)
@@ -77,13 +91,21 @@ class Segment:
         return memoryview(self.memory)[offset : offset + 8 * count].cast("q")
 
 
+def _is_segment(fd: int, size: int) -> bool:
+    """Whether the open file is what a Segment makes, of that size."""
+    if _LINUX and os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{_NAME} (deleted)":
+        return False
+    found = os.fstat(fd)
+    return stat.S_ISREG(found.st_mode) and found.st_size == size > 0
+
+
 def _unlink(path: str) -> None:
     if os.path.exists(path):
         os.unlink(path)
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly when they can map each other's segments."""
+    """Equal for two processes that can map each other's segments, as far as can be told."""
     if not _LINUX:
         return os.uname().nodename
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import hashlib
 import hmac
 import os
 import select
@@ -26,7 +25,7 @@ from stratagem.errors import HandshakeError
 from stratagem.wire.channel import hang_up, wait
 
 _LINUX = sys.platform == "linux"
-_SALT = b"stratagem wire certificate 1"
+_LABEL = b"stratagem wire certificate 2"
 _RECORD = 16 << 10  # bytes of a full TLS record
 
 
@@ -37,9 +36,8 @@ def _identity(secret: bytes) -> tuple[bytes, bytes]:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    # A secret that a person chose may be short: trying many of them should cost something.
-    seed = hashlib.scrypt(secret, salt=_SALT, n=1 << 14, r=8, p=1, maxmem=64 << 20, dklen=32)
-    key = Ed25519PrivateKey.from_private_bytes(seed)
+    # Not the secret itself, which proofs are made of.
+    key = Ed25519PrivateKey.from_private_bytes(hmac.digest(secret, _LABEL, "sha256"))
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "stratagem job")])
     # Constant numbers and dates: the certificate must be the same wherever it is made, and no
     # clock can be wrong about it. A job's secret ends with the job.

@@ -19,6 +19,7 @@ from stratagem.errors import NotDistributable
 from stratagem.wire.collective import Collective
 
 Tree = Any
+TREE_LIMIT = 1 << 36  # bytes of one from the network: optimizer state, a report, a batch
 _HEAD = struct.Struct(">Q")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -156,7 +156,7 @@ def forged_client(cut: int = 72, flip: int | None = None, bit: int = 0) -> BaseE
             data[flip - start] ^= 1 << bit
         sock.sendall(data[: max(0, cut - start)])
 
-    greeting, nonce = b"STRATGM\x01", bytes(32)
+    greeting, nonce = b"STRATGM\x02", bytes(32)
     with pair() as (ours, theirs):
         thread, results = outcome(partial(prove_or_hang_up, ours, SECRET, True, 1))
         with suppress(ConnectionError):
@@ -208,7 +208,7 @@ def test_a_peer_that_drips_is_cut_off_at_the_limit(server: bool) -> None:
     with pair() as (ours, theirs):
         start = time.monotonic()
         thread, results = outcome(lambda: prove(ours, SECRET, server=server, limit=0.5))
-        for byte in b"STRATGM\x01" + bytes(20):
+        for byte in b"STRATGM\x02" + bytes(20):
             time.sleep(0.05)
             try:
                 theirs.sendall(bytes([byte]))

@@ -300,7 +300,7 @@ def test_strangers_at_the_door_harm_nobody(start: Start) -> None:
     host, _, port = spec["worker"][0].partition(":")
     strangers = [_knock(host, int(port)) for _ in range(4)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-    strangers[1].sendall(b"STRATGM\x01" + os.urandom(64))
+    strangers[1].sendall(b"STRATGM\x02" + os.urandom(64))
     strangers[2].close()
     # strangers[3] says nothing at all.
     began = time.monotonic()

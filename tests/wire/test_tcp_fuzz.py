@@ -135,7 +135,7 @@ def test_strangers_at_the_door(kind: str) -> None:
     """Any garbage is turned away, and the next member is let in."""
     with listening(kind) as (listener, arrived):
 
-        @given(said=st.binary(max_size=120) | st.binary(max_size=80).map(b"STRATGM\x01".__add__))
+        @given(said=st.binary(max_size=120) | st.binary(max_size=80).map(b"STRATGM\x02".__add__))
         @settings(max_examples=60, deadline=None)
         def knock(said: bytes) -> None:
             if kind == "unix":

@@ -22,9 +22,7 @@ from stratagem.strategies.parameters.shard import Shard
 from stratagem.strategies.parameters.trouble import failed
 from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import Frame
-from stratagem.wire.tree import decode, encode
-
-TREE_LIMIT = 1 << 36  # bytes of optimizer state, of a report, of a batch
+from stratagem.wire.tree import TREE_LIMIT, decode, encode
 
 Answer = tuple[Mapping[str, Any], Sequence[Tensor]]
 OK: Answer = ({}, ())
@@ -49,18 +47,15 @@ class Clerk:
 
     def _open(self, guest: Guest, frame: Frame) -> Answer:
         plan = Plan.from_json(frame.header["plan"])
-        self.shard.open(plan, int(frame.header["fit"]))
-        with self.shard.changed:
-            store = self.shard.store
-            values = torch.empty(store.count, dtype=plan.dtype)
-            states = None
-            size = values.nbytes
-            if frame.size == size:
-                guest.connection.read_into([values])
-            else:
-                guest.connection.read_into([values], more=True)
-                states = decode(guest.connection.read(TREE_LIMIT))
-            store.restore(values, states)
+        load = plan.layout.loads[self.shard.index]
+        if load * plan.dtype.itemsize > frame.size:  # before memory is taken
+            raise UsageError(f"{guest.name} announces more values than it sends")
+        values, has_states = torch.empty(load, dtype=plan.dtype), "states" in frame.header
+        guest.connection.read_into([values], more=has_states)
+        states = decode(guest.connection.read(TREE_LIMIT)) if has_states else None
+        with self.shard.changed:  # not while it reads: who is to end the job needs that, too
+            self.shard.open(plan, int(frame.header["fit"]))
+            self.shard.store.restore(values, states)
         return OK
 
     def _sit(self, guest: Guest, frame: Frame) -> Answer:
@@ -81,17 +76,15 @@ class Clerk:
             guest.connection.skip(TREE_LIMIT)
             return
         into: list[Tensor] = []
-        plan = self.shard.plan
-        assert plan is not None
         rows: list[tuple[int, Tensor, Tensor]] = []
         left = frame.size
         for piece, count in frame.header.get("rows", ()):
-            view = self.shard.store.views[piece]
-            left -= count * (8 + view[:1].numel() * plan.wire_dtype.itemsize)
+            view = desk.views[piece]
+            left -= count * (8 + view[:1].numel() * desk.wire.itemsize)
             if count < 0 or left < 0:  # before memory is taken
                 raise UsageError(f"{guest.name} announces more rows than it sends")
             numbers = torch.empty(count, dtype=torch.int64)
-            values = torch.empty((count, *view.shape[1:]), dtype=plan.wire_dtype)
+            values = torch.empty((count, *view.shape[1:]), dtype=desk.wire)
             rows.append((piece, numbers, values))
             into += [numbers, values]
         if desk.targets is None:
@@ -99,7 +92,7 @@ class Clerk:
             into.insert(0, desk.gradient[: desk.filled])
         guest.connection.read_into(into)
         for piece, numbers, _ in rows:
-            length = len(self.shard.store.views[piece])
+            length = len(desk.views[piece])
             if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < length:
                 raise UsageError(f"a gradient of rows that piece {piece} does not have")
         desk.rows = rows
@@ -169,8 +162,9 @@ class LeadClerk(Clerk):
             guest.worker, guest.name, guest.token, guest.offer,
             int(frame.header["fit"]),
         )  # fmt: skip
-        before = self.lead.attendance.here.get(guest.worker)
-        answer = self.lead.join(guest.attendee)
+        with self.lead.changed:
+            before = self.lead.attendance.here.get(guest.worker)
+            answer = self.lead.join(guest.attendee)
         if before is not None and before.seat != guest.token:
             self._in_place_of(before.seat, ReplicaLost(
                 f"another process has taken the place of {guest.name}, and this one counts no "

@@ -50,6 +50,9 @@ class Lead:
         self._late: set[int] = set()
         #: by worker: the batch (Ticket.first) that it did last
         self._done: dict[int, int] = {}
+        #: who waits for work, and since when; by worker, when it last got some
+        self._waiting: dict[Attendee, float] = {}
+        self._taken: dict[int, float] = {}
         #: means that the chief has made of what workers reported, and of which epoch
         self._means: tuple[int, Tensor] | None = None
         #: what the chief has put beside the parameters, and what it said at the end
@@ -244,9 +247,30 @@ class Lead:
             while self._gathering(attendee):
                 self.changed.wait(0.5)
             self.attendance.say_who_is_missing(self._clock())
-            while (answer := self.offer(attendee, epoch, have, feeds, begun, strict)) is None:
-                self.changed.wait(0.5)
+            try:
+                while (answer := self.offer(attendee, epoch, have, feeds, begun, strict)) is None:
+                    self._waiting[attendee] = begun
+                    self.changed.wait(0.5)
+            finally:
+                self._waiting.pop(attendee, None)
             return answer
+
+    def held_up(self) -> list[tuple[Attendee, float]]:
+        """Who has had work in hand while somebody waited, and for how long; it is not asked to
+        wait itself, so while an order is carried out nobody is named."""
+        if not self.changed.acquire(blocking=False):
+            return []
+        try:
+            if not self._waiting or not self.running or self.ledger is None:
+                return []
+            since, now = min(self._waiting.values()), self._clock()
+            return [
+                (each, now - max(since, self._taken[each.worker]))
+                for each in self.attendance.working()
+                if self.ledger.holds(each.worker) and each not in self._waiting and not each.silent
+            ]
+        finally:
+            self.changed.release()
 
     def _gathering(self, attendee: Attendee) -> bool:
         """Whether a training in step has just begun and somebody is still on the way to it.
@@ -291,7 +315,8 @@ class Lead:
         ticket = books.take(attendee.worker)
         if ticket is None:
             return None
-        books.waited(attendee.worker, self._clock() - since)
+        self._taken[attendee.worker] = now = self._clock()
+        books.waited(attendee.worker, now - since)
         header, body = self.shard.fetch(attendee.seat, have, 0)
         header["ticket"] = list(ticket)
         header["epoch"], header["after"] = self._epoch.number, self._orders.given

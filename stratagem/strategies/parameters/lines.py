@@ -19,14 +19,12 @@ from torch import Tensor
 from stratagem.errors import ReplicaError, StratagemError
 from stratagem.rules.stats import Stats
 from stratagem.strategies.agreement import Patience
-from stratagem.strategies.parameters.clerk import TREE_LIMIT
-from stratagem.strategies.parameters.pulse import PulseThread
+from stratagem.strategies.parameters.pulse import KNOWS_BETTER, PulseThread
 from stratagem.strategies.parameters.reach import reach
-from stratagem.strategies.parameters.server import KNOWS_BETTER
 from stratagem.strategies.parameters.trouble import error_of, headline, lost
 from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import Frame, WireError
-from stratagem.wire.tree import decode
+from stratagem.wire.tree import TREE_LIMIT, decode
 
 #: "0" has tensors travel over sockets on one machine, too
 SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
@@ -131,7 +129,10 @@ class Lines:
     def listen(self) -> None:
         """Hear what the lead has said unasked."""
         while self._servers[0].readable():
-            frame = self._servers[0].receive()
+            try:
+                frame = self._servers[0].receive()
+            except OSError as problem:
+                raise self._why(0) from problem
             if frame is None:
                 raise self._why(0)
             self.news = max(self.news, int(frame.header["news"]))

@@ -15,6 +15,7 @@ from stratagem.wire.tcp import Connection
 
 log = logging.getLogger("stratagem")
 
+KNOWS_BETTER = 1.0  # seconds until the pulse knows why a connection has closed
 _LOOK = 0.1  # seconds after which a goodbye is noticed
 
 
@@ -33,7 +34,7 @@ class PulseThread:
         self.silent: set[str] = set()
         #: names of workers that the lead has given up; whoever acts on it takes them out
         self.given_up: set[str] = set()
-        self._known = threading.Event()
+        self._known, self._falling = threading.Event(), threading.Lock()
         self._connection = connection
         self._give_up = give_up
         self._on_trouble = on_trouble
@@ -65,11 +66,13 @@ class PulseThread:
         return self.trouble
 
     def fall(self, trouble: ReplicaError) -> None:
-        """The job cannot go on."""
-        if self.trouble is None and not self._stopping.is_set():
+        """The job cannot go on; what is told first counts."""
+        with self._falling:
+            if self.trouble is not None or self._stopping.is_set():
+                return
             self.trouble = trouble
-            self._known.set()
-            self._on_trouble(trouble)
+        self._known.set()
+        self._on_trouble(trouble)
 
     def _run(self) -> None:
         try:

@@ -31,18 +31,21 @@ from stratagem.strategies.agreement import Patience
 from stratagem.strategies.parameters.clerk import Clerk, LeadClerk
 from stratagem.strategies.parameters.guest import Guest
 from stratagem.strategies.parameters.lead import Lead
-from stratagem.strategies.parameters.pulse import PulseThread
+from stratagem.strategies.parameters.pulse import KNOWS_BETTER, PulseThread
 from stratagem.strategies.parameters.reach import reach
 from stratagem.strategies.parameters.shard import Order, Shard
 from stratagem.strategies.parameters.trouble import error_of, failed, headline, lost, note_of
+from stratagem.wire.lateness import AGAIN as AGAIN_LATE
+from stratagem.wire.lateness import FIRST as FIRST_LATE
+from stratagem.wire.lateness import late_line
 from stratagem.wire.tcp import Connection, Listener
+from stratagem.wire.tree import TREE_LIMIT
 from stratagem.wire.turns import Turns
 
 log = logging.getLogger("stratagem")
 
 LINGER = 10.0  # seconds that the others may take to leave after a failure
 _LEAVES = 2.0  # seconds until threads have noticed that their connections are closed
-KNOWS_BETTER = 1.0  # seconds until the pulse knows why a connection has closed
 
 @dataclass
 class FarServer:
@@ -93,6 +96,8 @@ class Server:
         self._chief_came = False
         self._turns = Turns()
         self._lock = threading.Lock()
+        #: how late somebody was when that was last said
+        self._named = 0.0
 
     # --- the job ------------------------------------------------------------------------------
 
@@ -150,6 +155,7 @@ class Server:
                 self._await_chief(waiting)
             if self.lead is not None:
                 self._feel_pulses(now)
+                self._feel_work()
 
     def _await_chief(self, waiting: Waiting) -> None:
         text = (
@@ -237,6 +243,7 @@ class Server:
                 try:
                     header, body = self._clerk.answer(guest, frame)
                 except StratagemError as error:
+                    connection.skip(TREE_LIMIT)  # what came with a request that is refused
                     header, body = note_of(error), ()
                 plan = self.shard.plan
                 self._turns.at_once = 1 if plan is None else plan.at_once
@@ -326,7 +333,7 @@ class Server:
                 continue
             silence = now - pulse.heard
             if silence > self.patience.answer:
-                self._give_up(pulse, silence)
+                self._give_up(pulse, f"has been silent for {silence:.0f} s")
             elif silence > STALL and not pulse.silent:
                 self._hush(pulse, True)
                 means = _SILENCE["ps" if pulse.worker < 0 else "worker"]
@@ -341,8 +348,25 @@ class Server:
             if guest.attendee is not None:
                 guest.attendee.silent = silent
 
-    def _give_up(self, pulse: Guest, silence: float) -> None:
-        text = f"{pulse.name} has been silent for {silence:.0f} s and is given up"
+    def _feel_work(self) -> None:
+        """Name who lives, but keeps others waiting; give up who does so too long."""
+        assert self.lead is not None
+        limit, late = self.patience.step, self.lead.held_up()
+        for attendee, seconds in late:
+            if seconds >= limit:
+                pulses = [g for g in self._present() if g.role == "pulse"]
+                for pulse in [pulse for pulse in pulses if pulse.token == attendee.seat]:
+                    self._give_up(pulse, f"has kept the others waiting for {seconds:.0f} s")
+        longest = max((seconds for _, seconds in late), default=0.0)
+        if longest < min(FIRST_LATE, limit / 2):
+            self._named = 0.0
+        elif longest >= self._named + AGAIN_LATE or not self._named:
+            self._named = longest
+            names = ", ".join(attendee.name for attendee, _ in late)
+            self._say(late_line(names, longest))
+
+    def _give_up(self, pulse: Guest, what: str) -> None:
+        text = f"{pulse.name} {what} and is given up"
         if pulse.worker < 0 or pulse.chief:
             self._fail(ReplicaStalled(
                 f"{text}, so the job ends: its machine, or the network between, hangs. The last "

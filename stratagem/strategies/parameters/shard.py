@@ -34,6 +34,9 @@ _FEW = 2  # workers, for which a server itself writes the rows that have changed
 class Desk:
     """What one worker has laid down here, and how it gets values."""
 
+    #: this server's pieces in the fit that the desk belongs to, and how numbers travel there
+    views: Sequence[Tensor]
+    wire: torch.dtype
     #: the dense gradient of this server's pieces, one after the other
     gradient: Tensor
     #: how many elements of it were sent: all, or those of the pieces that were used
@@ -58,7 +61,7 @@ class Shard:
         self.index, self.device, self._cores = index, device, cores
         self.changed = threading.Condition()
         self.done = 0
-        #: the fit that is under way, None between fits
+        #: that of the fit which is under way, or was last
         self.plan: Plan | None = None
         self.fit = -1
         self.failure: ReplicaError | None = None
@@ -107,12 +110,6 @@ class Shard:
             self._open()
             self.store.restore_states(states)
 
-    def close(self) -> None:
-        with self.changed:
-            self.plan = None
-            self._desks.clear()
-            self.changed.notify_all()
-
     # --- what workers do --------------------------------------------------------------------
 
     def sit(self, seat: str, handle: str | None, fit: int) -> None:
@@ -128,22 +125,28 @@ class Shard:
             layout = plan.layout
             load = layout.loads[self.index]
             if handle is None:
-                self._desks[seat] = Desk(torch.empty(load, dtype=plan.wire_dtype), load)
+                gradient = torch.empty(load, dtype=plan.wire_dtype)
+                self._desks[seat] = Desk(self.store.views, plan.wire_dtype, gradient, load)
                 return
             # Many workers scatter their rows sooner than one server does it for all of them.
             scatters = plan.workers <= _FEW or plan.wire_dtype is not plan.dtype
-            self.share(seat, *memory_of(Segment.attach(handle), plan), scatters)
+            segment = Segment.attach(handle)
+            if segment.size < memory_size(plan):
+                raise UsageError(f"{segment.size} bytes of shared memory are too few for a desk")
+            self.share(seat, *memory_of(segment, plan), scatters)
 
     def share(self, seat: str, values: Tensor, outbox: Tensor, scatters: bool = True) -> None:
         """Give a worker a desk in its own memory: all its values, and its outbox of gradients."""
         with self.changed:
-            layout = self._open().layout
+            plan = self._open()
+            layout, views = plan.layout, self.store.views
             load, first = layout.loads[self.index], layout.offset(self.index)
             targets = [
                 values[e.lo : e.hi].view(view.shape)
-                for e, view in zip(layout.extents[self.index], self.store.views, strict=True)
+                for e, view in zip(layout.extents[self.index], views, strict=True)
             ]
-            self._desks[seat] = Desk(outbox[first : first + load], load, targets, scatters)
+            gradient = outbox[first : first + load]
+            self._desks[seat] = Desk(views, plan.wire_dtype, gradient, load, targets, scatters)
 
     def find(self, seat: str) -> Desk | None:
         """A worker's desk; None if it had one in a fit that is over."""

@@ -1,0 +1,195 @@
+"""Workers that stop in mid-sentence, ask for nonsense, or keep others waiting: servers go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stratagem as sg
+from stratagem.strategies.parameters.lines import Address
+from stratagem.strategies.parameters.pulse import PulseThread
+from stratagem.strategies.parameters.server import Server
+from stratagem.strategies.parameters.worker import Worker
+from stratagem.wire.channel import PlainChannel
+from stratagem.wire.connection import Connection
+from stratagem.wire.frames import encode
+from stratagem.wire.segment import Segment
+from stratagem.wire.tcp import local_address
+from tests.replicas.scripts import wait_for
+from tests.strategies.parameters.fault_support import count, local
+from tests.strategies.parameters.office import Office
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    made = Office(1)
+    yield made
+    made.close()
+
+
+def test_a_chief_that_stops_in_mid_opening_is_given_up() -> None:
+    """The server must not hold, while it reads, what it needs to end the job."""
+    patience = sg.Patience(answer=3)
+    server = Server(0, [local_address()], b"s" * 32, patience)
+    raised: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            server.serve()
+        except sg.ReplicaError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    chief = Worker(0, "worker 0", True, Address(tuple(server.addresses), server.secret), patience)
+    send = chief.lines._servers[0].send
+    whole: list[Tensor] = []
+
+    def by_halves(header: dict[str, object], body: list[Tensor]) -> None:
+        """Announce the values, send half of them, and stop: no word and no beat any more."""
+        if header["t"] != "open":
+            send(header, body)
+            return
+        whole.extend(body)
+        size = sum(tensor.nbytes for tensor in body)
+        start = encode(header, size) + bytes(size // 2)
+        chief.lines._servers[0]._channel.send([memoryview(start)])
+        chief.lines.pulse._connection.send = lambda *_: None  # type: ignore[method-assign]
+        raise InterruptedError
+
+    chief.lines._servers[0].send = by_halves  # type: ignore[method-assign, assignment]
+    module = nn.Linear(50, 50)
+    with pytest.raises(sg.ReplicaError):
+        Office.begin(
+            _Staff(chief), module, torch.optim.SGD(module.parameters(), lr=0.1)  # type: ignore[arg-type]
+        )
+    thread.join(25)
+    chief.close(goodbye=False)
+    assert whole and not thread.is_alive()
+    assert [error.who for error in raised] == ["worker 0"]  # type: ignore[attr-defined]
+
+
+class _Staff:
+    """An office as `begin` sees it."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.workers, self.servers = [worker], [None]
+
+
+def test_a_refused_request_with_a_body_harms_nobody(office: Office) -> None:
+    chief, module = office.workers[0], nn.Linear(2, 1)
+    for told in ({"t": "assign", "pieces": []}, {"t": "what"}):
+        with pytest.raises(sg.UsageError, match=r"no training is under way|does not know"):
+            chief.lines.call(0, told, [torch.ones(5)])
+    session = office.begin(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    session.end()
+    assert office.servers[0].failure is None
+
+
+def test_more_values_announced_than_sent(office: Office) -> None:
+    """Refused before memory is taken for them."""
+    chief, module = office.workers[0], nn.Linear(2, 1)
+    session = office.begin(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    told = {"t": "open", "fit": 9, "plan": session.plan.to_json()}
+    with pytest.raises(sg.UsageError, match="more values than it sends"):
+        chief.lines.call(0, told, [torch.ones(1)])
+    session.end()
+
+
+def test_a_lead_that_is_gone_is_named_by_who_listens(office: Office) -> None:
+    """As by who asks: it is no fault of the worker."""
+    chief = office.workers[0]
+    here, there = socket.socketpair()
+    old, chief.lines._servers[0] = chief.lines._servers[0], Connection(PlainChannel(here), "ps 0")
+    there.sendall(b"ST")
+    there.close()
+    with pytest.raises(sg.ReplicaLost, match="ps 0"):
+        chief.lines.listen()
+    chief.lines._servers[0] = old
+
+
+def test_a_word_in_between_waits_for_nobody() -> None:
+    """Also where the peer has left no room for it."""
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    try:
+        while True:
+            here.send(bytes(1 << 16))
+    except BlockingIOError:
+        connection = Connection(PlainChannel(here), "one that does not read")
+    begun = time.monotonic()
+    assert connection.offer({"news": 1}) is False
+    assert time.monotonic() - begun < 5
+    connection.close()
+    there.close()
+
+
+def test_only_shared_memory_is_mapped(tmp_path: Path) -> None:
+    """A handle comes over the network, and may name anything."""
+    file = tmp_path / "precious"
+    file.write_bytes(b"p" * 64)
+    fd = os.open(file, os.O_RDWR)
+    mine = Segment(64)
+    handle, _, size = mine.handle.rpartition(":")
+    for wrong in (
+        f"{file}:64", f"/proc/{os.getpid()}/fd/{fd}:64", "nonsense", f"{handle}:{int(size) * 2}",
+        f"{handle}:-1", f"{handle}:x",
+    ):  # fmt: skip
+        with pytest.raises(sg.UsageError, match="shared memory"):
+            Segment.attach(wrong)
+    os.close(fd)
+    assert file.read_bytes() == b"p" * 64
+    assert Segment.attach(mine.handle).size == mine.size
+
+
+def test_what_is_wrong_is_told_once() -> None:
+    """By two threads at once, too: the first that is told counts."""
+    told: list[sg.ReplicaError] = []
+    here, there = socket.socketpair()
+    pulse = PulseThread(Connection(PlainChannel(here), "ps 0"), 60.0, told.append)
+    troubles = [sg.ReplicaLost(f"number {i}", "ps 0") for i in range(8)]
+    threads = [threading.Thread(target=pulse.fall, args=(each,)) for each in troubles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert told == [pulse.trouble]
+    pulse.stop()
+    there.close()
+
+
+class Dawdle:
+    """A loss in which worker 1 takes its time, once."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if sg.current_replica().index == 1:
+            time.sleep(self.seconds)
+            self.seconds = 0.0
+        return output.mean()
+
+
+def test_one_that_lives_but_keeps_others_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    """It is named; after `Patience(step=)` it is given up, and the others do its part."""
+    patience = sg.Patience(step=3)
+    with closing(local(updates=sg.Synchronous(), patience=patience)) as strategy:
+        count(strategy, epochs=1)
+        with caplog.at_level(logging.WARNING, "stratagem"):
+            counts = count(strategy, epochs=1, loss=Dawdle(30.0))
+        assert (counts == 1).all()
+        wait_for(lambda: "worker 1 has kept the others waiting for" in caplog.text)
+        assert "waiting for worker 1, " in caplog.text
