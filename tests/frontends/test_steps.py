@@ -214,11 +214,12 @@ def test_what_cannot_be_tried_is_said(two: sg.Strategy, caplog: pytest.LogCaptur
 
 
 @pytest.mark.timeout(60)
-def test_a_random_loss_is_left_alone(two: sg.Strategy) -> None:
+def test_a_random_loss_is_left_alone(two: sg.Strategy, caplog: pytest.LogCaptureFixture) -> None:
     def noisy(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output + torch.randn_like(output), target)
 
     model_on(two, loss=noisy).fit(*data(37), batch_size=12, verbose=0)
+    assert "cannot be tried" not in caplog.text
 
 
 def test_the_check_leaves_the_dice_alone() -> None:

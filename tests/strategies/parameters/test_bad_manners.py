@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import stratagem as sg
+from stratagem.strategies.parameters import server as server_module
 from stratagem.strategies.parameters.lines import Address
 from stratagem.strategies.parameters.pulse import PulseThread
 from stratagem.strategies.parameters.server import Server
@@ -39,8 +40,9 @@ def office() -> Iterator[Office]:
     made.close()
 
 
-def test_a_chief_that_stops_in_mid_opening_is_given_up() -> None:
+def test_a_chief_that_stops_in_mid_opening_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server must not hold, while it reads, what it needs to end the job."""
+    monkeypatch.setattr(server_module, "LINGER", 0.5)
     patience = sg.Patience(answer=3)
     server = Server(0, [local_address()], b"s" * 32, patience)
     raised: list[BaseException] = []
@@ -67,6 +69,7 @@ def test_a_chief_that_stops_in_mid_opening_is_given_up() -> None:
         start = encode(header, size) + bytes(size // 2)
         chief.lines._servers[0]._channel.send([memoryview(start)])
         chief.lines.pulse._connection.send = lambda *_: None  # type: ignore[method-assign]
+        chief.lines.pulse._on_trouble = lambda _: None  # nor does it hang up
         raise InterruptedError
 
     chief.lines._servers[0].send = by_halves  # type: ignore[method-assign, assignment]
@@ -75,7 +78,7 @@ def test_a_chief_that_stops_in_mid_opening_is_given_up() -> None:
         Office.begin(
             _Staff(chief), module, torch.optim.SGD(module.parameters(), lr=0.1)  # type: ignore[arg-type]
         )
-    thread.join(25)
+    thread.join(12)
     chief.close(goodbye=False)
     assert whole and not thread.is_alive()
     assert [error.who for error in raised] == ["worker 0"]  # type: ignore[attr-defined]
