@@ -23,7 +23,13 @@ from stratagem.frontends.feeds import (
     StreamFeed,
     portion_of,
 )
-from stratagem.strategies.parameters.source import Indices, Source, parts_of_indices, parts_of_rows
+from stratagem.strategies.parameters.source import (
+    Indices,
+    Source,
+    parts_of_indices,
+    parts_of_rows,
+    read,
+)
 from stratagem.strategies.parameters.worker import Work, Worker
 
 
@@ -107,13 +113,11 @@ def dealer(feed: Feed, parts: int) -> Dealer:
 
 
 def _indexed(loader: DataLoader[Any], parts: int) -> Dealer:
-    collate: Any = loader.collate_fn
     indices = Indices(loader)
 
     def unpack(payload: Any) -> Portion:
         chosen = payload["indices"]
-        batch = collate([loader.dataset[i] for i in chosen])
-        return portion_of(batch, (len(chosen), payload["total"]))
+        return portion_of(read(loader, chosen), (len(chosen), payload["total"]))
 
     return ParcelDealer(lambda: map(parts_of_indices, indices), parts, unpack)
 

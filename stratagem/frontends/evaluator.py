@@ -31,7 +31,10 @@ def watch(
     model: Any, callbacks: Sequence[Callback], validation: Any, evaluate: Callable[[], Any],
     over: Callable[[], bool],
 ) -> History:  # fmt: skip
-    """Evaluate checkpoints as they come, until the job is over and the last has been seen."""
+    """Evaluate checkpoints as they come, until the job is over and the last has been seen.
+
+    The history has what was found here, and what the chief had written down when it last saved.
+    """
     saver = next((c for c in callbacks if isinstance(c, ModelCheckpoint)), None)
     if saver is None or validation is None:
         raise UsageError(NEEDS)
@@ -39,7 +42,7 @@ def watch(
     for board in boards:
         board.log_dir = str(Path(board.log_dir) / "evaluator")
         board.on_train_begin()
-    history = History()
+    history, progress = History(), dict[str, Any]()
     for path, updates in new_files(checkpoint.paths(saver.path)[0], over):
         progress = checkpoint.load(path, model.module, model.optimizer)
         step = int(progress.get("updates", updates))
@@ -49,6 +52,7 @@ def watch(
             each.on_epoch_end(step, logs)
     for board in boards:
         board.on_train_end()
+    history.history = {**progress.get("history", {}), **history.history}
     return history
 
 

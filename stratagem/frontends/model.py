@@ -144,8 +144,7 @@ class Model:
                 "unfreeze what shall be trained, then compile again."
             )
         check_verbose(verbose)
-        audience = getattr(self.strategy, "audience", None)
-        if audience is not None:
+        if (audience := self.strategy.audience) is not None:
             self.history = self._attend(audience.over, callbacks, validation_data, batch_size)
             return self.history
         if steps_per_epoch is not None and steps_per_epoch < 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 from stratagem.errors import NotDistributable
 from stratagem.frontends import alike, books, traits
 from stratagem.frontends.deals import Dealer, dealer
-from stratagem.frontends.feeds import Portion, check_enough
+from stratagem.frontends.feeds import LoaderFeed, Portion, check_enough
 from stratagem.frontends.group import Leader, assist
 from stratagem.frontends.loop import Evaluation, Fit, evaluate_here
 from stratagem.frontends.proof import Proof
@@ -25,6 +25,7 @@ from stratagem.strategies.at_home import AtHome
 from stratagem.strategies.parameters.apart import Apart
 from stratagem.strategies.parameters.crew import current_worker
 from stratagem.strategies.parameters.session import Late, Session
+from stratagem.strategies.parameters.source import say_who_reads
 from stratagem.strategies.parameters.watch import State
 from stratagem.strategies.parameters.worker import EpochOver, FitOver, Work
 from stratagem.strategies.replica import Replica, alone, current_replica
@@ -242,6 +243,8 @@ class Chief:
 
     def lead(self) -> None:
         job = self.job
+        if isinstance(job.feed, LoaderFeed) and job.feed.loader is not None:
+            say_who_reads(job.feed.loader)
         model = job.callbacks.model
         model.bring_home = self._bring_home
         try:

@@ -85,7 +85,8 @@ class GradientExchange:
         if param.grad.layout != torch.strided:
             raise NotDistributable(
                 "a parameter has sparse gradients (nn.Embedding(sparse=True)?), which this "
-                "strategy cannot add up; use sparse=False."
+                "strategy cannot add up; use sparse=False, or servers, which take them: "
+                "ParameterServerStrategy, CentralStorageStrategy(updates=sg.Asynchronous())."
             )
         if self._sums and self._is_reduced(index, param):
             raise NotDistributable(

@@ -11,7 +11,6 @@ from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
 from stratagem.strategies import rehearsal
 from stratagem.strategies.company import Company
-from stratagem.strategies.parameters.audience import Audience
 from stratagem.strategies.parameters.crew import Crew, current_worker
 from stratagem.strategies.parameters.loop import prepare_served
 from stratagem.strategies.settings import Settings
@@ -24,8 +23,6 @@ class ServedStrategy(Strategy):
     def __init__(self, team: Company, settings: Settings) -> None:
         super().__init__(team, settings)
         self.served = settings.served is not None
-        #: set in the evaluator task: it takes no part in the training
-        self.audience: Audience | None = None
 
     @property
     def is_chief(self) -> bool:
@@ -90,8 +87,8 @@ class ServedStrategy(Strategy):
         if not isinstance(self.team, Crew):
             raise UsageError(
                 "there are no books: here every replica's gradient is part of every update. They "
-                "are kept where servers decide: CentralStorageStrategy(updates=...), "
-                "ParameterServerStrategy, on the client."
+                "are kept where servers decide: ParameterServerStrategy, on the client, or "
+                "CentralStorageStrategy with updates=sg.Asynchronous() or sg.Synchronous(spares=1)."
             )
         return self.team.stats()
 

@@ -8,7 +8,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from stratagem.strategies.settings import Settings
 from stratagem.strategies.team import Team
 from stratagem.wire.collective import Alone
 
+if TYPE_CHECKING:
+    from stratagem.strategies.parameters.audience import Audience
+
 _scopes: list[Strategy] = []
 #: front ends that must know when a scope opens; each returns what to hold open meanwhile
 _front_ends: list[Callable[[Strategy], AbstractContextManager[Any]]] = []
@@ -49,6 +52,8 @@ class Strategy:
 
     #: whether servers keep the parameters, and workers go their own ways
     served = False
+    #: set in the evaluator's task, which takes no part in the training: tells when that is over
+    audience: Audience | None = None
 
     def __init__(self, team: Company, settings: Settings) -> None:
         self.team = team

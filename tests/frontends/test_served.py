@@ -817,3 +817,26 @@ def test_what_a_callback_writes_undoes_nothing_else() -> None:
     one.compile(lambda p: torch.optim.SGD(p, lr=1.0), lambda output, _: output.mean())
     one.fit(x[:300], batch_size=4, verbose=0, callbacks=[One()])
     assert float(one.module.get_parameter("weight").detach()) == where.stats().updates
+
+
+class Opened(torch.utils.data.Dataset[Any]):
+    """Reads several rows at once, and says in which process."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("several at once are asked for")
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        assert torch.utils.data.get_worker_info() is None
+        return [(torch.ones(64), torch.tensor(i % 10)) for i in indices]
+
+
+def test_whoever_trains_reads(caplog: pytest.LogCaptureFixture) -> None:
+    """A loader's own processes are not used, and that is said."""
+    model = sg.Model(net(), strategy("1 ps", "asynchronous", 1))
+    model.compile("sgd", "cross_entropy")
+    loader = torch.utils.data.DataLoader(Opened(), batch_size=8, num_workers=2)
+    model.fit(loader, verbose=0)
+    assert "num_workers=2 is not used" in caplog.text

@@ -127,7 +127,7 @@ def _distribute(model: Any, strategy: Strategy) -> None:
     from stratagem.frontends.keras.watcher import Watcher
 
     kind = Conductor if strategy.settings.served is None else ServedConductor
-    if getattr(strategy, "audience", None) is not None:
+    if strategy.audience is not None:
         kind = Watcher
     kind(model, strategy).lay_over()
 

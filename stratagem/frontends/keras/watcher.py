@@ -66,7 +66,8 @@ class Watcher(Conductor):
         history.set_model(self.model)
         for one in (history, *boards):
             one.on_train_begin()
-        audience = self.strategy.audience  # type: ignore[attr-defined]
+        audience = self.strategy.audience
+        assert audience is not None
         for path, number in new_files(Path(saver.filepath), audience.over):
             logs = self._look_at(path, given)
             if logs is not None:

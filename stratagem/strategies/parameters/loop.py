@@ -25,7 +25,14 @@ from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.rules.push import Ticket
 from stratagem.strategies import likeness
 from stratagem.strategies.parameters.session import Session
-from stratagem.strategies.parameters.source import Indices, Source, parts_of_indices, parts_of_rows
+from stratagem.strategies.parameters.source import (
+    Indices,
+    Source,
+    parts_of_indices,
+    parts_of_rows,
+    read,
+    say_who_reads,
+)
 from stratagem.strategies.parameters.watch import State, Weights
 from stratagem.strategies.parameters.worker import EpochOver, FitOver, Worker
 from stratagem.strategies.prepare import Prepared, to_device
@@ -60,6 +67,8 @@ def prepare_served(
         worker, model, optimizer, settings.served, wire=settings.wire, look=("prepare", look)
     )
     session.cancels = False  # a loop of the user's own runs its course
+    if worker.is_chief:
+        say_who_reads(loader)
     tickets = TicketLoader(session, loader, device)
     if session.over is None:
         session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
@@ -144,6 +153,8 @@ class TicketLoader:
         self._indices = Indices(loader)
         self._epoch = 0
         self._held: tuple[Ticket, int] | None = None
+        #: whether gradients of batches before lie here, and what share of the last of them they are
+        self._adds_up, self._share = False, 1.0
         #: the version that the last gradient was handed in for, and the settings then
         self._version, self._last = -1, list[dict[str, Any]]()
         self._over = session.over is not None
@@ -173,7 +184,7 @@ class TicketLoader:
             worker.set_settings(self.session.settings())
         self._follow()
         source = self._source() if worker.is_chief else None
-        number = 0
+        number, parts = 0, self.session.plan.parts
         while True:
             work = worker.next(source.fill if source is not None else None)
             if isinstance(work, FitOver):
@@ -183,7 +194,10 @@ class TicketLoader:
                 self._end_pass(number > 0)
                 return
             batch = self._batch(work.payload)
-            self._held = (work.ticket, max(count_rows(batch), 0))
+            examples = max(count_rows(batch), 0)
+            self._held = (work.ticket, examples)
+            if parts > 1:
+                self._weigh(examples, int(work.payload["total"]))
             number += 1
             self._closely = number & (number - 1) == 0  # now and then: it takes its time
             self._weights.mark(closely=self._closely)
@@ -201,6 +215,23 @@ class TicketLoader:
             if self._held is not None:  # the loop wants another: it made no step on purpose
                 (ticket, _), self._held = self._held, None
                 worker.skip(ticket)
+                self._adds_up = any(p.grad is not None for p in self.session.params)
+
+    def _weigh(self, examples: int, total: int) -> None:
+        """In step: parts of a batch add up by their examples, and so do what gradients of earlier
+        batches lie here; they have the weight of the batch that the step is made in."""
+        share = examples / max(total, 1)
+        if self._adds_up and total < self.session.plan.parts:
+            raise NotDistributable(
+                f"gradients are added up over batches, and one of {total} examples has none for "
+                f"some of {self.session.plan.parts} workers, whose gradients would be lost; give "
+                "the loader drop_last=True, or another batch_size."
+            )
+        if self._adds_up and share and share != self._share:
+            for param in self.session.params:
+                if param.grad is not None:
+                    param.grad.mul_(self._share / share)
+        self._share = share
 
     def _end_pass(self, worked: bool) -> None:
         """The epoch is over: everybody has the last values, and the mean of all statistics."""
@@ -294,8 +325,7 @@ class TicketLoader:
 
     def _batch(self, payload: Any) -> Any:
         if "indices" in payload:
-            collate: Any = self.loader.collate_fn
-            return collate([self.loader.dataset[i] for i in payload["indices"]])
+            return read(self.loader, payload["indices"])
         return payload["rows"]
 
     def hand_in(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -312,7 +342,7 @@ class TicketLoader:
             )
         self._look()
         ticket, examples = self._held
-        self._held = None
+        self._held, self._adds_up = None, False
         session = self.session
         session.collect()
         session.worker.push(ticket, float(examples), 0.0, examples, self._settings())

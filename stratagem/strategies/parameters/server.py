@@ -170,7 +170,10 @@ class Server:
     def _over(self) -> bool:
         if self._ending is None:
             return False
-        left = [guest for guest in self._present() if guest.role == "worker"]
+        left = [
+            guest for guest in self._present()
+            if guest.role == "worker" and not (guest.attendee and guest.attendee.silent)
+        ]  # fmt: skip
         linger = LINGER if self.failure is not None else max(LINGER, self.patience.answer)
         return not left or time.monotonic() > self._ending + linger
 

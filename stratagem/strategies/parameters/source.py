@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.data.shard import count_rows, rows, share
 from stratagem.strategies.parameters.worker import Worker
+
+log = logging.getLogger("stratagem")
 
 #: batches that wait to be taken, for each worker
 AHEAD = 2
@@ -49,6 +52,25 @@ class Source:
             parcels += parts
         self._worker.deal(self._epoch, self.dealt, runs, self._dry, parcels)
         self.dealt += len(runs)
+
+
+def read(loader: DataLoader[Any], indices: list[int]) -> Any:
+    """The batch of these rows, as the loader would make it; by whoever trains on it."""
+    collate: Any = loader.collate_fn
+    dataset: Any = loader.dataset
+    if getattr(dataset, "__getitems__", None) is not None:
+        return collate(dataset.__getitems__(indices))
+    return collate([dataset[i] for i in indices])
+
+
+def say_who_reads(loader: DataLoader[Any]) -> None:
+    """Whoever trains on rows, and not the processes that the loader was to have for that."""
+    if loader.num_workers and not isinstance(loader.dataset, IterableDataset):
+        log.warning(
+            "with parameter servers every worker reads the rows of its batches itself, while "
+            "values are on their way: the loader's num_workers=%d%s is not used.",
+            loader.num_workers, " and worker_init_fn" if loader.worker_init_fn else "",
+        )  # fmt: skip
 
 
 class Indices:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -34,3 +37,27 @@ def test_a_loop_of_ones_own_is_refused_and_told_what_to_do(monkeypatch: pytest.M
             thread.join(10)
         assert strategy.audience.over()
     assert sg.current_replica().is_chief  # nobody's evaluator any more
+
+
+def test_its_history_has_what_the_chief_wrote_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A script may look at the loss of the training, wherever it runs."""
+    monkeypatch.delenv("STRATAGEM_SECRET", raising=False)
+    x, y, _, _ = digits()
+    chief = sg.Model(net())
+    chief.compile("sgd", "cross_entropy")
+    trained = chief.fit(
+        x, y, batch_size=700, epochs=2, verbose=0,
+        callbacks=[sg.callbacks.ModelCheckpoint(str(tmp_path / "last"))],
+    )  # fmt: skip
+    with evaluator() as (office, strategy):
+        model = sg.Model(net(), strategy)
+        model.compile("sgd", "cross_entropy")
+        threading.Timer(0.5, office.close).start()
+        seen = model.fit(
+            x, y, batch_size=700, validation_data=(x, y), verbose=0,
+            callbacks=[sg.callbacks.ModelCheckpoint(str(tmp_path / "last"))],
+        )  # fmt: skip
+        assert seen.history["loss"] == trained.history["loss"]
+        assert len(seen.history["val_loss"]) == 1

@@ -201,8 +201,16 @@ def test_batches_without_a_step_are_done(step: Step) -> None:
     assert not books.requeued and books.received == books.applied == books.updates
 
 
-def test_in_step_gradients_of_several_batches_add_up() -> None:
-    assert compare(in_step(), every_other) < 1e-5
+@pytest.mark.parametrize("rows", [160, 155, 153])
+def test_in_step_gradients_of_several_batches_add_up(rows: int) -> None:
+    """Also where the last of them is a short one, whose parts have other shares."""
+    assert compare(in_step(), every_other, rows=rows) < 1e-5
+
+
+def test_in_step_a_batch_with_nothing_for_some_is_refused_while_gradients_add_up() -> None:
+    with pytest.raises(REFUSED, match="drop_last=True"):
+        in_step().run(partial(loop, in_step(), every_other, rows=145))
+    assert compare(in_step(), twice, rows=145) < 1e-5
 
 
 def by_class(where: Any) -> nn.Module:
