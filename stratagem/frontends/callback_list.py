@@ -9,12 +9,28 @@ from stratagem.errors import UsageError
 from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress
 from stratagem.frontends.changes import Changes
 
+#: Keras' others
+_NEVER = (
+    "on_test_batch_begin", "on_test_batch_end", "on_predict_begin", "on_predict_end",
+    "on_predict_batch_begin", "on_predict_batch_end",
+)  # fmt: skip
+
 
 def overrides(callback: Callback, name: str) -> bool:
     """Whether this callback does something there."""
     return getattr(type(callback), name, None) is not getattr(Callback, name) or (
         name in vars(callback)
     )
+
+
+def _refuse_unknown(callback: Callback) -> None:
+    """A method of Keras' that is never called here would be missed in silence."""
+    for name in _NEVER:
+        if hasattr(callback, name):
+            raise UsageError(
+                f"{type(callback).__name__}.{name} would never be called; there are "
+                f"{Callback.names()}."
+            )
 
 
 class CallbackList:
@@ -28,10 +44,13 @@ class CallbackList:
                 raise UsageError(
                     f"{callback!r} is no callback; derive it from stratagem.callbacks.Callback."
                 )
+            _refuse_unknown(callback)
             callback.set_model(model)
             callback.set_params(params)
-        self._begin = [c for c in self.callbacks if overrides(c, "on_train_batch_begin")]
-        self._end = [c for c in self.callbacks if overrides(c, "on_train_batch_end")]
+        self._begin = self._who("on_train_batch_begin", "on_batch_begin")
+        self._end = self._who("on_train_batch_end", "on_batch_end")
+        #: whether anybody does something around a validation
+        self.around_tests = bool(self._who("on_test_begin", "on_test_end"))
         #: whether anybody may change something between two steps
         self.between_steps = any(not isinstance(c, Progress) for c in self._begin + self._end)
         own = any(
@@ -39,6 +58,10 @@ class CallbackList:
             for c in self.callbacks
         )
         self.changes = Changes(model if self.callbacks else None, own=own)
+
+    def _who(self, *names: str) -> list[Callback]:
+        """Those that do something at one of these."""
+        return [c for c in self.callbacks if any(overrides(c, name) for name in names)]
 
     @classmethod
     def none(cls) -> CallbackList:
@@ -75,6 +98,16 @@ class CallbackList:
         self.changes.settle()
         for callback in self.callbacks:
             callback.on_epoch_end(epoch, logs)
+
+    def test_begin(self) -> None:
+        self.changes.settle()
+        for callback in self.callbacks:
+            callback.on_test_begin()
+
+    def test_end(self, logs: Logs) -> None:
+        self.changes.settle()
+        for callback in self.callbacks:
+            callback.on_test_end(logs)
 
     def batch_begin(self, batch: int) -> None:
         for callback in self._begin:

@@ -34,6 +34,8 @@ class Trained(Protocol):
     optimizer: Any
     loss: Any
 
+    def rises(self, name: str) -> bool | None: ...
+
     def save(self, path: str | Path) -> Path: ...
 
 
@@ -59,9 +61,24 @@ class Callback:
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None: ...
 
-    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None: ...
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self.on_batch_begin(batch, logs)
 
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None: ...
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self.on_batch_end(batch, logs)
+
+    def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None: ...
+
+    def on_batch_end(self, batch: int, logs: Logs | None = None) -> None: ...
+
+    def on_test_begin(self, logs: Logs | None = None) -> None: ...
+
+    def on_test_end(self, logs: Logs | None = None) -> None: ...
+
+    @classmethod
+    def names(cls) -> str:
+        """The methods that are called, for people."""
+        return ", ".join(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Progress(Callback):
@@ -87,9 +104,13 @@ class _Best:
     def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
             raise UsageError(f'mode={mode!r}; it is "min", "max" or "auto".')
-        up = mode == "max" or (mode == "auto" and not _falls(monitor))
-        self.monitor, self._sign, self._delta = monitor, 1.0 if up else -1.0, abs(min_delta)
+        self.monitor, self._mode, self._delta = monitor, mode, abs(min_delta)
         self.value: float | None = None
+
+    def begin(self, model: Any) -> None:
+        """Settle which way is up, of which a metric may know."""
+        mode = self._mode if self._mode != "auto" else _direction(self.monitor, model)
+        self._sign = 1.0 if mode == "max" else -1.0
 
     def improved(self, logs: Logs) -> bool:
         if self.monitor not in logs:
@@ -106,8 +127,27 @@ class _Best:
         return True
 
 
-def _falls(monitor: str) -> bool:
-    return any(word in monitor for word in ("loss", "error", "mae", "mse"))
+def _direction(monitor: str, model: Any) -> str:
+    """Whether a number that nobody has said this of is to be small or large."""
+    name = monitor.removeprefix("val_").lower()
+    rises = model.rises(name)
+    if rises is not None:
+        return "max" if rises else "min"
+    if any(word in name for word in _FALL):
+        return "min"
+    if any(word in name for word in _RISE):
+        return "max"
+    raise UsageError(
+        f'whether "{monitor}" is better small or large cannot be told from its name; say '
+        'mode="min" or mode="max".'
+    )
+
+
+_FALL = ("loss", "error", "mae", "mse", "rmse", "mape", "perplexity", "entropy", "distance")
+_RISE = (
+    "acc", "auc", "auroc", "f1", "precision", "recall", "iou", "jaccard", "dice", "r2", "corr",
+    "kappa", "score", "sensitivity", "specificity", "psnr", "ssim", "bleu", "per_second",
+)  # fmt: skip
 
 
 class EarlyStopping(Callback):
@@ -123,6 +163,7 @@ class EarlyStopping(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self.best = _Best(self._monitor, self._mode, self._min_delta)
+        self.best.begin(self.model)
         self.wait = 0
         self.stopped_epoch: int | None = None
         self._weights: dict[str, Tensor] | None = None
@@ -169,6 +210,10 @@ class ModelCheckpoint(Callback):
             self.on_epoch_end = self._nothing  # type: ignore[method-assign]
             self.on_train_batch_end = self._by_step  # type: ignore[method-assign]
 
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        if self.best is not None:
+            self.best.begin(self.model)
+
     def _nothing(self, epoch: int, logs: Logs | None = None) -> None:
         return None
 
@@ -214,8 +259,12 @@ class ReduceLROnPlateau(Callback):
         self, monitor: str = "val_loss", *, factor: float = 0.1, patience: int = 10,
         mode: str = "auto", min_lr: float = 0.0,
     ) -> None:  # fmt: skip
-        self.best = _Best(monitor, mode)
+        self._monitor, self._mode = monitor, mode
         self.factor, self.patience, self.min_lr = factor, patience, min_lr
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self.best = _Best(self._monitor, self._mode)
+        self.best.begin(self.model)
         self.wait = 0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -235,7 +284,9 @@ class LambdaCallback(Callback):
     def __init__(self, **functions: Callable[..., Any]) -> None:
         for name, function in functions.items():
             if not name.startswith("on_") or not hasattr(Callback, name):
-                raise UsageError(f"there is no callback method {name!r}.")
+                raise UsageError(
+                    f"there is no callback method {name!r}; there are {Callback.names()}."
+                )
             setattr(self, name, function)
 
 

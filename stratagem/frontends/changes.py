@@ -2,7 +2,9 @@
 
     weights            and buffers, also through `.data`
     traits             numbers and switches of the model (traits.py)
+    dataset            its numbers and switches, as the model's
     optimizer's state  of which each replica has its own: refused
+    arrays             that `fit` was given, of which each replica has a copy: refused
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from stratagem.errors import NotDistributable
 from stratagem.frontends import traits
+from stratagem.frontends.feeds import Feed
 from stratagem.state.digest import digest
+from stratagem.strategies.likeness import some_rows
 
 
 class Changes:
@@ -28,7 +32,11 @@ class Changes:
         self._model, self._own = model, own
         #: whether nobody has to follow; whether all replicas read the chief's very parameters
         self.alone = self.in_common = False
+        #: the data of the training
+        self.feed: Feed | None = None
         self._marks: list[Any] = []
+        self._data: list[Any] = []
+        self._groups: list[list[int]] = []
         self._traits: traits.Traits | None = None
         self._state: list[Any] = []
 
@@ -36,7 +44,8 @@ class Changes:
         """Whatever the model is now is known to every replica."""
         self._marks = self._current_marks()
         self._traits = self._current_traits()
-        self._state = self._current_state()
+        self._state, self._groups = self._current_state(), self._current_groups()
+        self._data = self._current_data()
 
     def _current_state(self) -> list[Any]:
         """What tells whether somebody has changed the optimizer's state.
@@ -53,8 +62,37 @@ class Changes:
             for name, v in state.get(param, {}).items()
         ]  # fmt: skip
 
+    def _current_groups(self) -> list[list[int]]:
+        if self._model is None or not self._own or self.alone or self._model.optimizer is None:
+            return []
+        return [[id(p) for p in group["params"]] for group in self._model.optimizer.param_groups]
+
+    def _current_data(self) -> list[Any]:
+        """What tells whether somebody has written into arrays: numpy's have no version."""
+        if self._model is None or not self._own or self.alone or self.feed is None:
+            return []
+        return [
+            (t._version, t.data_ptr(), None if (some := some_rows(t)) is None else digest(some))
+            for t in self.feed.tensors()
+        ]
+
+    def check_data(self) -> None:
+        """Refuse a change of the data itself."""
+        if self._data != self._current_data():
+            raise NotDistributable(
+                "a callback wrote into the data that fit was given, and the other replicas have "
+                "copies of it; do it between two fits, or give a dataset whose numbers and "
+                "switches the callback changes."
+            )
+
     def check_state(self) -> None:
         """Refuse a change of the optimizer's state, which other replicas have for themselves."""
+        if self._groups != self._current_groups():
+            raise NotDistributable(
+                "a callback changed which parameters the optimizer has (add_param_group?), and the "
+                "other replicas have optimizers of their own; do it between two fits, or give it "
+                "all parameters and switch requires_grad at the beginning of an epoch."
+            )
         if self._state != self._current_state():
             raise NotDistributable(
                 "a callback changed the optimizer's state (model.load does that, too), which the "
@@ -93,9 +131,10 @@ class Changes:
         """Only callbacks of one's own change them."""
         if self._model is None or not self._own or self.alone:
             return None
-        return traits.look(self._model.module, self._model.loss)
+        data = None if self.feed is None else self.feed.dataset
+        return traits.look(self._model.module, self._model.loss, data)
 
     def new_traits(self) -> list[Any]:
-        """What a callback changed in the model besides weights, since it was settled."""
+        """What a callback changed in model and dataset besides weights, since it was settled."""
         now = self._current_traits()
         return [] if now is None or self._traits is None else traits.changes(self._traits, now)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from stratagem.data.loader import check_sampler, shares_of, stream
 from stratagem.data.shard import count_rows, rows, rows_of, share
@@ -66,6 +66,13 @@ class Feed(Protocol):
 
     def take_dice(self, drawn: int | None) -> None:
         """Take over what the chief drew."""
+
+    @property
+    def dataset(self) -> Any:
+        """That every replica reads by itself; None if there is none."""
+
+    def tensors(self) -> list[Tensor]:
+        """Of which every replica has a copy."""
 
 
 @dataclass
@@ -134,6 +141,13 @@ class ArrayFeed:
     def without_source(self) -> Feed:
         return self
 
+    @property
+    def dataset(self) -> Any:
+        return None
+
+    def tensors(self) -> list[Tensor]:
+        return _leaves([self.x, self.y, self.weight])
+
 
 @dataclass
 class LoaderFeed:
@@ -163,6 +177,17 @@ class LoaderFeed:
         if isinstance(self.loader.dataset, IterableDataset):
             return StreamFeed(None, self.steps)
         return self
+
+    @property
+    def dataset(self) -> Any:
+        found = None if self.loader is None else self.loader.dataset
+        return None if isinstance(found, IterableDataset) else found
+
+    def tensors(self) -> list[Tensor]:
+        inner = self.dataset
+        while isinstance(inner, Subset):
+            inner = inner.dataset
+        return list(inner.tensors) if isinstance(inner, TensorDataset) else []
 
     def agree(self, replica: Replica) -> None:
         """Only the chief draws: there is nothing to settle."""
@@ -195,6 +220,13 @@ class StreamFeed:
 
     def without_source(self) -> Feed:
         return replace(self, source=None)
+
+    @property
+    def dataset(self) -> Any:
+        return None
+
+    def tensors(self) -> list[Tensor]:
+        return []
 
     def agree(self, replica: Replica) -> None:
         """Only the chief reads: there is nothing to settle."""

@@ -47,6 +47,8 @@ class Fit:
     callbacks: CallbackList = field(default_factory=CallbackList.none)
     #: whether callbacks act between steps, so that replicas must listen there too
     between_steps: bool = False
+    #: the same around a validation
+    around_tests: bool = False
     #: whether callbacks read the optimizer's state at the end of an epoch, which servers then send
     wants_state: bool = False
     #: whether this is the call of a script, not what another process was sent of it
@@ -77,12 +79,12 @@ def fit(job: Fit) -> None:
     seed = mixed(torch.initial_seed(), -1, job.generation) if job.generation else None
     with _own_streams(replica, seed):
         job.feed.agree(replica)
-        step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
+        course = Course(job, replica)
         try:
-            _train(job, step, replica)
-            step.close()
+            course.train()
+            course.step.close()
         except BaseException:
-            step.leave()
+            course.step.leave()
             raise
         job.callbacks.train_end()
 
@@ -103,47 +105,118 @@ def _own_streams(
         replica.streams = around  # on one device, callbacks may evaluate
 
 
-def _train(job: Fit, step: Step, replica: Replica) -> None:
-    changes = job.callbacks.changes
-    changes.alone, changes.in_common = replica.count == 1, isinstance(step, Sliced)
-    # other workers may have been given other callbacks, or none
-    job.between_steps = bool(broadcast_tree(replica.collective, job.between_steps))
-    job.callbacks.train_begin()
-    _listen(job, step, replica)
-    for epoch in job.epochs:
-        if _epoch(job, step, replica, epoch):
-            break
+class Course:
+    """One training on one replica, from epoch to epoch; every method is collective."""
 
+    def __init__(self, job: Fit, replica: Replica) -> None:
+        self.job, self.replica = job, replica
+        self._prepare()
 
-def _epoch(job: Fit, step: Step, replica: Replica, epoch: int) -> bool:
-    """One pass over the data; returns whether to stop."""
-    job.module.train()
-    job.recipe.metrics.reset()
-    step.tally = tally = Tally()
-    job.callbacks.epoch_begin(epoch)
-    _listen(job, step, replica)
-    started = time.perf_counter()
-    for number, portion, last in _numbered(job, replica, epoch):
-        job.callbacks.batch_begin(number)
-        if job.between_steps and _listen(job, step, replica):
-            break
-        if job.recipe.metrics:
-            job.recipe.metrics.next_batch(portion, replica)
-        step.take(portion, last)
-        job.callbacks.batch_end(number, tally)
-    if job.between_steps:
-        _listen(job, step, replica)  # what the last batch's callbacks changed
-    logs = {"loss": tally.mean(), **job.recipe.metrics.compute(replica)}
-    seconds = max(time.perf_counter() - started, 1e-9)
-    logs["examples_per_second"] = tally.examples / seconds
-    setup.average_buffers(job.module, replica)
-    if job.validation is not None:
+    def _prepare(self) -> None:
+        job, replica = self.job, self.replica
+        self.step: Step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
+        self._frozen = _frozen(job.module)
+
+    def train(self) -> None:
+        job, replica = self.job, self.replica
+        changes = job.callbacks.changes
+        changes.alone, changes.in_common = replica.count == 1, isinstance(self.step, Sliced)
+        changes.feed = job.feed
+        # other workers may have been given other callbacks, or none
+        listening = broadcast_tree(replica.collective, [job.between_steps, job.around_tests])
+        job.between_steps, job.around_tests = map(bool, listening)
+        job.callbacks.train_begin()
+        self._listen()
+        for epoch in job.epochs:
+            if self._epoch(epoch):
+                break
+
+    def _epoch(self, epoch: int) -> bool:
+        """One pass over the data; returns whether to stop."""
+        job, replica = self.job, self.replica
+        job.module.train()
+        job.recipe.metrics.reset()
+        job.callbacks.epoch_begin(epoch)
+        self._listen()
+        self._thaw()
+        self.step.tally = tally = Tally()
+        started = time.perf_counter()
+        for number, portion, last in _numbered(job, replica, epoch):
+            job.callbacks.batch_begin(number)
+            if job.between_steps and self._listen():
+                break
+            if job.recipe.metrics:
+                job.recipe.metrics.next_batch(portion, replica)
+            self.step.take(portion, last)
+            job.callbacks.batch_end(number, tally)
+        if job.between_steps:
+            self._listen()  # what the last batch's callbacks changed
+        logs = {"loss": tally.mean(), **job.recipe.metrics.compute(replica)}
+        seconds = max(time.perf_counter() - started, 1e-9)
+        logs["examples_per_second"] = tally.examples / seconds
+        setup.average_buffers(job.module, replica)
+        if job.validation is not None:
+            logs |= self._validate(job.validation)
+        job.callbacks.epoch_end(epoch, logs)
+        return self._listen()
+
+    def _validate(self, feed: Feed) -> dict[str, float]:
+        job = self.job
+        if job.around_tests:
+            job.callbacks.test_begin()
+            self._listen()
         results = evaluate_here(
-            Evaluation(job.module, job.recipe, job.validation, tried=True), replica
+            Evaluation(job.module, job.recipe, feed, tried=True), self.replica
         )
-        logs |= {f"val_{name}": value for name, value in results.items()}
-    job.callbacks.epoch_end(epoch, logs)
-    return _listen(job, step, replica)
+        if job.around_tests:
+            job.callbacks.test_end(results)
+            self._listen()
+        return {f"val_{name}": value for name, value in results.items()}
+
+    def _thaw(self) -> None:
+        """Others are trained from this epoch on, if a callback has frozen or unfrozen some."""
+        frozen, half = _frozen(self.job.module), self.job.recipe.autocast is torch.float16
+        if frozen != self._frozen and self.replica.count > 1 and not half:
+            self.step.close()
+            _align_state(self.job.optimizer, self.replica)
+            self._prepare()
+            self.job.callbacks.changes.settle()
+
+    def _listen(self) -> bool:
+        """Follow what callbacks changed on the chief; returns whether to stop."""
+        job, replica, step = self.job, self.replica, self.step
+        mine, changes = None, job.callbacks.changes
+        if replica.is_chief:
+            changes.check_state()
+            changes.check_data()
+            changed = changes.weights_changed()
+            if changed:
+                step.take_back()
+            state = [*job.module.parameters(), *job.module.buffers()]
+            mine = {
+                "stop": job.callbacks.stop,
+                "groups": [_settings(group) for group in job.optimizer.param_groups],
+                "weights": [t.detach() for t in state] if changed and replica.count > 1 else None,
+                "traits": changes.new_traits(),
+            }
+        told = broadcast_tree(replica.collective, mine)
+        for group, settings in zip(job.optimizer.param_groups, told["groups"], strict=True):
+            group.update(settings)
+        step.follow_settings()
+        if told["weights"] is not None and not replica.is_chief:
+            with torch.no_grad():
+                state = [*job.module.parameters(), *job.module.buffers()]
+                for tensor, value in zip(state, told["weights"], strict=True):
+                    tensor.copy_(value)
+        if told["traits"] and not replica.is_chief:
+            traits.adopt(job.module, job.recipe.loss, told["traits"], job.feed.dataset)
+        if told["weights"] is not None or told["traits"]:
+            changes.settle()
+        return bool(told["stop"])
+
+
+def _frozen(module: nn.Module) -> list[bool]:
+    return [not p.requires_grad for p in module.parameters()]
 
 
 def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Portion, bool]]:
@@ -162,37 +235,6 @@ def _numbered(job: Fit, replica: Replica, epoch: int) -> Iterator[tuple[int, Por
     if waiting is not None:
         yield number, waiting, True
     check_enough(job.feed, drawn, limit, epoch)
-
-
-def _listen(job: Fit, step: Step, replica: Replica) -> bool:
-    """Follow what callbacks changed on the chief; returns whether to stop. Collective."""
-    mine, changes = None, job.callbacks.changes
-    if replica.is_chief:
-        changes.check_state()
-        changed = changes.weights_changed()
-        if changed:
-            step.take_back()
-        state = [*job.module.parameters(), *job.module.buffers()]
-        mine = {
-            "stop": job.callbacks.stop,
-            "groups": [_settings(group) for group in job.optimizer.param_groups],
-            "weights": [t.detach() for t in state] if changed and replica.count > 1 else None,
-            "traits": changes.new_traits(),
-        }
-    told = broadcast_tree(replica.collective, mine)
-    for group, settings in zip(job.optimizer.param_groups, told["groups"], strict=True):
-        group.update(settings)
-    step.follow_settings()
-    if told["weights"] is not None and not replica.is_chief:
-        with torch.no_grad():
-            state = [*job.module.parameters(), *job.module.buffers()]
-            for tensor, value in zip(state, told["weights"], strict=True):
-                tensor.copy_(value)
-    if told["traits"] and not replica.is_chief:
-        traits.adopt(job.module, job.recipe.loss, told["traits"])
-    if told["weights"] is not None or told["traits"]:
-        changes.settle()
-    return bool(told["stop"])
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,11 @@ class MetricSet:
     def __bool__(self) -> bool:
         return bool(self._makers or self._metrics)
 
+    def rises(self, name: str) -> bool | None:
+        """Whether the metric of that name is better the larger it is; None if it does not say."""
+        found = {each.lower(): metric for each, metric in self._metrics.items()}.get(name)
+        return getattr(found, "higher_is_better", None)
+
     def next_batch(self, portion: Portion, replica: Replica) -> None:
         """Before each batch, also where this replica's share of it is empty. Collective."""
         self._shares = portion.examples < portion.total

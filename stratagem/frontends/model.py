@@ -36,11 +36,15 @@ from stratagem.strategies.setup import refuse_renormed
 from stratagem.strategies.strategy import Strategy, get_strategy, here
 from stratagem.strategies.sync_batchnorm import check_statistics
 
+_CHIEF_WRITES = 10.0  # seconds that another task may find one of two files written
 _PRECISION = {
     None: None, "float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
 
 log = logging.getLogger("stratagem")
+
+#: `model` is that which is trained in this thread: only callbacks can ask meanwhile
+_training = threading.local()
 
 
 class Model:
@@ -62,8 +66,6 @@ class Model:
         self.stop_training = False
         self._recipe: Recipe | None = None
         self._fits = 0
-        #: the thread in which it is trained at the moment
-        self._fitting: int | None = None
         #: brings what is kept elsewhere up to date here, before it is saved in mid-training
         self.bring_home: Callable[[], int] | None = None
 
@@ -171,19 +173,20 @@ class Model:
         all_callbacks = [self.history, *callbacks, *([bar] if bar else [])]
         params = {"epochs": epochs, "steps": steps}
         listed = CallbackList(all_callbacks if chief else [self.history], self, params)
+        every = CallbackList(callbacks, self, params)
         job = loop.Fit(
             self.module, optimizer, recipe, self.strategy.settings, source, validation,
             range(initial_epoch, epochs), steps_per_epoch, self._fits, listed,
-            between_steps=CallbackList(callbacks, self, params).between_steps,
+            between_steps=every.between_steps, around_tests=every.around_tests,
             wants_state=any(callback.reads_optimizer_state for callback in callbacks),
         )  # fmt: skip
         self._check(job)
         self._fits += 1
-        self._fitting = threading.get_ident()
+        around, _training.model = getattr(_training, "model", None), self
         try:
             self._everywhere(served.fit if self.strategy.served else loop.fit, job)
         finally:
-            self._fitting = None
+            _training.model = around
             if bar is not None:
                 bar.close()
         return self.history
@@ -272,7 +275,8 @@ class Model:
         if not self.strategy.is_chief and not checkpoint.paths(path)[0].is_file():
             log.info("%s is not here; what the chief reads there comes from it later", path)
             return
-        checkpoint.load(path, self.module, self.optimizer)
+        patience = 0.0 if self.strategy.is_chief else _CHIEF_WRITES
+        checkpoint.load(path, self.module, self.optimizer, patience=patience)
 
     def _everywhere(self, function: Callable[[Any], Any], job: Any) -> Any:
         team = self.strategy.team
@@ -293,7 +297,7 @@ class Model:
         try:
             if self.strategy.settings.sync_batchnorm and self.strategy.num_replicas_in_sync > 1:
                 check_statistics(self.module)
-            if self._fitting == threading.get_ident():
+            if getattr(_training, "model", None) is not None:
                 return self._meanwhile(function, job)
             if self.strategy.served:
                 return here(self.strategy, function, job)
@@ -320,6 +324,10 @@ class Model:
     def loss(self) -> Any:
         """What `compile` made of the loss; None before."""
         return self._recipe and self._recipe.loss
+
+    def rises(self, name: str) -> bool | None:
+        """Whether a metric is better the larger it is, if it knows."""
+        return self._compiled("fit").metrics.rises(name)
 
     def _compiled(self, verb: str) -> Recipe:
         if self._recipe is None:

@@ -240,6 +240,8 @@ class Chief:
         #: the version that was brought home after an epoch
         self._home: int | None = None
         self._state = State(job.optimizer, hand.session.params)
+        if hand.session.plan.workers > 1:
+            job.callbacks.changes.feed = job.feed
 
     def lead(self) -> None:
         job = self.job
@@ -339,8 +341,14 @@ class Chief:
     def _validate(self) -> dict[str, float]:
         job = self.job
         assert job.validation is not None
+        if job.around_tests:
+            job.callbacks.test_begin()
+            self._follow_weights()
         evaluation = Evaluation(job.module, job.recipe, job.validation, tried=True)
         results = evaluate_here(evaluation, alone(self.hand.replica))
+        if job.around_tests:
+            job.callbacks.test_end(results)
+            self._follow_weights()
         return {f"val_{name}": value for name, value in results.items()}
 
     def _follow_callbacks(self) -> None:
@@ -350,9 +358,10 @@ class Chief:
 
     def _follow_weights(self, *, between: bool = False) -> None:
         changes = self.job.callbacks.changes
+        changes.check_data()
         if self.session.plan.workers > 1 and (changed := changes.new_traits()):
             raise NotDistributable(
-                f"a callback changed {traits.say(changed[0])!r} of the model, or of its loss, and "
+                f"a callback changed {traits.say(changed[0])!r} of model, loss or data, and "
                 "workers of servers do not follow such changes; make it between two fits, "
                 "or use sg.MirroredStrategy."
             )

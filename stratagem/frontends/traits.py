@@ -5,6 +5,7 @@
     names          that its forward, or the loss, looks up outside: globals, attributes of globals,
                    closures
     requires_grad  of each parameter
+    data           the same of the dataset, and of objects that lie there, such as a transform
 
 Callbacks change them on the chief; the other replicas follow, or the change is refused.
 """
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
 
 from stratagem.errors import NotDistributable
 
@@ -66,10 +68,10 @@ class _Held:
     __hash__ = None  # type: ignore[assignment]
 
 
-def look(module: nn.Module, loss: Any) -> Traits:
-    """The traits of a model that is trained with this loss."""
+def look(module: nn.Module, loss: Any, data: Any = None) -> Traits:
+    """The traits of a model that is trained with this loss, on this dataset."""
     found = Traits()
-    for place, values in _places(module, loss):
+    for place, values in _places(module, loss, data):
         plain, objects = {}, {}
         for name, value in values.items():
             if type(value) in _PLAIN:
@@ -120,11 +122,11 @@ def say(change: list[Any]) -> str:
     return Place(kind, at).told(name)
 
 
-def adopt(module: nn.Module, loss: Any, told: list[Any]) -> None:
+def adopt(module: nn.Module, loss: Any, told: list[Any], data: Any = None) -> None:
     """Take over what the chief's model has become."""
     if not told:
         return
-    holders = {tuple(place): holder for place, holder in _holders(module, loss)}
+    holders = {tuple(place): holder for place, holder in _holders(module, loss, data)}
     functions = _functions(module, loss)
     for kind, at, name, value in told:
         if kind == _OUTSIDE:
@@ -145,9 +147,11 @@ def names(module: nn.Module, loss: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-def _places(module: nn.Module, loss: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _places(
+    module: nn.Module, loss: Any, data: Any
+) -> Iterator[tuple[Place, dict[str, Any]]]:
     """All values, by where they lie."""
-    for place, holder in _holders(module, loss):
+    for place, holder in _holders(module, loss, data):
         if place.kind == _FROZEN:
             yield place, {name: p.requires_grad for name, p in holder.items() if p is not None}
         elif place.kind == _ATTRIBUTE:
@@ -158,7 +162,9 @@ def _places(module: nn.Module, loss: Any) -> Iterator[tuple[Place, dict[str, Any
         yield Place(_OUTSIDE, name), _looked_up(function)
 
 
-def _holders(module: nn.Module, loss: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _holders(
+    module: nn.Module, loss: Any, data: Any
+) -> Iterator[tuple[Place, dict[str, Any]]]:
     """Where attributes, layers and parameters lie; the same places on every replica."""
     for root, tree in _trees(module, loss):
         for path, part in _open(tree):
@@ -176,6 +182,13 @@ def _holders(module: nn.Module, loss: Any) -> Iterator[tuple[Place, dict[str, An
     own = _own(loss)
     if not isinstance(own, nn.Module | FunctionType):  # a method, or an object that is called
         yield from _object("loss", getattr(own, "__self__", own))
+    while isinstance(data, Subset):
+        data = data.dataset
+    if data is not None and not isinstance(data, TensorDataset):
+        yield from _object("data", data)
+        for name, value in sorted(getattr(data, "__dict__", {}).items()):
+            if type(value) not in _PLAIN and not isinstance(value, FunctionType | type):
+                yield from _object(f"data.{name}", value)
 
 
 def _object(at: str, value: Any) -> Iterator[tuple[Place, dict[str, Any]]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -121,17 +122,27 @@ def _whole(path: Path, write: Callable[[Path], object]) -> Iterator[None]:
 
 
 def load(
-    path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None
-) -> dict[str, Any]:
-    """Read weights, and the optimizer's state if both sides have one; returns the progress."""
+    path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None,
+    *, patience: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Read weights, and the optimizer's state if both sides have one; returns the progress.
+
+    `patience`: how many seconds to wait where somebody else has just written one of two files.
+    """
     weights, state = paths(path)
     if not weights.is_file():
         raise UsageError(f"there is no saved model at {weights}.")
-    extra: dict[str, Any] = {}
-    if state.is_file():
-        extra = torch.load(state, map_location="cpu", weights_only=True)
-    _check_pair(weights, state, extra.pop("pair", None))
-    found = {**load_file(str(weights)), **extra.pop("extra_state", {})}
+    until = time.monotonic() + patience
+    while (pair := _read_pair(weights, state)) is None:
+        if time.monotonic() >= until:
+            raise UsageError(
+                f"{weights.name} and {state.name} were not saved together: whoever saved them last "
+                f"was ended between the two. Take both from one copy, or move {state.name} away to "
+                "load the weights alone."
+            )
+        time.sleep(0.05)
+    tensors, extra = pair
+    found = {**tensors, **extra.pop("extra_state", {})}
     if not state.is_file():
         _check_complete(module, found, state)
     module.load_state_dict(found)
@@ -141,16 +152,18 @@ def load(
     return extra
 
 
-def _check_pair(weights: Path, state: Path, pair: str | None) -> None:
-    """Refuse files of two savings; those of older versions, or of others, have no number."""
+def _read_pair(weights: Path, state: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Both files; None if they are of two savings. Those of older versions, or of others, have no
+    number."""
+    extra: dict[str, Any] = {}
+    if state.is_file():
+        extra = torch.load(state, map_location="cpu", weights_only=True)
+    pair = extra.pop("pair", None)
     with safe_open(str(weights), framework="pt") as file:
         mine = (file.metadata() or {}).get("pair")
-    if mine is not None and pair is not None and mine != pair:
-        raise UsageError(
-            f"{weights.name} and {state.name} were not saved together: whoever saved them last was "
-            f"ended between the two. Take both from one copy, or move {state.name} away to load "
-            "the weights alone."
-        )
+        if mine is not None and pair is not None and mine != pair:
+            return None
+        return {name: file.get_tensor(name) for name in file.keys()}, extra  # noqa: SIM118
 
 
 def _check_complete(module: nn.Module, found: dict[str, Any], state: Path) -> None:

@@ -133,7 +133,7 @@ def of_arrays(tree: Any, label: str) -> Look:
     """Shapes, and some values of some rows."""
     if isinstance(tree, Tensor):
         shape = f"{list(tree.shape)} of {str(tree.dtype).removeprefix('torch.')}"
-        return {f"shape of {label}": shape, label: _some_rows(tree)}
+        return {f"shape of {label}": shape, label: some_rows(tree)}
     parts: Any = ()
     if isinstance(tree, dict):
         parts = tree.items()
@@ -145,7 +145,8 @@ def of_arrays(tree: Any, label: str) -> Look:
     return look
 
 
-def _some_rows(tensor: Tensor) -> Tensor | None:
+def some_rows(tensor: Tensor) -> Tensor | None:
+    """A few values of a few rows; None where there are none to take."""
     if tensor.layout is not torch.strided or not tensor.numel() or not tensor.dim():
         return None
     chosen = _spread(len(tensor), _ROWS).to(tensor.device)

@@ -8,7 +8,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,13 @@ class Strategy:
         self.team = team
         self.settings = settings
         _open.add(self)
+
+    def __enter__(self) -> Self:
+        """`with sg.MirroredStrategy() as strategy:` closes it at the end; `scope` opens one."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -563,9 +563,9 @@ def test_unfreezing_behind_our_back_is_noticed(two: sg.Strategy) -> None:
     def thaw(*_: Any) -> None:
         module[0].weight.requires_grad_(True)
 
-    callback = sg.callbacks.LambdaCallback(on_epoch_begin=thaw)
+    callback = sg.callbacks.LambdaCallback(on_train_batch_end=thaw)
     with pytest.raises(sg.UsageError, match="frozen"):
-        model.fit(X, Y, callbacks=[callback], verbose=0)
+        model.fit(X, Y, batch_size=4, callbacks=[callback], verbose=0)
 
 
 def test_progress_is_a_line_an_epoch_without_a_terminal(
