@@ -24,6 +24,7 @@ from stratagem.frontends.steps import Solo
 from stratagem.strategies.at_home import AtHome
 from stratagem.strategies.parameters.apart import Apart
 from stratagem.strategies.parameters.crew import current_worker
+from stratagem.strategies.parameters.plan import Clip
 from stratagem.strategies.parameters.session import Late, Session
 from stratagem.strategies.parameters.source import say_who_reads
 from stratagem.strategies.parameters.watch import State
@@ -45,7 +46,7 @@ def fit(job: Fit) -> None:
     assert served is not None
     session = Session(
         current_worker(), job.module, job.optimizer, served, wire=job.settings.wire,
-        clip_norm=job.recipe.clip_norm, clip_value=job.recipe.clip_value,
+        clip=Clip(job.recipe.clip_norm, job.recipe.clip_value),
         told=job.feed.dice(), look=("fit", alike.look("fit", job)) if job.by_itself else None,
     )  # fmt: skip
     if session.over is not None:

@@ -15,7 +15,7 @@ from stratagem.frontends.keras.user_metrics import user_metrics
 from stratagem.state import keras_recipe
 from stratagem.state.partition import partition
 from stratagem.state.recipe import OptimizerRecipe
-from stratagem.strategies.parameters.plan import Plan
+from stratagem.strategies.parameters.plan import Clip, Plan
 from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.worker import Worker
 from stratagem.strategies.settings import Served, Settings
@@ -45,7 +45,7 @@ class KerasSession(Session):
         assert settings.served is not None
         super().__init__(
             worker, model, model.optimizer, settings.served, wire=settings.wire,
-            clip_norm=_clip_norm(model.optimizer), clip_margin=0.0, told=told,
+            clip=Clip(_clip_norm(model.optimizer), margin=0.0), told=told,
         )  # fmt: skip
 
     def _find(self) -> None:

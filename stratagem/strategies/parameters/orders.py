@@ -68,7 +68,7 @@ class Orders:
     ) -> None:
         """A gradient that counts, and the update that it makes ripe, if any."""
         factor = verdict.factor * self._gap_factor(seat) if self._gaps else verdict.factor
-        if update is not None and len(update.pushes) == 1 and self._plan.clip_norm is None:
+        if update is not None and len(update.pushes) == 1 and self._plan.clip.norm is None:
             self.give(["one", seat, factor, update.rate, used])
             self._measure_step()
             return
@@ -79,11 +79,11 @@ class Orders:
     def apply(self, update: Update) -> None:
         """Make an update of what was added up, clipped by the norm over all shards."""
         scale = 1.0 / update.divisor if update.divisor else 0.0
-        limit = self._plan.clip_norm
+        limit = self._plan.clip.norm
         if limit is not None:
             norm = sum(self.ask(["norm", scale])) ** 0.5
             if not norm <= limit:  # or it is no number, and then nothing is
-                scale *= limit / (norm + self._plan.clip_margin)
+                scale *= limit / (norm + self._plan.clip.margin)
         self.give(["apply", scale, update.rate])
         self._measure_step()
 

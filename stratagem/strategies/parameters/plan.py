@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,16 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
+class Clip:
+    """How the gradient of an update is cut down, whatever it was added up from."""
+
+    norm: float | None = None
+    value: float | None = None
+    #: what is added to a norm before the limit is divided by it: torch's way; Keras adds nothing
+    margin: float = 1e-6
+
+
+@dataclass(frozen=True)
 class Plan:
     """One fit: made by the chief, told to the servers, taken over by the workers."""
 
@@ -33,14 +43,11 @@ class Plan:
     #: how many workers are expected
     workers: int
     servers: int
-    clip_norm: float | None = None
-    clip_value: float | None = None
+    clip: Clip = Clip()
     #: the type in which gradients and values travel over sockets
     wire: str | None = None
     #: from which every worker makes its own random numbers
     seed: int = 0
-    #: what is added to a norm before the limit is divided by it: torch's way; Keras adds nothing
-    clip_margin: float = 1e-6
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,8 +85,7 @@ class Plan:
             "shapes": [list(shape) for shape in self.shapes], "type": self.type,
             "pieces": [piece.to_json() for piece in self.pieces], "recipe": self.recipe.to_json(),
             "updates": self.updates.to_json(), "workers": self.workers, "servers": self.servers,
-            "clip_norm": self.clip_norm, "clip_value": self.clip_value, "wire": self.wire,
-            "seed": self.seed, "clip_margin": self.clip_margin,
+            "clip": asdict(self.clip), "wire": self.wire, "seed": self.seed,
         }  # fmt: skip
 
     @classmethod
@@ -88,8 +94,8 @@ class Plan:
             tuple(tuple(int(n) for n in shape) for shape in told["shapes"]), str(told["type"]),
             tuple(Piece.from_json(piece) for piece in told["pieces"]),
             OptimizerRecipe.from_json(told["recipe"]), rule.from_json(told["updates"]),
-            int(told["workers"]), int(told["servers"]), told["clip_norm"], told["clip_value"],
-            told["wire"], int(told["seed"]), float(told["clip_margin"]),
+            int(told["workers"]), int(told["servers"]), Clip(**told["clip"]), told["wire"],
+            int(told["seed"]),
         )  # fmt: skip
 
 

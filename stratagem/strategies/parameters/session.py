@@ -17,7 +17,7 @@ from stratagem.state.partition import partition
 from stratagem.state.recipe import OptimizerRecipe, describe, elementwise, settings_of
 from stratagem.strategies import likeness
 from stratagem.strategies.likeness import Look
-from stratagem.strategies.parameters.plan import Plan
+from stratagem.strategies.parameters.plan import Clip, Plan
 from stratagem.strategies.parameters.worker import FitOver, Worker
 from stratagem.strategies.settings import Served
 
@@ -40,15 +40,15 @@ class Session:
 
     def __init__(
         self, worker: Worker, module: nn.Module, optimizer: Any, served: Served, *,
-        wire: str | None = None, clip_norm: float | None = None, clip_value: float | None = None,
-        clip_margin: float = 1e-6, told: Any = None, look: tuple[str, Look] | None = None,
+        wire: str | None = None, clip: Clip = Clip(), told: Any = None,  # noqa: B008
+        look: tuple[str, Look] | None = None,
     ) -> None:  # fmt: skip
         """`told` is what the chief tells the others besides: they find it there afterwards.
         `look`: what is called, and with what, where every worker calls it by itself."""
         _end_prepared(worker)
         self.told, self._look = told, look
         self.worker, self.module, self.optimizer = worker, module, optimizer
-        self._clip = (clip_norm, clip_value, clip_margin)
+        self._clip = clip
         self._wire = None if wire in (None, "float32") else wire
         self._find()
         self.number = worker.fits
@@ -155,11 +155,10 @@ class Session:
             shapes, dtype.itemsize, served.servers, served.partitioner,
             whole=not elementwise(recipe),
         )  # fmt: skip
-        clip_norm, clip_value, margin = self._clip
         seed = torch.initial_seed() & (2**62 - 1)
         return Plan(
             shapes, str(dtype).removeprefix("torch."), pieces, recipe, served.updates,
-            served.workers, served.servers, clip_norm, clip_value, self._wire, seed, margin,
+            served.workers, served.servers, self._clip, self._wire, seed,
         )  # fmt: skip
 
     def _open(self, plan: Plan) -> None:

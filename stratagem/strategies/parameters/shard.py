@@ -272,7 +272,7 @@ class Shard:
     def _one(self, seat: str, factor: float, rate: float, used: Sequence[bool] | None) -> None:
         """A push that makes an update by itself."""
         desk = self.desk(seat)
-        clip = self._open().clip_value
+        clip = self._open().clip.value
         with self._measured():
             if desk.rows or desk.gradient.dtype != self.store.values.dtype:
                 self._add(seat, factor, used)
@@ -283,7 +283,7 @@ class Shard:
 
     def _apply(self, scale: float, rate: float) -> None:
         with self._measured():
-            self.store.apply(scale, rate, self._open().clip_value)
+            self.store.apply(scale, rate, self._open().clip.value)
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
