@@ -143,5 +143,5 @@ def dismiss(worker: Worker, served: Served, told: Any) -> None:
     pieces = partition([(1,)], 4, served.servers, None)
     recipe = OptimizerRecipe("torch", "SGD", ({"lr": 0.0, "variables": [0]},))
     plan = Plan(((1,),), "float32", pieces, recipe, served.updates, served.workers, served.servers)
-    worker.open(number, plan, [torch.zeros(1)], None, [{"dismissed": told}, []])
+    worker.open(number, plan, [torch.zeros(1)], None, [{"dismissed": told}, None, []])
     worker.finish([told, None])
