@@ -165,21 +165,13 @@ class Model:
         if rehearsal.wanted():
             rehearse(self.module, optimizer, recipe, source, self.strategy)
         steps = _fewer(source.steps, steps_per_epoch)
-        validation = self._validation(validation_data, batch_size)
-        self.stop_training = False
-        self.history = History()
-        chief = self.strategy.is_chief
-        bar = ProgressBar(epochs, steps, verbose) if verbose and chief else None
-        all_callbacks = [self.history, *callbacks, *([bar] if bar else [])]
-        params = {"epochs": epochs, "steps": steps}
-        listed = CallbackList(all_callbacks if chief else [self.history], self, params)
-        every = CallbackList(callbacks, self, params)
         job = loop.Fit(
-            self.module, optimizer, recipe, self.strategy.settings, source, validation,
-            range(initial_epoch, epochs), steps_per_epoch, self._fits, listed,
-            between_steps=every.between_steps, around_tests=every.around_tests,
-            wants_state=any(callback.reads_optimizer_state for callback in callbacks),
+            self.module, optimizer, recipe, self.strategy.settings, source,
+            self._validation(validation_data, batch_size), range(initial_epoch, epochs),
+            steps_per_epoch, self._fits,
         )  # fmt: skip
+        bar = ProgressBar(epochs, steps, verbose) if verbose and self.strategy.is_chief else None
+        history = self._invite(job, callbacks, bar, {"epochs": epochs, "steps": steps})
         self._check(job)
         self._fits += 1
         around, _training.model = getattr(_training, "model", None), self
@@ -189,7 +181,21 @@ class Model:
             _training.model = around
             if bar is not None:
                 bar.close()
-        return self.history
+        return history
+
+    def _invite(
+        self, job: loop.Fit, callbacks: Sequence[Callback], bar: ProgressBar | None,
+        params: dict[str, Any],
+    ) -> History:  # fmt: skip
+        """The chief's callbacks, and what every replica must know of them."""
+        self.stop_training, self.history = False, (history := History())
+        given = CallbackList(callbacks, self, params)
+        job.between_steps, job.around_tests = given.between_steps, given.around_tests
+        job.wants_state = given.reads_optimizer_state
+        all_of_them = [history, *callbacks, *([bar] if bar else [])]
+        invited = all_of_them if self.strategy.is_chief else [history]
+        job.callbacks = CallbackList(invited, self, params)
+        return history
 
     def _check(self, job: loop.Fit) -> None:
         """Refuse what the strategy's replicas, or its servers, cannot do as one device does."""

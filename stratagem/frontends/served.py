@@ -283,27 +283,15 @@ class Chief:
         hand.dealer.open(self.worker, number, epoch, job.steps_per_epoch)
         batch = 0
         while isinstance(work := self.worker.next(hand.dealer.fill, wait=False), Work):
-            if job.between_steps:
-                self.worker.arrive()
-                job.callbacks.changes.settle()  # what came is no change of theirs
-            job.callbacks.batch_begin(batch)
-            if job.between_steps:
-                self.worker.set_settings(self.session.settings())
-                self._follow_weights(between=True)
-                if job.callbacks.stop:
-                    self.worker.abandon(work.ticket)
-                    self._stop()
-                    break
+            if self._batch_begin(batch):
+                self.worker.abandon(work.ticket)
+                self._stop()
+                break
             hand.do(work)
-            if job.between_steps:
-                self.worker.refresh()  # or what callbacks write would undo the update
-            job.callbacks.batch_end(batch, Running(hand, self.worker))
+            if self._batch_end(batch):
+                self._stop()
+                break
             batch += 1
-            if job.between_steps:
-                self._follow_weights(between=True)  # settings once this batch is applied
-                if job.callbacks.stop:
-                    self._stop()
-                    break
         else:
             check_enough(job.feed, hand.dealer.dealt, job.steps_per_epoch, epoch)
         logs = self._logs(time.perf_counter() - started)
@@ -320,6 +308,28 @@ class Chief:
         self._told.append([epoch, logs, books.portable(details)])
         self._follow_callbacks()
         return job.callbacks.stop
+
+    def _batch_begin(self, batch: int) -> bool:
+        """Callbacks before a batch; returns whether to stop."""
+        callbacks, between = self.job.callbacks, self.job.between_steps
+        if between:
+            self.worker.arrive()
+            callbacks.changes.settle()  # what came is no change of theirs
+        callbacks.batch_begin(batch)
+        if between:
+            self.worker.set_settings(self.session.settings())
+            self._follow_weights(between=True)
+        return between and callbacks.stop
+
+    def _batch_end(self, batch: int) -> bool:
+        """The same after it."""
+        callbacks, between = self.job.callbacks, self.job.between_steps
+        if between:
+            self.worker.refresh()  # or what callbacks write would undo the update
+        callbacks.batch_end(batch, Running(self.worker))
+        if between:
+            self._follow_weights(between=True)  # settings once this batch is applied
+        return between and callbacks.stop
 
     def _stop(self) -> None:
         """A callback ends the training in mid-epoch: what is in hand is done, and nothing more."""
@@ -387,7 +397,7 @@ class Chief:
 class Running:
     """What batch callbacks see of the loss in mid-epoch: asked for only if somebody looks."""
 
-    def __init__(self, hand: Hand, worker: Any) -> None:
+    def __init__(self, worker: Any) -> None:
         self._worker = worker
 
     @property
