@@ -14,10 +14,9 @@ small as can be:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
 
 from stratagem.errors import UsageError
 
@@ -62,7 +61,6 @@ class FixedShards:
     """Every variable in `n` shards, or as many as it has rows."""
 
     n: int
-    kind: ClassVar[str] = "fixed"
 
     def __post_init__(self) -> None:
         _positive("FixedShards(n)", self.n)
@@ -77,7 +75,6 @@ class MinSize:
 
     min_bytes: int = 256 << 10
     max_shards: int = 1
-    kind: ClassVar[str] = "min_size"
 
     def __post_init__(self) -> None:
         _positive("MinSize(min_bytes)", self.min_bytes)
@@ -94,7 +91,6 @@ class MaxSize:
 
     max_bytes: int
     max_shards: int | None = None
-    kind: ClassVar[str] = "max_size"
 
     def __post_init__(self) -> None:
         _positive("MaxSize(max_bytes)", self.max_bytes)
@@ -108,20 +104,6 @@ class MaxSize:
 
 
 Partitioner = FixedShards | MinSize | MaxSize
-_KINDS: dict[str, type[Partitioner]] = {c.kind: c for c in (FixedShards, MinSize, MaxSize)}
-
-
-def partitioner_to_json(partitioner: Partitioner) -> dict[str, Any]:
-    return {"kind": partitioner.kind, **asdict(partitioner)}
-
-
-def partitioner_from_json(data: Mapping[str, Any]) -> Partitioner:
-    settings = dict(data)
-    kind = _KINDS.get(settings.pop("kind", ""))
-    if kind is None or not settings.keys() <= kind.__dataclass_fields__.keys():
-        raise UsageError(f"{dict(data)!r} is no partitioner; kinds are {', '.join(_KINDS)}.")
-    return kind(**settings)
-
 
 def partition(
     shapes: Sequence[Sequence[int]],

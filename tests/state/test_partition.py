@@ -18,8 +18,6 @@ from stratagem.state.partition import (
     Partitioner,
     Piece,
     partition,
-    partitioner_from_json,
-    partitioner_to_json,
     place,
 )
 
@@ -119,11 +117,6 @@ def test_the_default_cuts_what_is_large() -> None:
     assert pieces[-1] == Piece(2, 0, 1, pieces[-1].server)
 
 
-@pytest.mark.parametrize("partitioner", [FixedShards(3), MinSize(7, 2), MaxSize(9), MaxSize(9, 2)])
-def test_partitioners_travel(partitioner: Partitioner) -> None:
-    assert partitioner_from_json(partitioner_to_json(partitioner)) == partitioner
-
-
 def test_pieces_travel() -> None:
     piece = Piece(3, 1, 7, 2)
     assert piece.to_json() == [3, 1, 7, 2] and Piece.from_json([3, 1, 7, 2]) == piece
@@ -141,7 +134,3 @@ def test_refusals() -> None:
         MaxSize(4, 0)
     with pytest.raises(UsageError, match="servers"):
         partition([(2,)], 4, 0)
-    with pytest.raises(UsageError, match="no partitioner"):
-        partitioner_from_json({"kind": "random"})
-    with pytest.raises(UsageError, match="no partitioner"):
-        partitioner_from_json({"kind": "fixed", "n": 2, "import": "os"})
