@@ -116,12 +116,12 @@ class Course:
         job, replica = self.job, self.replica
         self.step: Step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
         self._frozen = _frozen(job.module)
+        job.callbacks.changes.in_common = isinstance(self.step, Sliced)
 
     def train(self) -> None:
         job, replica = self.job, self.replica
         changes = job.callbacks.changes
-        changes.alone, changes.in_common = replica.count == 1, isinstance(self.step, Sliced)
-        changes.feed = job.feed
+        changes.alone, changes.feed = replica.count == 1, job.feed
         # other workers may have been given other callbacks, or none
         listening = broadcast_tree(replica.collective, [job.between_steps, job.around_tests])
         job.between_steps, job.around_tests = map(bool, listening)
