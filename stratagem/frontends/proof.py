@@ -1,10 +1,11 @@
 """Whether a loss of one's own is a mean over rows: tried by the chief on some of its shares.
 
-A function that returns one number can only be taken for the mean over the rows of its share. A
-sum, a masked mean or a loss that compares rows with each other is something else, and replicas
-would add up to another result than one device. So the number of a share is compared with those
-of its two halves; shares of one row are put together first. Only the loss is computed again, from
-the outputs that are there, at batches 1, 2, 4, 8, ...: a mask may come later.
+A function that returns one number can only be taken for the mean over the rows of its share; of
+several numbers the mean is taken, over as many for each row. A sum, a masked mean or a loss that
+compares rows with each other is something else, and replicas would add up to another result than
+one device. So the number of a share is compared with those of its two halves; shares of one row are
+put together first. Only the loss is computed again, from the outputs that are there, at batches 1,
+2, 4, 8, ...: a mask may come later.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, StratagemError
 from stratagem.frontends.feeds import Portion
+from stratagem.frontends.halves import halves, together, ways_of
 from stratagem.frontends.losses import Loss, RowLoss
 from stratagem.strategies.replica import Replica
 
@@ -68,47 +69,91 @@ class Proof:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             function = _double(loss.function)
             whole = function(*pair)
-            if whole.dim() > 0 or not _alike(whole, mean, []):
-                self.open = False  # a value a row; or it draws random numbers
+            if not _alike(whole, mean, []):
+                self.open = False  # it draws random numbers
                 return
-            if count == 1:
-                _check_rows(pair, 1)
+            if count > 1:
+                check_mean(function, pair, count, whole)
+            else:
                 before, self._single = self._single, pair
+                ways = ways_of(function, pair, 1, whole)
                 if before is None:
                     return  # the next one, then
-                pair, count = _together(before, pair), 2
-                whole = function(*pair)
-            check_mean(function, pair, count, whole)
+                both = function(*together(before, pair, ways))
+                _compare(both, [function(*before), whole], [1, 1])
         self._next = 2 * self._seen
 
 
-def check_mean(
-    function: Callable[..., Tensor], pair: list[Any], count: int, whole: Tensor
-) -> None:
-    """Raise unless `whole`, the function's number for all rows, is the mean over them."""
-    _check_rows(pair, count)
-    half = count // 2
-    parts = [float(function(*rows(pair, *cut))) for cut in ((0, half), (half, count))]
-    together = (parts[0] * half + parts[1] * (count - half)) / count
-    if not _alike(whole, together, parts):
+def check_mean(function: Callable[..., Tensor], pair: list[Any], count: int, whole: Tensor) -> None:
+    """Raise unless `whole`, the function's number for all rows, is the mean over them; or its
+    numbers, if it returns several, are as many for each row and their mean is that of the rows."""
+    parts = _values_of_halves(function, pair, count, whole)
+    _compare(whole, parts, [count // 2, count - count // 2])
+
+
+def check_values(function: Callable[..., Any], pair: list[Any], count: int, whole: Tensor) -> None:
+    """Raise unless `whole`, the function's several numbers, are those of the halves together,
+    however many some rows have: wherever every number counts alike."""
+    parts = _values_of_halves(function, pair, count, whole)
+    number = sum(part.numel() for part in parts)
+    added = sum(float(part.float().sum()) for part in parts)
+    if number != whole.numel() or not _alike(whole, added / max(number, 1), parts):
         raise NotDistributable(
-            "the loss returns one number that is not the mean over the rows "
-            f"({float(whole):.6g} for {count} rows, {together:.6g} as the mean of their "
-            "halves), so the shares of replicas do not add up to the loss of one device; "
-            'return a value for each row (reduction="none"), or use one device.'
+            f"{whole.numel()} values for {count} rows are not the {number} of their halves."
         )
 
 
-def _detached(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+def _values_of_halves(
+    function: Callable[..., Any], pair: list[Any], count: int, whole: Tensor
+) -> list[Tensor]:
+    """What the function returns for each half of the rows; `whole` is what it does for all."""
+    cut = halves(pair, count, ways_of(function, pair, count, whole))
+    return [torch.as_tensor(function(*half)) for half in cut]
 
 
-def _together(first: list[Any], second: list[Any]) -> list[Any]:
-    """The rows of two shares as those of one."""
-    joined: list[Any] = tree_map(
-        lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, first, second
+def _compare(whole: Tensor, parts: list[Tensor], counts: list[int]) -> None:
+    count = sum(counts)
+    if not _is_even(whole, parts, counts):
+        raise NotDistributable(
+            f"the loss returns {whole.numel()} values for {count} rows and {parts[0].numel()} for "
+            f"{counts[0]} of them: not as many for each row, so the means over the shares of "
+            "replicas do not add up to the loss of one device; return as many values for each row, "
+            'use a loss that counts its targets, such as "cross_entropy" with its ignore_index, '
+            "or use one device."
+        )
+    mean = sum(_mean(part) * rows for part, rows in zip(parts, counts, strict=True)) / count
+    if _alike(whole, mean, parts):
+        return
+    numbers = f"({_mean(whole):.6g} for {count} rows, {mean:.6g} as the mean of their halves)"
+    if whole.dim():
+        raise NotDistributable(
+            f"the loss returns {whole.numel()} values whose mean is not the mean over the rows "
+            f"{numbers}, so the shares of replicas do not add up to the loss of one device; return "
+            "a value for each row that depends on no other row, or use one device."
+        )
+    raise NotDistributable(
+        f"the loss returns one number that is not the mean over the rows {numbers}, so the shares "
+        "of replicas do not add up to the loss of one device; return a value for each row "
+        '(reduction="none"), use a loss that counts its targets, such as "cross_entropy", or use '
+        "one device."
     )
-    return joined
+
+
+def _is_even(whole: Tensor, parts: list[Tensor], counts: list[int]) -> bool:
+    """Whether there are as many values for each row, or as many for any rows: a mean by column."""
+    total, sizes = whole.numel(), [part.numel() for part in parts]
+    by_row = all(n * sum(counts) == total * rows for n, rows in zip(sizes, counts, strict=True))
+    return by_row or all(n == total for n in sizes)
+
+
+def _detached(tree: Any) -> Any:
+    """But for parameters: those are the same for any rows."""
+
+    def plain(leaf: Any) -> Any:
+        held = not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter)
+        return leaf if held else leaf.detach()
+
+    return tree_map(plain, tree)
 
 
 def _double(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -120,19 +165,14 @@ def _double(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *pair: torch.func.functional_call(double, buffers, pair)
 
 
-def _alike(whole: Tensor, together: float, parts: list[float]) -> bool:
-    value = float(whole)
+def _mean(value: Tensor) -> float:
+    return float(value.float().mean())
+
+
+def _alike(whole: Tensor, together: float, parts: list[Tensor]) -> bool:
+    value = _mean(whole)
     if not math.isfinite(value):
         return True  # training has gone wrong in another way
     tolerance = 0.05 if whole.dtype in (torch.float16, torch.bfloat16) else 1e-3
-    return abs(value - together) <= tolerance * max(map(abs, (value, *parts))) + _FLOOR
-
-
-def _check_rows(tree: Any, count: int) -> None:
-    """Everything in it must have a row for each example, or halves mean nothing."""
-    if isinstance(tree, Tensor):
-        if tree.dim() == 0 or len(tree) != count:
-            raise ValueError(f"an output or target of shape {list(tree.shape)} for {count} rows")
-    elif isinstance(tree, dict | list | tuple):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            _check_rows(part, count)
+    size = max(_mean(each.float().abs()) for each in (whole, *parts))
+    return abs(value - together) <= tolerance * size + _FLOOR

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import NotDistributable
-from tests.support import data, distance, mlp, strategy
+from tests.support import by_hand, data, distance, mlp, strategy
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -90,6 +90,119 @@ def test_a_mask_that_comes_later(three: sg.MirroredStrategy) -> None:
     y[30::2] = 0
     with pytest.raises(NotDistributable, match="not the mean over the rows"):
         trained(three, mlp(), masked, x, y, fit={"batch_size": 15})
+
+
+# --- losses of tokens -----------------------------------------------------------------------------
+
+WORDS = torch.arange(21 * 5).reshape(21, 5) * 7 % 11
+NEXT = WORDS.roll(-1, 1).where(torch.arange(5) < 2 + torch.arange(21)[:, None] % 4, 0)  # 0: padding
+
+
+class Tokens(nn.Module):
+    """Logits for each token; or flattened, with time first, with something beside."""
+
+    def __init__(self, form: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.form = form
+        self.inner = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+        self.scales = nn.Parameter(torch.tensor([0.3, 0.7]))
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.inner(x)
+        match self.form:
+            case "flat":
+                return logits.view(-1, 11)
+            case "time first":
+                return logits.transpose(0, 1)
+            case "scales":
+                return logits, self.scales
+            case "loss":
+                return {"logits": logits, "loss": logits.mean()}
+        return logits
+
+
+def each(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.transpose(1, 2), target, reduction="none")
+
+
+def valid(output: Tensor, target: Tensor) -> Tensor:
+    """A value for each token that is no padding."""
+    return each(output, target)[target != 0]
+
+
+def dice(output: Tensor, target: Tensor) -> Tensor:
+    """A value for each class, over the batch."""
+    p, q = output.softmax(-1).flatten(0, 1), F.one_hot(target, 11).flatten(0, 1)
+    return 1 - (2 * (p * q).sum(0) + 1) / (p.sum(0) + q.sum(0) + 1)
+
+
+def against_others(output: Tensor, target: Tensor) -> Tensor:
+    """A value a row, which depends on the other rows."""
+    flat = output.flatten(1)
+    return F.cross_entropy(flat @ flat.T / 55, torch.arange(len(flat)), reduction="none")
+
+
+class Flattening(nn.CrossEntropyLoss):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(output, target.view(-1))
+
+
+def trained_on_tokens(where: Any, form: str, loss: Any, batch: int = 7) -> sg.Model:
+    return trained(where, Tokens(form), loss, WORDS, NEXT, fit={"batch_size": batch})
+
+
+UNEVEN: dict[str, Any] = {
+    "valid": ("", valid, "not as many for each row"),
+    "dice": ("", dice, "11 values whose mean is not the mean over the rows"),
+    "others": ("", against_others, "depends on no other row"),
+    "flat": ("flat", Flattening(ignore_index=0), "not the mean over the rows"),
+}
+
+
+@pytest.mark.parametrize("batch", [3, 7])
+@pytest.mark.parametrize("name", list(UNEVEN))
+def test_values_that_are_not_of_single_rows(
+    three: sg.MirroredStrategy, name: str, batch: int
+) -> None:
+    """Also where every share is one row."""
+    form, loss, words = UNEVEN[name]
+    with pytest.raises(NotDistributable, match=words):
+        trained_on_tokens(three, form, loss, batch)
+    model = sg.Model(Tokens(form), three)
+    model.compile(sgd, loss)
+    with pytest.raises(NotDistributable, match=words):
+        model.evaluate(WORDS, NEXT, batch_size=batch)
+    trained_on_tokens(None, form, loss, batch)
+
+
+EVEN: dict[str, Any] = {
+    "tokens": ("", each),
+    "rows": ("", lambda o, t: each(o, t).mean(1)),
+    "columns": ("", lambda o, t: each(o, t).mean(0)),
+    "masked": ("", lambda o, t: each(o, t) * (t != 0)),
+    "flat": ("flat", lambda o, t: F.cross_entropy(o, t.view(-1))),
+    "flat tokens": ("flat", lambda o, t: F.cross_entropy(o, t.view(-1), reduction="none")),
+    "time first": ("time first", lambda o, t: each(o.transpose(0, 1), t).mean()),
+    "scales": ("scales", lambda o, t: (each(o[0], t) * (-o[1][0]).exp()).mean() + o[1].sum()),
+    "loss": ("loss", lambda o, t: each(o["logits"], t).mean()),
+}
+
+
+@pytest.mark.parametrize("batch", [3, 6, 7])
+@pytest.mark.parametrize("name", list(EVEN))
+def test_values_of_single_rows(
+    three: sg.MirroredStrategy, name: str, batch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    form, loss = EVEN[name]
+    several = trained_on_tokens(three, form, loss, batch)
+    assert "cannot be tried" not in caplog.text
+
+    def mean(output: Any, target: Tensor) -> Tensor:
+        return loss(output, target).mean()  # type: ignore[no-any-return]
+
+    alone = by_hand(Tokens(form), sgd, mean, WORDS, NEXT, batch=batch)
+    assert distance(alone, several.module) < 1e-6
 
 
 # --- shares without rows, batches without an update ----------------------------------------------
