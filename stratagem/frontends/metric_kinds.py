@@ -12,10 +12,10 @@ import torch
 import torchmetrics
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
-from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends.halves import halves, ways_of
 from stratagem.frontends.losses import examples
-from stratagem.frontends.proof import check_mean
+from stratagem.frontends.proof import check_mean, check_values
 
 log = logging.getLogger("stratagem")
 
@@ -62,25 +62,33 @@ class FunctionMetric(torchmetrics.MeanMetric):
 def check_function(
     name: str, metric: torchmetrics.Metric, output: Any, target: Any, count: int
 ) -> None:
-    """Raise if the function's number for a share of so many rows is not the mean over them."""
+    """Raise if the function's number for a share of so many rows is not the mean over them; or
+    its numbers, if it returns several, are not those of the halves: all are averaged alike."""
     assert isinstance(metric, FunctionMetric)
     function, device = copy.copy(metric.function), metric.device
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         whole, again = (torch.as_tensor(function(output, target)) for _ in range(2))
-        if whole.dim() or not torch.equal(whole, again):
-            return  # a value a row; or it draws random numbers, and nothing can be compared
+        if whole.shape != again.shape or not ((whole == again) | whole.isnan()).all():
+            return  # it draws random numbers, and nothing can be compared
+        check = check_values if whole.dim() else check_mean
+        pair = [output, target]
         try:
-            check_mean(function, [output, target], count, whole)
+            check(function, pair, count, whole)
             while count >= 4:  # the halves of many rows may be alike by chance
+                pair = halves(pair, count, ways_of(function, pair, count, whole))[0]
                 count //= 2
-                few = rows([output, target], 0, count)
-                check_mean(function, few, count, torch.as_tensor(function(*few)))
+                whole = torch.as_tensor(function(*pair))
+                check(function, pair, count, whole)
         except NotDistributable as error:
+            what = (
+                "several numbers that are not those of its rows" if whole.dim()
+                else "one number that is not the mean over the rows"
+            )  # fmt: skip
             raise NotDistributable(
-                f'the metric "{name}" returns one number that is not the mean over the rows, so '
-                "the shares of replicas do not add up to the value of one device; return a value "
-                "for each row, give a torchmetrics metric that counts what is needed (such as "
-                "MeanSquaredError(squared=False)), or use one device."
+                f'the metric "{name}" returns {what}, so the shares of replicas do not add up to '
+                "the value of one device; return a value for each row, give a torchmetrics metric "
+                "that counts what is needed (such as MeanSquaredError(squared=False)), or use one "
+                "device."
             ) from error
         except Exception as error:
             log.warning(

@@ -382,6 +382,54 @@ def test_a_function_that_is_no_mean_is_refused(some: sg.Strategy, verb: str) -> 
         getattr(model, verb)(x, x[:, 1], verbose=0)
 
 
+def recall(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A value for each class."""
+    right = output.argmax(1) == target
+    return torch.stack([right[target == c].float().sum() / (target == c).sum() for c in range(4)])
+
+
+def by_column(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """As many values for few rows as for many, which all count alike."""
+    return F.one_hot(target, 4).float().mean(0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("verb", ["fit", "evaluate"])
+@pytest.mark.parametrize("function", [recall, by_column])
+def test_values_that_are_not_of_rows_are_refused(
+    some: sg.Strategy, verb: str, function: Any
+) -> None:
+    x, y = data(41)[0], torch.arange(41) % 4
+    model = sg.Model(mlp(), some)
+    model.compile("sgd", "cross_entropy", [function])
+    if some.num_replicas_in_sync == 1:
+        getattr(model, verb)(x, y, verbose=0)
+        return
+    words = rf'metric "{function.__name__}" returns several numbers.*for each row.*one device'
+    with pytest.raises(sg.NotDistributable, match=words):
+        getattr(model, verb)(x, y, verbose=0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("batch", [7, 41])
+def test_values_of_rows(some: sg.Strategy, batch: int, caplog: pytest.LogCaptureFixture) -> None:
+    """One for each, for some of them only, several."""
+    x, y = data(41)
+    functions: dict[str, Any] = {
+        "all": lambda o, t: o.argmax(1) == t,
+        "some": lambda o, t: (o.argmax(1) == t)[t != 0].float(),
+        "several": lambda o, t: (o - F.one_hot(t, 4)).abs(),
+    }
+    model = sg.Model(mlp(), some)
+    model.compile("sgd", "cross_entropy", functions)
+    results = model.evaluate(x, y, batch_size=batch)
+    with torch.no_grad():
+        output = model.module(x)
+    for name, function in functions.items():
+        assert results[name] == pytest.approx(float(function(output, y).float().mean()), abs=1e-6)
+    assert "cannot be tried" not in caplog.text
+
+
 @pytest.mark.timeout(60)
 def test_functions_that_are_means_or_cannot_be_tried(
     three: sg.Strategy, caplog: pytest.LogCaptureFixture
