@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +11,40 @@ from torch import Tensor
 
 from stratagem.errors import NotDistributable, UsageError
 
+#: stands for the name of a NamedTuple among its fields, which travel as a dict
+_KIND = "<kind>"
+#: those that a model has returned here, by name
+_kinds: dict[str, type[Any]] = {}
+
+
+def with_row(output: Any, target: Any) -> Any:
+    """The output for one example with its row, where `squeeze()` in forward has taken that, too:
+    on one device the batch has others beside it, and none is taken. A single number that is to be
+    trained on without a target may be anything, a loss that the model computes itself, say."""
+    if not isinstance(output, Tensor) or output.dim():
+        return output
+    beside = isinstance(target, Tensor) and target.shape == (1,) and target.is_floating_point()
+    return output[None] if beside or not torch.is_grad_enabled() else output
+
 
 def on_cpu(output: Any) -> Any:
     """A share's output, on the CPU; refused if it could not be joined with others."""
     if isinstance(output, Tensor) and output.dim():
         return output.detach().cpu()
     if isinstance(output, dict):
-        return {key: on_cpu(value) for key, value in output.items()}
+        return {key: on_cpu(value) for key, value in output.items() if value is not None}
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        kind = f"{type(output).__module__}.{type(output).__qualname__}"
+        _kinds[kind] = type(output)
+        fields = zip(output._fields, output, strict=True)
+        return {_KIND: kind, **{field: on_cpu(value) for field, value in fields}}
     if isinstance(output, list | tuple):
         return [on_cpu(value) for value in output]
     what = "tensor without rows" if isinstance(output, Tensor) else type(output).__name__
     raise UsageError(
         f"predict joins the outputs of all batches row by row, and the model's output has a {what} "
-        "in it; return tensors with a row for each example, or tuples, lists or dicts of them."
+        "in it; return tensors with a row for each example, or tuples, lists or dicts of them. (Of "
+        "a share of one example, squeeze() takes the row away; squeeze(1) does not.)"
     )
 
 
@@ -63,5 +85,12 @@ def joined(parts: list[Any]) -> Any:
             )
         return torch.cat(parts)
     if isinstance(first, dict):
-        return {key: joined([part[key] for part in parts]) for key in first}
+        whole = {key: joined([part[key] for part in parts]) for key in first if key != _KIND}
+        return _named(first[_KIND], whole) if _KIND in first else whole
     return tuple(joined([part[i] for part in parts]) for i in range(len(first)))
+
+
+def _named(kind: str, fields: dict[str, Any]) -> Any:
+    """The NamedTuple; one with the same fields where no example has come to, and so none of it."""
+    made = _kinds.get(kind) or namedtuple(kind.rpartition(".")[2], fields)
+    return made(**fields)

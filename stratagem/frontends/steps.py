@@ -22,6 +22,7 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.feeds import Portion
 from stratagem.frontends.losses import Loss
 from stratagem.frontends.metrics import MetricSet
+from stratagem.frontends.outputs import with_row
 from stratagem.frontends.proof import Proof
 from stratagem.state.factors import Factors, worth_factoring
 from stratagem.state.sliced import SlicedUpdate, can_slice
@@ -128,7 +129,8 @@ class Solo:
         x, y, weight = portion.x, portion.y, portion.weight
         if self._elsewhere:
             x, y, weight = to_device((x, y, weight), self.device)
-        return call(self._run, x), y, weight
+        output = call(self._run, x)
+        return output if portion.examples > 1 else with_row(output, y), y, weight
 
     def autocast(self) -> Any:
         if self.recipe.autocast is None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.frontends.outputs import check_rows, joined
-from tests.support import data, strategy
+from tests.support import by_hand, data, distance, strategy
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -25,6 +26,11 @@ def some(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
 @dataclass
 class Scores:
     scores: Tensor
+
+
+class Named(NamedTuple):
+    scores: Tensor
+    more: Any
 
 
 class Returns(nn.Module):
@@ -53,6 +59,10 @@ class Returns(nn.Module):
                 return self.memory(x[:, None])
             case "in columns":
                 return y.t()
+            case "named":
+                return Named(y, (y, Named(y[:, 0], y)))
+            case "without a loss":
+                return {"loss": None, "logits": y}
         return {"flat": y.reshape(-1), "rows": (y, y)}
 
 
@@ -91,6 +101,73 @@ def test_several_rows_for_each_example(some: sg.Strategy) -> None:
         expected = model.module(x)
     assert torch.allclose(found["flat"], expected["flat"], atol=1e-6)
     assert torch.allclose(found["rows"][1], expected["rows"][1], atol=1e-6)
+
+
+@pytest.mark.timeout(60)
+def test_names_of_outputs_stay(some: sg.Strategy) -> None:
+    x, _ = data(17)
+    model = sg.Model(Returns("named"), some)
+    found = model.predict(x, batch_size=8)
+    with torch.no_grad():
+        expected = model.module(x)
+    assert type(found) is Named and type(found.more[1]) is Named
+    assert torch.allclose(found.scores, expected.scores, atol=1e-6)
+    assert torch.allclose(found.more[1].scores, expected.more[1].scores, atol=1e-6)
+    assert model.predict(x[:1]).scores.shape == (1, 4)  # other replicas have none
+    model = sg.Model(Returns("without a loss"), some)
+    logits = model.predict(x, batch_size=8)
+    assert list(logits) == ["logits"]
+    assert torch.allclose(logits["logits"], expected.scores, atol=1e-6)
+
+
+class Squeezed(nn.Module):
+    """Whose output for one example has no dimension left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).squeeze()
+
+
+def own(output: Tensor, target: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output, target)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.02, momentum=0.9)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("batch", [2, 10])
+@pytest.mark.parametrize("loss", ["binary_cross_entropy_with_logits", "mse", own])
+def test_a_share_of_one_row_that_is_squeezed(some: sg.Strategy, batch: int, loss: Any) -> None:
+    """The last of 32 rows in batches of 10 are two."""
+    x, _ = data(32)
+    y = (x[:, 0] > 0).float()
+    model = sg.Model(Squeezed(), some)
+    model.compile(sgd, loss, ["accuracy"])
+    model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+    plain = F.mse_loss if loss == "mse" else own
+    alone = by_hand(Squeezed(), sgd, plain, x, y, batch=batch)
+    assert distance(alone, model.module) < 2e-6
+    with torch.no_grad():
+        expected = alone(x)
+    found = model.predict(x, batch_size=batch)
+    assert torch.allclose(found, expected, atol=1e-5)
+    results = model.evaluate(x, y, batch_size=batch)
+    assert results["loss"] == pytest.approx(float(plain(expected, y)), abs=1e-5)
+
+
+@pytest.mark.timeout(60)
+def test_a_last_batch_of_one_row_that_is_squeezed(some: sg.Strategy) -> None:
+    x, _ = data(17)
+    model = sg.Model(Squeezed(), some)
+    found = model.predict(x, batch_size=8)
+    with torch.no_grad():
+        assert torch.allclose(found, model.module(x), atol=1e-6)
 
 
 def test_two_layers_are_not_the_two_rows_of_a_share() -> None:
