@@ -228,6 +228,10 @@ def resolve(loss: Any) -> Loss:
     """From a name ("cross_entropy"), a torch function, a torch loss module or any callable."""
     if isinstance(loss, str):
         loss = _by_name(loss)
+    if isinstance(loss, type):
+        raise UsageError(
+            f"loss={loss.__name__} is a class; give an instance of it: {loss.__name__}()."
+        )
     if loss in _COUNTED:
         return CountedLoss(loss)
     kind = getattr(type(loss), "forward", None)

@@ -41,6 +41,7 @@ class LogitAccuracy(BinaryAccuracy):
 #: made when the first output shows how many classes there are
 _NAMED: dict[str, Maker] = {
     "accuracy": accuracy,
+    "acc": accuracy,
     "mae": lambda *_: torchmetrics.MeanAbsoluteError(),
     "mse": lambda *_: torchmetrics.MeanSquaredError(),
 }
@@ -128,6 +129,11 @@ def _checked(metric: Any) -> Any:
         return metric
     if isinstance(metric, torchmetrics.Metric):
         return metric
+    if isinstance(metric, type):
+        raise UsageError(
+            f"the metric {metric.__name__} is a class; give an instance of it: "
+            f"{metric.__name__}(...)."
+        )
     if callable(metric):
         return FunctionMetric(metric)
     raise UsageError(f"{metric!r} is no metric; give a name, a torchmetrics metric or a function.")

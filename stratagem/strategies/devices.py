@@ -41,6 +41,11 @@ def resolve(names: Iterable[str | torch.device] | str | None) -> tuple[str, ...]
         return tuple(present())
     if isinstance(names, str | torch.device):
         names = [names]
+    if not isinstance(names, Iterable):
+        raise DeviceError(
+            f"devices={names!r} is no list of devices; name each, as in "
+            f'["cuda:0", "cuda:1"] or ["cpu:0", "cpu:1"]; present here: {_listing()}.'
+        )
     devices = [canonical(name) for name in names]
     if not devices:
         raise DeviceError(f"the list of devices is empty; present here: {_listing()}.")

@@ -128,7 +128,8 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         if not own.issuperset(group["params"]):
             raise UsageError(
                 "the optimizer holds parameters that are not this model's; make it from "
-                "model.parameters() of the same model, before prepare."
+                "model.parameters() of the same model, before prepare. If it trains several models "
+                "(an encoder and a decoder), put them into one nn.ModuleList and prepare that."
             )
 
 

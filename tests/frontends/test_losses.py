@@ -85,6 +85,12 @@ def test_no_loss(odd: Any) -> None:
         resolve(odd)
 
 
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.MSELoss])
+def test_a_class_is_no_loss(kind: Any) -> None:
+    with pytest.raises(UsageError, match=rf"{kind.__name__} is a class; give an instance"):
+        resolve(kind)
+
+
 def test_whose_loss_it_is() -> None:
     """A child of torch's loss that computes something else is a loss of one's own."""
 

@@ -365,6 +365,22 @@ def test_a_replica_without_an_example(three: sg.Strategy) -> None:
     assert {name: results[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", [torchmetrics.Accuracy, MulticlassF1Score])
+def test_a_class_is_no_metric(kind: Any) -> None:
+    with pytest.raises(sg.UsageError, match=rf"{kind.__name__} is a class; give an instance"):
+        sg.Model(mlp(), strategy(1)).compile("sgd", "cross_entropy", [kind])
+
+
+@pytest.mark.timeout(60)
+def test_a_short_name(some: sg.Strategy) -> None:
+    x, y = data(37)
+    model = sg.Model(mlp(), some)
+    model.compile("sgd", "cross_entropy", ["acc"])
+    with torch.no_grad():
+        expected = float((model.module(x).argmax(1) == y).float().mean())
+    assert model.evaluate(x, y, batch_size=8)["acc"] == pytest.approx(expected)
+
+
 def rmse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean().sqrt()
 

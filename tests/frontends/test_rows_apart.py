@@ -259,6 +259,15 @@ def test_rows_that_forward_rewrites(three: sg.MirroredStrategy) -> None:
     trained(None, bag(), "cross_entropy", x, y)
 
 
+def test_an_optimizer_of_two_models(three: sg.MirroredStrategy) -> None:
+    def loop() -> None:
+        one, other = nn.Linear(6, 3), nn.Linear(3, 6)
+        three.prepare(one, sgd([*one.parameters(), *other.parameters()]))
+
+    with pytest.raises(sg.UsageError, match=r"put them into one nn\.ModuleList and prepare that"):
+        three.run(loop)
+
+
 class Growing(nn.Module):
     """Keeps a table as long as the longest text that it has seen, as rotary embeddings do."""
 

@@ -108,6 +108,11 @@ def test_no_devices_at_all(names: list[str]) -> None:
         resolve(names)
 
 
+def test_a_number_of_devices() -> None:
+    with pytest.raises(sg.DeviceError, match=r'devices=2 is no list.*"cpu:0", "cpu:1".*present'):
+        sg.MirroredStrategy(2)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["tpu:0", "gpu:-1", "gpu:x", "", ":", "0", "cuda:0:1", "c p u"])
 def test_what_is_no_device(name: str) -> None:
     with pytest.raises(sg.DeviceError, match=re.escape(repr(name))) as caught:
