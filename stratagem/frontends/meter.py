@@ -51,11 +51,12 @@ class Meter:
         self._examples = examples
         if self._bar is None:
             return
-        now = time.perf_counter()
-        if now - self._drawn >= _REFRESH:
+        now, full = time.perf_counter(), done == self._steps
+        if full or now - self._drawn >= _REFRESH:
             self._drawn = now
-            speed = examples / (now - self._started)
-            self._bar.show(completed=done, figures=figures(), speed=f"{speed:,.0f} examples/s")
+            speed = f"{examples / (now - self._started):,.0f} examples/s"
+            # at the end at once: a callback may print then, and the bar is drawn below it
+            self._bar.show(completed=done, figures=figures(), speed=speed, refresh=full)
 
     def finish(self, results: Mapping[str, float], speed: float | None = None) -> None:
         """The pass is over, with these results."""
@@ -63,11 +64,12 @@ class Meter:
         if speed is None:
             speed = self._examples / max(seconds, 1e-9)
         rate = f"{speed:,.0f} examples/s"
-        figures = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+        figures = [f"{name} {value:.4f}" for name, value in results.items()]
         if self._bar is not None:
-            self._bar.show(completed=self._steps, total=self._steps, figures=figures, speed=rate)
+            self._bar.show(completed=self._steps, total=self._steps)
+            self._bar.conclude(figures, rate)
         elif self._title is not None:
-            parts = [self._title, f"{seconds:.1f} s", figures, rate]
+            parts = [self._title, f"{seconds:.1f} s", "  ".join(figures), rate]
             line = "  ".join(part for part in parts if part)
             self._console.print(line, highlight=False, soft_wrap=True)
         self.close()
@@ -80,7 +82,41 @@ class Meter:
             self._bar = None
 
 
-class _TerminalBar:
+class _Bar:
+    """What both kinds have."""
+
+    _rich: Any
+    _task: Any
+
+    def show(self, **fields: Any) -> None:
+        raise NotImplementedError
+
+    def conclude(self, figures: list[str], speed: str) -> None:
+        """The results, all of them: where they do not fit the speed is left out, then they take
+        several lines."""
+        room = self._room()
+        whole = "  ".join(figures)
+        if len(whole) + len(speed) <= room:
+            self.show(figures=whole, speed=speed)
+            return
+        lines = figures[:1]
+        for figure in figures[1:]:
+            longer = f"{lines[-1]}  {figure}"
+            lines = [*lines[:-1], longer] if len(longer) <= room else [*lines, figure]
+        self.show(figures="\n".join(lines), speed="")
+
+    def _room(self) -> int:
+        """Columns that the bar leaves for figures and speed."""
+        from rich.measure import Measurement
+
+        console = self._rich.console
+        self._rich.update(self._task, figures="", speed="")
+        table = self._rich.make_tasks_table(self._rich.tasks)
+        wide = console.options.update(max_width=10_000)
+        return int(console.width - Measurement.get(console, wide, table).maximum)
+
+
+class _TerminalBar(_Bar):
     """A line of the terminal that rich draws again and again."""
 
     def __init__(self, console: Any, name: str, steps: int | None) -> None:
@@ -95,7 +131,7 @@ class _TerminalBar:
         self._rich.stop()
 
 
-class _NotebookBar:
+class _NotebookBar(_Bar):
     """An output of the cell that is replaced; rich's own way there needs ipywidgets."""
 
     def __init__(self, console: Any, name: str, steps: int | None) -> None:

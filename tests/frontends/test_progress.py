@@ -76,6 +76,27 @@ def test_at_a_terminal(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("columns", [40, 80, 110, 200])
+def test_every_result_is_seen(
+    columns: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The speed is left out first; then there are several lines. What a callback prints at the
+    end of an epoch stands above a bar that is full."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    speak = sg.callbacks.LambdaCallback(on_epoch_end=lambda *_: print("the end"))
+    act(model_on(strategy(1)), "fit", validation_data=(X, Y), callbacks=[speak])
+    out = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capfd.readouterr().out)
+    after = out.split("the end", 1)[1]
+    assert "5/5" in after and "0/5" not in after
+    assert ("examples/s" in after.partition("val_accuracy")[2]) is (columns == 200)
+    for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+        assert re.search(rf"\b{name} [0-9]\.[0-9]{{4}}\b", after)
+
+
+@pytest.mark.timeout(60)
 def test_one_bar_at_a_time(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
