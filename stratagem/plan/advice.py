@@ -37,8 +37,10 @@ def code(plan: Plan) -> str:
     """Python to paste into the script; it runs as it stands."""
     best = plan.recommendation
     cfg, batch = best.configuration, plan.profile.batch
-    size = batch if cfg.asynchronous else batch * cfg.counted
+    parts = plan.profile.accumulated
+    size = (batch if cfg.asynchronous else batch * cfg.counted) // parts
     each = f"{batch} for each worker" if cfg.asynchronous else f"{cfg.counted} x {batch}"
+    each += f", in {parts} micro-batches" if parts > 1 else ""
     lines = [
         "import stratagem as sg", "", *_cluster(cfg),
         f"strategy = {_constructor(cfg, plan.profile.device, plan.hardware.per_host)}",

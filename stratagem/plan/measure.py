@@ -159,6 +159,7 @@ class _Runner:
         self.touched: dict[int, list[int]] = {}
         self._now = _Times()
         self._began = 0.0
+        self._sparse: dict[int, Tensor] = {}
 
     def forget(self) -> None:
         """What was measured so far was warming up."""
@@ -187,16 +188,19 @@ class _Runner:
         else:  # asynchronous devices: note it in their own stream
             self._events[index] = self._event()
         if param.grad is not None and param.grad.is_sparse:
-            count = len(set(param.grad._indices().flatten().tolist()))
-            self.touched.setdefault(index, []).append(count)
+            self._sparse[index] = param.grad._indices()
 
     def _step(self) -> None:
         self._now, self._events = _Times(), dict[int, Any]()
+        self._sparse.clear()
         for param in self.params:
             param.grad = None
         start = self._clock()
         loss = self.trial.loss(self.batch)
         self._began = self._clock()
+        # Micro-batches before the last have had their backward pass: what is there is there.
+        self._now.ready = dict.fromkeys(self._now.ready | self._events, 0.0)
+        self._events.clear()
         mark = self._event()
         loss.backward()  # type: ignore[no-untyped-call]
         done = self._clock()
@@ -206,6 +210,8 @@ class _Runner:
         self._now.update = end - done
         for index, event in self._events.items():
             self._now.ready[index] = mark.elapsed_time(event) / 1e3
+        for index, rows in self._sparse.items():
+            self.touched.setdefault(index, []).append(len(set(rows.flatten().tolist())))
         self.taken.append(self._now)
 
     def _event(self) -> Any:
@@ -243,6 +249,7 @@ class _Runner:
             tuple(t.forward + t.backward for t in taken), self.device.type,
             torch.get_num_threads() if self.device.type == "cpu" else 1,
             itemsize=self.params[0].element_size(), gradients=self._stream(dense, scale),
+            accumulated=self.trial.accumulated, notes=tuple(self.trial.notes),
         )  # fmt: skip
 
     def with_server(self, measured: Profile) -> Profile:

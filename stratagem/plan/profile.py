@@ -76,6 +76,10 @@ class Profile:
     server: float | None = None
     #: why no server takes this optimizer
     unserved: str = ""
+    #: micro-batches that a step consists of
+    accumulated: int = 1
+    #: what whoever reads the figures should know
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         times = [self.forward, self.backward, self.optimizer, self.server or 0.0, *self.samples]
@@ -148,7 +152,8 @@ class Profile:
                 given[name] = tuple(Bucket(**each) for each in given.get(name, ()))
             given["sparse"] = tuple(Table(**each) for each in given.get("sparse", ()))
             given["shapes"] = tuple(tuple(shape) for shape in given.get("shapes", ()))
-            given["samples"] = tuple(given.get("samples", ()))
+            for name in ("samples", "notes"):
+                given[name] = tuple(given.get(name, ()))
             given["crowd"] = tuple((int(n), float(t)) for n, t in given.get("crowd", ()))
             if not given["buckets"] and not given["sparse"]:
                 raise ValueError("it has no gradient")

@@ -75,7 +75,7 @@ def dumps(plan: Plan) -> str:
 def heading(profile: Profile) -> str:
     """What was measured, in a line."""
     parts = [
-        f"{profile.name}: {profile.batch} examples a replica",
+        f"{profile.name}: {profile.batch} examples a replica{_in_parts(profile)}",
         f"forward {say_seconds(profile.forward, 3)}, backward {say_seconds(profile.backward, 3)}, "
         f"optimizer {say_seconds(profile.optimizer, 3)} on {profile.device}",
         f"gradients {say_bytes(profile.dense_bytes)}",
@@ -86,9 +86,15 @@ def heading(profile: Profile) -> str:
     return "; ".join(parts)
 
 
+def _in_parts(profile: Profile) -> str:
+    return f" in {profile.accumulated} micro-batches" if profile.accumulated > 1 else ""
+
+
 def warnings(profile: Profile) -> list[str]:
     """What makes the figures doubtful, and what is left out."""
-    left_out = [f"without servers: {profile.unserved}"] if profile.unserved else []
+    left_out = [*profile.notes]
+    if profile.unserved:
+        left_out.append(f"without servers: {profile.unserved}")
     if not profile.restless:
         return left_out
     steps = len(profile.samples)

@@ -36,6 +36,10 @@ class Rehearsal:
     train: Callable[[Any, Any, int], float] | None = None
     #: what a step changes besides the module and that optimizer
     beside: Sequence[Tensor] = ()
+    #: micro-batches that the batch consists of
+    accumulated: int = 1
+    #: what whoever reads the figures should know
+    notes: Sequence[str] = ()
 
 
 class Handed(BaseException):
