@@ -205,6 +205,11 @@ def _hand_over(
     if not whole:
         name = type(trained).__name__
         raise UsageError(f"{name} was called without a tensor that has rows; {_INSTEAD}.")
+    if len(rows) > 1:
+        notes = [
+            *notes, "each backward pass of a prepared loop travels by itself, except to servers; "
+            "compile(accumulate=) of sg.Model would send once a step.",
+        ]  # fmt: skip
     others = {id(call.module): call.module for call in calls if call.module is not trained}
     hand_over(
         Rehearsal(

@@ -151,11 +151,13 @@ class _Case:
         sizes = [(b.size * self.cfg.travelling, b.ready) for b in profile.buckets]
         ready = [(s, self.forward + slow + t * self.scale) for s, t in sizes[:-1]]
         ready += [(s, end) for s, _ in sizes[-1:]]  # its notes are known when backward has ended
-        done = overlapped(ready, self.all_reduce)
+        exposed = max(0.0, overlapped(ready, self.all_reduce) - end)
         cast = 2 * profile.dense_bytes / cal.cast if self.cfg.wire and self.on_cpu else 0.0
+        times = profile.accumulated  # in a loop of one's own the gradient of each travels
+        cast *= times
         parts = {
-            "compute": self.compute, "stragglers": slow, **self._exposed(max(0.0, done - end)),
-            "optimizer": profile.optimizer, "overhead": cal.step,
+            "compute": self.compute, "stragglers": slow, **self._exposed(exposed * times),
+            "optimizer": profile.optimizer, "overhead": cal.step * times,
             **({"rounding to 16 bits": cast} if cast else {}),
         }  # fmt: skip
         return self.told(parts, sum(parts.values()))
@@ -208,9 +210,10 @@ class _Case:
         size = profile.dense_bytes
         threads = min(_MEMORY_THREADS, max(1, self.hw.cores // n))
         adding = size * (2 + 1 / n) / (self.hw.local * threads)
+        times = profile.accumulated
         parts = {
-            "compute": self.compute, "stragglers": self.waiting(), "memory": adding,
-            "optimizer": profile.optimizer / n * self.crowding, "overhead": self.cal.step,
+            "compute": self.compute, "stragglers": self.waiting(), "memory": adding * times,
+            "optimizer": profile.optimizer / n * self.crowding, "overhead": self.cal.step * times,
         }  # fmt: skip
         return self.told(parts, sum(parts.values()))
 

@@ -221,3 +221,14 @@ def test_replicas_with_as_many_threads_each_take_the_same() -> None:
     assert _between(12, known, 16) == 0.17 and _between(6, known, 16) == 0.09
     assert 0.03 < _between(3, known, 16) < _between(4, known, 16) < 0.09
     assert _between(32, known, 16) > 0.17
+
+
+def test_what_each_micro_batch_sends_counts() -> None:
+    """In rings; servers get the gradient of a step once."""
+    machine = Hardware(hosts=4, link=1.25e8, latency=0.0)
+    ring_, served = Configuration(MULTI_WORKER, 4), Configuration(SERVERS, 4, 1, 1)
+    for cfg, times in ((ring_, 4), (served, 1)):
+        once = predict(profile(), machine, cfg, IDEAL)
+        often = predict(profile(accumulated=4), machine, cfg, IDEAL)
+        alone = once.parts["compute"] + once.parts.get("optimizer", 0.0)
+        assert often.step - alone == pytest.approx(times * (once.step - alone))
