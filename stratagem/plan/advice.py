@@ -23,14 +23,26 @@ def sentence(plan: Plan) -> str:
             "tried is faster by a twentieth, and by a twentieth of a device for each one added"
             f"{_because(plan)}."
         )
-        return " ".join([text, *_refused(plan), *_link(plan, best)])
+        return " ".join([text, *_refused(plan), *_link(plan, best), *_doubt(plan)])
     text = (
         f"Take {_called(cfg)} on {cfg.replicas} replicas ({cfg.placement}{_servers(cfg)}): "
         f"{say_number(best.rate)} examples/s, {best.speedup:.1f}x one device, "
         f"{best.efficiency:.0%} of each{_beyond(plan, best)}."
     )
-    more = (_link(plan, best), _placement(plan, best), _asynchronous(plan, best))
+    more = (
+        _link(plan, best), _placement(plan, best), _asynchronous(plan, best), _doubt(plan),
+    )  # fmt: skip
     return " ".join([text, *(each for part in more for each in part)])
+
+
+def _doubt(plan: Plan) -> list[str]:
+    """What keeps the figures from being trusted."""
+    if not plan.profile.restless:
+        return []
+    return [
+        "Measured where stragglers cannot be told from other work on this machine: they are in the "
+        "figures, but spares and asynchronous updates are not recommended for their sake."
+    ]
 
 
 def code(plan: Plan) -> str:

@@ -81,13 +81,13 @@ class Plan:
     @cached_property
     def recommendation(self) -> Prediction:
         """The least that is about as fast as anything, synchronous unless that costs much."""
-        worth = self.worth
-        in_step = [each for each in worth if not each.configuration.asynchronous]
+        in_step = [each for each in self.worth if not each.configuration.asynchronous]
+        if self.profile.restless:
+            # Its stragglers are this machine's own: no reason to train another way elsewhere.
+            return _cheapest([each for each in in_step if not each.configuration.spares])
         best = max(each.rate for each in in_step)
-        # A restless machine's stragglers are its own: no reason to train another way elsewhere.
-        if not self.profile.restless and max(each.rate for each in worth) > best * BETTER:
-            in_step = worth
-        return _cheapest(in_step)
+        free = max(each.rate for each in self.worth) > best * BETTER
+        return _cheapest(self.worth if free else in_step)
 
     def placements(self, like: Configuration) -> list[Prediction]:
         """The other ways to place as many replicas, the best first."""

@@ -104,8 +104,9 @@ def warnings(profile: Profile) -> list[str]:
     )  # fmt: skip
     return [
         *left_out,
-        f"{seen} Stragglers are predicted from that, so asynchronous updates are not recommended "
-        "on its account; measure again on a quiet machine, or with a smaller --batch."
+        f"{seen} Stragglers are predicted from that, so neither spares nor asynchronous updates "
+        "are recommended on its account; measure again on a quiet machine, or with a smaller "
+        "--batch."
     ]
 
 

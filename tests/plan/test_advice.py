@@ -56,6 +56,17 @@ def test_a_restless_machine_is_no_reason_to_be_asynchronous() -> None:
         assert choose(free.profile, at).recommendation.configuration.asynchronous
 
 
+def test_nor_to_have_spares() -> None:
+    """The same steps of another machine; the sentence says what is in doubt."""
+    noise = profile(samples=(1.0,) * 17 + (4.0,) * 3)
+    at = Hardware(hosts=8, link=1e10, update=1e13)
+    plan = choose(noise, at)
+    even = choose(profile(samples=(1.0,) * 20), at)
+    assert plan.recommendation.configuration == even.recommendation.configuration
+    assert "cannot be told from other work" in advice.sentence(plan)
+    assert "other work" not in advice.sentence(even)
+
+
 def test_few_steps_are_as_good_as_none() -> None:
     assert profile(samples=(1.0,) * 9).restless
     assert not profile(samples=(1.0,) * 10).restless and not profile().restless
