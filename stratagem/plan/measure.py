@@ -83,7 +83,7 @@ def rehearse(
     _check_memory(trial, device, size)
     with _undone(trial), _explained(trial.module, size):
         trial.module.to(device)
-        runner = _Runner(trial, given, device)
+        runner = _Runner(trial, given, device, size / whole)
         seconds = _SECONDS if steps is None else float("inf")
         say(f"profiling {type(trial.module).__name__}, {size} examples a step, on {device}")
         runner.run(_WARM, seconds)
@@ -150,8 +150,12 @@ class _Times:
 class _Runner:
     """Runs steps with hooks that note when each gradient is there."""
 
-    def __init__(self, trial: Rehearsal, batch: Any, device: torch.device) -> None:
+    def __init__(
+        self, trial: Rehearsal, batch: Any, device: torch.device, repeated: float = 1.0
+    ) -> None:
         self.trial, self.batch, self.device = trial, batch, device
+        #: how often the batch has each example, if it has one more than once
+        self.repeated = max(1.0, repeated)
         self.params = [p for p in trial.module.parameters() if p.requires_grad]
         if not self.params:
             raise UsageError(_NOTHING)
@@ -249,7 +253,7 @@ class _Runner:
             tuple(t.forward + t.backward for t in taken), self.device.type,
             torch.get_num_threads() if self.device.type == "cpu" else 1,
             itemsize=self.params[0].element_size(), gradients=self._stream(dense, scale),
-            accumulated=self.trial.accumulated, notes=tuple(self.trial.notes),
+            accumulated=self.trial.accumulated, notes=self._notes(size),
         )  # fmt: skip
 
     def with_server(self, measured: Profile) -> Profile:
@@ -266,7 +270,19 @@ class _Runner:
     def _table(self, index: int) -> Table:
         param = self.params[index]
         row = param[0].numel() * param.element_size()
-        return Table(len(param), row, statistics.fmean(self.touched[index]))
+        seen = Table(len(param), row, statistics.fmean(self.touched[index]))
+        more = self.repeated > 1
+        return replace(seen, touched=seen.touched_by(self.repeated)) if more else seen
+
+    def _notes(self, size: int) -> tuple[str, ...]:
+        if self.repeated == 1 or not self.touched:
+            return tuple(self.trial.notes)
+        return (
+            *self.trial.notes,
+            f"the script's batch has {size / self.repeated:.0f} examples, so {size} were made by "
+            "repeating them; the sparse rows of as many different ones are reckoned, as if each "
+            "touched any row by chance. For rows as they are, give the script that batch size.",
+        )
 
     def _buckets(self, dense: list[int], scale: float) -> tuple[Bucket, ...]:
         """The strategies' own layout, with the time at which each bucket is full."""

@@ -27,9 +27,12 @@ class Table:
 
     def sent(self, workers: int = 1, travelling: float = 1.0) -> float:
         """Bytes of the rows that so many workers touch, and the number of each row."""
+        return self.touched_by(workers) * (self.row_bytes * travelling + 8)
+
+    def touched_by(self, batches: float) -> float:
+        """Rows that so many such batches touch together, each by chance."""
         missed = math.log1p(-min(self.touched / self.rows, 1 - 1e-12))
-        rows = -self.rows * math.expm1(workers * missed)
-        return rows * (self.row_bytes * travelling + 8)
+        return -self.rows * math.expm1(batches * missed)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stratagem.errors import UsageError
-from stratagem.plan.measure import profile
+from stratagem.plan.measure import profile, rehearse
 from stratagem.plan.profile import Profile
+from stratagem.plan.report import warnings
+from stratagem.strategies.rehearsal import Rehearsal
 from tests.plan import support
 
 pytestmark = pytest.mark.timeout(60)
@@ -70,6 +72,23 @@ def test_sparse_rows_are_counted() -> None:
     (table,) = seen.sparse
     assert (table.rows, table.row_bytes, table.touched) == (1000, 16, 4.0)
     assert seen.dense_bytes == (16 + 2) * 4 and seen.sparse_bytes == pytest.approx(4 * (16 + 8))
+
+
+def test_a_batch_that_repeats_examples_touches_as_many_rows_as_one_that_does_not() -> None:
+    net = nn.Sequential(nn.Embedding(5000, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    ids = torch.randint(0, 5000, (1024,), generator=torch.Generator().manual_seed(0))
+
+    def loss(batch: Tensor) -> Tensor:
+        value: Tensor = net(batch).pow(2).mean()
+        return value
+
+    few = Rehearsal(net, ids[:64], loss, optimizer.step, optimizer, device="cpu")
+    seen = rehearse(few, batch=1024, steps=1, crowded=False)
+    (table,) = seen.sparse
+    assert table.touched == pytest.approx(len(ids.unique()), rel=0.05)
+    assert "repeating them" in warnings(seen)[0]
+    assert not rehearse(few, steps=1, crowded=False).notes
 
 
 def test_the_model_is_left_as_it_was() -> None:
