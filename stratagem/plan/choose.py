@@ -104,8 +104,7 @@ def choose(
     calibration: Calibration | None = None,
 ) -> Plan:  # fmt: skip
     """Predict every strategy from one replica to `most`: by default, all that the hardware has."""
-    if most is not None and most < 1:
-        raise UsageError(f"plan for at most {most} replicas? It must be 1 or more.")
+    check_most(most)
     most = most or hardware.size
     if most > hardware.size:
         hardware = replace(hardware, hosts=-(-most // hardware.per_host))
@@ -114,6 +113,13 @@ def choose(
         predict(profile, hardware, each, constants) for each in candidates(profile, hardware, most)
     )
     return Plan(profile, hardware, constants, predictions)
+
+
+def check_most(most: int | None) -> None:
+    if most is not None and (type(most) is not int or most < 1):
+        raise UsageError(
+            f"plan for at most {most!r} replicas? It must be 1 or more, a whole number."
+        )
 
 
 def candidates(profile: Profile, hardware: Hardware, most: int) -> Iterator[Configuration]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Real
 from typing import Any, Self
 
 from stratagem.errors import UsageError
 from stratagem.plan.units import rate, say_rate, say_seconds, seconds
 
 _RATES = ("link", "local", "update")
+_TIMES = ("latency", "local_latency")
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,19 @@ class Hardware:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise UsageError(f"{name} is {value!r}; it must be a whole number, 1 or more.")
+        for name in (*_RATES, *_TIMES):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise UsageError(
+                    f'{name} is {value!r}; it must be a number, or words such as "10Gbit" for a '
+                    'rate and "50us" for a time.'
+                )
         for name in _RATES:
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(
                     f"{name} is {getattr(self, name)!r} bytes a second; it must be more than 0."
                 )
-        for name in ("latency", "local_latency"):
+        for name in _TIMES:
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {getattr(self, name)!r} s; it must be 0 or more.")
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from stratagem.data.shard import count_rows
 from stratagem.errors import UsageError
 from stratagem.plan.advice import code, sentence
-from stratagem.plan.choose import Plan, choose
+from stratagem.plan.choose import Plan, check_most, choose
 from stratagem.plan.cost import Prediction
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.machine import measure
@@ -25,6 +25,8 @@ from stratagem.plan.plot import png
 from stratagem.plan.profile import Profile
 from stratagem.plan.report import dumps, text, to_json, write
 from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit
+
+_COMPILED = "give sg.plan an sg.Model, whose compile takes names and classes, too"
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,8 +100,7 @@ def plan(
             f"gpus_per_host is {gpus_per_host!r}; it must be a whole number, 1 or more."
         )
     asked = Hardware.of(link=link, latency=latency, hosts=hosts)
-    if most is not None and most < 1:
-        raise UsageError(f"plan for at most {most} replicas? It must be 1 or more.")
+    check_most(most)
     measured = _measured(model, batch, loss, optimizer)
     here = measure(measured.device)
     counts = {"hosts": hosts, "per_host": gpus_per_host or here.per_host}
@@ -123,7 +124,29 @@ def _measured(
             "to plan for an nn.Module, say how it is trained: sg.plan(module, (x, y), "
             "loss=torch.nn.functional.cross_entropy, optimizer=torch.optim.Adam(...))."
         )
+    _check_training(model, loss, optimizer)
     return profile(model, _as_tensors(_pair(batch)), loss=loss, optimizer=optimizer)
+
+
+def _check_training(model: nn.Module, loss: Any, optimizer: Any) -> None:
+    """Names and classes are `compile`'s to understand."""
+    if not callable(loss):
+        raise UsageError(
+            f"loss={loss!r} is not a function of (output, target); give one, as "
+            f"torch.nn.functional.cross_entropy, or {_COMPILED}."
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"optimizer={optimizer!r} is not an optimizer; make it from the module, as "
+            f"torch.optim.Adam(module.parameters()), or {_COMPILED}."
+        )
+    params = list(model.parameters())
+    updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if params and not any(id(param) in updated for param in params):
+        raise UsageError(
+            f"the {type(optimizer).__name__} has none of this {type(model).__name__}'s parameters; "
+            "make it from module.parameters()."
+        )
 
 
 def _of_keras(model: Any) -> bool:

@@ -85,12 +85,27 @@ def test_a_keras_model_of_no_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "said"),
     [({"link": "0Gbit"}, "more than 0"), ({"latency": "soon"}, "'soon'"), ({"hosts": 0}, "hosts"),
      ({"most": 0}, "1 or more"), ({"gpus_per_host": 0}, "gpus_per_host is 0"),
-     ({}, "say how it is trained"),
+     ({"most": 2.5}, "at most 2.5 replicas"), ({"link": [1]}, r"link is \[1\]"),
+     ({"latency": True}, "latency is True"), ({}, "say how it is trained"),
      ({"loss": cross_entropy}, "say how it is trained")],
 )  # fmt: skip
 def test_misuse_is_one_sentence(options: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         sg.plan(nn.Linear(8, 4), data(), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"loss": "cross_entropy"}, "'cross_entropy' is not a function of"),
+     ({"optimizer": "adam"}, "'adam' is not an optimizer; make it from the module"),
+     ({"optimizer": torch.optim.Adam}, "an sg.Model, whose compile takes names and classes"),
+     ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "none of this Linear's")],
+)  # fmt: skip
+def test_names_classes_and_other_parameters(options: dict[str, object], said: str) -> None:
+    net = nn.Linear(8, 4)
+    given = {"loss": cross_entropy, "optimizer": torch.optim.SGD(net.parameters()), **options}
+    with pytest.raises(UsageError, match=said):
+        sg.plan(net, data(), **given)  # type: ignore[arg-type]
 
 
 def test_only_models_and_pairs() -> None:
