@@ -197,10 +197,10 @@ def _hand_over(
 ) -> None:
     last = max(call.turn for call in calls if call.grads)
     replayed = [_again(replace(call, turn=min(call.turn, last))) for call in calls]
+    own = [call for call in replayed if call.module is trained and call.places]
     rows: dict[int, int] = {}
-    for call in replayed:
-        if call.module is trained and call.places:
-            rows[call.turn] = max(call.rows, rows.get(call.turn, 0))
+    for call in own:
+        rows[call.turn] = max(call.rows, rows.get(call.turn, 0))
     whole = sum(rows.values())
     if not whole:
         name = type(trained).__name__
@@ -210,6 +210,7 @@ def _hand_over(
             *notes, "each backward pass of a prepared loop travels by itself, except to servers; "
             "compile(accumulate=) of sg.Model would send once a step.",
         ]  # fmt: skip
+    notes = [*notes, *_unclear(own[-1])]
     others = {id(call.module): call.module for call in calls if call.module is not trained}
     hand_over(
         Rehearsal(
@@ -221,21 +222,30 @@ def _hand_over(
     )  # fmt: skip
 
 
+def _unclear(call: _Again) -> list[str]:
+    """Where its rows may not be examples."""
+    votes = call.votes
+    many = [n for n, count in votes.items() if count == votes[call.rows]]
+    taken = f"{call.rows} examples are planned with; if that is wrong, {_INSTEAD}."
+    if len(many) > 1:
+        lengths = " and ".join(map(str, many))
+        return [f"{type(call.module).__name__} is given tensors of {lengths} rows: {taken}"]
+    if any(getattr(each, "batch_first", True) is False for each in call.module.modules()):
+        return [
+            f"{type(call.module).__name__} has layers with batch_first=False, and the rows of what "
+            f"it is given may be steps in time: {taken}"
+        ]
+    return []
+
+
 def _again(call: _Call) -> _Again:
     leaves, spec = tree.tree_flatten(call.given)
     shape = tree.tree_unflatten(range(len(leaves)), spec)
     values = [*leaves, *call.grads.values()]
     return _Again(
-        call.module, shape, values, len(leaves), _rows(leaves, call.lengths), list(call.grads),
-        call.autocast, call.recorded, call.turn,
+        call.module, shape, values, len(leaves), call.lengths, list(call.grads), call.autocast,
+        call.recorded, call.turn,
     )  # fmt: skip
-
-
-def _rows(inputs: Sequence[Any], outputs: Sequence[int]) -> int:
-    """The length that most of what goes in and comes out has; 0 if nothing has one."""
-    first = [len(each) for each in inputs if _has_rows(each)]
-    counts = Counter([*first, *(each for each in outputs if each in first)])
-    return counts.most_common(1)[0][0] if counts else 0
 
 
 @dataclass
@@ -248,19 +258,33 @@ class _Again:
     #: arguments, then gradients
     values: list[Any]
     inputs: int
-    rows: int
+    #: rows of what came out
+    lengths: Sequence[int]
     #: of the outputs whose gradients these are; none if it is run forward only
     places: Sequence[int]
     autocast: torch.dtype | None
     recorded: bool
     turn: int
 
+    @property
+    def votes(self) -> Counter[int]:
+        """What goes in and comes out, by its length; only lengths of what goes in."""
+        first = [len(each) for each in self.values[: self.inputs] if _has_rows(each)]
+        return Counter([*first, *(each for each in self.lengths if each in first)])
+
+    @property
+    def rows(self) -> int:
+        """The length that most have, the first of equals; 0 if nothing has one."""
+        votes = self.votes
+        return votes.most_common(1)[0][0] if votes else 0
+
     def part(self, share: float) -> list[Any]:
         """The values with so many times as many rows, again from the start if there are fewer."""
-        chosen = torch.arange(max(1, round(self.rows * share))) % max(1, self.rows)
+        rows = self.rows
+        chosen = torch.arange(max(1, round(rows * share))) % max(1, rows)
 
         def cut(value: Any) -> Any:
-            if not _has_rows(value) or len(value) != self.rows:
+            if not _has_rows(value) or len(value) != rows:
                 return value
             return value.detach()[chosen.to(value.device)].requires_grad_(value.requires_grad)
 

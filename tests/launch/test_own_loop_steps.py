@@ -235,3 +235,43 @@ def test_what_backward_computes_again_is_no_call_of_the_loop() -> None:
     trial = handed(accumulating(net, [torch.randn(8, 4), torch.randn(8, 4)]))
     same_again(trial, net)
     assert trial.accumulated == 2 and "is 2 calls of Checkpointed;" in trial.notes[0]
+
+
+class Weighted(nn.Linear):
+    def forward(self, weights: Tensor, x: Tensor | None = None) -> Tensor:
+        assert x is not None
+        return super().forward(x) * weights
+
+
+def test_rows_are_those_of_most_that_goes_in_and_comes_out() -> None:
+    net = Weighted(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def loop() -> None:
+        net(torch.ones(3), torch.randn(12, 4)).mean().backward()
+        optimizer.step()
+
+    assert len(handed(loop).batch) == 12
+
+
+class Own(nn.Linear):
+    def forward(self, weights: Tensor, x: Tensor | None = None) -> Tensor:
+        assert x is not None
+        return (super().forward(x) * weights).mean()
+
+
+@pytest.mark.parametrize(
+    ("net", "given", "said"),
+    [(nn.LSTM(4, 3), [torch.randn(9, 2, 4)], "LSTM has layers with batch_first=False"),
+     (Own(4, 3), [torch.ones(3), torch.randn(12, 4)], "Own is given tensors of 3 and 12 rows")],
+)  # fmt: skip
+def test_rows_that_are_not_clear_are_said(net: nn.Module, given: list[Tensor], said: str) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def loop() -> None:
+        out = net(*given)
+        (out if isinstance(out, Tensor) else out[0]).mean().backward()
+        optimizer.step()
+
+    (note,) = [each for each in handed(loop).notes if said in each]
+    assert f"{len(given[0])} examples are planned with" in note
