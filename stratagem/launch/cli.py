@@ -37,6 +37,8 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += ", and what begins with - is none"
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 

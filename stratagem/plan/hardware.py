@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, Self
 
 from stratagem.errors import UsageError
+from stratagem.plan.calibration import Calibration
 from stratagem.plan.units import rate, say_rate, say_seconds, seconds
 
 _RATES = ("link", "local", "update")
@@ -75,8 +76,12 @@ class Hardware:
         return replace(base or cls(), **given)
 
     def from_check(self, latency: float, up: float, down: float) -> Self:
-        """With the link that `stratagem check` saw: there and back in seconds, bytes a second."""
-        return replace(self, latency=latency / 2, link=min(up, down))
+        """With the link that `stratagem check` saw: there and back in seconds, bytes a second.
+
+        It counts what arrives, `link` all that is sent: headers are added here, as predictions take
+        them away again.
+        """
+        return replace(self, latency=latency / 2, link=min(up, down) / Calibration().goodput)
 
     @property
     def size(self) -> int:

@@ -3,8 +3,8 @@
     rate("10Gbit")      1.25e9 bytes a second      rate("1.5GB/s")    1.5e9
     seconds("50us")     5e-5                       size("100MB")      1e8
 
-Links are sold in decimal bits, memory in decimal bytes; a small b or the word bit means bits, a
-capital B bytes.
+Links are sold in decimal bits, memory in decimal bytes; a small b, the word bit or nothing ("10G")
+means bits, a capital B bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import re
 from stratagem.errors import UsageError
 
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
-_RATE = re.compile(_NUMBER + r"\s*([kKMGT]?)(bit|b|B)(/s|ps)?")
+_RATE = re.compile(
+    _NUMBER + r"\s*(?:([kmgtKMGT]?)([bB][iI][tT][sS]?|b|B)(?:/s|ps)?|([kmgtKMGT])(?:bE)?)"
+)
 _SIZE = re.compile(_NUMBER + r"\s*([kKMGT]?)B?")
-_TIME = re.compile(_NUMBER + r"\s*(ns|us|µs|ms|s)")
+_TIME = re.compile(_NUMBER + r"\s*(ns|us|µs|μs|ms|s)")
+_ZERO = re.compile(r"0+(?:\.0*)?")
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+#: with the sign for micro, and with the Greek letter
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def rate(text: str, what: str = "a link") -> float:
@@ -29,14 +33,17 @@ def rate(text: str, what: str = "a link") -> float:
         raise UsageError(
             f"{text!r} is not the speed of {what}; write 10Gbit, 100Mbit or 1.5GB/s, for example."
         )
-    value = float(found[1]) * _PREFIX[found[2]] / (1.0 if found[3] == "B" else 8.0)
+    prefix = _PREFIX[(found[2] or found[4] or "").upper()]
+    value = float(found[1]) * prefix / (1.0 if found[3] == "B" else 8.0)
     if not 0 < value < math.inf:
         raise UsageError(f"{text!r}: the speed of {what} must be more than 0; write 10Gbit, say.")
     return value
 
 
 def seconds(text: str, what: str = "a latency") -> float:
-    """Seconds; 0 is a time."""
+    """Seconds; 0 is a time, of whatever unit."""
+    if _ZERO.fullmatch(text.strip()):
+        return 0.0
     found = _TIME.fullmatch(text.strip())
     value = float(found[1]) * _SECONDS[found[2]] if found else math.inf
     if not value < math.inf:

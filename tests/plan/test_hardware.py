@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.errors import UsageError
+from stratagem.plan.calibration import Calibration
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.machine import measure
 from stratagem.plan.units import rate, say_bytes, say_rate, say_seconds, seconds
@@ -17,15 +18,17 @@ from stratagem.plan.units import rate, say_bytes, say_rate, say_seconds, seconds
 @pytest.mark.parametrize(
     ("text", "value"),
     [("10Gbit", 1.25e9), ("100Mbit", 12.5e6), ("1.5GB/s", 1.5e9), ("25Gbps", 3.125e9),
-     ("1 Tbit/s", 1.25e11), ("300GB/s", 3e11), ("64kb", 8e3), ("8bit", 1.0)],
+     ("1 Tbit/s", 1.25e11), ("300GB/s", 3e11), ("64kb", 8e3), ("8bit", 1.0), ("10gbit", 1.25e9),
+     ("10G", 1.25e9), ("10GbE", 1.25e9), ("10Gbits", 1.25e9), ("10 Gbits/s", 1.25e9)],
 )  # fmt: skip
 def test_rates(text: str, value: float) -> None:
     assert rate(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("50us", 5e-5), ("2ms", 2e-3), ("0.1s", 0.1), ("7ns", 7e-9), ("0s", 0.0)]
-)
+    ("text", "value"), [("50us", 5e-5), ("2ms", 2e-3), ("0.1s", 0.1), ("7ns", 7e-9), ("0s", 0.0),
+                        ("0", 0.0), ("50\u00b5s", 5e-5), ("50\u03bcs", 5e-5)]
+)  # fmt: skip
 def test_times(text: str, value: float) -> None:
     assert seconds(text) == pytest.approx(value)
 
@@ -79,8 +82,10 @@ def test_hardware_as_written() -> None:
 
 
 def test_a_check_gives_the_link() -> None:
+    """A check measures what arrives, a link is sold with its headers: they count once."""
     seen = Hardware(hosts=4).from_check(latency=2e-4, up=1.2e8, down=1.1e8)
-    assert (seen.link, seen.latency, seen.hosts) == (1.1e8, 1e-4, 4)
+    assert seen.link * Calibration().goodput == pytest.approx(1.1e8)
+    assert (seen.latency, seen.hosts) == (1e-4, 4)
 
 
 @pytest.mark.parametrize(
