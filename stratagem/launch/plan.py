@@ -139,6 +139,11 @@ def _check_outputs(outputs: Mapping[str, str | None]) -> None:
             raise UsageError(f"--{option}: {file!r} is a folder; name a file.")
         if file is not None:
             _try_out(file)
+    named = {option: Path(file).resolve() for option, file in outputs.items() if file is not None}
+    for option, place in named.items():
+        twin = next(other for other in named if named[other] == place)
+        if twin != option:
+            raise UsageError(f"--{twin} and --{option} name the same file; give each its own.")
     if outputs["png"] is not None:
         from stratagem.plan.plot import library
 
@@ -204,6 +209,9 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     render(plan, Console(), rows=args.rows)
     if not args.rows:
         _say("--rows has examples/s and efficiency of every number, --json every configuration")
+    if args.earlier and args.gpus_per_host is None:
+        each = plan.hardware.per_host
+        _say(f"hosts of {each}, as in {args.earlier}; --gpus-per-host sets another number")
     assumed = {} if args.hosts or args.max else {"--hosts": str(_HOSTS)}
     if args.network is None and plan.hardware.hosts > 1:
         given = {"--link": (args.link, _LINK), "--latency": (args.latency, _LATENCY)}

@@ -18,6 +18,7 @@ from stratagem.launch import cli
 from stratagem.launch.diagnosis import Row, measured
 from stratagem.launch.probe import Speed
 from stratagem.plan import advice
+from stratagem.plan.calibration import Calibration
 from stratagem.plan.choose import choose
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Table
@@ -112,6 +113,9 @@ def test_other_links_without_the_script(
     fast = json.loads(Path("fast.json").read_text())
     assert fast["profile"] == json.loads(dumps(first))["profile"]
     assert fast["recommendation"]["speedup"] > first.recommendation.speedup
+    assert "hosts of 1, as in plan.json" in capsys.readouterr().err
+    assert cli.main([*words, "--gpus-per-host", "2"]) == 0
+    assert "as in plan.json" not in capsys.readouterr().err
     for bad in ([*words, "train.py"], ["plan", "--from", "none.json"], [*words, "--validate"]):
         assert cli.main(bad) == 2
     Path("plan.json").write_text("{}")
@@ -132,7 +136,8 @@ def test_links_as_check_has_seen_them(
     words = ["plan", "--from", "plan.json", "--network", "check.json", "--json", "seen.json"]
     assert cli.main(words) == 0
     told = json.loads(Path("seen.json").read_text())["hardware"]
-    assert (told["link"], told["latency"]) == (1e7, 2e-4), "of the slowest"
+    assert told["link"] * Calibration().goodput == pytest.approx(1e7), "of the slowest"
+    assert told["latency"] == 2e-4
     capsys.readouterr()
     Path("check.json").write_text(json.dumps({"tasks": [asdict(rows[0])]}))
     assert cli.main(words) == 2 and "no task was measured" in capsys.readouterr().err
@@ -179,6 +184,8 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
         (["--max", "0", "train.py"], "'0' is not a whole number, 1 or more"),
         (["--json", "no/plan.json", "train.py"], "there is no folder 'no'"),
         (["--html", ".", "train.py"], "is a folder"),
+        (["--json", "p", "--html", "./p", "train.py"], "--json and --html name the same file"),
+        (["--link", "-5Gbit", "train.py"], "--link: expected one argument, and what begins with -"),
         (["--nonsense", "train.py"], "--nonsense"),
         (["--network", "no.json", "train.py"], "no.json: it cannot be read (No such file"),
         (["--network", "train.py", "train.py"], "it is not what stratagem check --json writes"),
