@@ -7,6 +7,7 @@ from dataclasses import replace
 from stratagem.plan.choose import BETTER, CLOSE, Plan, choose
 from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
 from stratagem.plan.cost import Prediction, predict
+from stratagem.plan.profile import Profile
 from stratagem.plan.units import rate, say_rate
 
 #: links that are sold
@@ -54,11 +55,19 @@ def code(plan: Plan) -> str:
     each = f"{batch} for each worker" if cfg.asynchronous else f"{cfg.counted} x {batch}"
     each += f", in {parts} micro-batches" if parts > 1 else ""
     lines = [
-        "import stratagem as sg", "", *_cluster(cfg),
+        "import stratagem as sg", "", *_threads(plan.profile, cfg), *_cluster(cfg),
         f"strategy = {_constructor(cfg, plan.profile.device, plan.hardware.per_host)}",
         f"batch_size = {size}  # {each}: for fit, or your DataLoader",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _threads(profile: Profile, cfg: Configuration) -> list[str]:
+    """Where one replica has a host to itself; several share out its cores anyway."""
+    if profile.usual_threads is None or cfg.per_host > 1:
+        return []
+    faster = f"faster here than {profile.usual_threads}"
+    return ["import torch", f"torch.set_num_threads({profile.threads})  # {faster}"]
 
 
 def _link(plan: Plan, best: Prediction) -> list[str]:

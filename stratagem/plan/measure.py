@@ -131,9 +131,12 @@ def _with_one_thread(runner: _Runner, measured: Profile, say: Say) -> Profile:
     finally:
         torch.set_num_threads(measured.threads)
     if alone.compute < measured.compute * 0.95:
-        say(f"one thread is faster here than {measured.threads}: {alone.compute * 1e3:.2f} ms; "
-            "planned so (torch.set_num_threads(1))")  # fmt: skip
-        return alone
+        said = (
+            f"one thread is faster here than {measured.threads}: {alone.compute * 1e3:.2f} ms; "
+            "planned so (torch.set_num_threads(1))"
+        )
+        say(said)
+        return replace(alone, usual_threads=measured.threads, notes=(*alone.notes, f"{said}."))
     return replace(measured, single_thread=alone.compute)
 
 

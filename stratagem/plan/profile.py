@@ -68,6 +68,8 @@ class Profile:
     samples: tuple[float, ...] = ()
     device: str = "cpu"
     threads: int = 1
+    #: what torch takes by itself, where it was planned with fewer because those are faster
+    usual_threads: int | None = None
     #: forward and backward with one thread, where `threads` is more
     single_thread: float | None = None
     #: (n, forward and backward) of the slowest while n replicas of this machine compute at once

@@ -137,7 +137,8 @@ def render(plan: Plan, console: Console, *, rows: bool = False) -> None:
 
 def _table(plan: Plan) -> Table:
     best = plan.recommendation.configuration
-    counts = sorted({*sizes(plan.most), best.replicas})
+    ends = {at.replicas for _, _, at in shown(plan)}
+    counts = sorted({*sizes(plan.most), best.replicas, *ends})
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("strategy", overflow="fold")
     for n in counts:

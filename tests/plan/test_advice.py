@@ -121,3 +121,13 @@ def test_fewer_gpus_than_a_host_has_are_named(chosen: Configuration, said: str) 
     best = predict(plan.profile, plan.hardware, chosen)
     with patch.object(Plan, "recommendation", new_callable=PropertyMock, return_value=best):
         assert f"strategy = {said}\n" in advice.code(plan)
+
+
+def test_threads_that_were_planned_with_are_in_the_code() -> None:
+    alone = profile(usual_threads=4)
+    pasted = advice.code(choose(alone, Hardware()))
+    assert "import torch\ntorch.set_num_threads(1)  # faster here than 4\nstrategy" in pasted
+    many = choose(alone, Hardware(per_host=4, cores=4))
+    assert many.recommendation.configuration.per_host > 1
+    assert "set_num_threads" not in advice.code(many)
+    assert "set_num_threads" not in advice.code(choose(profile(), Hardware()))

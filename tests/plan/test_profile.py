@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 from stratagem.errors import UsageError
 from stratagem.plan.measure import profile, rehearse
@@ -89,6 +89,27 @@ def test_a_batch_that_repeats_examples_touches_as_many_rows_as_one_that_does_not
     assert table.touched == pytest.approx(len(ids.unique()), rel=0.05)
     assert "repeating them" in warnings(seen)[0]
     assert not rehearse(few, steps=1, crowded=False).notes
+
+
+class Crowded(nn.Linear):
+    """Threads that are in each other's way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.004 * torch.get_num_threads())
+        return super().forward(x)
+
+
+def test_one_thread_that_is_faster_is_noted() -> None:
+    net, threads = Crowded(4, 3), torch.get_num_threads()
+    optimizer, x = torch.optim.SGD(net.parameters(), 0.1), torch.randn(8, 4)
+    torch.set_num_threads(3)
+    try:
+        seen = profile(net, (x, x[:, :3]), loss=mse_loss, optimizer=optimizer, steps=5)
+    finally:
+        torch.set_num_threads(threads)
+    assert (seen.threads, seen.usual_threads) == (1, 3)
+    assert any("one thread is faster here than 3" in note for note in warnings(seen))
+    assert Profile.from_json(seen.to_json()) == seen
 
 
 def test_the_model_is_left_as_it_was() -> None:

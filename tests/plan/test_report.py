@@ -31,6 +31,14 @@ def test_text_has_it_all(plan: Plan) -> None:
     assert f"{best.speedup:.1f}x one device" in text
 
 
+def test_every_row_has_the_number_that_it_is_worth_it_to(plan: Plan) -> None:
+    """With 1 server of 8 hosts, 7 workers are all: there is a column for them."""
+    listed = report.text(plan, width=200).splitlines()
+    heads = next(line for line in listed if line.strip().startswith("strategy")).split()
+    ends = [str(at.replicas) for _, _, at in report.shown(plan)]
+    assert set(ends) - {"1", "2", "4", "8"} and set(ends) <= set(heads)
+
+
 def test_narrow_terminals_lose_nothing(plan: Plan) -> None:
     assert "batch_size = " in report.text(plan, width=60)
 
