@@ -141,7 +141,8 @@ def _trained(calls: Sequence[_Call], optimizer: Optimizer) -> nn.Module:
 
 
 def _owned(optimizer: Optimizer) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+    groups = getattr(optimizer, "param_groups", ())  # one of somebody's own may be half made
+    return {id(param) for group in groups for param in group["params"]}
 
 
 def _of_a_step(calls: Sequence[_Call], trained: nn.Module) -> tuple[list[_Call], list[str]]:
@@ -280,6 +281,8 @@ class _Again:
 
     def part(self, share: float) -> list[Any]:
         """The values with so many times as many rows, again from the start if there are fewer."""
+        if share == 1:
+            return self.values
         rows = self.rows
         chosen = torch.arange(max(1, round(rows * share))) % max(1, rows)
 

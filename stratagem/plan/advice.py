@@ -54,8 +54,10 @@ def code(plan: Plan) -> str:
     size = (batch if cfg.asynchronous else batch * cfg.counted) // parts
     each = f"{batch} for each worker" if cfg.asynchronous else f"{cfg.counted} x {batch}"
     each += f", in {parts} micro-batches" if parts > 1 else ""
+    threads = _threads(plan.profile, cfg)
     lines = [
-        "import stratagem as sg", "", *_threads(plan.profile, cfg), *_cluster(cfg),
+        *(["import torch", ""] if threads else []), "import stratagem as sg", "", *threads,
+        *_cluster(cfg),
         f"strategy = {_constructor(cfg, plan.profile.device, plan.hardware.per_host)}",
         f"batch_size = {size}  # {each}: for fit, or your DataLoader",
     ]  # fmt: skip
@@ -67,7 +69,7 @@ def _threads(profile: Profile, cfg: Configuration) -> list[str]:
     if profile.usual_threads is None or cfg.per_host > 1:
         return []
     faster = f"faster here than {profile.usual_threads}"
-    return ["import torch", f"torch.set_num_threads({profile.threads})  # {faster}"]
+    return [f"torch.set_num_threads({profile.threads})  # {faster}"]
 
 
 def _link(plan: Plan, best: Prediction) -> list[str]:

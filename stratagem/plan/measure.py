@@ -86,7 +86,7 @@ def rehearse(
         runner = _Runner(trial, given, device, size / whole)
         seconds = _SECONDS if steps is None else float("inf")
         say(f"profiling {type(trial.module).__name__}, {size} examples a step, on {device}")
-        runner.run(_WARM, seconds)
+        runner.run(_WARM, seconds, least=1)
         runner.forget()
         runner.run(_MOST if steps is None else max(1, steps), seconds)
         measured = runner.profile(size)
@@ -172,7 +172,7 @@ class _Runner:
         """What was measured so far was warming up."""
         self.taken.clear()
 
-    def run(self, most: int, seconds: float) -> None:
+    def run(self, most: int, seconds: float, least: int = _LEAST) -> None:
         """So many steps, or as many as the time allows, but a few."""
         self.trial.module.train()
         handles = [
@@ -182,7 +182,7 @@ class _Runner:
         end = time.perf_counter() + seconds
         try:
             for number in range(most):
-                if number >= _LEAST and time.perf_counter() > end:
+                if number >= least and time.perf_counter() > end:
                     break
                 self._step()
         finally:
