@@ -49,7 +49,7 @@ class _Call:
     autocast: torch.dtype | None
     #: whether a graph was recorded
     recorded: bool
-    #: how many backward passes were over
+    #: how many backward passes were over when its own came
     turn: int
     #: of the outputs that came back with one, by their place among all outputs
     grads: dict[int, Tensor] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class _Watcher:
         return self.alike.setdefault((id(module), *shapes), given)
 
     def comes_back(self, call: _Call, place: int, grad: Tensor) -> None:
-        call.grads[place] = grad.detach()
+        call.grads[place], call.turn = grad.detach(), self.turn
         self.backward = True
 
     def steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -155,7 +155,7 @@ def _of_a_step(calls: Sequence[_Call], trained: nn.Module) -> tuple[list[_Call],
     if start:
         notes.append(
             f"{name} was called {len(before)} times before its first gradient came back: taken "
-            f"for an evaluation, and left out of the step with all that was called before."
+            "for an evaluation, and left out of the step with all that was called before."
         )
     often = Counter(id(call.module) for call in calls[start:] if not call.grads)
     most = _OFTEN * sum(1 for call in own if call.grads)

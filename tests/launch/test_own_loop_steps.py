@@ -139,6 +139,21 @@ def test_one_module_called_twice_before_backward() -> None:
     assert measured(trial).batch == 8  # pairs
 
 
+def test_a_gradient_that_is_a_part_of_the_loss_makes_no_micro_batch() -> None:
+    """As in a penalty on gradients: it comes back twice, and counts when it is trained from."""
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    optimizer, x = torch.optim.SGD(net.parameters(), 0.1), torch.randn(8, 4, requires_grad=True)
+
+    def loop() -> None:
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        (net(torch.randn(8, 4)).mean() + slope.pow(2).mean()).backward()
+        optimizer.step()
+
+    trial = handed(loop)
+    assert trial.accumulated == 1 and len(trial.batch) == 8
+    trial.loss(trial.batch).backward()  # type: ignore[no-untyped-call]
+
+
 class Bag(nn.Module):
     def __init__(self) -> None:
         super().__init__()
