@@ -7,6 +7,7 @@ share is empty when there are fewer examples than replicas.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -146,6 +147,16 @@ def rows(tree: Any, start: int, end: int) -> Any:
     return _cut(tree, start, end, count_rows(tree))
 
 
+def same_kind(tree: dict[Any, Any], parts: dict[Any, Any]) -> dict[Any, Any]:
+    """The parts in a dict of that kind: one whose entries are read as attributes, say."""
+    if type(tree) is dict:
+        return parts
+    made = copy.copy(tree)
+    for key, part in parts.items():
+        made[key] = part
+    return made
+
+
 def _cut(tree: Any, start: int, end: int, total: int) -> Any:
     if isinstance(tree, torch.Tensor):
         if tree.dim() and len(tree) != total:
@@ -156,7 +167,7 @@ def _cut(tree: Any, start: int, end: int, total: int) -> Any:
             )
         return tree[start:end] if tree.dim() else tree
     if isinstance(tree, dict):
-        return {key: _cut(value, start, end, total) for key, value in tree.items()}
+        return same_kind(tree, {k: _cut(value, start, end, total) for k, value in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_cut(value, start, end, total) for value in tree))
     if isinstance(tree, list | tuple):

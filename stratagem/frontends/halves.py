@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stratagem.data.shard import rows
+from stratagem.data.shard import rows, same_kind
 
 
 class Way(NamedTuple):
@@ -113,7 +113,7 @@ def _mapped(tree: Any, acts: Iterator[Callable[[Tensor], Any]]) -> Any:
     if isinstance(tree, Tensor):
         return next(acts)(tree)
     if isinstance(tree, dict):
-        return {key: _mapped(part, acts) for key, part in tree.items()}
+        return same_kind(tree, {key: _mapped(part, acts) for key, part in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*[_mapped(part, acts) for part in tree])
     if isinstance(tree, list | tuple):

@@ -322,3 +322,36 @@ def test_frozen_parameters_that_forward_writes(
     with caplog.at_level(logging.WARNING, "stratagem"):
         trained(three, still, "cross_entropy", x, y)
     assert "came to differ" not in caplog.text
+
+
+class Named(dict[str, Any]):
+    """Outputs that are read as attributes, as Hugging Face's are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Talker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Named:
+        return Named(logits=self.inner(x))
+
+
+def test_outputs_that_are_read_as_attributes(
+    two: sg.Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(out: Any, y: Tensor) -> Tensor:
+        return F.cross_entropy(out.logits, y, reduction="none")
+
+    x, y = data(37)
+    module = Talker()
+    model = sg.Model(copy.deepcopy(module), two)
+    model.compile(lambda p: torch.optim.SGD(p, lr=0.1), loss)
+    model.fit(x, y, batch_size=12, shuffle=False, epochs=2, verbose=0)
+    alone = by_hand(
+        module, lambda p: torch.optim.SGD(p, lr=0.1), lambda o, t: loss(o, t).mean(), x, y, batch=12
+    )
+    assert distance(model.module, alone) < 1e-5 and "cannot be tried" not in caplog.text
