@@ -33,6 +33,7 @@ from stratagem.frontends.keras.needs import ONE_STEP, Needs
 from stratagem.frontends.keras.player import PARTS, Player, serve
 from stratagem.frontends.keras.rehearse import rehearse
 from stratagem.frontends.keras.results import from_chief, portable, public_names
+from stratagem.frontends.keras.step_logs import flat, nested
 from stratagem.replicas import follower
 from stratagem.strategies import rehearsal
 from stratagem.strategies.replica import Replica, current_replica
@@ -248,18 +249,22 @@ class Conductor:
         logs = self._play(name, data)
         if not isinstance(logs, dict):
             return logs
+        assert self.player is not None
         if name not in self._names:
             self._names[name] = set(logs) == set(self._own("get_metrics_result")())
         exact = self._needs.train_logs if name == "train" else self._needs.test_logs
         if self._names[name] and not exact:
             return logs
+        sources = self.player.sources.get(f"{name}_step")
+        if sources is not None:
+            sources.note(logs)
         self._tell("drain")
-        counted = self._own("get_metrics_result")()
-        if self._names[name]:
-            return counted
-        counted |= {m.name: m.result() for m in self.model.metrics if m.name in logs}
-        own = {key: value for key, value in logs.items() if key not in counted}
-        return {**logs, **{k: v for k, v in counted.items() if k in logs}, **self._mean_of(own)}
+        if sources is None:
+            return self._own("get_metrics_result")()
+        each = flat(logs)
+        held = sources.read(each)
+        own = {log: value for log, value in each.items() if log not in held}
+        return nested({**each, **held, **(self._mean_of(own) if own else {})})
 
     def _play(self, name: str, data: Any) -> Any:
         data = keras.tree.map_structure(as_tensor, data)

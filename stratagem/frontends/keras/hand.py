@@ -8,9 +8,9 @@ the metrics have counted on these rows is taken back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-import keras
 import torch
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from stratagem.frontends.keras.denominators import made_exact, whole_activity
 from stratagem.frontends.keras.parts import Part
 from stratagem.frontends.keras.results import from_chief
 from stratagem.frontends.keras.session import Dismissed, KerasSession
+from stratagem.frontends.keras.step_logs import Sources, flat, has_own
 from stratagem.rules.push import Ticket
 from stratagem.state import keras_recipe
 from stratagem.strategies.parameters.session import Late
@@ -37,8 +38,9 @@ class Hand:
         self.model, self.session, self.replica = model, session, replica
         self.worker = session.worker
         self.part = Part(replica)
-        #: whether `train_step` is the user's own, which may return any numbers
-        self.custom = type(model).train_step is not keras.Model.train_step
+        #: whether what a step returns is the user's own, which may be any numbers
+        self.custom = has_own(model, "train_step")
+        self.sources = Sources(model)
         #: what the last step returned
         self.logs: Any = None
         self._edition = self._epoch = 0
@@ -60,8 +62,8 @@ class Hand:
 
     def begin(self) -> None:
         """Nothing of what is counted from now on has been reported."""
-        self.worked, self.examples, self.tracked = 0, 0, False
-        self._sums: dict[str, float] = {}
+        self.worked, self.tracked = 0, False
+        self._sums: dict[str, list[float]] = {}
         self._base = [v.value.detach().clone() for v in self._tracked()]
 
     def follow(self) -> Any:
@@ -112,21 +114,29 @@ class Hand:
             return
         self.logs = logs
         self.worked += 1
-        self.examples += examples
         if self.custom and isinstance(logs, dict):
-            for name, value in logs.items():
-                self._sums[name] = self._sums.get(name, 0.0) + float(value) * examples
+            self._add_up(logs, examples)
+
+    def _add_up(self, logs: dict[str, Any], examples: int) -> None:
+        """For the mean of what steps returned; a worker alone has a last one, as one device."""
+        numbers = self.sources.note(logs)
+        if self.session.plan.workers == 1:
+            self._sums = {}
+        for log in flat(logs):
+            total, weight = self._sums.get(log, (0.0, 0.0))
+            self._sums[log] = [total + numbers.get(log, 0.0) * examples, weight + examples]
 
     def _play(self, data: Any) -> Any:
         device = self.replica.device
         here = data if device.type == "cpu" else to_device(data, device)
         step: Callable[..., Any] = type(self.model).train_step.__get__(self.model)
         written = self._written()
-        if self.part.whole:
-            logs = step(here)
-        else:
-            with made_exact(self.part), whole_activity(self.model, self.part):
+        with self.sources.listening() if self.custom else nullcontext():
+            if self.part.whole:
                 logs = step(here)
+            else:
+                with made_exact(self.part), whole_activity(self.model, self.part):
+                    logs = step(here)
         if self._written() != written:
             raise NotDistributable(
                 "train_step wrote to weights that are trained, and the servers do not see that; "
@@ -179,14 +189,13 @@ class Hand:
         self.session.worker.memory.take(index)
 
     def _listening(self, tracker: Any) -> Callable[..., Any]:
-        plain = type(tracker).update_state.__get__(tracker)
-
         def update_state(values: Any, sample_weight: Any = None) -> Any:
             if self._ticket is not None:
-                self._loss, self.tracked = float(torch.as_tensor(values).detach()), True
+                self._loss = float(torch.as_tensor(values).detach())
+                self.tracked = not self.custom
                 if not self.custom:  # backward comes next, and just once
                     self.worker.begin_backward(listens=self.session.cancels)
-            return plain(values, sample_weight=sample_weight)
+            return type(tracker).update_state(tracker, values, sample_weight=sample_weight)
 
         return update_state
 
@@ -196,7 +205,7 @@ class Hand:
         """What was counted since the last report; other workers than the chief hand it over."""
         report: dict[str, Any] = {
             "worker": self.worker.index, "tracked": self.tracked, "logs": self._sums,
-            "examples": self.examples, "counts": None, "kept": None,
+            "sources": self.sources.known, "counts": None, "kept": None,
         }  # fmt: skip
         if not self.worked:
             return report
@@ -206,7 +215,7 @@ class Hand:
         return report
 
     def _counts(self) -> dict[str, list[Tensor]]:
-        """What the metrics hold, but for the loss, of which the lead keeps the books."""
+        """What the metrics hold, but for the loss if the lead keeps the books of it."""
         metrics = self._metrics()
         before = {name: [v.value.detach().clone() for v in m.variables]
                   for name, m in metrics.items()}  # fmt: skip
@@ -218,10 +227,14 @@ class Hand:
         }  # fmt: skip
 
     def _metrics(self) -> dict[str, Any]:
-        """Every metric but the loss, under a name that is the same on all workers."""
+        """Those whose counts travel, under a name that is the same on all workers.
+
+        Keras' own step gives its loss to the tracker, by rows, before it hands in, so that the lead
+        knows it. Another step may give it later, or weigh it otherwise.
+        """
         found: dict[str, Any] = {}
         for metric in self.model.metrics:
-            if metric is not self._tracker:
+            if metric is not self._tracker or self.custom:
                 same = sum(name.partition("/")[2] == metric.name for name in found)
                 found[f"{same}/{metric.name}"] = metric
         return found

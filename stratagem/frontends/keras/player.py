@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ from stratagem.errors import NotDistributable
 from stratagem.frontends.keras import attributes, environment, fused, normalization
 from stratagem.frontends.keras.denominators import made_exact, whole_activity
 from stratagem.frontends.keras.parcel import optimizers
+from stratagem.frontends.keras.step_logs import Sources, flat, has_own, number
 from stratagem.frontends.keras.user_metrics import user_metrics
 from stratagem.frontends.outputs import check_rows
 from stratagem.strategies import setup
@@ -41,6 +42,10 @@ class Player:
         self._trained = False
         self._trainable: list[bool] = []
         self._tensors: list[Tensor] = []
+        #: for steps whose logs are the user's own
+        self.sources = {
+            step: Sources(model) for step in ("train_step", "test_step") if has_own(model, step)
+        }
 
     # --- coming together --------------------------------------------------------------------
 
@@ -161,7 +166,9 @@ class Player:
     def _play(self, step: str, data: Data, total: int) -> Any:
         start, end = share(total, self.replica.count, self.replica.index)
         self.replica.share.set(end - start, total)
-        with made_exact(self.replica), whole_activity(self.model, self.replica):
+        sources = self.sources.get(step)
+        listening = nullcontext() if sources is None else sources.listening()
+        with made_exact(self.replica), whole_activity(self.model, self.replica), listening:
             if end > start:
                 return self._own(step)(self._here(rows(data, start, end)))
             with self._unheard():
@@ -218,17 +225,18 @@ class Player:
 
     def drain(self) -> None:
         """Hand what the metrics have counted over to the chief, and start counting anew."""
-        variables = self.model.metrics_variables
-        mine = [v.value.detach().clone() for v in variables]
+        metrics = [metric.variables for metric in self.model.metrics]
+        mine = [[v.value.detach().clone() for v in variables] for variables in metrics]
         if not self.replica.is_chief:
             self._own("reset_metrics")()
-            mine = [before - v.value for before, v in zip(mine, variables, strict=True)]
+            mine = [[before - v.value for before, v in zip(counted, variables, strict=True)]
+                    for counted, variables in zip(mine, metrics, strict=True)]  # fmt: skip
         everybody = gather_tree(self.replica.collective, mine)
         if self.replica.is_chief:
-            with torch.no_grad():
-                for counted in everybody[1:]:
-                    for variable, part in zip(variables, counted, strict=True):
-                        variable.value.add_(part.to(variable.value.device))
+            for theirs in everybody[1:]:
+                for variables, counted in zip(metrics, theirs, strict=True):
+                    if counted:  # one that was never given anything may have no variables yet
+                        _add(variables, counted)
 
     def settle(self) -> None:
         """One defined answer for moving statistics: the mean over replicas."""
@@ -245,7 +253,7 @@ class Player:
     def logs(self, mine: dict[str, Any]) -> dict[str, Any]:
         """What a step of the user's own returned, weighted by the examples behind it."""
         share = self.replica.share
-        numbers = {key: float(value) * share.weight for key, value in mine.items()}
+        numbers = {key: number(value) * share.weight for key, value in mine.items()}
         everybody = gather_tree(self.replica.collective, numbers)
         return {key: sum(part[key] for part in everybody) for key in numbers}
 
@@ -259,6 +267,12 @@ class Player:
             self._unsync = None
 
 
+@torch.no_grad()
+def _add(variables: list[Any], counted: list[Tensor]) -> None:
+    for variable, part in zip(variables, counted, strict=True):
+        variable.value.add_(part.to(variable.value.device))
+
+
 def serve(player: Player) -> Any:
     """Play what the conductor commands until it says that all is done; returns what it tells."""
     last: Any = None
@@ -267,7 +281,7 @@ def serve(player: Player) -> Any:
         if name == "end":
             return arguments
         if name == "logs":
-            player.logs({key: last[key] for key in arguments})
+            player.logs({key: value for key, value in flat(last).items() if key in arguments})
             continue
         result = PARTS[name](player, *arguments)
         if name in ("train", "test"):

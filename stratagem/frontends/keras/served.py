@@ -32,6 +32,7 @@ from stratagem.frontends.keras.hand import Hand, attend
 from stratagem.frontends.keras.needs import Needs
 from stratagem.frontends.keras.results import portable
 from stratagem.frontends.keras.session import KerasSession, dismiss, refuse
+from stratagem.frontends.keras.step_logs import nested
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous
 from stratagem.strategies.parameters.crew import current_worker
@@ -145,13 +146,15 @@ class ServedConductor(Conductor):
             self._begin(data)
         hand, session = self.hand, self.session
         assert hand is not None and session is not None
+        self._returned: dict[str, Any] = {}
         self._follow_changes()
         parts = parts_of_rows(data)(session.plan.parts)
         if self._news["edition"]:
             parts = [{**part, "news": self._news} for part in parts]
         if self._in_step_with_each(hand):
             self._deal(parts, last=True)
-            return self._logs(self._drain())
+            self._drain()
+            return self._logs(hand.logs if hand.custom else None)
         left = self._deal(parts, last=False)
         while left > self._ahead:
             work = self._worker.next_above(self._ahead)
@@ -164,7 +167,7 @@ class ServedConductor(Conductor):
         if self._needs.steps:
             self._worker.refresh()  # callbacks see what the servers have, as far as they are
         self._mark_versions()
-        return hand.logs if hand.logs is not None else self._own("get_metrics_result")()
+        return self._logs(hand.logs)
 
     def test_step(self, data: Any) -> Any:
         return self._own("test_step")(data)
@@ -175,11 +178,12 @@ class ServedConductor(Conductor):
     def _in_step_with_each(self, hand: Hand) -> bool:
         """Whether to wait for this batch to be applied before Keras goes on.
 
-        A synchronous rule gives exact numbers to whoever looks at single steps. Without one there
-        is no such thing; a step of the user's own is waited for once, to know what it returns.
+        A synchronous rule gives exact numbers to whoever looks at single steps, and so does Keras
+        if a step of the user's own returns others than the metrics. Without such a rule there is no
+        such thing; a step of the user's own is waited for once, to know what it returns.
         """
         if isinstance(self._updates, Synchronous):
-            return hand.custom or self._needs.steps
+            return self._needs.steps or (hand.custom and not self._counted)
         return self._needs.single or (hand.custom and hand.logs is None)
 
     def _begin(self, data: Any) -> None:
@@ -216,6 +220,10 @@ class ServedConductor(Conductor):
         #: the update of which the optimizer's state is here
         self._first = self._state_of = int(optimizer._iterations)
         self._means: dict[int, list[Tensor]] = {}
+        #: by log of the user's own: the sum of this epoch's, and how many examples it is of
+        self._sums: dict[str, list[float]] = {}
+        #: whether a step of the user's own is known to return what the metrics are called
+        self._counted = False
         self._mark_versions()
 
     def _deal(self, parts: list[Any], *, last: bool) -> int:
@@ -239,10 +247,10 @@ class ServedConductor(Conductor):
         if self._needs.attributes:
             self._watched().changed()  # every worker's steps change them alike
 
-    def _drain(self) -> list[Any]:
+    def _drain(self) -> None:
         """Wait until all that was dealt is applied, and add up what was counted meanwhile."""
         if self.session is None or not self._is_open:
-            return []
+            return
         hand, worker = self.hand, self._worker
         assert hand is not None
         if not self._closed:
@@ -258,23 +266,37 @@ class ServedConductor(Conductor):
         worker.refresh()
         self.model.optimizer._iterations.assign(self._first + worker.version)
         self._mark_versions()
-        return reports
+        self._join_logs(reports)
 
-    def _logs(self, reports: list[Any]) -> Any:
-        """What a step returns: the metrics, and the mean of numbers of the user's own."""
-        assert self.hand is not None
-        counted = self._own("get_metrics_result")()
-        sums: dict[str, float] = {}
+    def _join_logs(self, reports: list[Any]) -> None:
+        """Of a step of the user's own: the metrics, and the mean of numbers that none holds.
+
+        Such a number is that of the last step. Where several workers are free of step there is no
+        last one, and it is the mean over the epoch. Keras takes for an epoch's logs what its last
+        step has returned, so they are put there.
+        """
+        assert self.hand is not None and self.session is not None
+        sources = self.hand.sources
+        if isinstance(self._updates, Synchronous) or self.session.plan.workers == 1:
+            self._sums = {}
         for report in reports:
-            for name, value in report["logs"].items():
-                sums[name] = sums.get(name, 0.0) + value
-        if not sums or set(sums) == set(counted):
-            return counted
-        examples = sum(report["examples"] for report in reports)
-        counted |= {m.name: m.result() for m in self.model.metrics if m.name in sums}
-        logs = {name: counted.get(name, value / examples) for name, value in sums.items()}
-        self.hand.logs = logs
-        return logs
+            sources.join(report["sources"])
+            for log, (value, weight) in report["logs"].items():
+                before = self._sums.get(log, (0.0, 0.0))
+                self._sums[log] = [before[0] + value, before[1] + weight]
+        if self._sums:
+            held = sources.read(self._sums)
+            means = {log: value / weight for log, (value, weight) in self._sums.items()}
+            self.hand.logs = nested({**means, **held})
+            self._returned.update(self.hand.logs)
+            self._counted = set(self.hand.logs) == set(self._own("get_metrics_result")())
+
+    def _logs(self, logs: Any) -> Any:
+        """What a step returns."""
+        assert self.hand is not None
+        if self.hand.custom and isinstance(logs, dict):
+            self._returned = logs = dict(logs)
+        return logs if logs is not None else self._own("get_metrics_result")()
 
     # --- what callbacks change ----------------------------------------------------------------
 
@@ -388,6 +410,7 @@ class ServedConductor(Conductor):
     def reset_metrics(self) -> None:
         if self._listening():
             self._drain()
+            self._sums = {}
         self._own("reset_metrics")()
 
     def get_metrics_result(self) -> Any:

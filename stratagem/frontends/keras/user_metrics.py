@@ -36,7 +36,8 @@ def watch(model: Any) -> None:
 
 
 def _trying(metric: Any) -> Callable[..., Any]:
-    plain = type(metric).update_state.__get__(metric)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return type(metric).update_state(metric, *args, **kwargs)  # as it is in a step, see Mean
 
     def update_state(*args: Any, **kwargs: Any) -> Any:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim()]

@@ -274,7 +274,7 @@ def test_a_training_step_of_ones_own(updates: Any) -> None:
     _, history = train(Own, momentum, {"x": x, "y": y, "batch_size": 8, "epochs": 3},
                        served(updates, 2, 1))  # fmt: skip
     assert set(history) - BOOKS == {"mean", "largest"} and len(history["mean"]) == 3
-    assert all(0 < value < 5 for value in history["mean"])  # of those batches that the chief did
+    assert all(0 < value < 5 for value in history["mean"])
 
 
 @pytest.mark.timeout(120)

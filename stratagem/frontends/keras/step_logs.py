@@ -1,0 +1,141 @@
+"""What a step of the user's own returns: results of metrics, and numbers that no metric holds.
+
+Each replica's metrics count on over its own rows, and what their result is for everybody shows when
+the counts have been added up. So it is noted which result a log came from, whatever it is called,
+and that metric is read again then. Any other number is averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from torch import Tensor
+
+from stratagem.frontends.keras.user_metrics import user_metrics
+
+#: between the keys of dicts inside of dicts
+_INSIDE = "\x1f"
+
+
+def has_own(model: Any, step: str) -> bool:
+    """Whether the user's own code decides what this step returns."""
+    names = (step, "compute_metrics", "get_metrics_result")
+    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
+
+
+def flat(logs: dict[str, Any]) -> dict[str, Any]:
+    """A metric's result may be a dict by itself, as that of all metrics given to `compile`."""
+    found: dict[str, Any] = {}
+    for key, value in logs.items():
+        inside = flat(value) if isinstance(value, dict) else None
+        found |= {key: value} if inside is None else {
+            f"{key}{_INSIDE}{inner}": each for inner, each in inside.items()
+        }  # fmt: skip
+    return found
+
+
+def nested(logs: dict[str, Any]) -> dict[str, Any]:
+    """What `flat` was given: Keras compares the outer keys with the names of the metrics."""
+    found: dict[str, Any] = {}
+    for path, value in logs.items():
+        *outer, key = path.split(_INSIDE)
+        place = found
+        for each in outer:
+            place = place.setdefault(each, {})
+        place[key] = value
+    return found
+
+
+def number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+class Sources:
+    """Which metric's result each log of one kind of step is."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._results: list[tuple[str, Any]] = []
+        #: by log: the results that it may be, none for a number that no metric holds
+        self.known: dict[str, list[str]] = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While a step is played: note what metrics are asked for."""
+        self._results = []
+        metrics = self._metrics()
+        before = [metric.__dict__.get("result") for metric in metrics]
+        for place, metric in enumerate(metrics):
+            metric.__dict__["result"] = self._noting(place, metric.result)
+        try:
+            yield
+        finally:
+            for metric, own in zip(metrics, before, strict=True):
+                del metric.__dict__["result"]
+                if own is not None:
+                    metric.__dict__["result"] = own
+
+    def _metrics(self) -> list[Any]:
+        """In an order that is the same on all replicas."""
+        everything = (*self._model.metrics, *user_metrics(self._model))
+        return list({id(metric): metric for metric in everything}.values())
+
+    def _noting(self, place: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def result(*args: Any, **kwargs: Any) -> Any:
+            found = plain(*args, **kwargs)
+            if not args and not kwargs:  # otherwise it could not be asked again
+                self._results += flat({str(place): found}).items()
+            return found
+
+        return result
+
+    def note(self, logs: dict[str, Any]) -> dict[str, float]:
+        """What the step returned, before anybody else's counts are added to the metrics.
+
+        One that is a result itself is known at once. One that equals a result (`float` of it, say)
+        may be something else that happened to be equal, until it differs. Returns the values of
+        those that are not known at once.
+        """
+        numbers: dict[str, float] = {}
+        for log, value in flat(logs).items():
+            same = [source for source, result in self._results
+                    if result is value and isinstance(value, Tensor)]  # fmt: skip
+            if not same:
+                numbers[log] = number(value)
+                same = self._equal_to(numbers[log], self.known.get(log))
+            self.known[log] = same
+        self._results = []
+        return numbers
+
+    def _equal_to(self, value: float, known: list[str] | None) -> list[str]:
+        """The results with this value, of those that it may be."""
+        if known == []:
+            return []
+        same = [source for source, result in self._results if _equal(result, value)]
+        return same if known is None else [source for source in known if source in same]
+
+    def join(self, others: dict[str, list[str]]) -> None:
+        """What another worker has seen."""
+        for log, theirs in others.items():
+            mine = self.known.get(log, theirs)
+            self.known[log] = [source for source in mine if source in theirs]
+
+    def read(self, logs: Any) -> dict[str, Any]:
+        """Those of these logs that metrics hold, as the metrics say now."""
+        metrics, found = self._metrics(), {}
+        for log in logs:
+            if self.known.get(log):
+                place = self.known[log][0].partition(_INSIDE)[0]
+                found[log] = flat({place: metrics[int(place)].result()})[self.known[log][0]]
+        return found
+
+
+def _equal(result: Any, value: float) -> bool:
+    if getattr(result, "shape", ()) != ():  # a number for each class, say
+        return False
+    found = number(result)
+    return found == value or (math.isnan(found) and math.isnan(value))
