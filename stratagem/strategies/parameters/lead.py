@@ -532,15 +532,18 @@ class Lead:
             self.changed.notify_all()
 
     def means(self, attendee: Attendee, epoch: int) -> list[Tensor]:
-        """Wait for the means of an epoch; none if there are none."""
+        """Wait for the means of an epoch; none if there are none.
+
+        Those of the last one stay until another fit begins: the chief may have ended this one.
+        """
         with self.changed:
-            while self._counts(attendee) is not None:
-                if self._means is not None and self._means[0] >= epoch:
-                    return [self._means[1]]
-                if self._epoch.number > epoch:
-                    break
+            while True:
+                counts, means = self._counts(attendee) is not None, self._means
+                if means is not None and means[0] >= epoch and attendee.fit == self.fit:
+                    return [means[1]]
+                if not counts or self._epoch.number > epoch:
+                    return []
                 self.changed.wait(0.5)
-            return []
 
     def so_far(self) -> dict[str, Any]:
         """The loss of the epoch's updates added up, and over how many examples."""

@@ -20,7 +20,7 @@ from stratagem.strategies.parameters import server as server_module
 from stratagem.strategies.parameters.lines import Address
 from stratagem.strategies.parameters.pulse import PulseThread
 from stratagem.strategies.parameters.server import Server
-from stratagem.strategies.parameters.worker import Worker
+from stratagem.strategies.parameters.worker import Work, Worker
 from stratagem.wire.channel import PlainChannel
 from stratagem.wire.connection import Connection
 from stratagem.wire.frames import encode
@@ -99,6 +99,26 @@ def test_a_refused_request_with_a_body_harms_nobody(office: Office) -> None:
     session = office.begin(module, torch.optim.SGD(module.parameters(), lr=0.1))
     session.end()
     assert office.servers[0].failure is None
+
+
+def test_who_is_late_for_the_last_means_has_them_all_the_same() -> None:
+    """The chief ends the training as soon as it has told them."""
+    office = Office(1, staff=2)
+    made = [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
+    sessions = [
+        office.begin(module, torch.optim.SGD(module.parameters(), lr=0.1), worker=i)
+        for i, module in enumerate(made)
+    ]
+    made[0].running_mean.fill_(3.0)  # type: ignore[union-attr]
+    sessions[0].worker.deal(1, 0, [], True)
+    assert not isinstance(sessions[0].worker.next(), Work)
+    sessions[0].send_statistics()
+    sessions[0].worker.finish(None)
+    sessions[1].take_statistics(1)
+    assert made[1].running_mean.tolist() == [3.0, 3.0]  # type: ignore[union-attr, operator]
+    for session in reversed(sessions):
+        session.worker.leave()
+    office.close()
 
 
 def test_more_values_announced_than_sent(office: Office) -> None:

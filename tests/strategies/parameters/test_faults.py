@@ -364,7 +364,7 @@ def test_a_worker_that_stands_too_long_is_given_up(
     strategy = made(updates=sg.Asynchronous(), patience=sg.Patience(answer=4))
     stop = Stop(tmp_path / "note")
     counts = count(strategy, pause=0.02, loss=stop)  # slow enough that it gets its turn
-    assert (counts == 2).all() and balanced(strategy.stats())
+    assert (counts == 2).all() and balanced(strategy.stats()) and stop.note.exists()
     given_up = said(caplog, "worker 1 has been silent for \\d+ s and is given up")
     assert given_up and 3.5 < given_up[0].created - stop.when < 4 + SOON
     assert said(caplog, "worker 1 does not answer any more; another takes its place")
