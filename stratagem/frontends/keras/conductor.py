@@ -9,134 +9,46 @@ Data, shuffling, callbacks and the progress bar are Keras' business and happen o
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import weakref
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
-from stratagem.data.loader import check_sampler
 from stratagem.data.shard import rows
-from stratagem.errors import NotDistributable, UsageError
+from stratagem.errors import UsageError
 from stratagem.frontends.hooks import refuse_on_parameters
-from stratagem.frontends.keras import environment, fused, parcel, user_metrics
+from stratagem.frontends.keras import environment, user_metrics
 from stratagem.frontends.keras.attributes import Attributes
-from stratagem.frontends.keras.needs import ONE_STEP, Needs
+from stratagem.frontends.keras.batches import as_tensor, rows_of
+from stratagem.frontends.keras.needs import Needs
+from stratagem.frontends.keras.overlay import TRAINS, Overlay, busy
 from stratagem.frontends.keras.player import PARTS, Player, serve
-from stratagem.frontends.keras.rehearse import rehearse
-from stratagem.frontends.keras.results import from_chief, portable, public_names
+from stratagem.frontends.keras.results import from_chief, portable
+from stratagem.frontends.keras.seats import Seat, seated
 from stratagem.frontends.keras.step_logs import flat, nested
-from stratagem.replicas import follower
-from stratagem.strategies import rehearsal
 from stratagem.strategies.replica import Replica, current_replica
-from stratagem.strategies.settings import Settings
 from stratagem.strategies.strategy import Strategy
 from stratagem.wire.tree import broadcast_tree
 
-TRAINS = ("fit", "train_on_batch")
-_numbers = itertools.count()
-#: numbers of models that are gone here, for followers to forget
-_gone: list[int] = []
-#: the conductor whose call is under way in this process
-_leader: Conductor | None = None
 
-
-@dataclass
-class Part:
-    """What a follower needs to play; `model` is None when it has it from an earlier call."""
-
-    number: int
-    model: Any
-    settings: Settings
-    config: dict[str, Any]
-    gone: list[int] = field(default_factory=lambda: list(_gone))
-
-
-class Conductor:
-    """Distributes one model; made when it is compiled in a strategy's scope."""
-
-    overlaid = (
-        "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch",
-        "train_step", "test_step", "predict_step", "reset_metrics", "get_metrics_result", "save",
-        "save_weights", "get_weights", "get_compile_config",
-    )  # fmt: skip
+class Conductor(Overlay):
+    """Distributes one model over replicas; made when it is compiled in a strategy's scope."""
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
-        self.model, self.strategy = model, strategy
+        super().__init__(model, strategy)
         self.player: Player | None = None
-        self._number = next(_numbers)
-        weakref.finalize(model, _gone.append, self._number)
-        self._leading = self._in_step = self._ready = False
-        #: whether the model had all its variables when it was sent to the followers
-        self._whole = False
-        #: what the running call needs to know of single steps
-        self._needs = Needs()
+        #: whether the followers are built; whether the model had all its variables when it was sent
+        self._ready = self._whole = False
         #: how often each tensor had been written to when all replicas were last alike
         self._versions: dict[int, int] = {}
-        self._attributes: Attributes | None = None
-        self._calls = 0
         #: whether a kind of step returns what the metrics hold, and not numbers of its own
         self._names: dict[str, bool] = {}
         self._mark: Any = None
 
-    def lay_over(self) -> None:
-        """Take the place of the model's methods, on this instance only."""
-        taken = self.model.__dict__.get("_stratagem")
-        for name in self.overlaid:
-            if taken is None and name in self.model.__dict__:
-                raise NotDistributable(
-                    f"{name} was set on this model alone, where replicas do not see it; define it "
-                    "in a subclass of keras.Model."
-                )
-            self.model.__dict__[name] = getattr(self, name)
-        self.model.__dict__["_stratagem"] = self
-        fused.install(self.model)
-
     def recompiled(self) -> None:
         """The model was compiled again: followers must get it anew."""
         self._mark = None
-
-    def _own(self, name: str) -> Callable[..., Any]:
-        method: Callable[..., Any] = getattr(type(self.model), name).__get__(self.model)
-        return method
-
-    # --- calls ------------------------------------------------------------------------------
-
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
-        if rehearsal.wanted():
-            kwargs["verbose"] = 0
-            rehearse(self.model, self.strategy, lambda: self._own("fit")(*args, **kwargs))
-        return self._lead("fit", args, kwargs, self._needs_of("fit", args, kwargs))
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("evaluate", args, kwargs, self._needs_of("evaluate", args, kwargs))
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("predict", args, kwargs, self._needs_of("predict", args, kwargs))
-
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("train_on_batch", args, kwargs, ONE_STEP, again=True)
-
-    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("test_on_batch", args, kwargs, ONE_STEP, again=True)
-
-    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lead("predict_on_batch", args, kwargs, ONE_STEP, again=True)
-
-    def _needs_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Needs:
-        given = inspect.signature(self._own(name)).bind_partial(*args, **kwargs).arguments
-        for loader in given.values():
-            if isinstance(loader, DataLoader):
-                check_sampler(loader)
-        return Needs.of(given.get("callbacks"))
 
     def _lead(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], needs: Needs, *,
@@ -159,31 +71,12 @@ class Conductor:
         self._refuse()
         if name in TRAINS:
             refuse_on_parameters(self.strategy, self.model)
-        part = self._part(team.start(), again)
+        seat = self._seat(team.start(), again)
         mine = (lambda: own(*args, **kwargs), self, needs)
-        results = team.call(_perform, (mine, part), sent=(None, part))
+        results = team.call(_perform, (mine, seat), sent=(None, seat))
         return results[0]
 
-    def _refuse(self) -> None:
-        if self.model.compiled and self.model.jit_compile is True:
-            raise NotDistributable(
-                "jit_compile=True compiles a step that replicas cannot take part in; compile the "
-                "model with jit_compile=False."
-            )
-        if any(isinstance(p, DTensor) for p in self.model.parameters()):
-            raise NotDistributable(
-                "the model's parameters were sharded by torch (fully_shard, or a tensor-parallel "
-                "plan), which Keras' variables do not follow: it would train wrongly. Leave that "
-                "out; the strategy distributes the model."
-            )
-        for layer in self.model._flatten_layers():
-            if getattr(layer, "stateful", False):
-                raise NotDistributable(
-                    f"layer {layer.name!r} is stateful: it keeps a state for each row of the "
-                    "batch, and replicas see other rows; use stateful=False, or one replica."
-                )
-
-    def _part(self, replica: Replica, again: bool) -> Part:
+    def _seat(self, replica: Replica, again: bool) -> Seat:
         """The model for the followers, unless they have it and it is the same."""
         mark = (
             id(replica), id(self.model.optimizer), self._schedules(), id(self.model.loss),
@@ -205,7 +98,7 @@ class Conductor:
             self._attributes = Attributes(self.model)
             self._names = {}
         model = None if known else self.model
-        return Part(self._number, model, self.strategy.settings, environment.config())
+        return Seat(self.number, model, self.strategy.settings, environment.config())
 
     def lead(self, call: Callable[[], Any], needs: Needs) -> Any:
         """In the chief, with all replicas listening."""
@@ -218,16 +111,6 @@ class Conductor:
         told = None if self.strategy.team.place is None else portable(result)
         broadcast_tree(self.player.replica.collective, ["end", told])
         return result
-
-    @contextmanager
-    def leads(self, needs: Needs) -> Iterator[None]:
-        """While its own call is under way."""
-        global _leader
-        self._leading, self._needs, _leader = True, needs, self
-        try:
-            yield
-        finally:
-            self._leading, _leader = False, None
 
     # --- steps ------------------------------------------------------------------------------
 
@@ -298,12 +181,6 @@ class Conductor:
                 self._tell("attributes", self._attributes.everything(), trainable)
         self._follow_changes()
 
-    def _seed(self) -> int:
-        """Follows from the state of this process' dice without rolling them."""
-        self._calls += 1
-        state = torch.get_rng_state().numpy().tobytes()
-        return zlib.crc32(state + self._calls.to_bytes(8, "big"))
-
     def _follow_changes(self) -> None:
         """Tell the others what a callback, or the user between two calls, has changed."""
         assert self.player is not None
@@ -343,10 +220,6 @@ class Conductor:
         assert self.player is not None
         return {id(t): t._version for t in self.player.tensors()}
 
-    def _watched(self) -> Attributes:
-        assert self._attributes is not None
-        return self._attributes
-
     # --- reading ----------------------------------------------------------------------------
 
     def reset_metrics(self) -> None:
@@ -361,14 +234,6 @@ class Conductor:
             self._gather_statistics()
         return self._own("get_metrics_result")()
 
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        self._gather_statistics()
-        return self._own("save")(*args, **kwargs)
-
-    def save_weights(self, *args: Any, **kwargs: Any) -> Any:
-        self._gather_statistics()
-        return self._own("save_weights")(*args, **kwargs)
-
     def get_weights(self) -> Any:
         self._gather_statistics()
         return self._own("get_weights")()
@@ -378,11 +243,6 @@ class Conductor:
             self._follow_changes()
             self._tell("settle")
             self._versions = self._now()
-
-    def get_compile_config(self) -> Any:
-        """Name the optimizer as every backend knows it, so that any of them opens the file."""
-        self._gather_statistics()  # keras.saving.save_model comes by here and not by `save`
-        return public_names(self._own("get_compile_config")())
 
     def _listening(self) -> bool:
         return self._leading and not self._in_step and self._ready
@@ -401,12 +261,7 @@ class Conductor:
         return self.player.logs(logs)
 
 
-def busy() -> bool:
-    """Whether a conductor's call is under way in this process."""
-    return _leader is not None
-
-
-def _perform(mine: tuple[Callable[[], Any], Conductor, Needs] | None, part: Part) -> Any:
+def _perform(mine: tuple[Callable[[], Any], Conductor, Needs] | None, seat: Seat) -> Any:
     """On every replica: lead, or listen to the one that leads."""
     replica = current_replica()
     if mine is not None and replica.is_chief:
@@ -416,42 +271,7 @@ def _perform(mine: tuple[Callable[[], Any], Conductor, Needs] | None, part: Part
         player = mine[1].player
         assert player is not None
     else:
-        player = _seated(part, replica)
+        player = seated(seat, replica)
     with keras.device(environment.device_name(replica)):
         told = serve(player)
     return from_chief(told, player.model)
-
-
-def _seated(part: Part, replica: Replica) -> Player:
-    """The player that this follower keeps between calls."""
-    assert follower.desk is not None
-    players = follower.desk.things.setdefault("keras", {})
-    for number in part.gone:
-        if number in players:
-            players.pop(number).close()
-    if part.model is not None:
-        if part.number in players:
-            players[part.number].close()
-        environment.configure(part.config)
-        parcel.settle(part.model)
-        players[part.number] = Player(part.model, replica, part.settings)
-    player: Player = players[part.number]
-    return player
-
-
-def rows_of(data: Any) -> int:
-    """Examples in a batch, of which every part of it must have a row each."""
-    parts = [t for t in keras.tree.flatten(data) if isinstance(t, torch.Tensor) and t.dim()]
-    lengths = sorted({len(part) for part in parts})
-    if len(lengths) != 1:
-        raise NotDistributable(
-            f"the parts of a batch have {' and '.join(map(str, lengths)) or 'no'} rows; replicas "
-            "share a batch by its rows, so all its parts need a row for each example."
-        )
-    return lengths[0]
-
-
-def as_tensor(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.as_tensor(keras.ops.convert_to_tensor(leaf))

@@ -12,7 +12,6 @@ model is saved and when the training ends.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,14 +22,16 @@ from torch import Tensor
 
 from stratagem.data.shard import rows
 from stratagem.errors import NotDistributable, StratagemError, UsageError
-from stratagem.frontends.books import Books, enter
 from stratagem.frontends.hooks import refuse_on_parameters
-from stratagem.frontends.keras import conductor, environment, parcel
+from stratagem.frontends.keras import environment, parcel
 from stratagem.frontends.keras.attributes import Attributes
-from stratagem.frontends.keras.conductor import TRAINS, Conductor, Part
+from stratagem.frontends.keras.batches import as_tensor, rows_of
+from stratagem.frontends.keras.bookkeeper import with_bookkeeper
 from stratagem.frontends.keras.hand import Hand, attend
 from stratagem.frontends.keras.needs import Needs
+from stratagem.frontends.keras.overlay import TRAINS, Overlay, busy
 from stratagem.frontends.keras.results import portable
+from stratagem.frontends.keras.seats import Seat
 from stratagem.frontends.keras.session import KerasSession, dismiss, refuse
 from stratagem.frontends.keras.step_logs import nested
 from stratagem.rules.stats import Stats
@@ -44,7 +45,7 @@ from stratagem.strategies.served import ServedStrategy
 log = logging.getLogger("stratagem")
 
 
-class ServedConductor(Conductor):
+class ServedConductor(Overlay):
     """Distributes one model over the workers of parameter servers."""
 
     session: KerasSession | None = None
@@ -64,15 +65,15 @@ class ServedConductor(Conductor):
                 return own(*args, **kwargs)
             finally:
                 self._needs = before
-        if name not in TRAINS or conductor.busy():
+        if name not in TRAINS or busy():
             with keras.device(environment.device_name(self.strategy.team.start())):
                 return own(*args, **kwargs)
         self._refuse()
-        part = Part(self._number, self.model, self.strategy.settings, environment.config())
+        seat = Seat(self.number, self.model, self.strategy.settings, environment.config())
         if name == "fit":
-            args, kwargs = _with_bookkeeper(own, args, kwargs, self)
+            args, kwargs = with_bookkeeper(own, args, kwargs, self.stats)
         mine = (lambda: own(*args, **kwargs), self, needs)
-        return self.strategy.team.call(_perform, (mine, part), sent=(None, part))[0]
+        return self.strategy.team.call(_perform, (mine, seat), sent=(None, seat))[0]
 
     def _refuse(self) -> None:
         super()._refuse()
@@ -140,8 +141,8 @@ class ServedConductor(Conductor):
     def train_step(self, data: Any) -> Any:
         if not self._leading or self._in_step:
             return self._own("train_step")(data)
-        data = keras.tree.map_structure(conductor.as_tensor, data)
-        conductor.rows_of(data)  # refuses a batch that cannot be cut
+        data = keras.tree.map_structure(as_tensor, data)
+        rows_of(data)  # refuses a batch that cannot be cut
         if self.session is None:
             self._begin(data)
         hand, session = self.hand, self.session
@@ -428,34 +429,7 @@ class ServedConductor(Conductor):
         return self._leading and not self._in_step and self.session is not None
 
 
-class Bookkeeper(keras.callbacks.Callback):  # type: ignore[misc]
-    """Writes what the servers have counted into Keras' history; logs stay what metrics say."""
-
-    def __init__(self, leader: ServedConductor) -> None:
-        super().__init__()
-        self._leader, self._books = leader, Books()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        counted, details = self._books.turn(self._leader.stats())
-        found = {**counted, **details}
-        taken = set(logs or {})  # a metric of the user's has that name
-        enter(self.model.history.history, {k: v for k, v in found.items() if k not in taken})
-
-
-def _with_bookkeeper(
-    own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leader: ServedConductor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `fit` with one callback more."""
-    given = inspect.signature(own).bind(*args, **kwargs)
-    callbacks = given.arguments.get("callbacks")
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return args, kwargs  # the user's own, with a history of the user's own
-    each = keras.tree.flatten(callbacks) if callbacks is not None else []
-    given.arguments["callbacks"] = [*each, Bookkeeper(leader)]
-    return given.args, given.kwargs
-
-
-def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, part: Part) -> Any:
+def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, seat: Seat) -> Any:
     """On every worker: lead, or work until the one that leads ends it."""
     replica, worker = current_replica(), current_worker()
     if mine is not None and worker.is_chief:
@@ -464,8 +438,8 @@ def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, part
     if mine is not None:
         model = mine[1].model  # another client of the cluster has its own
     else:
-        model = part.model
-        environment.configure(part.config)
+        model = seat.model
+        environment.configure(seat.config)
         parcel.settle(model)
     with keras.device(environment.device_name(replica)):
-        return attend(worker, model, part.settings, replica)
+        return attend(worker, model, seat.settings, replica)
