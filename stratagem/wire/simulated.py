@@ -20,7 +20,7 @@ from math import inf, isfinite, nan
 from typing import NamedTuple
 
 from stratagem.errors import UsageError
-from stratagem.wire.turns import STILL
+from stratagem.wire.turns import STILL, Rule, is_overtaken
 
 Action = Callable[[], None]
 
@@ -211,17 +211,18 @@ class Route:
 
     least   seconds that it takes at any rate, on links that nobody else uses
     own     flows over such links, where these may be cut: nobody else waits for them to pass
+    calm    when one of these is cut for the first time: what has passed by then took `least`
     """
 
     def __init__(
         self, network: Network, flows: Sequence[Flow], least: float = 0.0,
-        own: Sequence[Flow] = (),
+        own: Sequence[Flow] = (), calm: float = inf,
     ) -> None:  # fmt: skip
-        self._network, self._least = network, least
+        self._network, self._least, self._calm = network, least, calm
         self._hosts = {host for flow in flows for host in (flow.source, flow.target)}
         self.latency = max(network.latency(flow.source, flow.target) for flow in flows)
         self._loads, self._own = self._sums(flows), self._sums(own)
-        alone = len(self._loads) == 1 and not self._own
+        alone = len(self._loads) == 1
         self._only = next(iter(self._loads.items())) if alone else None
 
     def _sums(self, flows: Sequence[Flow]) -> dict[Link, float]:
@@ -244,17 +245,16 @@ class Route:
         """
         if self._network.cuts and self.is_cut:
             self._network.hold(partial(self.send, then, later, passed))
-        elif self._only is not None:  # nothing else to wait for
-            late = self.latency + later
-            earliest = self._network.clock.now + self._least + late
-            link, size = self._only
-            link.send(size, partial(self._passed, late, earliest, then, passed))
         elif self._loads:
-            clock, late = self._network.clock, self.latency + later
-            earliest = clock.now + self._least + late
+            late, now = self.latency + later, self._network.clock.now
+            earliest = now + self._least + late
             done: Action = partial(self._passed, late, earliest, then, passed)
-            if self._own:
+            if self._own and now + self._least >= self._calm:
                 done = self._over_own(partial(self._passed, late, earliest, then, None), passed)
+            if self._only is not None:  # nothing else to wait for
+                link, size = self._only
+                link.send(size, done)
+                return
             passage = _Passage(len(self._loads), done)
             for link, size in self._loads.items():
                 link.send(size, passage.passed)
@@ -307,48 +307,61 @@ class _Passage:
             self._then()
 
 
-class Turns:
+class Turns(Rule):
     """Some at a time over links that they would otherwise share, the others after them.
 
-    Who is cut off in the middle of its turn is overtaken after a while, as real servers do it;
-    `overtakes` says whether that can happen.
+    All answers are of one `size`, and each keeps a server's processor busy for `worked` seconds.
+    Who is cut off in the middle of its turn is overtaken after a while; `overtakes` says whether
+    that can happen. The rule is that of real servers.
     """
 
-    def __init__(self, network: Network, at_once: float, *, overtakes: bool = True) -> None:
-        self._network, self._free, self._overtakes = network, at_once, overtakes
+    def __init__(
+        self, network: Network, at_once: float, size: float = inf, worked: float = 0.0, *,
+        overtakes: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(at_once)
+        self._network, self._size, self._worked = network, size, worked
+        #: whether it matters whose turn it is, and since when
+        self._watches = overtakes or worked > 0
         self._waiting: deque[tuple[Route, Action, float]] = deque()
-        #: those whose turn it is, by number
-        self._under_way: dict[int, Route] = {}
+        self._sending = 0
+        #: those whose turn it is, by number, and when it began
+        self._under_way: dict[int, tuple[Route, float]] = {}
         self._number = count()
 
     def send(self, route: Route, then: Action, later: float = 0.0) -> None:
         """Carry it when its turn has come, then act."""
-        if self._free > 0:
-            self._free -= 1
+        if not self.waits(self._size):
+            route.send(then, later)
+        elif self.may_begin(self._sending):
+            self._sending += 1
             self._begin(route, then, later)
         else:
             self._waiting.append((route, then, later))
 
     def _begin(self, route: Route, then: Action, later: float) -> None:
-        if not self._overtakes:
+        if not self._watches:
             route.send(then, later, self._next)
             return
         number = next(self._number)
-        self._under_way[number] = route
+        self._under_way[number] = (route, self._network.clock.now)
         if self._network.cuts:
             self._look_at(number)
-        route.send(then, later, partial(self._over, number))
+        route.send(then, later, partial(self._passed, number))
 
-    def _over(self, number: int) -> None:
-        """Its bytes have passed, or it was overtaken; whichever comes first."""
-        if self._under_way.pop(number, None) is not None:
+    def _passed(self, number: int) -> None:
+        """Its bytes have passed; who was overtaken has had its turn."""
+        if number in self._under_way:
+            _, begun = self._under_way.pop(number)
+            # it copies while it sends, so a turn takes no less than that
+            self.note(self._size, max(self._worked, self._network.clock.now - begun), self._worked)
             self._next()
 
     def _next(self) -> None:
         if self._waiting:
             self._begin(*self._waiting.popleft())
         else:
-            self._free += 1
+            self._sending -= 1
 
     def cut(self) -> None:
         """A host was cut off: see whose turn that is."""
@@ -356,13 +369,15 @@ class Turns:
             self._look_at(number)
 
     def _look_at(self, number: int) -> None:
-        if self._under_way[number].is_cut:
+        if self._under_way[number][0].is_cut:
             self._network.clock.after(STILL, partial(self._look_again, number))
 
     def _look_again(self, number: int) -> None:
-        route = self._under_way.get(number)
-        if route is not None and route.is_cut:
-            self._over(number)
+        """Nothing has arrived where the way is still cut."""
+        turn = self._under_way.get(number)
+        if turn is not None and turn[0].is_cut and is_overtaken(0, STILL):
+            del self._under_way[number]
+            self._next()
 
 
 class Network:

@@ -35,16 +35,44 @@ _ACKNOWLEDGED = struct.Struct("@Q")
 _AT = 120
 
 
-class Turns:
+class Rule:
+    """Who waits for a turn and who may begin: of real servers, and of simulated ones."""
+
+    def __init__(self, at_once: float = 1) -> None:
+        #: how many may send at a time
+        self.at_once = at_once
+        self._in_vain = 0
+
+    def waits(self, size: float) -> bool:
+        """Whether so many bytes are for a turn at all."""
+        return size >= LARGE and self._in_vain < _SURE
+
+    def may_begin(self, sending: int) -> bool:
+        """Whether another may, besides those who send and are not overtaken."""
+        return sending < self.at_once
+
+    def note(self, size: float, took: float, worked: float) -> None:
+        """A turn took so many seconds, of which a processor has worked so many."""
+        in_vain = size >= _TELLING and worked > _BUSY * took
+        self._in_vain = self._in_vain + 1 if in_vain else 0
+
+
+def is_overtaken(arrived: float, seconds: float, least: float = 0.0) -> bool:
+    """Whether nobody waits any longer for one of whose bytes so many arrived in so many seconds.
+
+    least   bytes a second that are enough, if it is more than none at all
+    """
+    return seconds >= STILL and arrived <= least * seconds
+
+
+class Turns(Rule):
     """Of all who send over one line."""
 
     def __init__(self) -> None:
-        #: how many may send at a time
-        self.at_once = 1
+        super().__init__()
         self._changed = threading.Condition()
         self._queue: deque[_Turn] = deque()
         self._sending: list[_Turn] = []
-        self._in_vain = 0
         #: bytes a second of the quickest of late
         self._best = 0.0
         #: those who were overtaken; nobody waits for them any more
@@ -53,7 +81,7 @@ class Turns:
     @contextmanager
     def turn(self, sock: socket.socket, size: int) -> Iterator[None]:
         """Wait for a turn to send so many bytes, and have it until they are sent."""
-        if size < LARGE or self._in_vain >= _SURE or not _shares_a_line(sock):
+        if not self.waits(size) or not _shares_a_line(sock):
             yield
             return
         turn = _Turn(sock)
@@ -63,14 +91,14 @@ class Turns:
             yield
         finally:
             took, worked = time.perf_counter() - begun, time.thread_time() - worked
-            self._end(turn, took, size >= _TELLING and worked > _BUSY * took)
+            self._end(turn, size, took, worked)
 
     def _wait(self, turn: _Turn) -> None:
         with self._changed:
             turn.overtaken = turn.sock in self._slow
             self._queue.append(turn)
             while not turn.overtaken and (
-                self._queue[0] is not turn or self._busy() >= self.at_once
+                self._queue[0] is not turn or not self.may_begin(self._busy())
             ):
                 self._changed.wait(self._until_next_look())
                 if not _shares_a_line(turn.sock):
@@ -80,9 +108,9 @@ class Turns:
             self._sending.append(turn)
             self._changed.notify_all()
 
-    def _end(self, turn: _Turn, seconds: float, in_vain: bool) -> None:
+    def _end(self, turn: _Turn, size: int, seconds: float, worked: float) -> None:
         with self._changed:
-            self._in_vain = self._in_vain + 1 if in_vain else 0
+            self.note(size, seconds, worked)
             rate = turn.arrived / seconds if seconds >= _LONG else 0.0
             self._best = max(rate, 0.95 * self._best)
             if rate > self._least():
@@ -128,7 +156,7 @@ class _Turn:
         seconds = now - self.since
         if not self.overtaken and seconds >= STILL:
             seen = _arrived(self.sock)
-            self.overtaken = seen - self._seen <= least * seconds
+            self.overtaken = is_overtaken(seen - self._seen, seconds, least)
             self._seen, self.since = seen, now
         return not self.overtaken
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.errors import UsageError
-from stratagem.wire.simulated import Clock, Flow, Link, Network, Route, Topology
+from stratagem.wire.simulated import Clock, Flow, Link, Network, Route, Topology, Turns
+from stratagem.wire.turns import LARGE
 
 SIZES = st.floats(1.0, 1e9)
 RATES = st.floats(1e3, 1e12)
@@ -192,3 +193,32 @@ def test_a_small_message_overtakes_a_large_one() -> None:
     link.send(10.0, lambda: seen.append(("small", clock.now)))
     clock.run()
     assert seen == [("small", pytest.approx(0.2)), ("large", pytest.approx(1.1))]
+
+
+def answers(size: float, worked: float, groups: list[int]) -> list[list[float]]:
+    """Groups of answers from one server, each asked for when the last one has come; a line second
+    of `size`. How long each took."""
+    clock = Clock()
+    network = Network(clock, Topology(size))
+    turns = Turns(network, 1, size, worked, overtakes=False)
+    found: list[list[float]] = []
+    for group in groups:
+        begun, took = clock.now, list[float]()
+        for host in range(1, 1 + group):
+            route = Route(network, [Flow(0, host, size, size)])
+            turns.send(route, lambda t=took, b=begun: t.append(clock.now - b))  # type: ignore[misc]
+        clock.run()
+        found.append(took)
+    return found
+
+
+def test_large_answers_are_sent_in_turn_and_small_ones_at_once() -> None:
+    assert answers(LARGE, 0.0, [3]) == [pytest.approx([1.0, 2.0, 3.0])]
+    assert answers(LARGE - 1.0, 0.0, [3]) == [pytest.approx([3.0, 3.0, 3.0])]
+
+
+def test_after_four_turns_in_vain_there_are_no_more() -> None:
+    """A processor that is busy for most of a turn is the limit, not the line."""
+    assert answers(8e6, 0.5, [1, 1, 1, 1, 2])[-1] == pytest.approx([1.0, 2.0])
+    assert answers(8e6, 0.7, [1, 1, 1, 2])[-1] == pytest.approx([1.0, 2.0])
+    assert answers(8e6, 0.7, [1, 1, 1, 1, 2])[-1] == pytest.approx([2.0, 2.0])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from stratagem.plan.formulas import hierarchical, ring
-from stratagem.plan.simulation.faults import Cut, Kill, Stall
+from stratagem.plan.simulation.faults import Cut, Kill, Pause, Stall, after, joined
 from stratagem.plan.simulation.scenario import Event, Run, Scenario
 from stratagem.plan.simulation.spread import Seconds
 from stratagem.rules.stats import Stats
@@ -32,13 +32,12 @@ class Circle:
             all_reduce(scenario, scenario.work.push * part) for part, _ in scenario.work.buckets
         ]
         self._readies = [ready for _, ready in scenario.work.buckets]
-        self._stalls = _pauses(scenario, Stall)
-        #: whether a cut matters: on one host everybody is near everybody
-        self._apart = scenario.topology.host(scenario.workers - 1) > 0
-        cuts = _pauses(scenario, Cut) if self._apart else {}
+        self._stalls = _pauses(scenario, (Stall,))
+        # a cut matters unless there is one host: then everybody is near everybody
+        apart = scenario.topology.host(scenario.workers - 1) > 0
+        self._silent = _pauses(scenario, (Stall, Cut)) if apart else self._stalls
         #: when nothing goes around
-        self._silences = sorted(pause for found in (self._stalls, cuts)
-                                for pauses in found.values() for pause in pauses)  # fmt: skip
+        self._silences = sorted({p for pauses in self._silent.values() for p in pauses})
 
     def run(self) -> Run:
         """Step after step; a killed replica ends it, as it does in real jobs."""
@@ -48,7 +47,7 @@ class Circle:
         for step in range(scenario.steps):
             busy = compute[step]
             slowest = self._slowest(now, busy)
-            now = _after(self._reduced(now, busy), scenario.work.update, self._silences)
+            now = after(self._reduced(now, busy), scenario.work.update, self._silences)
             if now > end:
                 return self._told(updates, end, why)
             updates.append(now)
@@ -71,20 +70,20 @@ class Circle:
         done = start
         for ready, cost in zip(self._readies, self._costs, strict=True):
             begun = max(done, self._all_have(start, busy, ready))
-            done = _after(begun, cost, self._silences)
+            done = after(begun, cost, self._silences)
         return max(done, self._all_have(start, busy, 1.0))
 
     def _all_have(self, start: float, busy: Seconds, part: float) -> float:
         """When every replica has computed that part of its step."""
         last = start + float(busy.max()) * part
-        late = (_after(start, float(busy[w]) * part, p) for w, p in self._stalls.items())
+        late = (after(start, float(busy[w]) * part, p) for w, p in self._stalls.items())
         return max(last, *late) if self._stalls else last
 
     def _slowest(self, start: float, busy: Seconds) -> int:
         """Who has computed its step last."""
         ends = busy.copy()
         for worker, pauses in self._stalls.items():
-            ends[worker] = _after(start, float(busy[worker]), pauses) - start
+            ends[worker] = after(start, float(busy[worker]), pauses) - start
         return int(ends.argmax())
 
     def _death(self) -> tuple[float, str]:
@@ -93,11 +92,11 @@ class Circle:
         for fault in self.scenario.faults:
             if isinstance(fault, Kill):
                 ends.append((fault.at, f"worker {fault.worker} is gone, so the job ends"))
-            elif isinstance(fault, Cut) and not self._apart:
-                continue
-            elif isinstance(fault, Stall | Cut) and fault.seconds > self.scenario.patience:
-                at = fault.at + self.scenario.patience
-                ends.append((at, f"worker {fault.worker} does not answer, so the job ends"))
+        for worker, pauses in self._silent.items():
+            for begin, until in pauses:
+                if until - begin > self.scenario.patience:
+                    at = begin + self.scenario.patience
+                    ends.append((at, f"worker {worker} does not answer, so the job ends"))
         return min(ends)
 
     def _told(self, updates: list[float], now: float, why: str) -> Run:
@@ -106,26 +105,14 @@ class Circle:
         return Run(now, tuple(updates), stats, tuple(self.trace), why)
 
 
-def _pauses(scenario: Scenario, kind: type[Stall | Cut]) -> dict[int, list[tuple[float, float]]]:
-    """From when to when faults of that kind last, by worker."""
-    found: dict[int, list[tuple[float, float]]] = {}
+def _pauses(scenario: Scenario, kinds: tuple[type[Stall | Cut], ...]) -> dict[int, list[Pause]]:
+    """From when to when faults of these kinds last, by worker."""
+    found: dict[int, list[Pause]] = {}
     for fault in sorted(scenario.faults, key=lambda fault: fault.at):
-        if isinstance(fault, Stall | Cut) and isinstance(fault, kind):
-            pauses = found.setdefault(fault.worker, [])
-            pauses.append((fault.at, fault.at + fault.seconds))
+        if isinstance(fault, Stall | Cut) and isinstance(fault, kinds):
+            for worker in scenario.struck(fault):
+                joined(found.setdefault(worker, []), fault.at, fault.at + fault.seconds)
     return found
-
-
-def _after(start: float, seconds: float, pauses: list[tuple[float, float]]) -> float:
-    """When so many seconds have gone by outside of the pauses, which are in order of time."""
-    end = start + seconds
-    for begin, until in pauses:
-        if begin > end:
-            break
-        if until > start:
-            end += until - max(begin, start)
-            start = until
-    return end
 
 
 def all_reduce(scenario: Scenario, size: float) -> float:

@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from stratagem.errors import UsageError
 
@@ -50,6 +52,31 @@ class ServerDeath:
 
 
 Fault = Kill | Stall | Cut | ServerDeath
+#: from when to when
+Pause = tuple[float, float]
+
+
+def joined(pauses: list[Pause], begin: float, end: float) -> None:
+    """Note one more pause, which began no earlier than the others: one that they touch is theirs.
+
+    Silence is counted from its beginning, however many faults it is made of.
+    """
+    if pauses and begin <= pauses[-1][1]:
+        pauses[-1] = (pauses[-1][0], max(pauses[-1][1], end))
+    else:
+        pauses.append((begin, end))
+
+
+def after(start: float, seconds: float, pauses: Sequence[Pause]) -> float:
+    """When so many seconds have gone by outside of the pauses, which are in order of time."""
+    end = start + seconds
+    for begin, until in pauses:
+        if begin > end:
+            break
+        if until > start:
+            end += until - max(begin, start)
+            start = until
+    return end
 
 
 def check(faults: tuple[Fault, ...], workers: int, servers: int) -> None:
@@ -63,6 +90,11 @@ def check(faults: tuple[Fault, ...], workers: int, servers: int) -> None:
         if not 0 <= number < limit:
             raise UsageError(f"{fault} is about a {kind} that is not there: there are {limit}.")
         lasting = getattr(fault, "seconds", None) or getattr(fault, "back", None) or 0.0
+        if not (isfinite(fault.at) and isfinite(lasting)):
+            raise UsageError(
+                f"{fault} has a time that never comes: give seconds; who is to be gone for good is "
+                "a Kill without `back`."
+            )
         if fault.at < 0 or lasting < 0:
             raise UsageError(f"{fault} has a time before the beginning.")
 

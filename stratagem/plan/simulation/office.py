@@ -39,8 +39,10 @@ class Office:
         self.scenario, self.trains = scenario, trains
         self.clock = Clock()
         self.network = Network(self.clock, scenario.topology)
+        answer = scenario.work.fetched * max(scenario.parts)
         self.turns = Turns(
-            self.network, trains.plan.at_once if scenario.in_turn else inf,
+            self.network, trains.plan.at_once if scenario.in_turn else inf, answer,
+            answer * scenario.overhead.server_byte,
             overtakes=any(isinstance(fault, Cut) for fault in scenario.faults),
         )  # fmt: skip
         self.trace: list[Event] | None = [] if trace else None
@@ -154,7 +156,9 @@ class Office:
             self.offer(worker, likely=self._in_step)
 
     def _note_updates(self, version: int) -> None:
-        now = max(self.clock.now, self.desks[0].updated)
+        desks = self.desks
+        made = desks[0].updated if len(desks) == 1 else max(desk.updated for desk in desks)
+        now = max(self.clock.now, made)
         while len(self.updates) < version:
             self.updates.append(now)
             if self.trace is not None:
@@ -166,27 +170,19 @@ class Office:
         if isinstance(fault, ServerDeath):
             self._end(ReplicaLost(f"ps {fault.server} is gone, so the job ends", "ps"))
             return
-        worker = self.workers[fault.worker]
         self.note(type(fault).__name__.lower(), fault.worker)
-        if isinstance(fault, Kill):
-            worker.die()
-            if fault.back is not None:
-                self.clock.after(fault.back, worker.start)
-        elif isinstance(fault, Stall):
-            worker.stall(fault.seconds)
-            self._give_up_after(worker, fault.seconds)
-        else:
-            self.network.cut(worker.host)
+        struck = [self.workers[number] for number in self.scenario.struck(fault)]
+        if isinstance(fault, Cut):
+            self.network.cut(struck[0].host)
             self.turns.cut()
-            self.clock.after(fault.seconds, partial(self.network.mend, worker.host))
-            self._give_up_after(worker, fault.seconds)
-
-    def _give_up_after(self, worker: Worker, silence: float) -> None:
-        """A worker that is silent too long is given up, and starts anew when it can."""
-        if worker.alive and silence > self.scenario.patience:
-            life = worker.life
-            self.clock.after(self.scenario.patience, partial(worker.given_up, life))
-            self.clock.after(silence, partial(worker.come_back, life + 1))
+            self.clock.after(fault.seconds, partial(self.network.mend, struck[0].host))
+        for worker in struck:
+            if isinstance(fault, Kill):
+                worker.kill(fault.back)
+            elif isinstance(fault, Stall):
+                worker.stall(fault.seconds)
+            else:
+                worker.cut_off(fault.seconds)
 
     def leave(self, attendee: Attendee) -> None:
         self._parked.pop(attendee.worker, None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from stratagem.errors import UsageError
 from stratagem.plan.simulation import faults as bad
-from stratagem.plan.simulation.faults import Fault
+from stratagem.plan.simulation.faults import Cut, Fault, Kill, Stall
 from stratagem.plan.simulation.spread import Spread
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
@@ -115,7 +115,8 @@ class Scenario:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise UsageError(f"{name} of a scenario is a whole number of at least {least}.")
-        if self.shards and (len(self.shards) != self.servers or min(self.shards) < 0):
+        even = all(0 <= shard < inf for shard in self.shards)
+        if self.shards and (len(self.shards) != self.servers or not even):
             raise UsageError(f"shards names the part of each of the {self.servers} servers.")
         if not self.servers and self.updates != Synchronous():
             raise UsageError(
@@ -126,9 +127,18 @@ class Scenario:
                 "overhead is that of messages with servers; where workers all-reduce put it into "
                 "the latency of the topology."
             )
-        if not all(0 <= w < self.workers and times > 0 for w, times in self.slow.items()):
+        if not self.patience >= 0:
+            raise UsageError(f"patience of a scenario is {self.patience}; it is 0 seconds or more.")
+        if not all(0 <= w < self.workers and 0 < times < inf for w, times in self.slow.items()):
             raise UsageError(f"slow names workers 0 to {self.workers - 1}, and times above 0.")
         bad.check(self.faults, self.workers, self.servers)
+
+    def struck(self, fault: Kill | Stall | Cut) -> range:
+        """The workers that a fault is about: a cut takes all of a host off the network."""
+        if not isinstance(fault, Cut):
+            return range(fault.worker, fault.worker + 1)
+        first = self.topology.host(fault.worker) * self.topology.per_host
+        return range(first, min(self.workers, first + self.topology.per_host))
 
     @property
     def parts(self) -> tuple[float, ...]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 
 from stratagem.plan.simulation.bill import Bill
 from stratagem.plan.simulation.desk import Desk
-from stratagem.plan.simulation.faults import Cut
+from stratagem.plan.simulation.faults import Cut, Pause, after, joined
 from stratagem.plan.simulation.scenario import Event, Scenario
 from stratagem.plan.simulation.spread import Draws
 from stratagem.plan.simulation.trains import Trains
@@ -67,18 +68,22 @@ class Worker:
         self._draws = Draws(
             scenario.work.compute, scenario.seed, number, scenario.slow.get(number, 1.0)
         )
-        self._stalled = 0.0
+        #: when this process stands still; when its host is off the network; when it is not heard of
+        self._stalls: list[Pause] = []
+        self._cut_until = 0.0
+        self._silences: list[Pause] = []
         self._ticket: Ticket | None = None
         #: grows with all that it begins, so that what belongs to the last is void
         self._round = 0
         self._pending = 0
         #: nothing happens between the arrival of values and the gradient: one event for both
-        self._at_once = not scenario.faults and all(r >= 1.0 for _, r in scenario.work.buckets)
+        self._at_once = all(r >= 1.0 for _, r in scenario.work.buckets)
         #: where the gradient leaves in one piece, its arrival is the push
         self._whole = self._at_once and len(scenario.work.buckets) == 1
         self._looks_ahead = isinstance(scenario.updates, Asynchronous)
         self._bill = Bill(scenario)
-        self._faulty = bool(scenario.faults)
+        #: until then nothing can come between two things
+        self._calm = min((fault.at for fault in scenario.faults), default=inf)
         self._offer = partial(office.offer, self)
         self._lay_routes()
 
@@ -109,9 +114,9 @@ class Worker:
              else flow._replace(into=0.0) for flow in flows]
             for ours in (True, False)
         )  # fmt: skip
-        if any(isinstance(fault, Cut) for fault in office.scenario.faults):
-            return Route(office.network, theirs, own=mine)
-        return Route(office.network, theirs, size / shape.rate)
+        cuts = [fault.at for fault in office.scenario.faults if isinstance(fault, Cut)]
+        least = size / shape.rate
+        return Route(office.network, theirs, least, mine if cuts else (), min(cuts, default=inf))
 
     def _shares(self) -> list[tuple[int, float, float]]:
         """By server: its host, its part of the bytes, and how much of them passes this end."""
@@ -128,6 +133,7 @@ class Worker:
             return
         self.life += 1
         self.alive, self.epoch, self._ticket = True, 0, None
+        self._stalls, self._silences = [], []
         self.have = [-1] * len(self.office.desks)
         name = f"worker {self.number} #{self.life}"
         self.attendee = Attendee(self.number, name, name, self._hear, 0)
@@ -144,17 +150,50 @@ class Worker:
             self.alive = False
             self.office.leave(self.attendee)
 
+    def kill(self, back: float | None) -> None:
+        """Its process ends, if there is one; so many seconds later another comes, or none does."""
+        if self.alive:
+            self.die()
+            self._stalls = []
+            if back is not None:
+                self._clock.after(back, self._come_back)
+
     def stall(self, seconds: float) -> None:
         """It stands still; whatever it would do is done afterwards."""
-        self._stalled = max(self._stalled, self._clock.now + seconds)
+        if self.alive or self._stands_still:
+            joined(self._stalls, self._clock.now, self._clock.now + seconds)
+            self._fall_silent(seconds)
 
-    def given_up(self, life: int) -> None:
+    def cut_off(self, seconds: float) -> None:
+        """Its host is off the network; no process there can join before that is over."""
+        self._cut_until = max(self._cut_until, self._clock.now + seconds)
+        self._fall_silent(seconds)
+
+    def _fall_silent(self, seconds: float) -> None:
+        """Who is silent too long, for whatever reasons, is given up."""
+        now, patience = self._clock.now, self.office.scenario.patience
+        joined(self._silences, now, now + seconds)
+        since, until = self._silences[-1]
+        if self.alive and until - since > patience:
+            self._clock.at(since + patience, partial(self._given_up, self.life))
+
+    def _given_up(self, life: int) -> None:
+        """It finds that when it is back, and starts anew."""
         if life == self.life:
             self.die()
+            self._come_back()
 
-    def come_back(self, life: int) -> None:
-        if life == self.life:
+    def _come_back(self) -> None:
+        """Start, as soon as that can be."""
+        until = max(self._cut_until, self._stalls[-1][1] if self._stalls else 0.0)
+        if until > self._clock.now:
+            self._clock.at(until, self._come_back)
+        else:
             self.start()
+
+    @property
+    def _stands_still(self) -> bool:
+        return bool(self._stalls) and self._stalls[-1][1] > self._clock.now
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -184,7 +223,7 @@ class Worker:
         if self._at_once:
             self._pending = 1 + len(self._pushes)
             seconds = self._bill.received + self._draws.next() + self._bill.sent
-            then = self._mine(self._computed)
+            then = self._busy(seconds, self._computed)
         else:
             seconds, then = 0.0, self._mine(self._arrived)
         free = desks[0].free if len(desks) == 1 else max(desk.free for desk in desks)
@@ -206,8 +245,10 @@ class Worker:
         for ready, way in self._pushes:
             if ready < 1.0:
                 begin = partial(way.send, self._from_me(self._sent))
-                self._clock.after(begun + seconds * ready, self._mine(begin))
-        self._clock.after(begun + seconds + self._bill.sent, self._mine(self._computed))
+                part = begun + seconds * ready
+                self._clock.after(part, self._busy(part, begin))
+        whole = begun + seconds + self._bill.sent
+        self._clock.after(whole, self._busy(whole, self._computed))
 
     def _computed(self) -> None:
         assert self._ticket is not None
@@ -248,7 +289,7 @@ class Worker:
     def _answered(self, at: float) -> None:
         """At the lead: its word goes to the worker, who asks for more."""
         heard = at + self._word_back.latency
-        if self._faulty:
+        if heard + self._word.latency >= self._calm:
             self._clock.at(heard, self._mine(self._ask))
         else:  # nothing can come between: there and back in one event
             self._round += 1
@@ -292,7 +333,28 @@ class Worker:
         return partial(self._when_awake, self.life, self._round, action)
 
     def _when_awake(self, life: int, round: int, action: Action) -> None:
-        if self._stalled > self._clock.now:
-            self._clock.at(self._stalled, partial(self._when_awake, life, round, action))
-        elif life == self.life and round == self._round:
+        if life != self.life or round != self._round:
+            return
+        if self._stalls and self._stands_still:
+            self._clock.at(self._stalls[-1][1], partial(self._when_awake, life, round, action))
+        else:
             action()
+
+    def _busy(self, seconds: float, action: Callable[[], None]) -> Action:
+        """Happens here, so many seconds after it has begun: more, if it stands still meanwhile."""
+        return partial(self._when_done, self.life, self._round, seconds, action)
+
+    def _when_done(
+        self, life: int, round: int, seconds: float, action: Action, begun: float | None = None
+    ) -> None:
+        if life != self.life or round != self._round:
+            return
+        if self._stalls:
+            begun = self._clock.now - seconds if begun is None else begun
+            end = after(begun, seconds, self._stalls)
+            if end > self._clock.now:
+                self._clock.at(
+                    end, partial(self._when_done, life, round, seconds, action, begun)
+                )
+                return
+        action()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,12 +16,20 @@ from stratagem.plan.simulate import simulate
 from stratagem.plan.simulation import faults as bad
 from stratagem.plan.simulation.faults import Cut, Kill, ServerDeath, Stall
 from stratagem.plan.simulation.scenario import Overhead, Run, Scenario, Work
-from stratagem.plan.simulation.spread import Constant, Lognormal, ShiftedExponential, Stragglers
+from stratagem.plan.simulation.spread import (
+    Constant,
+    Lognormal,
+    Pareto,
+    ShiftedExponential,
+    Spread,
+    Stragglers,
+)
 from stratagem.rules.ramp import Ramp
 from stratagem.rules.staleness import Drop, ScaleDown
 from stratagem.rules.updates import Asynchronous, Synchronous, Updates
 from stratagem.strategies.parameters.plan import sends_at_once
 from stratagem.wire.simulated import Topology
+from stratagem.wire.turns import LARGE
 
 RULES: list[Updates] = [
     Synchronous(), Synchronous(spares=1), Synchronous(spares=2, requeue=False), Asynchronous(),
@@ -305,12 +314,27 @@ def test_nobody_left() -> None:
     "wrong",
     [{"workers": 0}, {"steps": 0}, {"servers": -1}, {"servers": 0, "updates": Asynchronous()},
      {"servers": 2, "shards": (1.0,)}, {"faults": (Kill(9, 1.0),)}, {"faults": (Stall(0, -1, 1),)},
-     {"faults": (ServerDeath(1, 1.0),)}, {"servers": 0, "overhead": Overhead(0.1)}],
+     {"faults": (ServerDeath(1, 1.0),)}, {"servers": 0, "overhead": Overhead(0.1)},
+     {"faults": (Kill(0, math.nan),)}, {"faults": (Kill(0, 1.0, math.inf),)},
+     {"faults": (Stall(0, 1.0, math.inf),)}, {"faults": (Cut(0, math.inf, 1.0),)},
+     {"slow": {0: math.inf}}, {"shards": (math.nan,)}, {"patience": math.nan}],
     ids=str,
 )  # fmt: skip
 def test_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         scenario(**wrong)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Constant(math.inf), lambda: Constant(math.nan), lambda: Lognormal(math.inf, 1.0),
+     lambda: Lognormal(1.0, math.inf), lambda: Lognormal(1.0, 1e3), lambda: Pareto(1.0, 1e-3),
+     lambda: ShiftedExponential(0.0, math.inf), lambda: Pareto(math.inf, 2.0),
+     lambda: Stragglers(Constant(1.0), 0.5, math.inf)],
+)  # fmt: skip
+def test_steps_that_would_never_end(make: Callable[[], Spread]) -> None:
+    with pytest.raises(UsageError, match="needs"):
+        make()
 
 
 def test_overhead_that_cannot_be() -> None:
@@ -326,6 +350,19 @@ def test_overhead_that_cannot_be() -> None:
 def test_work_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         Work(Constant(0.1), **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_small_values_go_to_all_who_ask_at_once(workers: int) -> None:
+    """As from real servers; a byte more or less decides whether they push at once, too."""
+
+    def seconds(size: float) -> float:
+        work = Work(Constant(1.0), push=size)
+        given = scenario(workers=workers, steps=1, work=work, topology=Topology(LARGE))
+        return simulate(given).seconds
+
+    assert seconds(LARGE) == pytest.approx(workers + 1 + 1)
+    assert seconds(LARGE - 1.0) == pytest.approx(workers + 1 + workers, rel=1e-4)
 
 
 @given(st.integers(1, 200), st.integers(1, 40))
