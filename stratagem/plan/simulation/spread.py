@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from stratagem.errors import UsageError
 
+_WIDEST, _HEAVIEST = 20.0, 0.1  # beyond that a step may take more seconds than a float can count
 Seconds = npt.NDArray[np.float64]
 
 
@@ -42,7 +43,7 @@ class Constant(Spread):
     seconds: float
 
     def __post_init__(self) -> None:
-        _check(self.seconds >= 0, "Constant", "seconds of 0 or more")
+        _check(0 <= self.seconds < inf, "Constant", "seconds of 0 or more, not without end")
 
     def draw(self, random: np.random.Generator, count: int) -> Seconds:
         return np.full(count, self.seconds)
@@ -60,7 +61,8 @@ class ShiftedExponential(Spread):
     average: float
 
     def __post_init__(self) -> None:
-        _check(0 <= self.least <= self.average, "ShiftedExponential", "0 <= least <= average")
+        good = 0 <= self.least <= self.average < inf
+        _check(good, "ShiftedExponential", "0 <= least <= average, not without end")
 
     def draw(self, random: np.random.Generator, count: int) -> Seconds:
         return self.least + random.exponential(self.average - self.least, count)
@@ -78,7 +80,8 @@ class Lognormal(Spread):
     sigma: float
 
     def __post_init__(self) -> None:
-        _check(self.median > 0 and self.sigma >= 0, "Lognormal", "median > 0 and sigma >= 0")
+        good = 0 < self.median < inf and 0 <= self.sigma <= _WIDEST
+        _check(good, "Lognormal", f"0 < median, not without end, and 0 <= sigma <= {_WIDEST:g}")
 
     def draw(self, random: np.random.Generator, count: int) -> Seconds:
         return self.median * np.exp(random.normal(0.0, self.sigma, count))
@@ -96,7 +99,8 @@ class Pareto(Spread):
     shape: float
 
     def __post_init__(self) -> None:
-        _check(self.least > 0 and self.shape > 0, "Pareto", "least > 0 and shape > 0")
+        good = 0 < self.least < inf and _HEAVIEST <= self.shape < inf
+        _check(good, "Pareto", f"least above 0, not without end, and a shape from {_HEAVIEST:g} on")
 
     def draw(self, random: np.random.Generator, count: int) -> Seconds:
         return self.least * (1.0 + random.pareto(self.shape, count))
@@ -133,8 +137,8 @@ class Stragglers(Spread):
     times: float
 
     def __post_init__(self) -> None:
-        good = 0 <= self.part <= 1 and self.times >= 0
-        _check(good, "Stragglers", "a part between 0 and 1, and times of 0 or more")
+        good = 0 <= self.part <= 1 and 0 <= self.times < inf
+        _check(good, "Stragglers", "0 <= part <= 1, and times of 0 or more, not without end")
 
     def draw(self, random: np.random.Generator, count: int) -> Seconds:
         seconds = self.usual.draw(random, count)
