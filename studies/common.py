@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from math import inf
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,12 +219,14 @@ def pyplot() -> Any:
 
 
 def middle(values: Sequence[float | None]) -> str:
-    """The median and the extremes; runs that never got there are counted, not hidden."""
+    """The median and the extremes; a run that never got there took longer than all that did."""
     got = [v for v in values if v is not None]
     if not got:
         return "never"
+    median = statistics.median([inf if v is None else v for v in values])
     missed = f", {len(values) - len(got)} of {len(values)} never" if len(got) < len(values) else ""
-    return f"{statistics.median(got):.3g} ({min(got):.3g} to {max(got):.3g}{missed})"
+    half = "never" if median == inf else f"{median:.3g}"
+    return f"{half} ({min(got):.3g} to {max(got):.3g}{missed})"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -51,3 +51,11 @@ def test_headlines() -> None:
     found = {run["way"]: run["speedup"] for run in study.study(True)}
     assert all(1 < value < 8 for value in found.values())
     assert found["servers, as then"] < found["servers, overlapped"] < found["asynchronous, bf16"]
+
+
+def test_who_never_got_there_took_longest() -> None:
+    middle = load("rules").common.middle
+    assert middle([3.0, None, 1.0, 2.0, 4.0]) == "3 (1 to 4, 1 of 5 never)"
+    assert middle([3.0, None, None, None, 4.0]) == "never (3 to 4, 3 of 5 never)"
+    assert middle([None, None]) == "never"
+    assert middle([1.0, 2.0, 3.0]) == "2 (1 to 3)"
