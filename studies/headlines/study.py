@@ -50,10 +50,12 @@ BEST = ("with spares", "asynchronous, bf16", "all-reduce, bf16")
 
 
 def scenario(
-    model: Model, workers: int, seconds: float, network: tuple[float, float], how: dict[str, Any]
-) -> Scenario:
+    model: Model, workers: int, seconds: float, network: tuple[float, float], how: dict[str, Any],
+    *, stragglers: bool = True,
+) -> Scenario:  # fmt: skip
     """One job; `how`: servers (0: all-reduce), updates, overlap, half (bf16 on the wire)."""
-    compute = Stragglers(Lognormal(seconds, 0.06), 0.002, 5.0)
+    steady = Lognormal(seconds, 0.06)
+    compute = Stragglers(steady, 0.002, 5.0) if stragglers else steady
     size = model.bytes * (0.5 if how.get("half") else 1.0)
     updates: Updates = how.get("updates", Synchronous())
     if isinstance(updates, Synchronous):  # few have fewer spares
@@ -79,7 +81,9 @@ def ways(model: Model) -> dict[str, dict[str, Any]]:
         "asynchronous, bf16": {"servers": servers, "overlap": True, "updates": Asynchronous(),
                                "half": True},
     }  # fmt: skip
-    if not model.sparse:
+    if model.sparse:
+        found["asynchronous, at once"] = {**found["asynchronous"], "in_turn": False}
+    else:
         found["all-reduce"] = {"overlap": True}
         found["all-reduce, bf16"] = {"overlap": True, "half": True}
     return found
@@ -92,7 +96,9 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
     network = NETWORKS[job["network"]]
     if job["gbit"] is not None:
         network = (job["gbit"] * GBIT, network[1])
-    given = scenario(model, job["workers"], seconds, network, how)
+    given = scenario(
+        model, job["workers"], seconds, network, how, stragglers=job.get("kind") != "steady"
+    )
     if job.get("servers"):
         given = replace(given, servers=job["servers"])
     return {**job, "speedup": common.speedup(given)}
@@ -113,6 +119,9 @@ def study(small: bool) -> list[dict[str, Any]]:
             for way in ways(model):
                 jobs.append({**base, "workers": n, "way": way, "compute": "2016",
                              "network": "2016", "kind": "curve"})  # fmt: skip
+        for way in (way for way in ways(model) if way.startswith("all-reduce")):
+            jobs.append({**base, "way": way, "compute": "2016", "network": "2016",
+                         "kind": "steady"})  # fmt: skip
         for gbit in LINKS:
             for way in (way for way in ways(model) if way in BEST):
                 for compute in ("2016", "present"):
