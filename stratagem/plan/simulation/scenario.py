@@ -115,8 +115,8 @@ class Scenario:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise UsageError(f"{name} of a scenario is a whole number of at least {least}.")
-        even = all(0 <= shard < inf for shard in self.shards)
-        if self.shards and (len(self.shards) != self.servers or not even):
+        finite = all(0 <= shard < inf for shard in self.shards)
+        if self.shards and (len(self.shards) != self.servers or not finite):
             raise UsageError(f"shards names the part of each of the {self.servers} servers.")
         if not self.servers and self.updates != Synchronous():
             raise UsageError(
