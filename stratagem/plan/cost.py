@@ -19,6 +19,7 @@ from stratagem.plan.profile import Profile
 from stratagem.plan.stragglers import sampled
 from stratagem.plan.units import say_rate, say_seconds
 from stratagem.strategies.parameters.plan import sends_at_once
+from stratagem.wire.turns import Rule
 
 #: beyond so many, threads copy no faster
 _MEMORY_THREADS = 4
@@ -249,10 +250,11 @@ class _Case:
     def _at_once(self) -> float:
         """How many workers push at the same time, when values were sent to so many at a time.
 
-        Who had them first pushes while others still fetch; not all of that comes true.
+        Who had them first pushes while others still fetch; not all of that comes true. Small values
+        are sent to all who ask.
         """
         cfg = self.cfg
-        if cfg.hosts == 1:
+        if cfg.hosts == 1 or not Rule().waits(self.pulls * self.share):
             return cfg.replicas
         together = min(cfg.replicas, sends_at_once(cfg.replicas, cfg.servers, in_step=True))
         return together + (cfg.replicas - together) * (1 - self.cal.turns)

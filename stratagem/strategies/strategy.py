@@ -45,6 +45,8 @@ def on_scope(enter: Callable[[Strategy], AbstractContextManager[Any]]) -> None:
     """Have `enter` called, and its context held, whenever a scope is open."""
     _front_ends.append(enter)
 _open: weakref.WeakSet[Strategy] = weakref.WeakSet()
+#: those of a cluster: the others wait for a goodbye, also where nobody holds the strategy any more
+_members: list[Strategy] = []
 
 
 class Strategy:
@@ -59,6 +61,8 @@ class Strategy:
         self.team = team
         self.settings = settings
         _open.add(self)
+        if team.place is not None:
+            _members.append(self)
 
     def __enter__(self) -> Self:
         """`with sg.MirroredStrategy() as strategy:` closes it at the end; `scope` opens one."""

@@ -124,6 +124,21 @@ def test_more_servers_carry_more() -> None:
     assert steps[0] > 1.5 * steps[1] > 1.5 * steps[2]
 
 
+def test_small_values_go_to_all_at_once() -> None:
+    """So all push at once, too: nobody is ahead of the others, as with values sent in turn."""
+    machine = Hardware(hosts=8, link=1.25e6, latency=0.0, update=1e15)
+    steps = {}
+    for rows in (32, 128):  # 128 kB and 512 kB
+        model = profile(
+            forward=0.0, backward=0.0, optimizer=0.0, shapes=((rows, 1000),),
+            buckets=(Bucket(rows * 4000, 0.0),),
+        )  # fmt: skip
+        step = predict(model, machine, Configuration(SERVERS, 8, servers=1), IDEAL).step
+        steps[rows] = step / (rows * 4000 / machine.link)
+    assert steps[32] == pytest.approx(8 + 8)
+    assert steps[128] == pytest.approx(8 + 1 + 7 * (1 - IDEAL.turns))
+
+
 def test_sixteen_bits_halve_the_way() -> None:
     machine = Hardware(hosts=4, link=1.25e6, latency=0.0)
     plain, half = (

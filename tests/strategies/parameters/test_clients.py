@@ -156,6 +156,20 @@ def test_several_trainings_with_one_that_is_slow(cluster: Cluster) -> None:
     """))
 
 
+def test_a_strategy_that_its_function_forgets_says_goodbye_all_the_same(cluster: Cluster) -> None:
+    """Nobody holds it any more when the script ends: the others must not take that for a death."""
+    all_end(cluster.all("""
+    import gc
+
+    def main():
+        assert len(count(made(free), 1)) == ROWS
+
+    main()
+    gc.collect()
+    time.sleep(0.5)
+    """))
+
+
 def test_servers_without_user_code(cluster: Cluster) -> None:
     """`python -m stratagem.ps`."""
     serve = "from stratagem.ps import main\nsys.exit(main([]))"
