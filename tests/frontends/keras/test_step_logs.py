@@ -215,6 +215,7 @@ def test_workers_free_of_step_report_all_that_was_counted(build: Any, strategies
     assert history_apart(expected, history) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["mirrored", "synchronous"])
 @pytest.mark.parametrize("build", [Numbers, Named, Guided])
 def test_single_steps(build: Any, where: str, strategies: Any) -> None:

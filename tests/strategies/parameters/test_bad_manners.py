@@ -40,6 +40,7 @@ def office() -> Iterator[Office]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_chief_that_stops_in_mid_opening_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server must not hold, while it reads, what it needs to end the job."""
     monkeypatch.setattr(server_module, "LINGER", 0.5)
@@ -206,6 +207,7 @@ class Dawdle:
         return output.mean()
 
 
+@pytest.mark.slow
 def test_one_that_lives_but_keeps_others_waiting(caplog: pytest.LogCaptureFixture) -> None:
     """It is named; after `Patience(step=)` it is given up, and the others do its part."""
     patience = sg.Patience(step=3)
