@@ -233,6 +233,7 @@ def test_who_left_is_not_waited_for(gather: Gather) -> None:
         assert told["who"] == member_name(process, 2)
 
 
+@pytest.mark.slow
 def test_who_does_not_come_to_an_exchange_is_named(gather: Gather) -> None:
     group = gather(3)
     asked = time.monotonic()
@@ -256,6 +257,7 @@ def test_a_big_note_arrives(gather: Gather) -> None:
         assert [note["big"] for note in told["notes"]] == [big] * 3  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_missing_worker_is_named_until_patience_ends(start: Start) -> None:
     spec = cluster(3)
     began = time.monotonic()

@@ -149,9 +149,9 @@ def test_all_well_is_silent_zero(launcher: Launcher) -> None:
     ("how", "code", "words"),
     [
         ("sys.exit(7)", 7, "exit code 7"),
-        ("1 / 0", 1, "exit code 1"),
+        pytest.param("1 / 0", 1, "exit code 1", marks=pytest.mark.slow),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL; out of memory?"),
-        ("os.abort()", 134, "killed by SIGABRT"),
+        pytest.param("os.abort()", 134, "killed by SIGABRT", marks=pytest.mark.slow),
     ],
 )
 def test_the_code_of_the_first_failure(launcher: Launcher, how: str, code: int, words: str) -> None:
@@ -191,12 +191,9 @@ model.fit(x, x, verbose=0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "code", "last"),
-    [
-        pytest.param("sys.exit(7)", 7, "", marks=pytest.mark.slow),
-        ("raise ValueError('mine')", 1, "mine"),
-    ],
+    ("how", "code", "last"), [("sys.exit(7)", 7, ""), ("raise ValueError('mine')", 1, "mine")]
 )
 def test_the_first_is_not_whoever_ends_first(
     launcher: Launcher, how: str, code: int, last: str
@@ -333,7 +330,7 @@ def test_what_a_task_leaves_behind_is_ended(launcher: Launcher) -> None:
     ("number", "deaf"),
     [
         (signal.SIGINT, False),
-        (signal.SIGINT, True),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),
         (signal.SIGTERM, False),
         (signal.SIGTERM, True),
         (signal.SIGHUP, False),

@@ -365,7 +365,7 @@ def test_shared_memory_has_no_name() -> None:
 # --- standstill ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ["shared_memory", pytest.param("ring", marks=pytest.mark.slow)])
 def test_stopped_in_mid_fit(op: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A stopped replica is named within seconds; woken, it goes on, and the result is the same."""
     made = strategy(2, cross_device_ops=op)

@@ -309,7 +309,7 @@ def test_a_worker_of_one_device_is_its_replica_outside_of_run_too(two: Cluster) 
 # --- coming together -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_late_worker_is_named(two: Cluster, late: int) -> None:
     source = "print(sg.MultiWorkerMirroredStrategy().num_replicas_in_sync)"
     early = two.start(1 - late, source)
@@ -331,6 +331,7 @@ def test_nobody_leaves_before_all_are_up(two: Cluster) -> None:
     end_well(two.all(["sg.MultiWorkerMirroredStrategy()", slow]))
 
 
+@pytest.mark.slow
 def test_workers_that_never_come(scripts: Nursery, tmp_path: Path) -> None:
     """Chief and worker, each of a cluster of its own, are left alone."""
     source = "sg.MultiWorkerMirroredStrategy(patience=sg.Patience(arrive=3))"
@@ -491,7 +492,10 @@ def test_a_script_fails_between_two_fits(two: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("how", "then"),
-    [(None, "exit"), ("ring", "exit"), (None, "live on"), ("ring", "live on")],
+    [
+        (None, "exit"), ("ring", "exit"), (None, "live on"),
+        pytest.param("ring", "live on", marks=pytest.mark.slow),
+    ],
 )
 def test_a_worker_leaves_early(two: Cluster, how: str | None, then: str) -> None:
     """By the end of its script, or by closing its strategy and doing something else."""

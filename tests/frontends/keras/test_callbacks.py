@@ -702,6 +702,7 @@ def _kept(numbers: str = "keras") -> int:
     return len(follower.desk.things[numbers]) if follower.desk is not None else -1
 
 
+@pytest.mark.slow
 def test_deleted_models_leave_no_copies() -> None:
     """A search over a hundred models must not fill the followers' memory."""
     with sg.MirroredStrategy(cpus(2)).scope() as team:

@@ -73,6 +73,7 @@ def test_keras_imported_inside_the_scope_is_followed(tmp_path: Path) -> None:
     assert "[replica 1] rows 5" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_every_replica_has_the_keras_of_the_chief() -> None:
     """Also where another Keras stands first on the path: test_oldest_keras has it so."""

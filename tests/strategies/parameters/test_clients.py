@@ -221,7 +221,7 @@ except sg.StratagemError as error:
 """
 
 
-@pytest.mark.parametrize("how", ["by_fit", "by_hand"])
+@pytest.mark.parametrize("how", [pytest.param("by_fit", marks=pytest.mark.slow), "by_hand"])
 def test_workers_with_unlike_data_are_told(cluster: Cluster, how: str) -> None:
     """Tickets name rows, so a split that everybody draws for itself would be several data sets."""
     source = UNLIKE.replace("how(", f"{how}(")
@@ -330,7 +330,8 @@ def test_one_that_sleeps_through_the_end_of_a_training(cluster: Cluster, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "missing", [pytest.param("ps 0", marks=pytest.mark.slow), "ps 1", "worker 0"]
+    "missing",
+    [*(pytest.param(ps, marks=pytest.mark.slow) for ps in ("ps 0", "ps 1")), "worker 0"],
 )
 def test_who_is_missing_is_named(cluster: Cluster, missing: str) -> None:
     tasks = cluster.all(train(epochs=1), but=missing)
