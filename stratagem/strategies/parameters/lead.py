@@ -356,8 +356,8 @@ class Lead:
             self._settle()
             self._wake(books, turn)
             while self._in_step and self._counts(attendee) is not None and books.begun:
-                if self._nobody_works(None):
-                    break  # who comes next is told
+                if self._epoch.number > epoch or self._nobody_works(None):
+                    break  # what is begun waits for this worker; or who comes next is told
                 self.changed.wait(0.5)
             return {"after": self._after(attendee)}
 

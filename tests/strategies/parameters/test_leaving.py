@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,43 @@ def test_who_does_not_come_is_named_and_not_waited_for(
             assert isinstance(work, Work) and work.ticket.batch == 0
         said = [r.getMessage() for r in caplog.records if "without worker 2," in r.getMessage()]
         assert len(said) == 1
+        other.end()
+        chief.end()
+    finally:
+        office.close()
+
+
+def test_in_step_one_that_leaves_its_loop_after_the_chief_has_gone_on_waits_for_nobody() -> None:
+    """The chief has left too, and begun the next epoch, in which it waits for just this worker."""
+    office = Office(1, staff=2)
+    try:
+        chief, other = (
+            office.begin(counter, by_one(counter.parameters()), worker=i, updates=sg.Synchronous())
+            for i, counter in enumerate((Counter(12), Counter(12)))
+        )
+
+        def one_part(session: Any) -> None:
+            work = session.worker.next()
+            assert isinstance(work, Work)
+            session.module(torch.arange(4)).mean().backward()
+            assert session.worker.push(work.ticket, 4.0, 0.0, 4)
+            session.forget_gradients()
+
+        chief.worker.deal(1, 0, [(2, 2)], True)
+        for session in (chief, other):
+            session.worker.want(1)
+        one_part(chief)
+        one_part(other)
+        chief.worker.stand_aside(1)
+        chief.worker.deal(2, 0, [(1, 2)], True)
+        chief.worker.want(2)
+        one_part(chief)
+        left = threading.Thread(target=other.worker.stand_aside, args=(1,), daemon=True)
+        left.start()
+        left.join(5)
+        assert not left.is_alive(), "it waits for itself"
+        other.worker.want(2)
+        one_part(other)
         other.end()
         chief.end()
     finally:
