@@ -12,14 +12,15 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from stratagem.errors import UsageError
-from stratagem.launch.own_loop import instead_of_step
 from stratagem.plan import advice
 from stratagem.plan.choose import choose
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.measure import rehearse
 from stratagem.plan.profile import Profile
 from stratagem.plan.report import heading, warnings
-from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit
+from stratagem.strategies.rehearsal import Rehearsal
+from tests.launch.test_own_loop import gradients
+from tests.launch.test_own_loop import seen as handed
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,17 +42,6 @@ class Seen:
     def taken(self) -> list[tuple[str, int]]:
         calls, self.calls = self.calls, []
         return calls
-
-
-def handed(loop: Callable[[], Any]) -> Rehearsal:
-    found: list[Rehearsal] = []
-    with instead_of_fit(found.append), instead_of_step(), pytest.raises(Handed):
-        loop()
-    return found[0]
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
 def same_again(trial: Rehearsal, module: nn.Module) -> None:

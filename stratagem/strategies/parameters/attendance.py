@@ -44,7 +44,7 @@ class Attendance:
         self.aside.discard(attendee.worker)
 
     def counts(self, attendee: Attendee) -> None:
-        """Refuse one that has given up, or whose place another process has taken."""
+        """Refuse one that was given up, or whose place another process has taken."""
         if attendee.gone or self.here.get(attendee.worker) is not attendee:
             raise ReplicaLost(
                 f"{attendee.name} counts no more: it was silent too long, or another process has "

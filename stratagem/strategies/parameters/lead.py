@@ -256,8 +256,10 @@ class Lead:
             return answer
 
     def held_up(self) -> list[tuple[Attendee, float]]:
-        """Who has had work in hand while somebody waited, and for how long; it is not asked to
-        wait itself, so while an order is carried out nobody is named."""
+        """Who has had work in hand while somebody waited for some, and for how long.
+
+        It does not wait for the lock: nobody is named while an order is carried out.
+        """
         if not self.changed.acquire(blocking=False):
             return []
         try:

@@ -218,8 +218,8 @@ class TicketLoader:
                 self._adds_up = any(p.grad is not None for p in self.session.params)
 
     def _weigh(self, examples: int, total: int) -> None:
-        """In step: parts of a batch add up by their examples, and so do what gradients of earlier
-        batches lie here; they have the weight of the batch that the step is made in."""
+        """In step parts weigh by their examples, all that is handed in like the part of the last
+        batch: gradients of batches before, which lie here, are brought to that weight."""
         share = examples / max(total, 1)
         if self._adds_up and total < self.session.plan.parts:
             raise NotDistributable(

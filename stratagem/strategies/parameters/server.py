@@ -35,9 +35,7 @@ from stratagem.strategies.parameters.pulse import KNOWS_BETTER, PulseThread
 from stratagem.strategies.parameters.reach import reach
 from stratagem.strategies.parameters.shard import Order, Shard
 from stratagem.strategies.parameters.trouble import error_of, failed, headline, lost, note_of
-from stratagem.wire.lateness import AGAIN as AGAIN_LATE
-from stratagem.wire.lateness import FIRST as FIRST_LATE
-from stratagem.wire.lateness import late_line
+from stratagem.wire import lateness
 from stratagem.wire.tcp import Connection, Listener
 from stratagem.wire.tree import TREE_LIMIT
 from stratagem.wire.turns import Turns
@@ -361,12 +359,12 @@ class Server:
                 for pulse in [pulse for pulse in pulses if pulse.token == attendee.seat]:
                     self._give_up(pulse, f"has kept the others waiting for {seconds:.0f} s")
         longest = max((seconds for _, seconds in late), default=0.0)
-        if longest < min(FIRST_LATE, limit / 2):
+        if longest < min(lateness.FIRST, limit / 2):
             self._named = 0.0
-        elif longest >= self._named + AGAIN_LATE or not self._named:
+        elif longest >= self._named + lateness.AGAIN or not self._named:
             self._named = longest
             names = ", ".join(attendee.name for attendee, _ in late)
-            self._say(late_line(names, longest))
+            self._say(lateness.late_line(names, longest))
 
     def _give_up(self, pulse: Guest, what: str) -> None:
         text = f"{pulse.name} {what} and is given up"
