@@ -22,6 +22,7 @@ from stratagem.rules.push import Ticket
 from stratagem.strategies import setup
 from stratagem.strategies.parameters.worker import Work
 from stratagem.strategies.replica import Replica
+from stratagem.strategies.settings import Settings
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
@@ -42,7 +43,8 @@ class GroupStep(Replicated):
         self._metrics, self._later = job.recipe.metrics, Later()
         waiting: Any = self._later
         recipe = replace(job.recipe, metrics=waiting)
-        super().__init__(job.module, job.optimizer, recipe, replica, job.settings)
+        # the type of the wire is for what goes to the servers
+        super().__init__(job.module, job.optimizer, recipe, replica, Settings())
 
     def update(self) -> None:
         return None
@@ -88,7 +90,7 @@ class Leader:
         ticket = work.ticket
         told = [ticket.serial, ticket.batch, ticket.part, ticket.parts]
         self._tell("work", told, work.epoch, work.payload)
-        _spread(self._params, self._replica)
+        setup.spread(self._params, self._replica)
         return self._step.gradients(portion)
 
     def settle(self, kept: bool) -> None:
@@ -105,13 +107,13 @@ class Leader:
         """The leader's running statistics, for everybody."""
         if statistics:
             self._tell("statistics")
-            _spread(statistics, self._replica)
+            setup.spread(statistics, self._replica)
 
     def end(self) -> None:
         """The training is over: the last values, for everybody."""
         self._tell("end")
         self._step.close()
-        _spread([*self._job.module.parameters(), *self._job.module.buffers()], self._replica)
+        setup.spread([*self._job.module.parameters(), *self._job.module.buffers()], self._replica)
 
     def _tell(self, *words: Any) -> None:
         broadcast_tree(self._replica.collective, list(words))
@@ -130,7 +132,7 @@ def assist(job: Fit, replica: Replica) -> None:
         name, *words = broadcast_tree(replica.collective)
         if name == "work":
             told, epoch, payload = words
-            _spread(params, replica)
+            setup.spread(params, replica)
             work = Work(Ticket(*told), epoch, payload)
             step.gradients(hand.portion(work, job.epochs.start, replica.device))
         elif name == "kept":
@@ -138,20 +140,11 @@ def assist(job: Fit, replica: Replica) -> None:
         elif name == "report":
             _report(job, replica)
         elif name == "statistics":
-            _spread([b for b in job.module.buffers() if b.is_floating_point()], replica)
+            setup.spread([b for b in job.module.buffers() if b.is_floating_point()], replica)
         else:
             step.close()
-            _spread([*job.module.parameters(), *job.module.buffers()], replica)
+            setup.spread([*job.module.parameters(), *job.module.buffers()], replica)
             return
-
-
-def _spread(tensors: list[Any], replica: Replica) -> None:
-    """The leader's values on every device."""
-    told = broadcast_tree(replica.collective, [t.detach() for t in tensors])
-    if not replica.is_chief:
-        with torch.no_grad():
-            for mine, theirs in zip(tensors, told, strict=True):
-                mine.copy_(theirs)
 
 
 def _report(job: Fit, replica: Replica) -> list[Any]:

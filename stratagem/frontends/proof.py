@@ -38,7 +38,7 @@ class Proof:
         self.replica = replica
         self._loss = loss if isinstance(loss, RowLoss) and loss.own else None
         #: whether the loss is still to be tried
-        self.open = replica.count > 1 and replica.is_chief and self._loss is not None
+        self.open = replica.count > 1 and replica.leads and self._loss is not None
         self._seen, self._next = 0, 1
         #: output and target of a share of one row
         self._single: Any = None

@@ -22,7 +22,7 @@ from stratagem.frontends.loop import Evaluation, Fit, evaluate_here
 from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Solo
 from stratagem.strategies.at_home import AtHome
-from stratagem.strategies.parameters.apart import Apart
+from stratagem.strategies.parameters.apart import in_group
 from stratagem.strategies.parameters.crew import current_worker
 from stratagem.strategies.parameters.plan import Clip
 from stratagem.strategies.parameters.session import Late, Session
@@ -36,8 +36,8 @@ def fit(job: Fit) -> None:
     """Train; every worker's module ends with the same values."""
     replica = current_replica()
     traits.adopt(job.module, job.recipe.loss, job.names)
-    grouped = replica.count > 1 and not isinstance(replica.collective, Apart)
-    if grouped and not replica.is_chief:
+    grouped = in_group(replica)
+    if grouped and not replica.leads:
         assist(job, replica)
         return
     job.module.to(replica.device)
@@ -53,6 +53,7 @@ def fit(job: Fit) -> None:
         _believe(job, session, session.over)
         return
     job.feed.take_dice(session.told)
+    session.cancels = session.cancels and not grouped  # its devices would wait for the first
     group = Leader(job, session.params, replica) if grouped else None
     hand = Hand(job, session, replica, group)
     if session.worker.is_chief:

@@ -53,8 +53,9 @@ class GradientExchange:
         self._fired = [False] * len(params)
         self._under_way: list[Pending] = []
         self._open = False
-        #: how many reductions have been completed
+        #: how many reductions have been completed, and what is called after each
         self.finished = 0
+        self.after: Callable[[], None] = lambda: None
         ready = _weakly(self._ready, self._switch)
         self._handles: list[Any] = [_on_gradient(p, ready) for p in params]
         for name, p in named:
@@ -85,8 +86,9 @@ class GradientExchange:
         if param.grad.layout != torch.strided:
             raise NotDistributable(
                 "a parameter has sparse gradients (nn.Embedding(sparse=True)?), which this "
-                "strategy cannot add up; use sparse=False, or servers, which take them: "
-                "ParameterServerStrategy, CentralStorageStrategy(updates=sg.Asynchronous())."
+                "strategy's replicas cannot add up; use sparse=False, or servers, which take them "
+                "from workers of one device each: ParameterServerStrategy, "
+                "CentralStorageStrategy(updates=sg.Asynchronous())."
             )
         if self._sums and self._is_reduced(index, param):
             raise NotDistributable(
@@ -137,7 +139,7 @@ class GradientExchange:
                 has[i] = True
                 if grad.data_ptr() != buckets.views[i].data_ptr():
                     buckets.views[i].copy_(grad)
-                elif self._sums and not self.replica.is_chief:
+                elif self._sums and not self.replica.leads:
                     grad.zero_()  # an earlier pass has added it up: once is enough
             if factors and i in factors:
                 factors[i].mark(has[i])
@@ -166,6 +168,7 @@ class GradientExchange:
         self.finished += 1
         if not all(self._fired):
             self.settle_unused(buckets.used.tolist())
+        self.after()
         return buckets.notes
 
     def settle_unused(self, used: Sequence[float]) -> None:

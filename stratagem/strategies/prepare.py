@@ -44,10 +44,28 @@ def prepare(
         dealt = isinstance(loader, DataLoader)
         loader = _shares(loader, replica, sums, lambda: None) if dealt else loader
         return Prepared(model, optimizer, _on_device(loader, replica))
+    look = likeness.of_loader(loader, "the loader")
+    join_gradients(replica, settings, model, optimizer, look, sums=sums)
+    replica.share.set(1, replica.count, 1.0 if sums else None)
+    if loader is None:
+        return Prepared(model, optimizer, None)
+
+    def at_end() -> None:
+        setup.average_buffers(model, replica)
+
+    shares = _shares(loader, replica, sums, at_end)
+    return Prepared(model, optimizer, _on_device(shares, replica))
+
+
+def join_gradients(
+    replica: Replica, settings: Settings, model: nn.Module, optimizer: Optimizer,
+    look: likeness.Look, *, sums: bool,
+) -> GradientExchange:  # fmt: skip
+    """From now on `backward` leaves the gradient of all replicas' shares. Collective."""
     _check_optimizer(model, optimizer)
     setup.refuse_renormed(model)
-    look = likeness.of_module(model) | likeness.of_optimizer(optimizer, settings=True)
-    likeness.check(replica, "prepare", look | likeness.of_loader(loader, "the loader"))
+    look |= likeness.of_module(model) | likeness.of_optimizer(optimizer, settings=True)
+    likeness.check(replica, "prepare", look)
     setup.align(model, replica)
     setup.roll_own_dice(replica)
     reducer = setup.choose_reducer(list(model.parameters()), replica, settings)
@@ -59,15 +77,7 @@ def prepare(
     _undo[model] = partial(_take_away, exchange, unsync)
     for part in model.modules():
         _kept.setdefault(part, []).append(exchange)
-    replica.share.set(1, replica.count, 1.0 if sums else None)
-    if loader is None:
-        return Prepared(model, optimizer, None)
-
-    def at_end() -> None:
-        setup.average_buffers(model, replica)
-
-    shares = _shares(loader, replica, sums, at_end)
-    return Prepared(model, optimizer, _on_device(shares, replica))
+    return exchange
 
 
 def prepare_loader(replica: Replica, loader: Any, loss_reduction: str) -> Any:

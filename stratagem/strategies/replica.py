@@ -62,6 +62,8 @@ class Replica:
     ops: tuple[CrossDeviceOps, ...] = ()
     #: the fastest collective by number of elements, once measured
     measured: dict[int, Collective] = field(default_factory=dict, repr=False)
+    #: whether its worker is the chief; the devices of another are a group of their own
+    with_chief: bool = field(default=True, repr=False)
     share: Share = field(init=False)
     #: on the chief of a fit or an evaluation: random numbers for the data, apart from the model's
     streams: RandomStreams | None = field(default=None, init=False, repr=False)
@@ -85,8 +87,14 @@ class Replica:
         return self._side
 
     @property
-    def is_chief(self) -> bool:
+    def leads(self) -> bool:
+        """Whether it is the first of those that it works together with."""
         return self.index == 0
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether it writes checkpoints and logs."""
+        return self.leads and self.with_chief
 
     @property
     def ordering(self) -> Ordering:

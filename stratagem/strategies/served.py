@@ -11,8 +11,10 @@ from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
 from stratagem.strategies import rehearsal
 from stratagem.strategies.company import Company
+from stratagem.strategies.parameters.apart import in_group
 from stratagem.strategies.parameters.crew import Crew, current_worker
 from stratagem.strategies.parameters.loop import prepare_served
+from stratagem.strategies.replica import called_replica
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.strategy import Strategy, team_inside
 
@@ -38,10 +40,11 @@ class ServedStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """How many gradients make one update: the workers without the spares, or one."""
-        if self.settings.served is None:
+        served = self.settings.served
+        if served is None:
             return self.team.size
-        updates = self.settings.served.updates
-        return self.team.size - updates.spares if isinstance(updates, Synchronous) else 1
+        spares = served.updates.spares if isinstance(served.updates, Synchronous) else None
+        return 1 if spares is None else served.workers - spares
 
     def prepare(
         self, model: Any, optimizer: Any = None, loader: Any = None, *,
@@ -67,19 +70,31 @@ class ServedStrategy(Strategy):
                 "is trained on: model, optimizer, loader = strategy.prepare(model, optimizer, "
                 "loader)."
             )
-        self.check_one_device("one's own loop")
-        device = self.replica().device
+        if self._devices_here() > 1 and called_replica() is None:
+            raise UsageError(
+                f"this worker has {self._devices_here()} devices, and your loop runs on one of "
+                "them only. Put the loop into a function and call strategy.run(train), or give the "
+                'worker one device, ParameterServerStrategy(devices="cuda:0"), and start one for '
+                "each."
+            )
+        replica = self.replica()
+        worker = None if in_group(replica) and not replica.leads else current_worker()
         return prepare_served(
-            current_worker(), device, self.settings, model, optimizer, loader, loss_reduction
+            worker, replica, self.settings, model, optimizer, loader, loss_reduction
         )
+
+    def _devices_here(self) -> int:
+        """Of this worker of a cluster."""
+        alone = isinstance(self.team, Crew) and self.team.cluster is None
+        return len(self.devices) if alone else 1
 
     def check_one_device(self, what: str) -> None:
         """Refuse a worker of a cluster that has several devices, which only sg.Model uses."""
-        if isinstance(self.team, Crew) and self.team.cluster is None and len(self.devices) > 1:
+        if self._devices_here() > 1:
             raise NotDistributable(
-                f"this worker has {len(self.devices)} devices, and {what} uses one; give it one, "
-                'ParameterServerStrategy(devices="cuda:0"), and start a worker for each; or use '
-                "sg.Model, whose fit shares every batch among them."
+                f"this worker has {self._devices_here()} devices, and {what} uses one; give it "
+                'one, ParameterServerStrategy(devices="cuda:0"), and start a worker for each; or '
+                "use sg.Model, whose fit shares every batch among them."
             )
 
     def stats(self) -> Stats:

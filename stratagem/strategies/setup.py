@@ -35,13 +35,17 @@ def align(module: nn.Module, replica: Replica) -> None:
     """Give every replica the chief's parameters and buffers. Collective."""
     if replica.count == 1:
         return
-    state = [*module.parameters(), *module.buffers()]
-    told = broadcast_tree(replica.collective, [t.detach() for t in state])
-    if not replica.is_chief:
-        with torch.no_grad():
-            for mine, theirs in zip(state, told, strict=True):
-                _unexpanded(mine).copy_(_unexpanded(theirs, mine))
+    spread([*module.parameters(), *module.buffers()], replica)
     _versions[module] = {name: p._version for name, p in _frozen(module).items()}
+
+
+def spread(tensors: Sequence[Tensor], replica: Replica) -> None:
+    """The first replica's values, on every one. Collective."""
+    told = broadcast_tree(replica.collective, [t.detach() for t in tensors])
+    if not replica.leads:
+        with torch.no_grad():
+            for mine, theirs in zip(tensors, told, strict=True):
+                _unexpanded(mine).copy_(_unexpanded(theirs, mine))
 
 
 def refuse_renormed(module: nn.Module) -> None:
@@ -73,7 +77,7 @@ def roll_own_dice(replica: Replica, generation: int = 0) -> None:
     if replica.count == 1:
         return
     base = broadcast_tree(replica.collective, torch.initial_seed() & (2**62 - 1))
-    if not replica.is_chief:
+    if not replica.leads:
         torch.manual_seed(mixed(base, replica.index, generation))
 
 
@@ -99,7 +103,7 @@ def average_buffers(module: nn.Module, replica: Replica) -> None:
             continue
         total = sum((value.double() for value in values), torch.zeros(()).double())
         _unexpanded(buffer).copy_(_unexpanded(total / replica.count, buffer))
-    if replica.is_chief:
+    if replica.leads:
         _warn_of(module, apart)
 
 

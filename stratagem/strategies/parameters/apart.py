@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import NotDistributable
+from stratagem.strategies.replica import Replica
 from stratagem.wire.collective import Collective, Pending
 
 
@@ -36,6 +37,11 @@ class Apart(Collective):
 
     def barrier(self) -> None:
         _refuse()
+
+
+def in_group(replica: Replica) -> bool:
+    """Whether it is one of several devices of one worker, which work together."""
+    return replica.count > 1 and not isinstance(replica.collective, Apart)
 
 
 def _refuse() -> NoReturn:

@@ -39,6 +39,7 @@ from stratagem.strategies.parameters.apart import Apart
 from stratagem.strategies.parameters.children import Children, patiently
 from stratagem.strategies.parameters.lines import Address
 from stratagem.strategies.parameters.server import Server
+from stratagem.strategies.parameters.together import end_assistance
 from stratagem.strategies.parameters.trouble import failed
 from stratagem.strategies.parameters.worker import Worker
 from stratagem.strategies.replica import (
@@ -46,6 +47,7 @@ from stratagem.strategies.replica import (
     be,
     be_no_more,
     called_replica,
+    current_replica,
     set_called,
     turn,
 )
@@ -265,9 +267,10 @@ class Crew:
             if children.hands and self._threads():
                 torch.set_num_threads(self._threads())
         try:
-            if self._group is not None:
-                return self._call_group(worker, self._group, function, args, sent)
-            mine = function(*args)
+            if self._group is None:
+                here = [function(*args)]
+            else:
+                here = self._call_group(self._group, worker.is_chief, function, args, sent)
             if worker.prepared is not prepared:  # in there
                 worker.settle()
             self._last = worker.stats()
@@ -275,18 +278,16 @@ class Crew:
             trained, self.fits = worker.fits > self.fits, worker.fits
             if children is not None:
                 children.leave_alone()
-        return [mine, *(children.collect(trained=trained) if children is not None else ())]
+        return [*here, *(children.collect(trained=trained) if children is not None else ())]
 
     def _call_group(
-        self, worker: Worker, group: Team, function: Callable[..., Any], args: tuple[Any, ...],
+        self, group: Team, chief: bool, function: Callable[..., Any], args: tuple[Any, ...],
         sent: tuple[Any, ...],
     ) -> list[Any]:  # fmt: skip
         """On all devices of this worker, which work together."""
         before = set_called(None)
         try:
-            results = group.call(function, args, sent)
-            self._last = worker.stats()
-            return results
+            return group.call(_in_group, (chief, function, args), (chief, function, sent))
         finally:
             set_called(before)
 
@@ -390,6 +391,19 @@ def _report(worker: Worker, text: str) -> None:
         worker.report_failure(text)
     except (OSError, ReplicaError) as problem:
         log.info("the lead did not hear of the failure: %s", problem)
+
+
+def _in_group(chief: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """On each device of a worker."""
+    current_replica().with_chief = chief
+    worker = _present
+    before = None if worker is None else worker.prepared
+    result = function(*args)
+    if worker is None:
+        end_assistance()
+    elif worker.prepared is not before:
+        worker.settle()
+    return result
 
 
 def _run(

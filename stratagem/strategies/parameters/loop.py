@@ -24,6 +24,8 @@ from stratagem.data.shard import count_rows
 from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.rules.push import Ticket
 from stratagem.strategies import likeness
+from stratagem.strategies.parameters.apart import in_group
+from stratagem.strategies.parameters.carry import Carry
 from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.source import (
     Indices,
@@ -33,18 +35,51 @@ from stratagem.strategies.parameters.source import (
     read,
     say_who_reads,
 )
+from stratagem.strategies.parameters.together import AssistantLoader, Together
 from stratagem.strategies.parameters.watch import State, Weights
 from stratagem.strategies.parameters.worker import EpochOver, FitOver, Worker
 from stratagem.strategies.prepare import Prepared, to_device
+from stratagem.strategies.replica import Replica
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.setup import refuse_renormed
 
 
 def prepare_served(
-    worker: Worker, device: torch.device, settings: Settings, model: nn.Module,
+    worker: Worker | None, replica: Replica, settings: Settings, model: nn.Module,
     optimizer: Optimizer, loader: Any, loss_reduction: str,
 ) -> Prepared:  # fmt: skip
-    """Have `optimizer.step` hand gradients in, and the loader deal out batches."""
+    """Have `optimizer.step` hand gradients in, and the loader deal out batches.
+
+    `worker` is None on the devices of one that are not its first.
+    """
+    _check(model, optimizer, loader, loss_reduction)
+    model.to(replica.device)
+    if worker is None:
+        return Prepared(model, optimizer, AssistantLoader(replica, model, optimizer, loader))
+    first: TicketLoader | None = worker.prepared
+    assert settings.served is not None
+    look = likeness.of_module(model) | likeness.of_optimizer(optimizer, settings=False)
+    look |= likeness.of_loader(loader, "the loader")
+    session = LoopSession(
+        worker, model, optimizer, settings.served, wire=settings.wire, look=("prepare", look)
+    )
+    session.cancels = False  # a loop of the user's own runs its course
+    if worker.is_chief:
+        say_who_reads(loader)
+    tickets = TicketLoader(session, loader, replica.device)
+    if in_group(replica):
+        tickets.gather_round(Together(replica, model, optimizer, loader))
+    if session.over is None:
+        session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
+        session.until_end(optimizer.register_state_dict_pre_hook(tickets.bring_state))
+        if first is not None and first.session.optimizer is not optimizer:
+            session.until_end(first.session.optimizer.register_step_pre_hook(_refuse_step))
+    worker.prepared, worker.at_end = tickets, tickets.close
+    return Prepared(model, optimizer, tickets)
+
+
+def _check(model: nn.Module, optimizer: Optimizer, loader: Any, loss_reduction: str) -> None:
+    """Refuse what servers cannot do."""
     if loss_reduction != "mean":
         raise NotDistributable(
             "a strategy with parameter servers takes the mean of gradients, so the loss must be a "
@@ -58,25 +93,6 @@ def prepare_served(
     check_sampler(loader)
     _check_optimizer(model, optimizer)
     refuse_renormed(model)
-    first: TicketLoader | None = worker.prepared
-    model.to(device)
-    assert settings.served is not None
-    look = likeness.of_module(model) | likeness.of_optimizer(optimizer, settings=False)
-    look |= likeness.of_loader(loader, "the loader")
-    session = LoopSession(
-        worker, model, optimizer, settings.served, wire=settings.wire, look=("prepare", look)
-    )
-    session.cancels = False  # a loop of the user's own runs its course
-    if worker.is_chief:
-        say_who_reads(loader)
-    tickets = TicketLoader(session, loader, device)
-    if session.over is None:
-        session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
-        session.until_end(optimizer.register_state_dict_pre_hook(tickets.bring_state))
-        if first is not None and first.session.optimizer is not optimizer:
-            session.until_end(first.session.optimizer.register_step_pre_hook(_refuse_step))
-    worker.prepared, worker.at_end = tickets, tickets.close
-    return Prepared(model, optimizer, tickets)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -113,10 +129,18 @@ class LoopSession(Session):
 
     def _hook(self, index: int) -> Any:
         def ready(param: Tensor) -> None:
-            assert param.grad is not None
-            self._made[index] = param.grad, param.grad._version
+            self._note(index, param)
 
         return ready
+
+    def _note(self, index: int, param: Tensor) -> None:
+        grad = param.grad
+        self._made[index] = grad, 0 if grad is None else grad._version
+
+    def made(self) -> None:
+        """Several devices have added up their gradients: what they have now is backward's."""
+        for index, param in enumerate(self.params):
+            self._note(index, param)
 
     def collect(self) -> None:
         """Bring all gradients to where servers find them."""
@@ -153,16 +177,31 @@ class TicketLoader:
         self._indices = Indices(loader)
         self._epoch = 0
         self._held: tuple[Ticket, int] | None = None
-        #: whether gradients of batches before lie here, and what share of the last of them they are
-        self._adds_up, self._share = False, 1.0
+        #: the other devices of this worker
+        self._group: Together | None = None
         #: the version that the last gradient was handed in for, and the settings then
         self._version, self._last = -1, list[dict[str, Any]]()
         self._over = session.over is not None
+        self._carry = Carry(session.params, 1 if self._over else session.plan.parts)
         self._closed = False
         #: what cannot be followed, to be said as soon as somebody listens
         self._refusal: NotDistributable | None = None
         self._weights, self._closely = Weights(session.params), False
         self._state = State(session.optimizer, session.params)
+
+    def gather_round(self, group: Together) -> None:
+        """Have other devices share every ticket."""
+        self._group, session = group, self.session
+        group.tell("begin", self._over, 1 if self._over else session.plan.parts)
+        if self._over:
+            group.remove()
+        else:
+            group.exchange.after = session.made
+            session.until_end(group)
+
+    def _tell(self, *words: Any) -> None:
+        if self._group is not None:
+            self._group.tell(*words)
 
     def __len__(self) -> int:
         """Batches of the whole epoch, however many of them come here."""
@@ -184,20 +223,21 @@ class TicketLoader:
             worker.set_settings(self.session.settings())
         self._follow()
         source = self._source() if worker.is_chief else None
-        number, parts = 0, self.session.plan.parts
+        number = 0
+        self._tell("pass")
         while True:
             work = worker.next(source.fill if source is not None else None)
             if isinstance(work, FitOver):
+                self._tell("over")
                 self._end_as(work)
+                self._align()
                 return
             if isinstance(work, EpochOver):
                 self._end_pass(number > 0)
                 return
-            batch = self._batch(work.payload)
-            examples = max(count_rows(batch), 0)
+            batch, examples = self._batch(work.payload)
             self._held = (work.ticket, examples)
-            if parts > 1:
-                self._weigh(examples, int(work.payload["total"]))
+            self._carry.begin(examples, int(work.payload["total"]))
             number += 1
             self._closely = number & (number - 1) == 0  # now and then: it takes its time
             self._weights.mark(closely=self._closely)
@@ -215,28 +255,15 @@ class TicketLoader:
             if self._held is not None:  # the loop wants another: it made no step on purpose
                 (ticket, _), self._held = self._held, None
                 worker.skip(ticket)
-                self._adds_up = any(p.grad is not None for p in self.session.params)
-
-    def _weigh(self, examples: int, total: int) -> None:
-        """In step parts weigh by their examples, all that is handed in like the part of the last
-        batch: gradients of batches before, which lie here, are brought to that weight."""
-        share = examples / max(total, 1)
-        if self._adds_up and total < self.session.plan.parts:
-            raise NotDistributable(
-                f"gradients are added up over batches, and one of {total} examples has none for "
-                f"some of {self.session.plan.parts} workers, whose gradients would be lost; give "
-                "the loader drop_last=True, or another batch_size."
-            )
-        if self._adds_up and share and share != self._share:
-            for param in self.session.params:
-                if param.grad is not None:
-                    param.grad.mul_(self._share / share)
-        self._share = share
+                self._carry.keep()
 
     def _end_pass(self, worked: bool) -> None:
         """The epoch is over: everybody has the last values, and the mean of all statistics."""
         session, worker = self.session, self.session.worker
         self._check_state()
+        self._tell("pass over")
+        if self._group is not None:
+            self._group.average()
         worker.report(session.statistics() if worked else None)
         if worker.is_chief:
             session.share_statistics([each for each in worker.gather()[0] if each is not None])
@@ -244,7 +271,12 @@ class TicketLoader:
         else:
             session.take_statistics(self._epoch)
         worker.refresh()
+        self._align()
         self._weights.mark(closely=True)
+
+    def _align(self) -> None:
+        if self._group is not None:
+            self._group.align()
 
     def _leave(self) -> None:
         """The loop was left: somebody else does what is in hand."""
@@ -323,10 +355,13 @@ class TicketLoader:
             )
         return Source(session.worker, self._epoch, map(parts_of_indices, self._indices), parts)
 
-    def _batch(self, payload: Any) -> Any:
-        if "indices" in payload:
-            return read(self.loader, payload["indices"])
-        return payload["rows"]
+    def _batch(self, payload: Any) -> tuple[Any, int]:
+        """What this device has to do of a ticket, and the ticket's examples."""
+        if self._group is not None:
+            self._group.tell("batch", payload)
+            return self._group.share(payload)
+        whole = read(self.loader, payload["indices"]) if "indices" in payload else payload["rows"]
+        return whole, max(count_rows(whole), 0)
 
     def hand_in(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before a step: the gradients go to the servers, so that the step itself finds none."""
@@ -342,7 +377,8 @@ class TicketLoader:
             )
         self._look()
         ticket, examples = self._held
-        self._held, self._adds_up = None, False
+        self._held = None
+        self._carry.drop()
         session = self.session
         session.collect()
         session.worker.push(ticket, float(examples), 0.0, examples, self._settings())
@@ -391,5 +427,6 @@ class TicketLoader:
             self._end_as(worker.retire())
         self.session.end()
         self._state.end()
+        self._align()
         if self._refusal is not None:
             raise self._refusal

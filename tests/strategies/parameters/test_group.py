@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import json, os
@@ -36,12 +38,6 @@ if first:
     assert apart(made[0].module, made[1].module) < 2e-5
     for key in ("loss", "accuracy"):
         assert all(abs(a - b) < 1e-5 for a, b in zip(logs[0][key], logs[1][key], strict=True))
-    try:
-        where.prepare(net(), torch.optim.SGD(net().parameters(), lr=0.1), None)
-    except sg.NotDistributable as error:
-        assert "2 devices" in str(error)
-    else:
-        raise AssertionError("one's own loop on two devices was not refused")
     import keras
     with where.scope():
         model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
@@ -56,15 +52,124 @@ if first:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_devices_of_a_worker_share_its_batches(workers: int, tmp_path: Path) -> None:
-    """One worker alone is as one device without waiting for anybody, too."""
-    (tmp_path / "train.py").write_text(SCRIPT)
+OWN_LOOP = """
+import json, os
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import stratagem as sg
+from tests.served_support import apart, digits, net
+
+torch.set_num_threads(1)
+workers = int(os.environ["WORKERS"])
+first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+where = sg.ParameterServerStrategy(
+    updates=sg.Synchronous() if workers > 1 else sg.Asynchronous(),
+    devices=["cpu:0", "cpu:1", "cpu:2"],
+)
+x, y, _, _ = digits()
+
+
+def normed():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def train(strategy, mode):
+    module = normed() if mode == "statistics" else net()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    torch.manual_seed(5)
+    rows = 300 if mode == "statistics" else 301  # or the last batch has a single row
+    loader = DataLoader(TensorDataset(x[:rows], y[:rows]), batch_size=50, shuffle=True)
+    if strategy is not None:
+        module, optimizer, loader = strategy.prepare(module, optimizer, loader)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    for epoch in range(2):
+        for number, (rows, labels) in enumerate(loader):
+            F.cross_entropy(module(rows), labels).backward()
+            if mode == "adds up" and number % 2 == 0:
+                continue
+            if mode == "clips":
+                nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if mode == "leaves" and number == 2:
+                break
+            if mode == "leave apart" and number == sg.current_replica().index:
+                break
+    here = sg.current_replica()
+    return module, [here.index, here.count, here.is_chief, strategy and strategy.is_chief]
+
+
+for mode in ("plain", "adds up", "leaves") + (("clips",) if workers == 1 else ()):
+    made = where.run(train, where, mode)
+    assert [who for _, who in made] == [[i, 3, first and i == 0, first and i == 0] for i in range(3)]
+    plain = train(None, mode)[0]
+    assert apart(plain, net()) > 1e-3
+    assert max(apart(one, plain) for one, _ in made) < 1e-6, mode
+made = [one for one, _ in where.run(train, where, "statistics")]
+assert all(torch.equal(made[0][1].running_mean, one[1].running_mean) for one in made)
+assert made[0][1].running_mean.abs().max() > 0
+if workers == 1:
+    try:
+        where.prepare(net(), torch.optim.SGD(net().parameters(), lr=0.1), None)
+    except sg.UsageError as error:
+        assert "3 devices" in str(error) and "strategy.run" in str(error)
+    else:
+        raise AssertionError("a loop outside of run was not refused")
+    try:
+        where.run(train, where, "leave apart")
+    except sg.ReplicaFailed as error:
+        assert "at different batches" in str(error), error
+    else:
+        raise AssertionError("devices that go different ways were not told")
+if first:
+    print("as one device")
+"""
+
+
+LATE = """
+import json, time
+import torch
+import stratagem as sg
+from tests.served_support import apart, digits, net
+
+torch.set_num_threads(1)
+first = json.loads(__import__("os").environ["TF_CONFIG"])["task"]["index"] == 0
+where = sg.ParameterServerStrategy(
+    updates=sg.Synchronous(spares=1), devices=["cpu:0", "cpu:1"] if first else "cpu:0"
+)
+
+
+class Slow(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        time.sleep(0.05 if first else 0.01)
+        return self.net(x)
+
+
+x, y, _, _ = digits()
+model = sg.Model(Slow(), where)
+model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy")
+model.fit(x[:300], y[:300], epochs=2, batch_size=20, verbose=0)
+books = where.stats()
+assert books.received == books.applied + books.dropped + books.buffered
+if first:
+    assert books.dropped, books
+    print("as one device")
+"""
+
+
+def launch(script: str, workers: int, folder: Path) -> None:
+    (folder / "train.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "-m", "stratagem", "run", "--workers", str(workers), "--ps", "1",
-         str(tmp_path / "train.py")],
+         str(folder / "train.py")],
         capture_output=True, text=True, timeout=80, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
              "KERAS_BACKEND": "torch",
@@ -72,3 +177,19 @@ def test_the_devices_of_a_worker_share_its_batches(workers: int, tmp_path: Path)
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as one device" in done.stdout
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_devices_of_a_worker_share_its_batches(workers: int, tmp_path: Path) -> None:
+    """One worker alone is as one device without waiting for anybody, too."""
+    launch(SCRIPT, workers, tmp_path)
+
+
+def test_a_group_that_comes_too_late(tmp_path: Path) -> None:
+    """Its devices wait for each other in the middle of a step: it ends, and then is dropped."""
+    launch(LATE, 2, tmp_path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_devices_of_a_worker_share_the_batches_of_a_loop(workers: int, tmp_path: Path) -> None:
+    launch(OWN_LOOP, workers, tmp_path)
