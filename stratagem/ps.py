@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 
+from stratagem.cluster import blame
 from stratagem.cluster.environment import detect
 from stratagem.cluster.spec import ClusterSpec, Place, Task
 from stratagem.errors import StratagemError, UsageError
@@ -42,6 +43,7 @@ def main(words: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads or 1)
         serve(place)
     except StratagemError as error:
+        blame.because(error)
         print(f"stratagem.ps: {error}", file=sys.stderr)
         return 1
     return 0

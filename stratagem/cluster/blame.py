@@ -17,6 +17,8 @@ from stratagem.errors import ReplicaError
 #: names a file of the task's own, into which it writes whom it ended because of
 VARIABLE = "STRATAGEM_BLAME"
 
+_reason: BaseException | None = None
+
 
 def at_exit(environ: Mapping[str, str]) -> None:
     """Leave word when this process ends, if a launcher has asked for it."""
@@ -25,8 +27,14 @@ def at_exit(environ: Mapping[str, str]) -> None:
         atexit.register(_leave_word, path, os.getpid())
 
 
+def because(error: BaseException) -> None:
+    """This process ends because of that, though nobody will see it uncaught."""
+    global _reason
+    _reason = error
+
+
 def _leave_word(path: str, owner: int) -> None:
-    who = whom(getattr(sys, "last_value", None))
+    who = whom(_reason or getattr(sys, "last_value", None))
     if who and os.getpid() == owner:
         Path(path).write_text(who)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from stratagem.cluster import blame
 from stratagem.cluster.environment import detect
 from stratagem.cluster.handshake import job_secret
 from stratagem.cluster.spec import Place
@@ -64,7 +65,8 @@ class ParameterServerStrategy(ServedStrategy):
             if place.task.type == "ps":
                 try:
                     serve(place, patience)
-                except ReplicaError:
+                except ReplicaError as error:
+                    blame.because(error)
                     sys.exit(1)  # it has been said why
                 sys.exit(0)
             if place.task.type == "evaluator":

@@ -206,6 +206,22 @@ def test_the_first_is_not_whoever_ends_first(
     assert "SIGTERM" not in err and not folders(launcher.started[0])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("server", ["ps runs the script", "ps by itself"])
+def test_a_server_that_ends_first_is_not_to_blame(launcher: Launcher, server: str) -> None:
+    script = TELLS_AND_LINGERS.format(how="raise ValueError('mine')")
+    script = script.replace("sg.MultiWorkerMirroredStrategy()", "sg.ParameterServerStrategy()")
+    if server == "ps by itself":
+        served = "import stratagem.ps\nif task['type'] == 'ps': sys.exit(stratagem.ps.main([]))\n"
+        script = served + script
+    script = script.replace("if index == 1:", "if index == 1 and task['type'] == 'worker':")
+    child = launcher(script, "--workers", "2", "--ps", "1", OMP_NUM_THREADS="1")
+    _, err = child.communicate(timeout=100)
+    assert "worker 1 failed first: exit code 1 " in err, err
+    assert err.rstrip().endswith("mine") and child.returncode == 1
+
+
 def folders(child: subprocess.Popen[str]) -> list[Path]:
     """What a launcher has left where temporary files are."""
     return list(Path(tempfile.gettempdir()).glob(f"stratagem-{child.pid}-*"))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.errors import ReplicaError, StratagemError
+from stratagem.errors import ReplicaError, ReplicaFailed, StratagemError
 from stratagem.rules.stats import Stats
 from stratagem.strategies.agreement import Patience
 from stratagem.strategies.parameters.pulse import KNOWS_BETTER, PulseThread
@@ -167,7 +167,8 @@ class Lines:
 
     def _cut_off(self, trouble: ReplicaError) -> None:
         """The job cannot go on: say so, and wake whoever waits for a server."""
-        log.warning("%s", headline(trouble))
+        if not (isinstance(trouble, ReplicaFailed) and trouble.who == self._name):  # it knows
+            log.warning("%s", headline(trouble))
         self.hang_up()
 
     def _check(self) -> None:

@@ -105,7 +105,8 @@ def train(strategy, mode):
 
 for mode in ("plain", "adds up", "leaves") + (("clips",) if workers == 1 else ()):
     made = where.run(train, where, mode)
-    assert [who for _, who in made] == [[i, 3, first and i == 0, first and i == 0] for i in range(3)]
+    chief = [first and i == 0 for i in range(3)]
+    assert [who for _, who in made] == [[i, 3, chief[i], chief[i]] for i in range(3)]
     plain = train(None, mode)[0]
     assert apart(plain, net()) > 1e-3
     assert max(apart(one, plain) for one, _ in made) < 1e-6, mode
