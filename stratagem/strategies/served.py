@@ -88,15 +88,6 @@ class ServedStrategy(Strategy):
         alone = isinstance(self.team, Crew) and self.team.cluster is None
         return len(self.devices) if alone else 1
 
-    def check_one_device(self, what: str) -> None:
-        """Refuse a worker of a cluster that has several devices, which only sg.Model uses."""
-        if self._devices_here() > 1:
-            raise NotDistributable(
-                f"this worker has {self._devices_here()} devices, and {what} uses one; give it "
-                'one, ParameterServerStrategy(devices="cuda:0"), and start a worker for each; or '
-                "use sg.Model, whose fit shares every batch among them."
-            )
-
     def stats(self) -> Stats:
         """The books so far: gradients received, applied, dropped, buffered; ages; waiting."""
         if not isinstance(self.team, Crew):

@@ -126,8 +126,9 @@ def _retouch(
     factor = 1.0
     if mask is not None and reduction in ("mean", "sum_over_batch_size"):
         if isinstance(replica, Part):
-            refuse_mask_in_weights()
-            return
+            if not replica.whole:
+                refuse_mask_in_weights()
+            replica = replica.replica
         own = torch.tensor([mask.numel(), float(mask.sum())], dtype=torch.float64)
         if not replica.share.examples:
             own.zero_()
@@ -145,11 +146,11 @@ def _factor(
     share = replica.share
     plain = not values.shape or reduction in (None, "none", "sum")
     own = None if plain else _divisor(str(reduction), values, mask, sample_weight)
+    grows = values.shape and reduction == "sum" and share.examples
     if isinstance(replica, Part):
         factor = replica.divided(own)
-        return share.total / share.examples if values.shape and reduction == "sum" else factor
+        return share.total / share.examples if grows else factor
     if plain:
-        grows = values.shape and reduction == "sum" and share.examples
         return share.total / share.examples if grows else 1.0
     if own is None:
         return 1.0

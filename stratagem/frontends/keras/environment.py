@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stratagem.strategies.replica import Replica
+from stratagem.wire.tree import gather_tree
 
 _SETTINGS = ("floatx", "epsilon", "image_data_format", "dtype_policy")
 
@@ -47,6 +49,33 @@ def buffers(model: Any) -> list[Tensor]:
 def kept(model: Any) -> list[Tensor]:
     """What layers keep in mind and nobody trains: moving statistics and the like."""
     return [*(v.value for v in model.non_trainable_weights), *buffers(model)]
+
+
+@torch.no_grad()
+def mean_of_kept(model: Any, replica: Replica) -> None:
+    """One defined answer for moving statistics: the mean over replicas. Collective."""
+    floats = [tensor for tensor in kept(model) if tensor.is_floating_point()]
+    if floats:
+        everybody = gather_tree(replica.collective, [t.detach() for t in floats])
+        for i, tensor in enumerate(floats):
+            tensor.copy_(sum(part[i].double() for part in everybody) / replica.count)
+
+
+@contextmanager
+def unheard(model: Any) -> Iterator[None]:
+    """A borrowed row keeps a replica in step; it must leave no trace."""
+    before = {id(v): v.value.detach().clone() for v in _unsteady(model)}
+    yield
+    with torch.no_grad():
+        for variable in _unsteady(model):
+            if id(variable) in before:
+                variable.value.copy_(before[id(variable)])
+            else:
+                variable.value.zero_()
+
+
+def _unsteady(model: Any) -> list[Any]:
+    return [*model.metrics_variables, *model.non_trainable_weights]
 
 
 def own_dice(model: Any, seed: int, index: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -171,23 +171,8 @@ class Player:
         with made_exact(self.replica), whole_activity(self.model, self.replica), listening:
             if end > start:
                 return self._own(step)(self._here(rows(data, start, end)))
-            with self._unheard():
+            with environment.unheard(self.model):
                 return self._own(step)(self._here(rows(data, 0, 1)))
-
-    @contextmanager
-    def _unheard(self) -> Iterator[None]:
-        """A borrowed row keeps this replica in step; it must leave no trace."""
-        before = {id(v): v.value.detach().clone() for v in self._unsteady()}
-        yield
-        with torch.no_grad():
-            for variable in self._unsteady():
-                if id(variable) in before:
-                    variable.value.copy_(before[id(variable)])
-                else:
-                    variable.value.zero_()
-
-    def _unsteady(self) -> list[Any]:
-        return [*self.model.metrics_variables, *self.model.non_trainable_weights]
 
     def _own(self, name: str) -> Callable[..., Any]:
         """The model's own method, beneath what the conductor laid over it."""
@@ -240,15 +225,8 @@ class Player:
 
     def settle(self) -> None:
         """One defined answer for moving statistics: the mean over replicas."""
-        state = environment.kept(self.model)
-        floats = [tensor for tensor in state if tensor.is_floating_point()]
-        if not floats or not self._trained:
-            return
-        everybody = gather_tree(self.replica.collective, [t.detach() for t in floats])
-        with torch.no_grad():
-            for i, tensor in enumerate(floats):
-                total = sum(part[i].double() for part in everybody)
-                tensor.copy_(total / self.replica.count)
+        if self._trained:
+            environment.mean_of_kept(self.model, self.replica)
 
     def logs(self, mine: dict[str, Any]) -> dict[str, Any]:
         """What a step of the user's own returned, weighted by the examples behind it."""

@@ -27,7 +27,8 @@ from stratagem.frontends.keras import environment, parcel
 from stratagem.frontends.keras.attributes import Attributes
 from stratagem.frontends.keras.batches import as_tensor, rows_of
 from stratagem.frontends.keras.bookkeeper import with_bookkeeper
-from stratagem.frontends.keras.hand import Hand, attend
+from stratagem.frontends.keras.group import assist, end
+from stratagem.frontends.keras.hand import Hand, attend, begin_group
 from stratagem.frontends.keras.needs import Needs
 from stratagem.frontends.keras.overlay import TRAINS, Overlay, busy
 from stratagem.frontends.keras.results import portable
@@ -36,11 +37,11 @@ from stratagem.frontends.keras.session import KerasSession, dismiss, refuse
 from stratagem.frontends.keras.step_logs import nested
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous
+from stratagem.strategies.parameters.apart import in_group
 from stratagem.strategies.parameters.crew import current_worker
 from stratagem.strategies.parameters.source import AHEAD, parts_of_rows
 from stratagem.strategies.parameters.worker import EpochOver, FitOver
-from stratagem.strategies.replica import current_replica
-from stratagem.strategies.served import ServedStrategy
+from stratagem.strategies.replica import Replica, current_replica
 
 log = logging.getLogger("stratagem")
 
@@ -77,8 +78,6 @@ class ServedConductor(Overlay):
 
     def _refuse(self) -> None:
         super()._refuse()
-        assert isinstance(self.strategy, ServedStrategy)
-        self.strategy.check_one_device("Keras")
         refuse_on_parameters(self.strategy, self.model)
         if len(parcel.optimizers(self.model)) > 1:
             raise NotDistributable(
@@ -207,7 +206,9 @@ class ServedConductor(Overlay):
         self.session = session = KerasSession(
             self._worker, model, settings, self._replica.device, told
         )
-        self.hand = Hand(model, session, self._replica)
+        self.hand = Hand(
+            model, session, self._replica, begin_group(model, self._replica, session)
+        )
         self._optimizer, self._trainable = optimizer, [v.trainable for v in model.weights]
         #: what the optimizer keeps, but for the rate, which is a setting
         self._slots = [v.value for v in optimizer.variables if v is not optimizer._learning_rate]
@@ -431,7 +432,21 @@ class ServedConductor(Overlay):
 
 def _perform(mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, seat: Seat) -> Any:
     """On every worker: lead, or work until the one that leads ends it."""
-    replica, worker = current_replica(), current_worker()
+    replica = current_replica()
+    grouped = in_group(replica)
+    if grouped and not replica.leads:
+        assist(seat, replica)
+        return None
+    result = _work(mine, seat, replica)
+    if grouped:
+        end(replica)
+    return result
+
+
+def _work(
+    mine: tuple[Callable[[], Any], ServedConductor, Needs] | None, seat: Seat, replica: Replica
+) -> Any:
+    worker = current_worker()
     if mine is not None and worker.is_chief:
         call, leader, needs = mine
         return leader.lead(call, needs)

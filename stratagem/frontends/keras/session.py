@@ -67,19 +67,9 @@ class KerasSession(Session):
         model, told = self.model, self.told
         if "dismissed" in told:
             raise Dismissed(told["dismissed"])
-        if not model.built:
-            with torch.no_grad():
-                model(keras.utils.unpack_x_y_sample_weight(told["example"])[0])
-            model._track_variables()  # a build of the user's own may come too late
-        for variable, wanted in zip(model.weights, told["trainable"], strict=True):
-            if variable.trainable != wanted:
-                variable.trainable = wanted
-        attributes.follow(model, told["attributes"])
+        become_like(model, told)
         self._find()
         super()._arrive(beside)
-        type(model).reset_metrics(model)  # the copy came with what the chief had counted
-        for metric in user_metrics(model):
-            metric.reset_state()
         environment.own_dice(model, told["seed"], self.worker.index)
 
     def last_words(self, result: Any) -> dict[str, Any]:
@@ -111,9 +101,30 @@ class KerasSession(Session):
 
         return ready
 
+    def added_up(self) -> None:
+        """Several devices have added up their gradients: what they have now is backward's."""
+        self.worker.memory.take_all()
+        grads = [param.grad for param in self.params]
+        self.made = [None if grad is None else (id(grad), grad._version) for grad in grads]
+
     def forget_gradients(self) -> None:
         super().forget_gradients()
         self.made = [None] * len(self.params)
+
+
+def become_like(model: Any, told: dict[str, Any]) -> None:
+    """Have a model be as the chief's, but for its values."""
+    if not model.built:
+        with torch.no_grad():
+            model(keras.utils.unpack_x_y_sample_weight(told["example"])[0])
+        model._track_variables()  # a build of the user's own may come too late
+    for variable, wanted in zip(model.weights, told["trainable"], strict=True):
+        if variable.trainable != wanted:
+            variable.trainable = wanted
+    attributes.follow(model, told["attributes"])
+    type(model).reset_metrics(model)  # the copy came with what the chief had counted
+    for metric in user_metrics(model):
+        metric.reset_state()
 
 
 def refuse(model: Any) -> None:

@@ -1,0 +1,130 @@
+"""Several devices of one worker of parameter servers share a Keras model's batches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import contextlib, json, os
+import keras
+import numpy as np
+import torch
+import stratagem as sg
+from tests.served_support import digits
+
+torch.set_num_threads(1)
+workers = int(os.environ["WORKERS"])
+first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+where = sg.ParameterServerStrategy(
+    updates=sg.Synchronous() if workers > 1 else sg.Asynchronous(),
+    devices=["cpu:0", "cpu:1", "cpu:2"] if first else ["cpu:0", "cpu:1"],
+)
+x, y = (part.numpy()[:301] for part in digits()[:2])  # the last batch has a single row
+dice = np.random.default_rng(0)
+words = dice.integers(0, 20, (301, 7)) * (np.arange(7) < dice.integers(1, 8, (301, 1)))
+weights = dice.random(301).astype("float32")
+many = dice.random((301, 7)).astype("float32")
+
+
+class Own(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = keras.layers.Dense(16, "relu"), keras.layers.Dense(10)
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, x):
+        return self.outer(self.inner(x))
+
+    @property
+    def metrics(self):
+        return [self.seen]
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = keras.ops.mean(
+            keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+        )
+        loss.backward()
+        gradients = [v.value.grad for v in self.trainable_weights]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, self.trainable_weights)
+        self.seen.update_state(loss)
+        return {"seen": self.seen.result(), "pixels": x.mean()}
+
+
+class Halve(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * 0.5
+        kernel = self.model.layers[0].kernel
+        kernel.assign(kernel * 0.9)
+
+
+def made(kind):
+    keras.utils.set_random_seed(3)
+    if kind == "own":
+        return Own()
+    if kind.startswith("mask"):
+        layers = [keras.layers.Embedding(20, 8, mask_zero=True), keras.layers.Dense(20)]
+        return keras.Sequential([keras.Input((7,)), *layers])
+    layers = [keras.layers.Dense(32, "relu", activity_regularizer="l2"), keras.layers.Dense(10)]
+    return keras.Sequential([keras.Input((64,)), *layers])
+
+
+def train(kind, strategy):
+    reduction = "sum" if kind == "sum" else "sum_over_batch_size"
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = made(kind)
+        model.compile(
+            keras.optimizers.Adam(0.01), None if kind == "own" else loss,
+            metrics=None if kind == "own" else ["accuracy"],
+            weighted_metrics=["accuracy"] if kind == "weights" else None,
+        )
+    keras.utils.set_random_seed(5)
+    options = {"epochs": 2, "batch_size": 50, "verbose": 0}
+    if "weights" in kind:
+        options["sample_weight"] = weights if kind == "weights" else many
+    if kind == "callback":
+        options["callbacks"] = [Halve()]
+    data = (words, words) if kind.startswith("mask") else (x, y)
+    history = model.fit(*data, **options).history
+    if kind == "callback":  # once more, with the state that the servers had
+        history = model.fit(*data, **options).history
+    return model, history
+
+
+kinds = ["sum", "weights", "mask", "own", "callback"] + (["mask, weights"] if workers == 1 else [])
+for kind in kinds:
+    (model, history), (plain, expected) = train(kind, where), train(kind, None)
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        assert np.abs(ours - theirs).max() < 2e-5, (kind, np.abs(ours - theirs).max())
+    if first:
+        for key, values in expected.items():
+            assert np.allclose(history[key], values, rtol=1e-4), (kind, key, history[key], values)
+        assert set(where.stats().by_worker) == set(range(workers))
+if first:
+    print("as one device")
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_devices_of_a_worker_share_its_batches(workers: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "stratagem", "run", "--workers", str(workers), "--ps", "1",
+         str(tmp_path / "train.py")],
+        capture_output=True, text=True, timeout=140, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+             "KERAS_BACKEND": "torch", "WORKERS": str(workers)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "as one device" in done.stdout
