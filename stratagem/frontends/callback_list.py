@@ -9,11 +9,18 @@ from stratagem.errors import UsageError
 from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress
 from stratagem.frontends.changes import Changes
 
-#: Keras' others
-_NEVER = (
-    "on_test_batch_begin", "on_test_batch_end", "on_predict_begin", "on_predict_end",
-    "on_predict_batch_begin", "on_predict_batch_end",
-)  # fmt: skip
+#: Lightning's names, and those for the same here
+_NEVER = {
+    "on_fit_start": "on_train_begin", "on_fit_end": "on_train_end",
+    "on_train_start": "on_train_begin", "on_train_epoch_start": "on_epoch_begin",
+    "on_train_epoch_end": "on_epoch_end", "on_train_batch_start": "on_train_batch_begin",
+    "on_validation_start": "on_test_begin", "on_validation_end": "on_test_end",
+    "on_validation_epoch_start": "on_test_begin", "on_validation_epoch_end": "on_test_end",
+    "on_validation_batch_start": "on_test_batch_begin",
+    "on_validation_batch_end": "on_test_batch_end",
+    "on_test_start": "on_test_begin", "on_test_batch_start": "on_test_batch_begin",
+    "on_predict_start": "on_predict_begin", "on_predict_batch_start": "on_predict_batch_begin",
+}  # fmt: skip
 
 
 def overrides(callback: Callback, name: str) -> bool:
@@ -24,12 +31,12 @@ def overrides(callback: Callback, name: str) -> bool:
 
 
 def _refuse_unknown(callback: Callback) -> None:
-    """A method of Keras' that is never called here would be missed in silence."""
-    for name in _NEVER:
+    """A method by another library's name would be missed in silence."""
+    for name, ours in _NEVER.items():
         if hasattr(callback, name):
             raise UsageError(
-                f"{type(callback).__name__}.{name} would never be called; there are "
-                f"{Callback.names()}."
+                f"{type(callback).__name__}.{name} would never be called; here it is {ours}. There "
+                f"are {Callback.names()}."
             )
 
 
@@ -49,8 +56,15 @@ class CallbackList:
             callback.set_params(params)
         self._begin = self._who("on_train_batch_begin", "on_batch_begin")
         self._end = self._who("on_train_batch_end", "on_batch_end")
+        self._test_begin = self._who("on_test_batch_begin")
+        self._test_end = self._who("on_test_batch_end")
+        self._predict_begin = self._who("on_predict_batch_begin")
+        self._predict_end = self._who("on_predict_batch_end")
+        #: whether anybody does something between two batches of a validation, or of `predict`
+        self.between_tests = bool(self._test_begin + self._test_end)
+        self.between_predictions = bool(self._predict_begin + self._predict_end)
         #: whether anybody does something around a validation
-        self.around_tests = bool(self._who("on_test_begin", "on_test_end"))
+        self.around_tests = self.between_tests or bool(self._who("on_test_begin", "on_test_end"))
         #: whether anybody may change something between two steps
         self.between_steps = any(not isinstance(c, Progress) for c in self._begin + self._end)
         own = any(
@@ -108,6 +122,33 @@ class CallbackList:
         self.changes.settle()
         for callback in self.callbacks:
             callback.on_test_end(logs)
+
+    def test_batch_begin(self, batch: int) -> None:
+        for callback in self._test_begin:
+            callback.on_test_batch_begin(batch)
+
+    def test_batch_end(self, batch: int, tally: Any) -> None:
+        self.changes.settle()
+        logs = RunningLogs(tally)
+        for callback in self._test_end:
+            callback.on_test_batch_end(batch, logs)
+
+    def predict_begin(self) -> None:
+        for callback in self.callbacks:
+            callback.on_predict_begin()
+
+    def predict_end(self) -> None:
+        for callback in self.callbacks:
+            callback.on_predict_end()
+
+    def predict_batch_begin(self, batch: int) -> None:
+        for callback in self._predict_begin:
+            callback.on_predict_batch_begin(batch)
+
+    def predict_batch_end(self, batch: int, outputs: Any) -> None:
+        self.changes.settle()
+        for callback in self._predict_end:
+            callback.on_predict_batch_end(batch, {"outputs": outputs})
 
     def batch_begin(self, batch: int) -> None:
         for callback in self._begin:

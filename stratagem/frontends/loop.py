@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -29,6 +29,9 @@ from stratagem.strategies.replica import Replica, current_replica
 from stratagem.strategies.settings import Settings
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
+#: follows what callbacks changed on the chief
+Listen = Callable[[], Any]
+
 
 @dataclass
 class Fit:
@@ -47,8 +50,9 @@ class Fit:
     callbacks: CallbackList = field(default_factory=CallbackList.none)
     #: whether callbacks act between steps, so that replicas must listen there too
     between_steps: bool = False
-    #: the same around a validation
+    #: the same around a validation, and between its batches
     around_tests: bool = False
+    between_tests: bool = False
     #: whether callbacks read the optimizer's state at the end of an epoch, which servers then send
     wants_state: bool = False
     #: whether this is the call of a script, not what another process was sent of it
@@ -63,6 +67,13 @@ class Fit:
             self, callbacks=CallbackList.none(), feed=self.feed.without_source(),
             validation=validation and validation.without_source(),
             names=traits.names(self.module, self.recipe.loss), by_itself=False,
+        )  # fmt: skip
+
+    def test(self, feed: Feed) -> Evaluation:
+        """A validation on the way, with weights that are alike already."""
+        return Evaluation(
+            self.module, self.recipe, feed, tried=True, callbacks=self.callbacks,
+            between=self.between_tests,
         )  # fmt: skip
 
 
@@ -123,8 +134,9 @@ class Course:
         changes = job.callbacks.changes
         changes.alone, changes.feed = replica.count == 1, job.feed
         # other workers may have been given other callbacks, or none
-        listening = broadcast_tree(replica.collective, [job.between_steps, job.around_tests])
-        job.between_steps, job.around_tests = map(bool, listening)
+        mine = [job.between_steps, job.around_tests, job.between_tests]
+        listening = broadcast_tree(replica.collective, mine)
+        job.between_steps, job.around_tests, job.between_tests = map(bool, listening)
         job.callbacks.train_begin()
         self._listen()
         for epoch in job.epochs:
@@ -165,9 +177,7 @@ class Course:
         if job.around_tests:
             job.callbacks.test_begin()
             self._listen()
-        results = evaluate_here(
-            Evaluation(job.module, job.recipe, feed, tried=True), self.replica
-        )
+        results = evaluate_here(job.test(feed), self.replica, self._listen)
         if job.around_tests:
             job.callbacks.test_end(results)
             self._listen()
@@ -192,27 +202,39 @@ class Course:
             changed = changes.weights_changed()
             if changed:
                 step.take_back()
-            state = [*job.module.parameters(), *job.module.buffers()]
             mine = {
                 "stop": job.callbacks.stop,
                 "groups": [_settings(group) for group in job.optimizer.param_groups],
-                "weights": [t.detach() for t in state] if changed and replica.count > 1 else None,
-                "traits": changes.new_traits(),
+                **_news(job, replica, changed),
             }
         told = broadcast_tree(replica.collective, mine)
         for group, settings in zip(job.optimizer.param_groups, told["groups"], strict=True):
             group.update(settings)
         step.follow_settings()
-        if told["weights"] is not None and not replica.is_chief:
-            with torch.no_grad():
-                state = [*job.module.parameters(), *job.module.buffers()]
-                for tensor, value in zip(state, told["weights"], strict=True):
-                    tensor.copy_(value)
-        if told["traits"] and not replica.is_chief:
-            traits.adopt(job.module, job.recipe.loss, told["traits"], job.feed.dataset)
-        if told["weights"] is not None or told["traits"]:
-            changes.settle()
+        _heed(job, replica, told)
         return bool(told["stop"])
+
+
+def _news(job: Fit | Evaluation, replica: Replica, changed: bool) -> dict[str, Any]:
+    """On the chief: what its callbacks have made of the model."""
+    state = [*job.module.parameters(), *job.module.buffers()]
+    return {
+        "weights": [t.detach() for t in state] if changed and replica.count > 1 else None,
+        "traits": job.callbacks.changes.new_traits(),
+    }
+
+
+def _heed(job: Fit | Evaluation, replica: Replica, told: dict[str, Any]) -> None:
+    """Have the model as the chief's callbacks have made it."""
+    if told["weights"] is not None and not replica.is_chief:
+        with torch.no_grad():
+            state = [*job.module.parameters(), *job.module.buffers()]
+            for tensor, value in zip(state, told["weights"], strict=True):
+                tensor.copy_(value)
+    if told["traits"] and not replica.is_chief:
+        traits.adopt(job.module, job.recipe.loss, told["traits"], job.feed.dataset)
+    if told["weights"] is not None or told["traits"]:
+        job.callbacks.changes.settle()
 
 
 def _frozen(module: nn.Module) -> list[bool]:
@@ -260,12 +282,17 @@ class Evaluation:
     tried: bool = False
     #: on the chief only
     meter: Meter | None = None
+    callbacks: CallbackList = field(default_factory=CallbackList.none)
+    #: whether callbacks act between batches, so that replicas must listen there
+    between: bool = False
     #: as in `Fit`
     names: list[Any] = field(default_factory=list)
 
     def for_followers(self) -> Evaluation:
-        names = traits.names(self.module, self.recipe.loss)
-        return replace(self, feed=self.feed.without_source(), meter=None, names=names)
+        return replace(
+            self, feed=self.feed.without_source(), meter=None, callbacks=CallbackList.none(),
+            names=traits.names(self.module, self.recipe.loss),
+        )  # fmt: skip
 
     def portions(self, replica: Replica) -> Iterator[Portion]:
         examples = 0
@@ -284,21 +311,48 @@ def evaluate(job: Evaluation) -> dict[str, float]:
     traits.adopt(job.module, job.recipe.loss, job.names)
     _align(job.module, replica)
     with _own_streams(replica, renew=True):
-        return evaluate_here(job, replica)
+        return evaluate_here(job, replica, _listener(job, replica))
+
+
+def _listener(job: Evaluation, replica: Replica) -> Listen:
+    """What follows, on every replica, what callbacks changed between two batches. Collective."""
+    # other workers may have been given other callbacks, or none
+    job.between = bool(broadcast_tree(replica.collective, job.between))
+    changes = job.callbacks.changes
+    changes.alone, changes.feed = replica.count == 1, job.feed
+
+    def listen() -> None:
+        mine = None
+        if replica.is_chief:
+            changes.check_data()
+            mine = _news(job, replica, changes.weights_changed())
+        _heed(job, replica, broadcast_tree(replica.collective, mine))
+
+    return listen
 
 
 @torch.no_grad()
-def evaluate_here(job: Evaluation, replica: Replica) -> dict[str, float]:
+def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str, float]:
     """The same, with weights that are alike already."""
     metrics = job.recipe.metrics
     job.module.eval()
     metrics.reset()
     runner = Solo(job.module, None, job.recipe, replica)
     proof = None if job.tried else Proof(job.recipe.loss, replica)
-    sums = [
-        [*_losses(runner, portion, proof), float(portion.total)]
-        for portion in job.portions(replica)
-    ]
+    if job.between:
+        job.callbacks.changes.settle()
+    sums, tally = [], Tally()
+    for number, portion in enumerate(job.portions(replica)):
+        if job.between:
+            job.callbacks.test_batch_begin(number)
+            listen()
+        sums.append([*_losses(runner, portion, proof), float(portion.total)])
+        if job.between:
+            loss = _mean_loss(sums[-1:], replica)
+            tally.add(torch.tensor(loss, dtype=torch.float64), portion.total)
+            job.callbacks.test_batch_end(number, tally)
+    if job.between:
+        listen()  # what the last batch's callbacks changed
     if not sums:
         raise UsageError(
             "the data to evaluate (or validation_data) has no batch: it is empty, or a generator "
@@ -345,30 +399,48 @@ def predict(job: Evaluation) -> Any:
     traits.adopt(job.module, job.recipe.loss, job.names)
     _align(job.module, replica)
     job.module.eval()
-    runner = Solo(job.module, None, job.recipe, replica)
+    listen = _listener(job, replica)
     with _own_streams(replica, renew=True):
-        mine = _own_outputs(job, runner, replica)
+        mine = _own_outputs(job, replica, listen)
     everybody = gather_tree(replica.collective, mine)
-    ordered = [part for batch in zip(*everybody, strict=True) for part in batch if part is not None]
-    parts = [output for output, _ in ordered]
-    if replica.count > 1 and parts:
-        outputs.check_rows(parts, [examples for _, examples in ordered])
-    return outputs.joined(parts)
+    return _in_one([part for batch in zip(*everybody, strict=True) for part in batch], replica)
 
 
-def _own_outputs(job: Evaluation, runner: Solo, replica: Replica) -> list[Any]:
+def _in_one(parts: list[Any], replica: Replica) -> Any:
+    """Outputs of shares, in order, as that of the whole."""
+    ordered = [part for part in parts if part is not None]
+    found = [output for output, _ in ordered]
+    if replica.count > 1 and found:
+        outputs.check_rows(found, [examples for _, examples in ordered])
+    return outputs.joined(found)
+
+
+def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]:
     """Outputs for this replica's shares, and how many rows they are of; None for empty ones."""
+    runner = Solo(job.module, None, job.recipe, replica)
+    if job.between:
+        job.callbacks.changes.settle()
     mine: list[Any] = []
-    for portion in job.portions(replica):
-        if portion.examples == 0:
-            mine.append(None)
-            continue
-        with runner.autocast():
-            output = outputs.on_cpu(runner.forward(portion)[0])
-        if not mine and replica.count > 1:  # before the others are computed
-            outputs.check_rows([output], [portion.examples])
-        mine.append([output, portion.examples])
+    for number, portion in enumerate(job.portions(replica)):
+        if job.between:
+            job.callbacks.predict_batch_begin(number)
+            listen()
+        mine.append(_own_output(runner, portion))
+        if number == 0 and mine[0] is not None and replica.count > 1:  # before the others are made
+            outputs.check_rows([mine[0][0]], [portion.examples])
+        if job.between:
+            everybody = gather_tree(replica.collective, mine[-1])
+            job.callbacks.predict_batch_end(number, _in_one(everybody, replica))
+    if job.between:
+        listen()
     return mine
+
+
+def _own_output(runner: Solo, portion: Portion) -> Any:
+    if portion.examples == 0:
+        return None
+    with runner.autocast():
+        return [outputs.on_cpu(runner.forward(portion)[0]), portion.examples]
 
 
 def _align(module: nn.Module, replica: Replica) -> None:

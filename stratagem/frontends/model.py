@@ -6,7 +6,8 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ _PRECISION = {
 
 log = logging.getLogger("stratagem")
 
-#: `model` is that which is trained in this thread: only callbacks can ask meanwhile
+#: `model` is that which is at work in this thread: only callbacks can ask meanwhile
 _training = threading.local()
 
 
@@ -174,11 +175,10 @@ class Model:
         history = self._invite(job, callbacks, bar, {"epochs": epochs, "steps": steps})
         self._check(job)
         self._fits += 1
-        around, _training.model = getattr(_training, "model", None), self
         try:
-            self._everywhere(served.fit if self.strategy.served else loop.fit, job)
+            with _busy(self):
+                self._everywhere(served.fit if self.strategy.served else loop.fit, job)
         finally:
-            _training.model = around
             if bar is not None:
                 bar.close()
         return history
@@ -191,6 +191,7 @@ class Model:
         self.stop_training, self.history = False, (history := History())
         given = CallbackList(callbacks, self, params)
         job.between_steps, job.around_tests = given.between_steps, given.around_tests
+        job.between_tests = given.between_tests
         job.wants_state = given.reads_optimizer_state
         all_of_them = [history, *callbacks, *([bar] if bar else [])]
         invited = all_of_them if self.strategy.is_chief else [history]
@@ -229,36 +230,60 @@ class Model:
 
     def evaluate(
         self, x: Any, y: Any = None, *, batch_size: int | None = None, sample_weight: Any = None,
-        steps: int | None = None, verbose: Verbosity = "auto",
+        steps: int | None = None, callbacks: Sequence[Callback] = (), verbose: Verbosity = "auto",
     ) -> dict[str, float]:  # fmt: skip
         """Loss and metrics over every example, once.
 
         Args:
+            steps: end after so many batches.
+            callbacks: their `on_test_...` methods are called.
             verbose: 1 for a progress bar, or a line where none can move; 2 for the line, 0 for
                 silence; "auto" for the bar alone.
         """
         recipe = self._compiled("evaluate")
         source = feed(x, y, sample_weight, batch_size=batch_size, shuffle=False, seed=0)
+        given = self._guests(callbacks, _fewer(source.steps, steps))
+        with _busy(self):
+            given.test_begin()
         meter = self._meter("evaluate", _fewer(source.steps, steps), verbose)
-        job = loop.Evaluation(self.module, recipe, source, steps, meter=meter)
+        job = loop.Evaluation(
+            self.module, recipe, source, steps, meter=meter, callbacks=given,
+            between=given.between_tests,
+        )  # fmt: skip
         results: dict[str, float] = self._watched(loop.evaluate, job)
         if meter is not None:
             meter.finish(results)
+        with _busy(self):
+            given.test_end(results)
         return results
 
     def predict(
         self, x: Any, *, batch_size: int | None = None, steps: int | None = None,
-        verbose: Verbosity = "auto",
+        callbacks: Sequence[Callback] = (), verbose: Verbosity = "auto",
     ) -> Any:  # fmt: skip
-        """Outputs for every example, in order, on the CPU; `verbose` as in `evaluate`."""
+        """Outputs for every example, in order, on the CPU; `steps` and `verbose` as in `evaluate`,
+        and of `callbacks` their `on_predict_...` methods."""
         recipe = self._recipe or Recipe(losses.resolve("mse"), MetricSet(None))
         source = feed(x, batch_size=batch_size, shuffle=False, seed=0)
+        given = self._guests(callbacks, _fewer(source.steps, steps))
+        with _busy(self):
+            given.predict_begin()
         meter = self._meter("predict", _fewer(source.steps, steps), verbose)
-        job = loop.Evaluation(self.module, recipe, source, steps, meter=meter)
+        job = loop.Evaluation(
+            self.module, recipe, source, steps, meter=meter, callbacks=given,
+            between=given.between_predictions,
+        )  # fmt: skip
         outputs = self._watched(loop.predict, job)
         if meter is not None:
             meter.finish({})
+        with _busy(self):
+            given.predict_end()
         return outputs
+
+    def _guests(self, callbacks: Sequence[Callback], steps: int | None) -> CallbackList:
+        """The chief's callbacks of `evaluate` or `predict`; others have none."""
+        given = CallbackList(callbacks, self, {"steps": steps})
+        return given if self.strategy.is_chief else CallbackList.none()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write weights (safetensors) and, beside them, what is needed to go on.
@@ -305,9 +330,10 @@ class Model:
                 check_statistics(self.module)
             if getattr(_training, "model", None) is not None:
                 return self._meanwhile(function, job)
-            if self.strategy.served:
-                return here(self.strategy, function, job)
-            return self._everywhere(function, job)
+            with _busy(self):
+                if self.strategy.served:
+                    return here(self.strategy, function, job)
+                return self._everywhere(function, job)
         except BaseException:
             if job.meter is not None:
                 job.meter.close()
@@ -351,6 +377,16 @@ class Model:
             return feed(*unpack(data), batch_size=batch_size, shuffle=False, seed=0)
         size = None if batches else batch_size
         return feed(data, batch_size=size, shuffle=False, seed=0)
+
+
+@contextmanager
+def _busy(model: Model) -> Iterator[None]:
+    """While callbacks may run here: what they call, they call alone."""
+    around, _training.model = getattr(_training, "model", None), model
+    try:
+        yield
+    finally:
+        _training.model = around
 
 
 def _draw_seed() -> int:

@@ -18,7 +18,7 @@ from stratagem.frontends import alike, books, traits
 from stratagem.frontends.deals import Dealer, dealer
 from stratagem.frontends.feeds import LoaderFeed, Portion, check_enough
 from stratagem.frontends.group import Leader, assist
-from stratagem.frontends.loop import Evaluation, Fit, evaluate_here
+from stratagem.frontends.loop import Fit, evaluate_here
 from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Solo
 from stratagem.strategies.at_home import AtHome
@@ -356,8 +356,9 @@ class Chief:
         if job.around_tests:
             job.callbacks.test_begin()
             self._follow_weights()
-        evaluation = Evaluation(job.module, job.recipe, job.validation, tried=True)
-        results = evaluate_here(evaluation, alone(self.hand.replica))
+        results = evaluate_here(
+            job.test(job.validation), alone(self.hand.replica), self._follow_weights
+        )
         if job.around_tests:
             job.callbacks.test_end(results)
             self._follow_weights()
