@@ -43,8 +43,13 @@ def look(call: str, job: Fit | Evaluation) -> Look:
     epochs = f"{job.epochs.stop} from {job.epochs.start} on"
     found |= likeness.of_optimizer(job.optimizer, settings=False)
     found |= {"number of epochs": epochs, "steps_per_epoch": str(job.steps_per_epoch)}
-    found |= _of_feed(job.feed, "the data")
+    found |= _of_feed(job.feed, "the data") | (_of_often(job) if job.validation else {})
     return found | _of_feed(job.validation, "validation_data")
+
+
+def _of_often(job: Fit) -> Look:
+    when = job.validated if isinstance(job.validated, range) else sorted(job.validated)
+    return {"validation_freq": str(when), "validation_steps": str(job.validation_steps)}
 
 
 def _of_recipe(recipe: Recipe) -> Look:

@@ -14,6 +14,22 @@ from stratagem.frontends.feeds import in_batches, is_arrays
 from stratagem.frontends.lists import is_numbers
 
 
+def prepared(
+    data: tuple[Any, Any, Any], validation: Any, split: float | None,
+    class_weight: Mapping[int, float] | None,
+) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
+    """(x, y, sample weights) to train on, and what to validate on."""
+    kept: tuple[Any, ...] = data
+    if split:
+        if validation is not None:
+            raise UsageError("give validation_data or validation_split, not both.")
+        kept, validation = hold_out(split, *data)
+    if class_weight:
+        x, y, weight = kept
+        kept = (x, y, by_class(class_weight, y, weight))
+    return kept, validation
+
+
 def hold_out(part: float, x: Any, y: Any, weight: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """(x, y, sample weights) to train on, and of the last `part` of the examples to validate."""
     if not 0 < part < 1:

@@ -139,6 +139,12 @@ class _Best:
         return True
 
 
+def _left_out(callback: Callback, monitor: str, epoch: int) -> bool:
+    """Whether it is a number of validations, and `validation_freq` has none in this epoch."""
+    validated = callback.params.get("validated")
+    return monitor.startswith("val_") and validated is not None and epoch not in validated
+
+
 def _direction(monitor: str, model: Any) -> str:
     """Whether a number that nobody has said this of is to be small or large."""
     name = monitor.removeprefix("val_").lower()
@@ -181,15 +187,16 @@ class EarlyStopping(Callback):
         self._weights: dict[str, Tensor] | None = None
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        if self.best.improved(logs or {}):
-            self.wait = 0
-            if self.restore:
-                self._weights = copy.deepcopy(self.model.module.state_dict())
-            return
-        self.wait += 1
-        if self.wait > max(self.patience - 1, 0):
-            self.stopped_epoch = epoch
-            self.model.stop_training = True
+        if not _left_out(self, self._monitor, epoch):
+            if self.best.improved(logs or {}):
+                self.wait = 0
+                if self.restore:
+                    self._weights = copy.deepcopy(self.model.module.state_dict())
+                return
+            self.wait += 1
+            if self.wait > max(self.patience - 1, 0):
+                self.stopped_epoch = epoch
+                self.model.stop_training = True
         last = epoch + 1 == self.params.get("epochs")  # training that ends by itself restores, too
         if (self.model.stop_training or last) and self._weights is not None:
             self.model.module.load_state_dict(self._weights)
@@ -200,7 +207,8 @@ class ModelCheckpoint(Callback):
 
     `path` may hold `{epoch}` and any log: "runs/{epoch:02d}-{val_loss:.3f}"; with `every_steps`,
     `{step}`: "runs/{step}". With parameter servers a step is a batch of the chief's own, and what
-    is saved is one version of all parameters, while the other workers go on.
+    is saved is one version of all parameters, while the other workers go on. An epoch without the
+    validation that is asked for (`validation_freq`) saves nothing.
     """
 
     reads_optimizer_state = True
@@ -235,8 +243,20 @@ class ModelCheckpoint(Callback):
             self.model.save(self.path.format(step=self._steps))
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        asked = self.best.monitor if self.best is not None else ""
+        if _left_out(self, "val_" if "{val_" in self.path else asked, epoch):
+            return
         if self.best is None or self.best.improved(logs or {}):
-            self.model.save(self.path.format(epoch=epoch + 1, **(logs or {})))
+            self.model.save(self._file(epoch, logs or {}))
+
+    def _file(self, epoch: int, logs: Logs) -> str:
+        try:
+            return self.path.format(epoch=epoch + 1, **logs)
+        except KeyError as error:
+            raise UsageError(
+                f"the path {self.path!r} names {error}, which is not among the logs "
+                f"({', '.join(logs)}) or epoch."
+            ) from error
 
 
 class LearningRateScheduler(Callback):
@@ -280,6 +300,8 @@ class ReduceLROnPlateau(Callback):
         self.wait = 0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if _left_out(self, self._monitor, epoch):
+            return
         if self.best.improved(logs or {}):
             self.wait = 0
             return

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -59,6 +60,9 @@ class Fit:
     by_itself: bool = True
     #: what the model's code looks up outside of it, for replicas of this machine
     names: list[Any] = field(default_factory=list)
+    #: the epochs that end with a validation, and of how many batches
+    validated: Collection[int] = range(sys.maxsize)
+    validation_steps: int | None = None
 
     def for_followers(self) -> Fit:
         """The same without what only the chief has."""
@@ -72,8 +76,8 @@ class Fit:
     def test(self, feed: Feed) -> Evaluation:
         """A validation on the way, with weights that are alike already."""
         return Evaluation(
-            self.module, self.recipe, feed, tried=True, callbacks=self.callbacks,
-            between=self.between_tests,
+            self.module, self.recipe, feed, self.validation_steps, tried=True,
+            callbacks=self.callbacks, between=self.between_tests,
         )  # fmt: skip
 
 
@@ -167,7 +171,7 @@ class Course:
         seconds = max(time.perf_counter() - started, 1e-9)
         logs["examples_per_second"] = tally.examples / seconds
         setup.average_buffers(job.module, replica)
-        if job.validation is not None:
+        if job.validation is not None and epoch in job.validated:
             logs |= self._validate(job.validation)
         job.callbacks.epoch_end(epoch, logs)
         return self._listen()

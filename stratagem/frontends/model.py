@@ -6,19 +6,19 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
-from stratagem.frontends import alike, evaluator, hooks, loop, losses, served
-from stratagem.frontends.arrays import by_class, hold_out
+from stratagem.frontends import alike, asked, evaluator, hooks, loop, losses, served
+from stratagem.frontends.arrays import prepared
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import Callback, History
 from stratagem.frontends.feeds import Feed, feed, in_batches, unpack
@@ -41,6 +41,8 @@ _CHIEF_WRITES = 10.0  # seconds that another task may find one of two files writ
 _PRECISION = {
     None: None, "float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
+
+Callbacks = Sequence[Callback] | Callback | None
 
 log = logging.getLogger("stratagem")
 
@@ -70,6 +72,7 @@ class Model:
         #: brings what is kept elsewhere up to date here, before it is saved in mid-training
         self.bring_home: Callable[[], int] | None = None
 
+    @asked.by_name
     def compile(
         self,
         optimizer: str | type[Optimizer] | Optimizer | Callable[..., Optimizer] = "adam",
@@ -111,6 +114,7 @@ class Model:
             clip_value, accumulate, _PRECISION[precision], jit_compile,
         )  # fmt: skip
 
+    @asked.by_name
     def fit(
         self,
         x: Any,
@@ -123,10 +127,13 @@ class Model:
         sample_weight: Any = None,
         class_weight: Mapping[int, float] | None = None,
         shuffle: bool = True,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callbacks = None,
         verbose: Verbosity = "auto",
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
+        validation_freq: int | Collection[int] = 1,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
     ) -> History:
         """Train; `batch_size` is the global batch, split over the replicas.
 
@@ -139,6 +146,10 @@ class Model:
             steps_per_epoch: end an epoch after so many batches; a generator goes on from there in
                 the next epoch, everything else starts anew.
             verbose: 1 for a progress bar, 2 for a line an epoch, 0 for silence; "auto" is 1.
+            initial_epoch: the first epoch is this one, counted from 0: to go on with a training.
+            validation_freq: validate after every so many epochs, or after those, counted from 1.
+            validation_steps: end a validation after so many batches.
+            validation_batch_size: of arrays and datasets; `batch_size` if it is not given.
         """
         recipe, optimizer = self._compiled("fit"), self.optimizer
         if optimizer is None:
@@ -147,32 +158,31 @@ class Model:
                 "unfreeze what shall be trained, then compile again."
             )
         check_verbose(verbose)
+        callbacks = asked.listed(callbacks)
+        asked.whole(1, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
+        asked.whole(0, epochs=epochs, initial_epoch=initial_epoch)
+        sizes = (validation_batch_size, batch_size)
         if (audience := self.strategy.audience) is not None:
-            self.history = self._attend(audience.over, callbacks, validation_data, batch_size)
-            return self.history
-        if steps_per_epoch is not None and steps_per_epoch < 1:
-            raise UsageError(f"steps_per_epoch is {steps_per_epoch}; it must be 1 or more.")
-        if validation_split:
-            if validation_data is not None:
-                raise UsageError("give validation_data or validation_split, not both.")
-            (x, y, sample_weight), validation_data = hold_out(
-                validation_split, x, y, sample_weight
+            self.history = self._attend(
+                audience.over, callbacks, validation_data, sizes, validation_steps
             )
-        if class_weight:
-            sample_weight = by_class(class_weight, y, sample_weight)
-        source = feed(
-            x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=_draw_seed()
+            return self.history
+        validated = asked.epochs_to_validate(validation_freq)
+        data, validation_data = prepared(
+            (x, y, sample_weight), validation_data, validation_split, class_weight
         )
+        source = feed(*data, batch_size=batch_size, shuffle=shuffle, seed=_draw_seed())
         if rehearsal.wanted():
             rehearse(self.module, optimizer, recipe, source, self.strategy)
         steps = _fewer(source.steps, steps_per_epoch)
         job = loop.Fit(
             self.module, optimizer, recipe, self.strategy.settings, source,
-            self._validation(validation_data, batch_size), range(initial_epoch, epochs),
-            steps_per_epoch, self._fits,
+            self._validation(validation_data, *sizes), range(initial_epoch, epochs),
+            steps_per_epoch, self._fits, validated=validated, validation_steps=validation_steps,
         )  # fmt: skip
         bar = ProgressBar(epochs, steps, verbose) if verbose and self.strategy.is_chief else None
-        history = self._invite(job, callbacks, bar, {"epochs": epochs, "steps": steps})
+        known = {"validated": None if job.validation is None else validated}
+        history = self._invite(job, callbacks, bar, {"epochs": epochs, "steps": steps, **known})
         self._check(job)
         self._fits += 1
         try:
@@ -213,24 +223,26 @@ class Model:
 
     def _attend(
         self, over: Callable[[], bool], callbacks: Sequence[Callback], validation: Any,
-        batch_size: int | None,
+        sizes: tuple[int | None, int | None], steps: int | None,
     ) -> History:  # fmt: skip
         """As the evaluator: look at every checkpoint."""
 
         def evaluate() -> dict[str, float]:
-            source = self._validation(validation, batch_size)
+            source = self._validation(validation, *sizes)
             assert source is not None
             recipe = self._compiled("fit")
             results: dict[str, float] = self._everywhere(
-                loop.evaluate, loop.Evaluation(self.module, recipe, source)
+                loop.evaluate, loop.Evaluation(self.module, recipe, source, steps)
             )
             return results
 
         return evaluator.watch(self, callbacks, validation, evaluate, over)
 
+    @asked.by_name
     def evaluate(
         self, x: Any, y: Any = None, *, batch_size: int | None = None, sample_weight: Any = None,
-        steps: int | None = None, callbacks: Sequence[Callback] = (), verbose: Verbosity = "auto",
+        steps: int | None = None, callbacks: Callbacks = None, verbose: Verbosity = "auto",
+        return_dict: Literal[True] = True,
     ) -> dict[str, float]:  # fmt: skip
         """Loss and metrics over every example, once.
 
@@ -240,6 +252,12 @@ class Model:
             verbose: 1 for a progress bar, or a line where none can move; 2 for the line, 0 for
                 silence; "auto" for the bar alone.
         """
+        asked.whole(1, steps=steps)
+        if not return_dict:
+            raise UsageError(
+                "evaluate returns numbers by their names, not the list of return_dict=False; that "
+                "is list(model.evaluate(...).values())."
+            )
         recipe = self._compiled("evaluate")
         source = feed(x, y, sample_weight, batch_size=batch_size, shuffle=False, seed=0)
         given = self._guests(callbacks, _fewer(source.steps, steps))
@@ -257,12 +275,14 @@ class Model:
             given.test_end(results)
         return results
 
+    @asked.by_name
     def predict(
         self, x: Any, *, batch_size: int | None = None, steps: int | None = None,
-        callbacks: Sequence[Callback] = (), verbose: Verbosity = "auto",
+        callbacks: Callbacks = None, verbose: Verbosity = "auto",
     ) -> Any:  # fmt: skip
         """Outputs for every example, in order, on the CPU; `steps` and `verbose` as in `evaluate`,
         and of `callbacks` their `on_predict_...` methods."""
+        asked.whole(1, steps=steps)
         recipe = self._recipe or Recipe(losses.resolve("mse"), MetricSet(None))
         source = feed(x, batch_size=batch_size, shuffle=False, seed=0)
         given = self._guests(callbacks, _fewer(source.steps, steps))
@@ -280,9 +300,9 @@ class Model:
             given.predict_end()
         return outputs
 
-    def _guests(self, callbacks: Sequence[Callback], steps: int | None) -> CallbackList:
+    def _guests(self, callbacks: Callbacks, steps: int | None) -> CallbackList:
         """The chief's callbacks of `evaluate` or `predict`; others have none."""
-        given = CallbackList(callbacks, self, {"steps": steps})
+        given = CallbackList(asked.listed(callbacks), self, {"steps": steps})
         return given if self.strategy.is_chief else CallbackList.none()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -369,13 +389,15 @@ class Model:
             )
         return self._recipe
 
-    def _validation(self, data: Any, batch_size: int | None) -> Feed | None:
+    def _validation(self, data: Any, own: int | None, batch_size: int | None) -> Feed | None:
+        """What to validate on, with a batch size of its own, or that of the training."""
         if data is None:
             return None
+        batch_size = batch_size if own is None else own
         batches = in_batches(data)
         if isinstance(data, tuple) or (isinstance(data, list) and not batches):
             return feed(*unpack(data), batch_size=batch_size, shuffle=False, seed=0)
-        size = None if batches else batch_size
+        size = own if batches else batch_size
         return feed(data, batch_size=size, shuffle=False, seed=0)
 
 

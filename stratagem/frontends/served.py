@@ -302,7 +302,7 @@ class Chief:
             self._home = self._bring_home()
         else:
             self.worker.refresh()
-        if job.validation is not None:
+        if job.validation is not None and epoch in job.validated:
             logs |= self._validate()
         books.enter(job.callbacks.model.history.history, details)
         job.callbacks.epoch_end(epoch, logs)
