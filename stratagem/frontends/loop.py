@@ -189,11 +189,12 @@ class Course:
 
     def _thaw(self) -> None:
         """Others are trained from this epoch on, if a callback has frozen or unfrozen some."""
-        frozen, half = _frozen(self.job.module), self.job.recipe.autocast is torch.float16
-        if frozen != self._frozen and self.replica.count > 1 and not half:
+        if _frozen(self.job.module) != self._frozen and self.replica.count > 1:
+            scaler = self.step.scaler
             self.step.close()
             _align_state(self.job.optimizer, self.replica)
             self._prepare()
+            self.step.scaler = scaler  # it goes on with the scale that it has found
             self.job.callbacks.changes.settle()
 
     def _listen(self) -> bool:

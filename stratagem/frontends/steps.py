@@ -84,6 +84,8 @@ class Step(Protocol):
     """What the loop asks of any of them."""
 
     tally: Tally
+    #: with precision="float16"
+    scaler: Any
 
     def take(self, portion: Portion, last: bool) -> None:
         """Train on one share; `last` means that accumulated gradients must be applied now."""
@@ -119,9 +121,9 @@ class Solo:
         self.tally = Tally()
         self._elsewhere = self.device.type != "cpu"
         half = recipe.autocast is torch.float16
-        self._scaler = torch.amp.GradScaler(self.device.type) if half else None
-        if self._scaler is not None:  # it makes its scale at the first loss; empty shares have none
-            self._scaler.scale(torch.zeros((), device=self.device))
+        self.scaler: Any = torch.amp.GradScaler(self.device.type) if half else None
+        if self.scaler is not None:  # it makes its scale at the first loss; empty shares have none
+            self.scaler.scale(torch.zeros((), device=self.device))
         self._waiting = 0
 
     def forward(self, portion: Portion) -> tuple[Any, Any, Any]:
@@ -152,14 +154,14 @@ class Solo:
             self.update()
 
     def backward(self, loss: Tensor) -> None:
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def clip(self) -> None:
         recipe = self.recipe
         if recipe.clip_norm is None and recipe.clip_value is None:
             return
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
         if recipe.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.module.parameters(), recipe.clip_norm)
         if recipe.clip_value is not None:
@@ -168,11 +170,11 @@ class Solo:
     def update(self) -> None:
         """Clip, step, forget the gradients."""
         self.clip()
-        if self._scaler is None:
+        if self.scaler is None:
             self.optimizer.step()
         else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.forget_gradients()
 
     def forget_gradients(self) -> None:

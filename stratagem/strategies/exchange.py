@@ -242,8 +242,8 @@ def _guard_frozen(name: str, param: nn.Parameter) -> Any:
     def refuse(_: Tensor) -> None:
         raise UsageError(
             f"parameter {name!r} was frozen when the model was distributed and has a gradient "
-            "now. In fit, callbacks unfreeze at the beginning or the end of an epoch (not with "
-            'precision="float16"); in a loop of your own, unfreeze it first and call prepare again.'
+            "now. In fit, callbacks unfreeze at the beginning or the end of an epoch; in a loop of "
+            "your own, unfreeze it first and call prepare again."
         )
 
     param.requires_grad_(True)

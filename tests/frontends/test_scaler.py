@@ -44,3 +44,43 @@ def test_a_replica_whose_first_shares_are_empty() -> None:
     alone = by_hand(mlp(), x, y)
     assert moved(mlp(), alone)
     assert distance(alone, model.module) < 1e-6
+
+
+class Thaw(sg.callbacks.Callback):
+    """The first layer learns in the second and third epoch alone."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        next(self.model.module.children()).requires_grad_(epoch in (1, 2))
+
+
+def momentum(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+
+
+@pytest.mark.timeout(60)
+def test_layers_unfrozen_between_epochs_keep_the_scale() -> None:
+    """Targets so far away that the first scale is too large and has been halved before the first
+    layer thaws: a scaler that began anew would leave out updates again. (Batches of one row, since
+    the sum of several may be too large for float16, and that of a share not.)"""
+    x, y = data(12)[0], torch.full((12, 4), 40.0)
+    plain = mlp()
+    optimizer, scaler = momentum(plain), torch.amp.GradScaler("cpu")
+    for epoch in range(4):
+        next(plain.children()).requires_grad_(epoch in (1, 2))
+        for rows, targets in zip(x.split(1), y.split(1), strict=True):
+            with torch.autocast("cpu", torch.float16):
+                loss = F.mse_loss(plain(rows), targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scaler.get_scale() < 2.0**16
+    with strategy(2) as made:
+        module = mlp()
+        model = sg.Model(module, made)
+        model.compile(optimizer=momentum(module), loss="mse", precision="float16")
+        next(module.children()).requires_grad_(False)
+        model.fit(x, y, batch_size=1, epochs=4, shuffle=False, verbose=0, callbacks=[Thaw()])
+    first = next(iter(plain.state_dict()))
+    assert not torch.equal(plain.state_dict()[first], mlp().state_dict()[first])
+    assert distance(plain, model.module) < 1e-5
