@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from stratagem.data.streams import RandomStreams, mixed
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends import outputs, traits
+from stratagem.frontends import loss_buffers, outputs, traits
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.feeds import Feed, Portion, check_enough
 from stratagem.frontends.meter import Meter
@@ -88,6 +88,7 @@ def fit(job: Fit) -> None:
     job.recipe.metrics.to(replica.device)
     traits.adopt(job.module, job.recipe.loss, job.names)
     _align(job.module, replica)
+    loss_buffers.align(job.recipe.loss, replica)
     _align_state(job.optimizer, replica)
     setup.roll_own_dice(replica, job.generation)
     # a later fit begins where the data's numbers are, and the model must not draw the same again
@@ -171,6 +172,7 @@ class Course:
         seconds = max(time.perf_counter() - started, 1e-9)
         logs["examples_per_second"] = tally.examples / seconds
         setup.average_buffers(job.module, replica)
+        loss_buffers.average(job.recipe.loss, replica)
         if job.validation is not None and epoch in job.validated:
             logs |= self._validate(job.validation)
         job.callbacks.epoch_end(epoch, logs)
@@ -315,6 +317,7 @@ def evaluate(job: Evaluation) -> dict[str, float]:
     job.recipe.metrics.to(replica.device)
     traits.adopt(job.module, job.recipe.loss, job.names)
     _align(job.module, replica)
+    loss_buffers.align(job.recipe.loss, replica)
     with _own_streams(replica, renew=True):
         return evaluate_here(job, replica, _listener(job, replica))
 

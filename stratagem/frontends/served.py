@@ -19,6 +19,7 @@ from stratagem.frontends.deals import Dealer, dealer
 from stratagem.frontends.feeds import LoaderFeed, Portion, check_enough
 from stratagem.frontends.group import Leader, assist
 from stratagem.frontends.loop import Fit, evaluate_here
+from stratagem.frontends.loss_buffers import Unwritten
 from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Solo
 from stratagem.strategies.at_home import AtHome
@@ -102,6 +103,9 @@ class Hand:
         self._at_home = AtHome(job.module, homes)
         several = session.plan.parts > 1 and group is None  # a group looks after that itself
         self._proof = Proof(job.recipe.loss, replica) if several else None
+        self._unwritten: Unwritten | None = None
+        if session.plan.workers > 1 or group is not None:
+            self._unwritten = Unwritten(job.recipe.loss)
         self.handed_in = 0
         #: the epoch that is worked on, and the last one of which the mean statistics are here
         self._epoch, self._settled = 0, -1
@@ -145,6 +149,7 @@ class Hand:
             return self._do_together(self.group, work, portion)
         try:
             loss, weight, output, y = self._gradients(portion)
+            self._look_at_loss()
         except Late:
             self.session.forget_gradients()
             self.worker.abandon(work.ticket)
@@ -158,6 +163,12 @@ class Hand:
             self._last = (output, y, portion.examples < portion.total)
         return kept
 
+    def _look_at_loss(self) -> None:
+        """After the first batch."""
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is not None:
+            unwritten.check()
+
     def _count(self) -> None:
         last, self._last = self._last, None
         if last is not None and self.job.recipe.metrics:
@@ -166,6 +177,7 @@ class Hand:
 
     def _do_together(self, group: Leader, work: Work, portion: Portion) -> bool:
         loss, weight = group.gradients(work, portion)
+        self._look_at_loss()
         self.worker.memory.take_all()
         kept = self.worker.push(
             work.ticket, weight, float(loss), portion.examples, self._settings()
