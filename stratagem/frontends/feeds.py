@@ -23,6 +23,7 @@ from stratagem.data.loader import check_sampler, shares_of, stream
 from stratagem.data.shard import count_rows, rows, rows_of, share
 from stratagem.errors import UsageError
 from stratagem.frontends.lists import from_lists, is_numbers
+from stratagem.frontends.widths import Widths
 from stratagem.strategies.replica import Replica
 from stratagem.wire.tree import broadcast_tree
 
@@ -157,6 +158,9 @@ class LoaderFeed:
     steps: int | None
     once: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        self._widths = Widths(self.loader)
+
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         assert self.loader is not None
         sizes: list[tuple[int, int]] = []
@@ -165,7 +169,9 @@ class LoaderFeed:
             ordering=replica.ordering,
         )  # fmt: skip
         for batch in shares:
-            yield portion_of(batch, sizes.pop())
+            size = sizes.pop()
+            self._widths.look(self.loader, batch, size[0], replica)
+            yield portion_of(batch, size)
 
     def batches(self) -> Iterator[Any]:
         """Whole batches, as the chief reads them."""
