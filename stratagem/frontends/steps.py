@@ -254,6 +254,8 @@ class Replicated(Solo):
             if recipe.accumulate > 1:
                 self.replica.share.weight = 1.0
             self._finish(portion, numerator, denominator)
+        if portion.total < self.replica.count and not self._sync_norm:
+            setup.take_iterated(self.module, self.replica)  # some had no rows, and no forward
 
     def _gradients(self, portion: Portion) -> tuple[Any, Any]:
         """Backward of this share's part of the global loss; returns what it adds to the notes."""

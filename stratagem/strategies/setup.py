@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from stratagem.codecs.reducer import Reducer, reducer
 from stratagem.data.streams import mixed
@@ -105,6 +107,33 @@ def average_buffers(module: nn.Module, replica: Replica) -> None:
         _unexpanded(buffer).copy_(_unexpanded(total / replica.count, buffer))
     if replica.leads:
         _warn_of(module, apart)
+
+
+def take_iterated(module: nn.Module, replica: Replica) -> None:
+    """The chief's buffers of parametrizations (spectral_norm's vectors), everywhere. Collective.
+
+    Every forward writes into them what follows from the weights alone, so they are the same on all
+    replicas, but where one has had no forward: no rows of a batch. The chief has rows of each.
+    """
+    mine = _iterated(module)
+    if not mine:
+        return
+    told = broadcast_tree(replica.collective, [buffer.detach() for buffer in mine])
+    if not replica.is_chief:
+        with torch.no_grad():
+            for buffer, theirs in zip(mine, told, strict=True):
+                buffer.copy_(theirs)
+
+
+def _iterated(module: nn.Module) -> list[Tensor]:
+    found: list[Tensor] = []
+    for part in module.modules():
+        if isinstance(part, ParametrizationList):
+            found += part.buffers()
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):  # torch's older way
+                found += [getattr(part, f"{hook.name}_{end}") for end in ("u", "v")]
+    return found
 
 
 def _own_counts(module: nn.Module) -> dict[str, Tensor]:
