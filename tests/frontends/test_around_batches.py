@@ -3,6 +3,7 @@ what one device would, once, and what they change counts from then on."""
 
 from __future__ import annotations
 
+import copy
 import json
 import textwrap
 from collections.abc import Iterator
@@ -154,6 +155,30 @@ def test_validation(where: sg.Strategy) -> None:
     assert close(history["val_loss"], losses[3::4])
     ours = torch.cat([p.detach().flatten() for p in model.module.parameters()])
     assert close(ours, torch.cat([p.detach().flatten() for p in plain.parameters()]))
+
+
+class Swap(sg.callbacks.Callback):
+    """Other weights for `evaluate` and `predict` than those that are trained, as averages are."""
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.kept = copy.deepcopy(self.model.module.state_dict())
+        halve(self.model.module)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.model.module.load_state_dict(self.kept)
+
+    on_predict_begin, on_predict_end = on_test_begin, on_test_end
+
+
+def test_other_weights_for_evaluate_and_predict(where: sg.Strategy) -> None:
+    x, y = data(ROWS)
+    model, plain = model_on(where), mlp()
+    halve(plain)
+    options: Any = {"batch_size": BATCH, "verbose": 0}
+    for callbacks, expected in (([Swap()], plain), ([], mlp())):
+        found = model.evaluate(x, y, callbacks=callbacks, **options)["loss"]
+        assert close(found, by_hand(expected, x, y)[-1])
+        assert close(model.predict(x, callbacks=callbacks, **options), expected(x).detach())
 
 
 def test_a_callback_that_evaluates_and_predicts(where: sg.Strategy) -> None:
