@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from stratagem.frontends.evaluation import Evaluation
 from stratagem.frontends.feeds import ArrayFeed, Feed, LoaderFeed
-from stratagem.frontends.loop import Evaluation, Fit
+from stratagem.frontends.loop import Fit
 from stratagem.frontends.losses import CountedLoss
 from stratagem.frontends.steps import Recipe
 from stratagem.strategies import likeness

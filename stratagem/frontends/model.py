@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
-from stratagem.frontends import alike, asked, evaluator, hooks, loop, losses, served
+from stratagem.frontends import alike, asked, evaluation, evaluator, hooks, loop, losses, served
 from stratagem.frontends.arrays import prepared
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import Callback, History
@@ -232,7 +232,7 @@ class Model:
             assert source is not None
             recipe = self._compiled("fit")
             results: dict[str, float] = self._everywhere(
-                loop.evaluate, loop.Evaluation(self.module, recipe, source, steps)
+                evaluation.evaluate, evaluation.Evaluation(self.module, recipe, source, steps)
             )
             return results
 
@@ -264,11 +264,11 @@ class Model:
         with _busy(self):
             given.test_begin()
         meter = self._meter("evaluate", _fewer(source.steps, steps), verbose)
-        job = loop.Evaluation(
+        job = evaluation.Evaluation(
             self.module, recipe, source, steps, meter=meter, callbacks=given,
             between=given.between_tests,
         )  # fmt: skip
-        results: dict[str, float] = self._watched(loop.evaluate, job)
+        results: dict[str, float] = self._watched(evaluation.evaluate, job)
         if meter is not None:
             meter.finish(results)
         with _busy(self):
@@ -289,11 +289,11 @@ class Model:
         with _busy(self):
             given.predict_begin()
         meter = self._meter("predict", _fewer(source.steps, steps), verbose)
-        job = loop.Evaluation(
+        job = evaluation.Evaluation(
             self.module, recipe, source, steps, meter=meter, callbacks=given,
             between=given.between_predictions,
         )  # fmt: skip
-        outputs = self._watched(loop.predict, job)
+        outputs = self._watched(evaluation.predict, job)
         if meter is not None:
             meter.finish({})
         with _busy(self):
@@ -344,7 +344,7 @@ class Model:
         title = None if verbose == "auto" else verb
         return Meter(verb, steps, title=title, moves=verbose != 2)
 
-    def _watched(self, function: Callable[[Any], Any], job: loop.Evaluation) -> Any:
+    def _watched(self, function: Callable[[Any], Any], job: evaluation.Evaluation) -> Any:
         try:
             if self.strategy.settings.sync_batchnorm and self.strategy.num_replicas_in_sync > 1:
                 check_statistics(self.module)
@@ -359,7 +359,7 @@ class Model:
                 job.meter.close()
             raise
 
-    def _meanwhile(self, function: Callable[[Any], Any], job: loop.Evaluation) -> Any:
+    def _meanwhile(self, function: Callable[[Any], Any], job: evaluation.Evaluation) -> Any:
         """In a callback, while the others wait: on this replica alone, and training goes on as if
         nothing had been."""
         modes = [(part, part.training) for part in self.module.modules()]

@@ -16,9 +16,10 @@ from torch import Tensor
 from stratagem.errors import NotDistributable
 from stratagem.frontends import alike, books, traits
 from stratagem.frontends.deals import Dealer, dealer
+from stratagem.frontends.evaluation import evaluate_here
 from stratagem.frontends.feeds import LoaderFeed, Portion, check_enough
 from stratagem.frontends.group import Leader, assist
-from stratagem.frontends.loop import Fit, evaluate_here
+from stratagem.frontends.loop import Fit
 from stratagem.frontends.loss_buffers import Unwritten
 from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Solo

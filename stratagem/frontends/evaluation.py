@@ -1,0 +1,197 @@
+"""The loops of `evaluate` and `predict`, as every replica runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem.errors import UsageError
+from stratagem.frontends import loss_buffers, outputs, traits
+from stratagem.frontends.alignment import align, own_streams
+from stratagem.frontends.callback_list import CallbackList
+from stratagem.frontends.feeds import Feed, Portion
+from stratagem.frontends.followed import Listen, heed, news
+from stratagem.frontends.meter import Meter
+from stratagem.frontends.proof import Proof
+from stratagem.frontends.steps import Recipe, Solo, Tally
+from stratagem.strategies.replica import Replica, current_replica
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+
+@dataclass
+class Evaluation:
+    """Everything that `evaluate` and `predict` need on a replica."""
+
+    module: nn.Module
+    recipe: Recipe
+    feed: Feed
+    steps: int | None = None
+    #: whether the loss has been tried: `fit` has done so when it validates
+    tried: bool = False
+    #: on the chief only
+    meter: Meter | None = None
+    callbacks: CallbackList = field(default_factory=CallbackList.none)
+    #: whether callbacks act between batches, so that replicas must listen there
+    between: bool = False
+    #: as in `Fit`
+    names: list[Any] = field(default_factory=list)
+
+    def for_followers(self) -> Evaluation:
+        return replace(
+            self, feed=self.feed.without_source(), meter=None, callbacks=CallbackList.none(),
+            names=traits.names(self.module, self.recipe.loss),
+        )  # fmt: skip
+
+    def portions(self, replica: Replica) -> Iterator[Portion]:
+        examples = 0
+        for number, portion in enumerate(islice(self.feed.portions(replica, 0), self.steps), 1):
+            yield portion
+            examples += portion.total
+            if self.meter is not None:
+                self.meter.advance(number, examples)
+
+
+def evaluate(job: Evaluation) -> dict[str, float]:
+    """Loss and metrics over every example once, the same on every replica."""
+    replica = current_replica()
+    job.module.to(replica.device)
+    job.recipe.metrics.to(replica.device)
+    traits.adopt(job.module, job.recipe.loss, job.names)
+    align(job.module, replica)
+    loss_buffers.align(job.recipe.loss, replica)
+    with own_streams(replica, renew=True):
+        return evaluate_here(job, replica, _listener(job, replica))
+
+
+def _listener(job: Evaluation, replica: Replica) -> Listen:
+    """What follows, on every replica, what callbacks changed between two batches. Collective."""
+    # other workers may have been given other callbacks, or none
+    job.between = bool(broadcast_tree(replica.collective, job.between))
+    changes = job.callbacks.changes
+    changes.alone, changes.feed = replica.count == 1, job.feed
+
+    def listen() -> None:
+        mine = None
+        if replica.is_chief:
+            changes.check_data()
+            mine = news(job, replica, changes.weights_changed())
+        heed(job, replica, broadcast_tree(replica.collective, mine))
+
+    return listen
+
+
+@torch.no_grad()
+def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str, float]:
+    """The same, with weights that are alike already."""
+    metrics = job.recipe.metrics
+    job.module.eval()
+    metrics.reset()
+    runner = Solo(job.module, None, job.recipe, replica)
+    proof = None if job.tried else Proof(job.recipe.loss, replica)
+    if job.between:
+        job.callbacks.changes.settle()
+    sums, tally = [], Tally()
+    for number, portion in enumerate(job.portions(replica)):
+        if job.between:
+            job.callbacks.test_batch_begin(number)
+            listen()
+        sums.append([*_losses(runner, portion, proof), float(portion.total)])
+        if job.between:
+            loss = _mean_loss(sums[-1:], replica)
+            tally.add(torch.tensor(loss, dtype=torch.float64), portion.total)
+            job.callbacks.test_batch_end(number, tally)
+    if job.between:
+        listen()  # what the last batch's callbacks changed
+    if not sums:
+        raise UsageError(
+            "the data to evaluate (or validation_data) has no batch: it is empty, or a generator "
+            "that an earlier pass has used up; give something that can be iterated again: arrays, "
+            "a DataLoader, a list of batches."
+        )
+    results = {"loss": _mean_loss(sums, replica), **metrics.compute(replica)}
+    metrics.reset()
+    return results
+
+
+def _losses(runner: Solo, portion: Portion, proof: Proof | None) -> tuple[float, float]:
+    """Numerator and denominator of this share's loss; metrics take it in."""
+    recipe = runner.recipe
+    if recipe.metrics:
+        recipe.metrics.next_batch(portion, runner.replica)
+    if portion.examples == 0:
+        return 0.0, 0.0
+    with runner.autocast():
+        output, y, weight = runner.forward(portion)
+        numerator, denominator = recipe.loss.terms(output, y, weight, portion.examples)
+        if proof is not None and proof.open:
+            proof.settle(portion, output, y, numerator)
+    if recipe.metrics:
+        recipe.metrics.update(output, y)
+    if denominator is None:
+        denominator = portion.examples / portion.total
+    return float(numerator), float(denominator)
+
+
+def _mean_loss(sums: list[list[float]], replica: Replica) -> float:
+    """Each global batch's loss, weighted by its examples, as one device averages it."""
+    everybody = gather_tree(replica.collective, torch.tensor(sums, dtype=torch.float64))
+    added = torch.stack(everybody).sum(0)
+    totals = torch.tensor([row[2] for row in sums], dtype=torch.float64)
+    return float((added[:, 0] / added[:, 1] * totals).sum() / totals.sum())
+
+
+@torch.no_grad()
+def predict(job: Evaluation) -> Any:
+    """Outputs for every example, in order, on the CPU."""
+    replica = current_replica()
+    job.module.to(replica.device)
+    traits.adopt(job.module, job.recipe.loss, job.names)
+    align(job.module, replica)
+    job.module.eval()
+    listen = _listener(job, replica)
+    with own_streams(replica, renew=True):
+        mine = _own_outputs(job, replica, listen)
+    everybody = gather_tree(replica.collective, mine)
+    return _in_one([part for batch in zip(*everybody, strict=True) for part in batch], replica)
+
+
+def _in_one(parts: list[Any], replica: Replica) -> Any:
+    """Outputs of shares, in order, as that of the whole."""
+    ordered = [part for part in parts if part is not None]
+    found = [output for output, _ in ordered]
+    if replica.count > 1 and found:
+        outputs.check_rows(found, [examples for _, examples in ordered])
+    return outputs.joined(found)
+
+
+def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]:
+    """Outputs for this replica's shares, and how many rows they are of; None for empty ones."""
+    runner = Solo(job.module, None, job.recipe, replica)
+    if job.between:
+        job.callbacks.changes.settle()
+    mine: list[Any] = []
+    for number, portion in enumerate(job.portions(replica)):
+        if job.between:
+            job.callbacks.predict_batch_begin(number)
+            listen()
+        mine.append(_own_output(runner, portion))
+        if number == 0 and mine[0] is not None and replica.count > 1:  # before the others are made
+            outputs.check_rows([mine[0][0]], [portion.examples])
+        if job.between:
+            everybody = gather_tree(replica.collective, mine[-1])
+            job.callbacks.predict_batch_end(number, _in_one(everybody, replica))
+    if job.between:
+        listen()
+    return mine
+
+
+def _own_output(runner: Solo, portion: Portion) -> Any:
+    if portion.examples == 0:
+        return None
+    with runner.autocast():
+        return [outputs.on_cpu(runner.forward(portion)[0]), portion.examples]
