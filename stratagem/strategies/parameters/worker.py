@@ -1,9 +1,9 @@
-"""A worker's side: connections to all servers, and the way of a gradient to them.
+"""A worker's side of the job: what it asks of the servers, and tells them.
 
     next    a ticket, and the newest values            lead
-    fetch   the newest values of the other shards      every other server
-    stage   this server's part of the gradient         every other server
     push    the lead's part, and the question          lead decides, once for all shards
+
+How values and gradients travel: traffic.py.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Asynchronous
 from stratagem.state.assembly import cut_values
 from stratagem.strategies.agreement import Patience
-from stratagem.strategies.parameters.courier import Courier
 from stratagem.strategies.parameters.lines import Address, Lines, room
 from stratagem.strategies.parameters.memory import Memory
 from stratagem.strategies.parameters.plan import Plan
+from stratagem.strategies.parameters.traffic import Traffic
 from stratagem.wire.tcp import Frame
 from stratagem.wire.tree import decode, encode
 
 log = logging.getLogger("stratagem")
 
-
-_MUCH = 1 << 20  # bytes of values, from which on threads pay off
 _FRESH = 0.02  # seconds after which values that came ahead are fetched anew
 
 
@@ -63,7 +61,7 @@ class FitOver:
     told: Any
 
 
-class Worker:
+class Worker(Traffic):
     """One worker of a job with parameter servers."""
 
     def __init__(
@@ -83,9 +81,7 @@ class Worker:
         self.prepared: Any = None
         #: gives the model back as it is, after a training that has failed
         self.at_fall: Callable[[], None] | None = None
-        self._couriers: list[Courier] = []
-        #: servers to which gradients are on their way while they are made
-        self._streamed: set[int] = set()
+        super().__init__()
         me = {"worker": index, "name": name, "chief": chief}
         self.lines = Lines(me, address, patience, watch)
 
@@ -123,19 +119,12 @@ class Worker:
     def join(self, fit: int, params: Sequence[nn.Parameter]) -> FitOver | None:
         """Take a desk at every server, and have the parameters live in memory they can reach."""
         assert self.plan is not None
-        self.memory = Memory(self.plan, params, near=self.lines.near)
-        self._have = [-1] * len(self.lines)
-        self._epoch = self.lines.news = self._after = 0
-        self._strict = False
+        self.begin_traffic(Memory(self.plan, params, near=self.lines.near))
+        self._epoch, self._strict = 0, False
         self._told: Any = None
         #: what came with the answer to a push
         self._ahead: Work | None = None
         self._came = 0.0
-        #: whether rows of a gradient that did not count may still lie on the servers' desks
-        self._leftovers = False
-        #: by variable: whether it has had a gradient; whether any of them was sparse
-        self._had, self._sparse = [False] * len(params), False
-        self._hire_couriers()
         for i in range(len(self.lines)):
             self.lines.call(i, {"t": "sit", "fit": fit, "memory": self.memory.handle})
         frame = self.lines.call(0, {"t": "join", "fit": fit})
@@ -147,18 +136,6 @@ class Worker:
             self.refresh()
         self.memory.close()
         return over
-
-    def _hire_couriers(self) -> None:
-        """Where much has to travel it does so beside the computation."""
-        assert self.plan is not None
-        self._dismiss_couriers()
-        if not self.lines.near and self.memory.values.nbytes >= _MUCH:
-            self._couriers = [Courier(f"courier-{i}") for i in range(len(self.lines))]
-
-    def _dismiss_couriers(self) -> None:
-        for courier in self._couriers:
-            courier.end()
-        self._couriers = []
 
     def settle(self) -> None:
         """End a training that a prepared loop has left open."""
@@ -187,11 +164,6 @@ class Worker:
         """The fit is over: parameters get memory of their own again."""
         self.memory.close()
         self.lines.call(0, {"t": "leave"})
-
-    @property
-    def version(self) -> int:
-        """The version of the values here: that of the oldest shard."""
-        return min(self._have)
 
     # --- a step -----------------------------------------------------------------------------
 
@@ -260,37 +232,6 @@ class Worker:
         ticket = Ticket(*(int(n) for n in told["ticket"]))
         return Work(ticket, int(told["epoch"]), decode(payload) if "payload" in told else None)
 
-    def arrive(self) -> None:
-        """Wait for the values that come with a ticket."""
-        self._await_couriers()
-        self.memory.arrived()
-        self.lines.news = max(self.lines.news, self.version)
-
-    def begin_backward(self, *, listens: bool = False) -> None:
-        """Gradients are about to be made, once each: send each as soon as it is there.
-
-        Who listens for news of the others keeps the lead's connection free for that.
-        """
-        if self._couriers and self.memory.streams:
-            self.memory.begin()
-            self._streamed = set(range(int(listens), len(self.lines)))
-            for i in self._streamed:
-                self._carry(i, partial(self._stream, i))
-
-    def _stream(self, i: int) -> None:
-        memory = self.memory
-        self.lines.stream(i, {"t": "stage"}, memory.nbytes(i), memory.parts(i))
-
-    def _carry(self, i: int, errand: Callable[[], None]) -> None:
-        if self._couriers:
-            self._couriers[i].send(errand)
-        else:
-            errand()
-
-    def _await_couriers(self) -> None:
-        for courier in self._couriers:
-            courier.wait()
-
     def push(
         self, ticket: Ticket, weight: float, loss: float, examples: int,
         settings: list[dict[str, Any]] | None = None,
@@ -330,32 +271,6 @@ class Worker:
             work, self._ahead = self._ahead, None
             self.lines.call(0, {"t": "abandon", "serial": work.ticket.serial})
 
-    def finish_stream(self) -> set[int]:
-        """The servers whose gradients left while they were made; now they are all there."""
-        if not self._couriers:
-            return set()
-        streamed, self._streamed = self._streamed, set()
-        if streamed:
-            self.memory.complete()
-            self._await_couriers()
-        # Once it is known of every variable that its gradients are not sparse.
-        used = self.memory.used() or [True] * len(self._had)
-        self._had = [a or b for a, b in zip(self._had, used, strict=True)]
-        self._sparse = self._sparse or self.memory.has_rows
-        self.memory.streams = all(self._had) and not self._sparse
-        return streamed
-
-    def _stage(self, i: int, header: dict[str, Any]) -> bool:
-        """Send a server its part of the gradient, unless that lies in its reach already."""
-        rows, body = self.memory.outgoing(i)
-        if rows:
-            header["rows"] = rows
-        near = self.memory.handle is not None
-        if header["t"] == "stage" and near and not rows and not self._leftovers:
-            return False
-        self.lines.write(i, header, body)
-        return True
-
     @property
     def is_late(self) -> bool:
         """Whether the others have gone on without the gradient that is being computed here."""
@@ -384,30 +299,6 @@ class Worker:
     def skip(self, ticket: Ticket) -> None:
         """Be done with a ticket of which there is no gradient; nobody does it again."""
         self.lines.call(0, {"t": "skip", "serial": ticket.serial})
-
-    def refresh(self) -> None:
-        """Fetch the newest values from every server."""
-        for i in range(len(self.lines)):
-            header = {"t": "fetch", "have": self._have[i], "after": self._after_of(i)}
-            self._take_values(i, self.lines.call(i, header).header)
-        self.memory.arrived()
-
-    def _after_of(self, i: int) -> int:
-        return 0 if i == 0 else self._after
-
-    def _ask_others(self, after: int) -> None:
-        for i in range(1, len(self.lines)):
-            self.lines.write(i, {"t": "fetch", "have": self._have[i], "after": after})
-
-    def _take_from(self, i: int) -> None:
-        self._take_values(i, self.lines.receive(i).header)
-
-    def _take_values(self, i: int, told: Mapping[str, Any]) -> None:
-        into, settle = self.memory.incoming(i, told)
-        if into:
-            self.lines.read_into(i, into)
-        settle()
-        self._have[i] = int(told["version"])
 
     # --- as the chief -------------------------------------------------------------------------
 
