@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 
 os.environ["KERAS_BACKEND"] = "torch"  # Keras reads it when it is imported
 
 import stratagem as sg
+from tests.clock import LATENESS, TRIES
 from tests.support import strategy
 
 torch.set_num_threads(1)  # replicas on few cores fight each other otherwise
@@ -20,12 +22,49 @@ torch.set_num_threads(1)  # replicas on few cores fight each other otherwise
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+_tries = pytest.StashKey[int]()
+
 #: files whose tests take long: they begin first, so that no process is left alone with them
 _LONG = ("test_served", "parameters", "test_faults", "membership", "multi_worker", "keras")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(name in str(item.path) for name in _LONG))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    report.late = call.excinfo is not None and call.excinfo.errisinstance(LATENESS)
+    report.tries = item.stash.get(_tries, 1)
+    return report
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """A test that came late runs again from its start; the last try counts."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for item.stash[_tries] in range(1, TRIES + 1):
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        bad = [report for report in reports if report.failed]
+        if not bad or not all(report.late for report in bad):
+            break
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Who needed another try is counted and listed: often the same one is a fault."""
+    again = report.when == "call" and report.passed and getattr(report, "tries", 1) > 1
+    return ("late", "L", "PASSED LATE") if again else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.getreports("late"):
+        terminalreporter.line(f"passed at try {report.tries}: {report.nodeid}")
 
 
 def _shared_files() -> set[str]:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from stratagem.cluster.spec import ClusterSpec, Task
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -143,14 +143,6 @@ def test_two_workers_by_tf_config(tmp_path: Path) -> None:
     assert "2 replicas: test accuracy" in chief
     assert "test accuracy" not in other, "only the chief reports"
     assert len(load_file(tmp_path / "digits.safetensors")) == 6
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @pytest.mark.slow

@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from tests.clock import unless_late
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,7 +142,8 @@ class Process:
         with self._changed:
             self._changed.wait_for(found, seconds)
             hit = found()
-        assert hit is not None, f"no {word!r} in {seconds} s; out={self.out} err={self.err}"
+        unless_late(hit, f"no {word!r} in {seconds} s; out={self.out} err={self.err}")
+        assert hit is not None
         return hit
 
     def signal(self, number: signal.Signals) -> float:
@@ -158,12 +160,3 @@ class Process:
         for stream in (self.child.stdin, self.child.stdout, self.child.stderr):
             with contextlib.suppress(OSError):
                 stream.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that were free a moment ago, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports

@@ -28,6 +28,7 @@ from stratagem.cluster.handshake import (
     send_note,
 )
 from stratagem.errors import HandshakeError, UsageError
+from tests.clock import in_time
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -70,8 +71,8 @@ def prove_or_hang_up(sock: socket.socket, secret: bytes, server: bool, limit: fl
 def meet(server_secret: bytes, client_secret: bytes) -> list[BaseException | None]:
     """What the server and the client make of each other; each hangs up when it has failed."""
     with pair() as (server, client):
-        thread, first = outcome(lambda: prove_or_hang_up(server, server_secret, True, 5))
-        other, second = outcome(lambda: prove_or_hang_up(client, client_secret, False, 5))
+        thread, first = outcome(lambda: prove_or_hang_up(server, server_secret, True, 20))
+        other, second = outcome(lambda: prove_or_hang_up(client, client_secret, False, 20))
         thread.join()
         other.join()
         return first + second
@@ -87,7 +88,7 @@ def test_another_secret_is_refused_on_both_sides_at_once() -> None:
     assert isinstance(server, WrongSecret)
     assert isinstance(client, WrongSecret)
     assert "STRATAGEM_SECRET" in str(client)
-    assert time.monotonic() - start < 2
+    in_time(time.monotonic() - start, 2)
 
 
 def test_the_secret_is_in_no_message() -> None:
@@ -99,8 +100,8 @@ def test_the_secret_is_in_no_message() -> None:
 def test_the_socket_keeps_its_own_timeout() -> None:
     with pair() as (server, client):
         server.settimeout(7.0)
-        thread, _ = outcome(lambda: prove(client, SECRET, server=False, limit=5))
-        prove(server, SECRET, server=True, limit=5)
+        thread, _ = outcome(lambda: prove(client, SECRET, server=False, limit=20))
+        prove(server, SECRET, server=True, limit=20)
         thread.join()
         assert server.gettimeout() == 7.0
         assert client.gettimeout() is None
@@ -123,8 +124,8 @@ def test_a_mirror_proves_nothing(server: bool) -> None:
 def test_what_one_server_said_does_not_open_another() -> None:
     """A relay that turns the client's proof into a server's: the roles are inside the MAC."""
     with pair() as (first, left), pair() as (second, right):
-        one, a = outcome(lambda: prove(first, SECRET, server=False, limit=2))
-        two, b = outcome(lambda: prove(second, SECRET, server=False, limit=2))
+        one, a = outcome(lambda: prove(first, SECRET, server=False, limit=20))
+        two, b = outcome(lambda: prove(second, SECRET, server=False, limit=20))
         # Two clients, each shown the other as its server.
         left.sendall(right.recv(40))
         right.sendall(left.recv(40))
@@ -144,7 +145,7 @@ def test_garbage_is_refused(server: bool, said: bytes) -> None:
         theirs.sendall(said)
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(HandshakeError):
-            prove(ours, SECRET, server=server, limit=1)
+            prove(ours, SECRET, server=server, limit=20)
 
 
 def forged_client(cut: int = 72, flip: int | None = None, bit: int = 0) -> BaseException | None:
@@ -158,7 +159,7 @@ def forged_client(cut: int = 72, flip: int | None = None, bit: int = 0) -> BaseE
 
     greeting, nonce = b"STRATGM\x02", bytes(32)
     with pair() as (ours, theirs):
-        thread, results = outcome(partial(prove_or_hang_up, ours, SECRET, True, 1))
+        thread, results = outcome(partial(prove_or_hang_up, ours, SECRET, True, 20))
         with suppress(ConnectionError):
             say(theirs, greeting + nonce, 0)
             if cut >= 40:
@@ -166,7 +167,7 @@ def forged_client(cut: int = 72, flip: int | None = None, bit: int = 0) -> BaseE
                 mac = hmac.digest(SECRET, greeting + b"client" + nonce + said[8:], "sha256")
                 say(theirs, mac, 40)
             theirs.shutdown(socket.SHUT_WR)
-        thread.join(5)
+        thread.join(30)
         assert not thread.is_alive()
         return results[0]
 
@@ -193,14 +194,14 @@ def test_another_protocol_is_a_stranger_without_a_wait() -> None:
         start = time.monotonic()
         with pytest.raises(Stranger, match="something else"):
             prove(ours, SECRET, server=False, limit=5)
-        assert time.monotonic() - start < 1
+        in_time(time.monotonic() - start, 1)
 
 
 def test_another_version_is_named() -> None:
     with pair() as (ours, theirs):
         theirs.sendall(b"STRATGM\x09" + bytes(32))
         with pytest.raises(Stranger, match="version 9"):
-            prove(ours, SECRET, server=True, limit=1)
+            prove(ours, SECRET, server=True, limit=20)
 
 
 @pytest.mark.parametrize("server", [True, False])
@@ -216,7 +217,7 @@ def test_a_peer_that_drips_is_cut_off_at_the_limit(server: bool) -> None:
                 break
         thread.join()
         assert isinstance(results[0], HandshakeError)
-        assert time.monotonic() - start < 2.5
+        in_time(time.monotonic() - start, 2.5)
 
 
 @pytest.mark.parametrize("server", [True, False])
@@ -225,17 +226,17 @@ def test_a_silent_peer_is_given_up_at_the_limit(server: bool) -> None:
         start = time.monotonic()
         with pytest.raises(HandshakeError, match="without a word"):
             prove(ours, SECRET, server=server, limit=0.3)
-        assert time.monotonic() - start < 1.5
+        in_time(time.monotonic() - start, 1.5)
         with pytest.raises(HandshakeError):
             recv_note(ours, limit=0.1)
-        assert time.monotonic() - start < 2
+        in_time(time.monotonic() - start, 2)
 
 
 def test_notes_go_there_and_back() -> None:
     note = {"rank": 1, "loss": 0.5, "names": ["é", "\ud83d"], "deep": {"a": None}}
     with pair() as (ours, theirs):
         send_note(ours, note)
-        assert recv_note(theirs, limit=1) == note
+        assert recv_note(theirs, limit=20) == note
 
 
 @given(said=st.binary(max_size=300))
@@ -245,7 +246,7 @@ def test_a_garbled_note_only_raises_connection_error(said: bytes) -> None:
         theirs.sendall(said)
         theirs.shutdown(socket.SHUT_WR)
         with suppress(ConnectionError):
-            assert isinstance(recv_note(ours, limit=1), dict)
+            assert isinstance(recv_note(ours, limit=20), dict)
 
 
 @given(
@@ -259,7 +260,7 @@ def test_only_objects_are_notes(value: object) -> None:
     with pair() as (ours, theirs):
         theirs.sendall(struct.pack("!I", len(body)) + body)
         with pytest.raises(HandshakeError):
-            recv_note(ours, limit=1)
+            recv_note(ours, limit=20)
 
 
 @given(size=st.integers(NOTE_LIMIT + 1, 2**32 - 1))
@@ -268,7 +269,7 @@ def test_a_long_note_is_refused_by_its_length_alone(size: int) -> None:
     with pair() as (ours, theirs):
         theirs.sendall(struct.pack("!I", size))
         with pytest.raises(HandshakeError, match="limit"):
-            recv_note(ours, limit=1)
+            recv_note(ours, limit=20)
     with pytest.raises(HandshakeError, match="limit"):
         list(NoteReader().feed(struct.pack("!I", size)))
 

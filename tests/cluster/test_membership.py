@@ -26,9 +26,11 @@ from stratagem.errors import (
     ReplicaStalled,
     UsageError,
 )
+from tests.clock import in_time, unless_late
+from tests.ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parent))
-from member_processes import MEMBER, Process, free_ports
+from member_processes import MEMBER, Process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -108,24 +110,24 @@ def test_a_killed_member_is_named_by_every_survivor_within_two_seconds(gather: G
     group[0].say('exchange {"note": {}}')
     when = group[2].signal(signal.SIGKILL)
     for survivor in group[:2]:
-        seen, told = survivor.expect('"trouble"', 5)
-        assert seen - when < 2
+        seen, told = survivor.expect('"trouble"', 20)
+        in_time(seen - when, 2)
         assert (told["rank"], told["kind"]) == (2, "died")
         assert told["error"] == "ReplicaLost" and told["who"] == member_name(survivor, 2)
         assert told["thread"] == "stratagem-membership"
     # The one that waited in exchange() is not left there.
-    seen, told = group[0].expect('{"error": "ReplicaLost"', 5)
-    assert seen - when < 2
+    seen, told = group[0].expect('{"error": "ReplicaLost"', 20)
+    in_time(seen - when, 2)
     group[1].say('exchange {"note": {}}')
-    group[1].expect('{"error": "ReplicaLost"', 5)
+    group[1].expect('{"error": "ReplicaLost"', 20)
 
 
 def test_a_killed_hub_is_named_by_every_spoke(gather: Gather) -> None:
     group = gather(3)
     when = group[0].signal(signal.SIGKILL)
     for survivor in group[1:]:
-        seen, told = survivor.expect('"trouble"', 5)
-        assert seen - when < 2
+        seen, told = survivor.expect('"trouble"', 20)
+        in_time(seen - when, 2)
         assert (told["rank"], told["kind"]) == (0, "died")
         assert member_name(survivor, 0) in str(told["text"])
 
@@ -139,20 +141,20 @@ def test_a_stopped_member_is_named_and_named_again_when_it_wakes(
     name = member_name(group[0], stopped)
     when = group[stopped].signal(signal.SIGSTOP)
     for survivor in survivors:
-        seen, line = survivor.logged("has not answered for", 6)
-        assert 2 < seen - when < 6
+        seen, line = survivor.logged("has not answered for", 20)
+        in_time(seen - when, 6, least=2)
         assert name in line and "giving up in" in line
     time.sleep(1)
     woken = group[stopped].signal(signal.SIGCONT)
     for survivor in survivors:
-        seen, line = survivor.logged("answers again", 3, since=woken)
+        seen, line = survivor.logged("answers again", 20, since=woken)
         assert name in line
     # It blames nobody for its own sleep, and work goes on.
-    group[stopped].logged("did not run for", 3)
+    group[stopped].logged("did not run for", 20)
     for process in group:
         process.say('exchange {"note": {}}')
     for process in group:
-        process.expect('"notes"', 5)
+        process.expect('"notes"', 20)
         assert not any('"trouble"' in line for _, line in process.out)
     assert not group[stopped].has_logged("has not answered")
 
@@ -164,12 +166,12 @@ def test_a_member_that_stays_stopped_becomes_trouble_and_learns_of_it(
     group = tcp(start, 3, give_up=5)
     when = group[stopped].signal(signal.SIGSTOP)
     for survivor in (process for rank, process in enumerate(group) if rank != stopped):
-        seen, told = survivor.expect('"trouble"', 10)
-        assert 4 < seen - when < 8
+        seen, told = survivor.expect('"trouble"', 20)
+        in_time(seen - when, 8, least=4)
         assert (told["rank"], told["kind"]) == (stopped, "stalled")
         assert told["error"] == "ReplicaStalled"
     group[stopped].signal(signal.SIGCONT)
-    _, told = group[stopped].expect('"trouble"', 5)
+    _, told = group[stopped].expect('"trouble"', 20)
     assert (told["rank"], told["kind"]) == (stopped, "stalled")
 
 
@@ -177,7 +179,7 @@ def test_a_failure_is_told_to_all_with_its_traceback(gather: Gather) -> None:
     group = gather(3)
     group[1].say("fail zero")
     for process in group:
-        _, told = process.expect('"trouble"', 3)
+        _, told = process.expect('"trouble"', 20)
         assert (told["rank"], told["kind"]) == (1, "failed")
         assert "ZeroDivisionError: by zero" in str(told["text"])
     # What follows from it is not a second trouble.
@@ -191,7 +193,7 @@ def test_last_words_are_heard_before_the_death(gather: Gather) -> None:
     group = gather(2)
     group[1].say("fail at once")
     group[1].say("exit")
-    _, told = group[0].expect('"trouble"', 3)
+    _, told = group[0].expect('"trouble"', 20)
     assert told["kind"] == "failed"
 
 
@@ -199,7 +201,7 @@ def test_a_trouble_learnt_elsewhere_keeps_its_name(start: Start) -> None:
     group = tcp(start, 3)
     group[2].say('announce {"rank": 2, "name": "replica 1 of worker 2", "where": "cpu:1, pid 7"}')
     for process in group:
-        _, told = process.expect('"trouble"', 3)
+        _, told = process.expect('"trouble"', 20)
         assert told["who"] == "replica 1 of worker 2" and told["rank"] == 2
         assert "it was shot" in str(told["text"])
 
@@ -211,24 +213,24 @@ def test_leaving_is_no_trouble_and_leaves_nothing(gather: Gather, order: tuple[i
         asked = time.monotonic()
         group[rank].say("leave")
         group[rank].say("leave")
-        seen, told = group[rank].expect('"left"', 5)
-        assert seen - asked < 0.8
+        seen, told = group[rank].expect('"left"', 20)
+        in_time(seen - asked, 0.8)
         assert told["threads"] == ["MainThread"]
         group[rank].say("exit")
-        assert group[rank].child.wait(5) == 0
+        assert group[rank].child.wait(20) == 0
     for process in group:
         assert not any('"trouble"' in line for _, line in process.out)
-        assert not process.err
+        unless_late(not process.err, process.err)  # that it did not run for a while, say
 
 
 def test_who_left_is_not_waited_for(gather: Gather) -> None:
     group = gather(3)
     group[2].say("leave")
-    group[2].expect('"left"', 5)
+    group[2].expect('"left"', 20)
     for process in group[:2]:
         process.say('exchange {"note": {}}')
     for process in group[:2]:
-        _, told = process.expect('"error"', 3)
+        _, told = process.expect('"error"', 20)
         assert told["error"] == "ReplicaLost" and "finished and left" in str(told["text"])
         assert told["who"] == member_name(process, 2)
 
@@ -240,10 +242,11 @@ def test_who_does_not_come_to_an_exchange_is_named(gather: Gather) -> None:
     for process in group[:2]:
         process.say('exchange {"note": {}, "limit": 6}')
     for process in group[:2]:
-        seen, line = process.logged("waiting for", 7)
-        assert 4.5 < seen - asked < 6 and member_name(process, 2) in line
-        seen, told = process.expect('"error"', 5)
-        assert 5.5 < seen - asked < 8
+        seen, line = process.logged("waiting for", 20)
+        in_time(seen - asked, 6, least=4.5)
+        assert member_name(process, 2) in line
+        seen, told = process.expect('"error"', 20)
+        in_time(seen - asked, 8, least=5.5)
         assert told["error"] == "ReplicaStalled" and told["who"] == member_name(process, 2)
 
 
@@ -260,17 +263,16 @@ def test_a_big_note_arrives(gather: Gather) -> None:
 @pytest.mark.slow
 def test_a_missing_worker_is_named_until_patience_ends(start: Start) -> None:
     spec = cluster(3)
-    began = time.monotonic()
     here = [start({"cluster": spec, "task": ["worker", rank], "limit": 6}) for rank in (0, 1)]
     for process in here:
-        for seconds in (2, 5):
-            seen, line = process.logged(
-                f"waiting for worker 2 at {spec['worker'][2]}, ", 9, began + seconds
-            )
-            assert seen - began < seconds + 2
-            assert "worker 1" not in line and "worker 0" not in line
+        words = f"waiting for worker 2 at {spec['worker'][2]}, "
+        seen, first = process.logged(words + "2 s", 20)
+        later, line = process.logged(words, 20, seen + 0.01)
+        in_time(later - seen, 5, least=2)
+        for each in (first, line):
+            assert "worker 1" not in each and "worker 0" not in each
     for process in here:
-        seen, told = process.expect('"error"', 10)
+        _, told = process.expect('"error"', 20)
         assert told["error"] == "ReplicaMissing" and told["who"] == "worker 2"
         assert "stratagem check" in str(told["text"]) and spec["worker"][2] in str(told["text"])
         assert "worker 1" not in str(told["text"])
@@ -279,8 +281,8 @@ def test_a_missing_worker_is_named_until_patience_ends(start: Start) -> None:
 def test_a_missing_chief_is_named(start: Start) -> None:
     spec = cluster(2)
     process = start({"cluster": spec, "task": ["worker", 1], "limit": 3})
-    process.logged(f"waiting for worker 0 at {spec['worker'][0]}, 2 s", 5)
-    _, told = process.expect('"error"', 5)
+    process.logged(f"waiting for worker 0 at {spec['worker'][0]}, 2 s", 20)
+    _, told = process.expect('"error"', 20)
     assert told["error"] == "ReplicaMissing" and told["who"] == "worker 0"
     assert "refused" in str(told["text"])
 
@@ -289,11 +291,11 @@ def test_ctrl_c_ends_the_wait_at_once(start: Start) -> None:
     spec = cluster(3)
     waiting = [start({"cluster": spec, "task": ["worker", rank]}) for rank in (0, 1)]
     for process in waiting:
-        process.logged("waiting for", 5)
+        process.logged("waiting for", 20)
     for process in reversed(waiting):
         when = process.signal(signal.SIGINT)
-        seen, _ = process.expect("KeyboardInterrupt", 10)
-        assert seen - when < 3, "patience would last longer"
+        seen, _ = process.expect("KeyboardInterrupt", 20)
+        in_time(seen - when, 3)  # patience would last longer
 
 
 def test_strangers_at_the_door_harm_nobody(start: Start) -> None:
@@ -304,17 +306,17 @@ def test_strangers_at_the_door_harm_nobody(start: Start) -> None:
     strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
     strangers[1].sendall(b"STRATGM\x02" + os.urandom(64))
     strangers[2].close()
-    # strangers[3] says nothing at all.
+    # strangers[3] says nothing at all: it would hold them up for five seconds.
     began = time.monotonic()
     others = [start({"cluster": spec, "task": ["worker", rank]}) for rank in (1, 2)]
     for process in (chief, *others):
-        seen, _ = process.expect('"ready"', 10)
-        assert seen - began < 4
-    chief.logged("refused a connection", 6)
+        seen, _ = process.expect('"ready"', 20)
+        in_time(seen - began, 4)
+    chief.logged("refused a connection", 20)
     for process in (chief, *others):
         process.say('exchange {"note": {}}')
     for process in (chief, *others):
-        process.expect('"notes"', 5)
+        process.expect('"notes"', 20)
     for sock in strangers:
         sock.close()
 
@@ -323,56 +325,57 @@ def test_another_secret_is_refused_on_both_sides(start: Start) -> None:
     spec = cluster(3)
     chief = start({"cluster": spec, "task": ["worker", 0]})
     wrong = start({"cluster": spec, "task": ["worker", 1], "secret": "other"})
-    _, told = wrong.expect('"error"', 10)
+    _, told = wrong.expect('"error"', 20)
     assert told["error"] == "WrongSecret" and "STRATAGEM_SECRET" in str(told["text"])
-    chief.logged("refused a connection", 3)
+    chief.logged("refused a connection", 20)
     right = [start({"cluster": spec, "task": ["worker", rank]}) for rank in (1, 2)]
     for process in (chief, *right):
-        process.expect('"ready"', 10)
+        process.expect('"ready"', 20)
 
 
 def test_a_second_claim_to_a_rank_is_refused_with_a_sentence(start: Start) -> None:
     spec = cluster(3)
     chief = start({"cluster": spec, "task": ["worker", 0]})
     first = start({"cluster": spec, "task": ["worker", 1]})
-    first.logged("waiting for worker 2", 5)
+    first.logged("waiting for worker 2", 20)
     second = start({"cluster": spec, "task": ["worker", 1]})
-    _, told = second.expect('"error"', 5)
+    _, told = second.expect('"error"', 20)
     assert told["error"] == "ClusterError" and "worker 1 is already here" in str(told["text"])
-    chief.logged("worker 1 is already here", 2)
+    chief.logged("worker 1 is already here", 20)
     last = start({"cluster": spec, "task": ["worker", 2]})
     for process in (chief, first, last):
-        process.expect('"ready"', 5)
+        process.expect('"ready"', 20)
 
 
 def test_a_worker_restarted_while_others_wait_is_let_in_again(start: Start) -> None:
     spec = cluster(3)
     chief = start({"cluster": spec, "task": ["worker", 0]})
     first = start({"cluster": spec, "task": ["worker", 1]})
-    first.logged("waiting for worker 2", 5)
-    first.signal(signal.SIGKILL)
-    chief.logged("left before everybody was here", 2)
+    first.logged("waiting for worker 2", 20)
+    when = first.signal(signal.SIGKILL)
+    seen, _ = chief.logged("left before everybody was here", 20)
+    in_time(seen - when, 2)
     group = [chief, *(start({"cluster": spec, "task": ["worker", rank]}) for rank in (1, 2))]
     for process in group:
-        process.expect('"ready"', 5)
+        process.expect('"ready"', 20)
 
 
 def test_a_chief_restarted_while_others_wait_is_found_again(start: Start) -> None:
     spec = cluster(3)
     chief = start({"cluster": spec, "task": ["worker", 0]})
     first = start({"cluster": spec, "task": ["worker", 1]})
-    first.logged("waiting for worker 2", 5)
+    first.logged("waiting for worker 2", 20)
     chief.signal(signal.SIGKILL)
     group = [first, *(start({"cluster": spec, "task": ["worker", rank]}) for rank in (0, 2))]
     for process in group:
-        process.expect('"ready"', 5)
+        process.expect('"ready"', 20)
 
 
 def test_a_task_with_another_cluster_is_refused_with_a_sentence(start: Start) -> None:
     spec = cluster(3)
     start({"cluster": spec, "task": ["worker", 0]})
     other = start({"cluster": {"worker": spec["worker"][:2]}, "task": ["worker", 1]})
-    _, told = other.expect('"error"', 5)
+    _, told = other.expect('"error"', 20)
     assert told["error"] == "ClusterError" and "same cluster" in str(told["text"])
 
 
@@ -436,7 +439,7 @@ def test_callbacks_are_called_once_also_late_and_a_bad_one_harms_nobody() -> Non
     hub.on_trouble(bad)
     hub.on_trouble(lambda trouble: seen.append(("early", trouble.rank)))
     spoke.report_failure("x" * 100_000 + "the end")
-    trouble = hub.await_trouble(3)
+    trouble = hub.await_trouble(20)
     assert trouble is not None and trouble.detail.endswith("the end")
     assert len(trouble.detail) < 66_000
     hub.on_trouble(lambda trouble: seen.append(("late", trouble.rank)))
@@ -452,7 +455,7 @@ def test_a_callback_may_leave() -> None:
     hub, spoke = two()
     spoke.on_trouble(lambda trouble: spoke.leave())
     hub.report_failure("why")
-    spoke.await_trouble(3)
+    spoke.await_trouble(20)
     hub.leave()
     spoke.leave()
     assert set(threading.enumerate()) <= before
@@ -461,12 +464,13 @@ def test_a_callback_may_leave() -> None:
 def test_a_forked_child_does_not_hide_the_death_of_its_parent(gather: Gather) -> None:
     group = gather(3)
     group[2].say("fork")
-    _, forked = group[2].expect('"forked"', 3)
+    _, forked = group[2].expect('"forked"', 20)
     try:
         when = group[2].signal(signal.SIGKILL)
         for survivor in group[:2]:
-            seen, told = survivor.expect('"trouble"', 5)
-            assert seen - when < 2 and told["kind"] == "died"
+            seen, told = survivor.expect('"trouble"', 20)
+            in_time(seen - when, 2)
+            assert told["kind"] == "died"
     finally:
         os.kill(int(str(forked["pid"])), signal.SIGKILL)
 
@@ -489,7 +493,7 @@ def test_a_spoke_that_sends_nonsense_is_lost_and_nothing_else_happens(
 ) -> None:
     hub, spoke = two()
     spoke._tell(note)
-    trouble = hub.await_trouble(3)
+    trouble = hub.await_trouble(20)
     assert trouble is not None and (trouble.rank, trouble.kind) == (1, "died")
     hub.leave()
     spoke.leave()

@@ -11,8 +11,9 @@ import pytest
 
 from stratagem.cluster.handshake import encode_note
 from stratagem.cluster.star import Star
+from tests.clock import in_time
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 
 class Diary:
@@ -30,7 +31,7 @@ class Diary:
     def read(self, count: int) -> list[tuple[object, ...]]:
         """The first pages, once there are as many."""
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.pages) >= count, 5), self.pages
+            assert self.changed.wait_for(lambda: len(self.pages) >= count, 20), self.pages
             return self.pages[:count]
 
     def alive(self, rank: int, now: float) -> None: ...
@@ -76,14 +77,14 @@ def test_a_peer_that_does_not_read_blocks_nobody(ends: Ends) -> None:
     star.start()
     for _ in range(8):
         star.post({"t": "x" * 500_000})
-    reading.settimeout(5)
+    reading.settimeout(20)
     got = 0
     while got < 8 * 500_000:
         got += len(reading.recv(1 << 20))
     began = time.monotonic()
     star.flush(0.2)  # rank 1 never takes its share
     star.stop()
-    assert time.monotonic() - began < 2.5
+    in_time(time.monotonic() - began, 2.5)
     reading.close()
 
 
@@ -108,7 +109,7 @@ def test_a_defect_of_the_thread_is_told_and_closes_the_connections(ends: Ends) -
     star.start()
     star.call(lambda: 1 / 0)
     assert diary.read(1) == [("lost", 1)]
-    theirs.settimeout(5)
+    theirs.settimeout(20)
     while theirs.recv(4096):
         pass
     star.stop()
@@ -124,7 +125,7 @@ def test_a_goodbye_lingers_until_the_peer_has_it_but_not_for_ever(ends: Ends) ->
     threading.Timer(0.4, theirs.close).start()
     began = time.monotonic()
     star.stop()
-    assert 0.3 < time.monotonic() - began < 0.9
+    in_time(time.monotonic() - began, 0.9, least=0.3)
 
 
 def test_flush_and_stop_return_at_once_when_there_is_nothing_to_wait_for(ends: Ends) -> None:
@@ -137,5 +138,5 @@ def test_flush_and_stop_return_at_once_when_there_is_nothing_to_wait_for(ends: E
     theirs.close()
     star.stop()
     star.flush(5)
-    assert time.monotonic() - began < 0.4
+    in_time(time.monotonic() - began, 0.4)
     assert set(threading.enumerate()) <= before

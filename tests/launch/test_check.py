@@ -19,9 +19,11 @@ from stratagem.launch import check as command
 from stratagem.launch import diagnosis
 from stratagem.launch.check import Row, add_arguments, check, main
 from stratagem.launch.probe import Speed
+from tests.clock import in_time, unless_late
+from tests.ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
-from member_processes import MEMBER, Process, free_ports
+from member_processes import MEMBER, Process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -80,7 +82,7 @@ def test_three_tasks_find_and_measure_each_other(start: Start, tmp_path: Path) -
     ]
     for process in group:
         assert process.child.wait(20) == 0, process.err
-    assert time.monotonic() - began < 15  # not the whole of --wait
+    in_time(time.monotonic() - began, 15)  # not the whole of --wait
     time.sleep(0.2)
     for me, process in zip(("worker 0", "worker 1", "ps 0"), group, strict=True):
         assert "this task, listening" in lines(process, me)
@@ -110,17 +112,18 @@ def test_measurements_are_plausible() -> None:
     for index in (0, 1):
         speed = found[index][1 - index].speed
         assert speed is not None
-        assert 1e-6 < speed.latency < 0.5
-        assert 1e6 < speed.up < 1e12 and 1e6 < speed.down < 1e12
+        assert speed.latency > 1e-6 and max(speed.up, speed.down) < 1e12
+        in_time(speed.latency, 0.5)
+        unless_late(min(speed.up, speed.down) > 1e6, speed)
 
 
 def test_one_that_starts_late_is_waited_for_and_named_meanwhile(start: Start) -> None:
     spec = spec_of(2)
     first = start(CHECK, "--wait", "25", TF_CONFIG=tf_config(spec, 0))
-    first.logged(f"waiting for worker 1 at {spec.address(Task('worker', 1))}", 6)
+    first.logged(f"waiting for worker 1 at {spec.address(Task('worker', 1))}", 20)
     second = start(CHECK, "--wait", "25", TF_CONFIG=tf_config(spec, 1))
-    assert first.child.wait(15) == 0
-    assert second.child.wait(15) == 0
+    assert first.child.wait(20) == 0
+    assert second.child.wait(20) == 0
 
 
 def test_refused_says_to_start_a_check_there(start: Start, tmp_path: Path) -> None:
@@ -129,8 +132,8 @@ def test_refused_says_to_start_a_check_there(start: Start, tmp_path: Path) -> No
     file.write_text(spec.to_json())
     began = time.monotonic()
     process = start(CHECK, "--cluster", str(file), "--task", "worker:0", "--wait", "1")
-    assert process.child.wait(10) == 1
-    assert time.monotonic() - began < 5
+    assert process.child.wait(20) == 1
+    in_time(time.monotonic() - began, 5)
     time.sleep(0.2)
     row = lines(process, "worker 1")
     assert "refused" in row and "start `stratagem check` there too" in row
@@ -145,7 +148,7 @@ def test_another_secret_is_certain_and_ends_the_wait(start: Start) -> None:
     ]
     for process in group:
         assert process.child.wait(20) == 1
-    assert time.monotonic() - began < 15
+    in_time(time.monotonic() - began, 15)
     time.sleep(0.2)
     for process in group:
         table = " ".join(line for _, line in process.out)
@@ -193,7 +196,8 @@ def test_something_else_answers(banner: bytes, state: str) -> None:
         spec = ClusterSpec({"worker": [f"127.0.0.1:{server.getsockname()[1]}"]})
         row = try_alone(spec, wait=1.5)["worker 0"]
         server.shutdown(socket.SHUT_RDWR)
-    assert not row.ok and row.state == state and row.remedy
+    unless_late(row.state == state, row)
+    assert not row.ok and row.remedy
 
 
 def test_a_peer_that_never_accepts_is_timed_out_or_silent() -> None:
@@ -202,7 +206,7 @@ def test_a_peer_that_never_accepts_is_timed_out_or_silent() -> None:
         spec = ClusterSpec({"worker": [f"127.0.0.1:{server.getsockname()[1]}"]})
         began = time.monotonic()
         row = try_alone(spec, wait=0.5)["worker 0"]
-    assert time.monotonic() - began < 2
+    in_time(time.monotonic() - began, 2)
     assert not row.ok and row.remedy
 
 
@@ -225,9 +229,10 @@ def test_the_training_that_waits_there_counts_as_reached(start: Start) -> None:
     spec = spec_of(2)
     how = {"cluster": {"worker": list(spec.jobs["worker"])}, "task": ["worker", 0]}
     training = start(MEMBER, json.dumps(how))
-    training.logged("waiting for worker 1", 6)
+    training.logged("waiting for worker 1", 20)
     rows = try_alone(spec, Task("worker", 1), wait=10)
-    assert rows["worker 0"].ok and "training" in rows["worker 0"].state
+    unless_late(rows["worker 0"].ok, rows)
+    assert "training" in rows["worker 0"].state
     assert not training.has_logged("refused")
 
 
@@ -237,11 +242,11 @@ def test_a_training_that_meets_a_check_waits_for_its_chief(start: Start) -> None
     checking = threading.Thread(target=try_alone, args=(spec, Task("worker", 0), 3.0))
     checking.start()
     training = start(MEMBER, json.dumps(how))
-    training.logged("waiting for worker 0", 6)
+    training.logged("waiting for worker 0", 20)
     checking.join()
     chief = start(MEMBER, json.dumps({**how, "task": ["worker", 0]}))
     for process in (chief, training):
-        process.expect('"ready"', 5)
+        process.expect('"ready"', 20)
 
 
 def test_another_task_at_the_address_is_told() -> None:
@@ -252,7 +257,8 @@ def test_another_task_at_the_address_is_told() -> None:
     answering.start()
     row = try_alone(shifted, None, wait=3)["worker 1"]
     answering.join()
-    assert not row.ok and row.state == "another task" and "worker 0" in row.remedy
+    unless_late(row.state == "another task", row)
+    assert not row.ok and "worker 0" in row.remedy
 
 
 def test_one_way_only_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,22 +266,26 @@ def test_one_way_only_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     answering = threading.Thread(
         target=check,
         args=(spec, Task("worker", 1)),
-        kwargs={"secret": b"s", "wait": 3, "size_bytes": 1000},
+        kwargs={"secret": b"s", "wait": 4, "size_bytes": 1000},
     )
+
+    held_back = threading.Event()
 
     def deaf(self: object, name: str) -> None:
         """worker 1 calls on nobody, as if a firewall held it back."""
+        held_back.set()
 
     from stratagem.launch.round_call import RoundCall
 
     call_on = RoundCall._call_on
     monkeypatch.setattr(RoundCall, "_call_on", deaf)
     answering.start()
-    time.sleep(0.3)
+    assert held_back.wait(20)
     monkeypatch.setattr(RoundCall, "_call_on", call_on)
     row = try_alone(spec, Task("worker", 0), wait=1.5)["worker 1"]
     answering.join()
-    assert row.ok and "has not reached this task" in row.remedy
+    unless_late(row.ok, row)
+    assert "has not reached this task" in row.remedy
 
 
 def parse(*args: str) -> argparse.Namespace:
@@ -335,10 +345,10 @@ def test_addresses_and_remedies_survive_the_table(
 def test_ctrl_c_ends_a_check_at_once(start: Start) -> None:
     spec = spec_of(2)
     process = start(CHECK, "--wait", "60", TF_CONFIG=tf_config(spec, 0))
-    process.logged("waiting for", 6)
+    process.logged("waiting for", 20)
     when = process.signal(signal.SIGINT)
-    assert process.child.wait(5) == 130
-    assert time.monotonic() - when < 2
+    assert process.child.wait(20) == 130
+    in_time(time.monotonic() - when, 2)
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "140"])

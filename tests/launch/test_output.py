@@ -126,4 +126,4 @@ def test_a_reader_who_stalls_does_not_hold_up_the_end(launcher: Launcher) -> Non
     time.sleep(1.0)  # the pipe to us is full by now, and the launcher stands before it
     child.terminate()
     wait_for(lambda: not alive(task))
-    assert child.wait(10) == 128 + signal.SIGTERM
+    assert child.wait(20) == 128 + signal.SIGTERM

@@ -16,6 +16,7 @@ from stratagem.plan.measure import profile, rehearse
 from stratagem.plan.profile import Profile
 from stratagem.plan.report import warnings
 from stratagem.strategies.rehearsal import Rehearsal
+from tests.clock import in_time, unless_late
 from tests.plan import support
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,7 +46,8 @@ def test_times_are_those_of_the_model() -> None:
     seen = profile(
         net, digits(), loss=cross_entropy, optimizer=torch.optim.SGD(net.parameters()), steps=6
     )
-    assert 0.02 <= seen.forward < 0.06 and 0.01 <= seen.backward < 0.05
+    in_time(seen.forward, 0.06, least=0.02)
+    in_time(seen.backward, 0.05, least=0.01)
     assert len(seen.samples) >= 5 and seen.batch == 16 and seen.name == "Sequential"
     assert seen.device == "cpu" and seen.threads in (1, torch.get_num_threads())
 
@@ -107,7 +109,8 @@ def test_one_thread_that_is_faster_is_noted() -> None:
         seen = profile(net, (x, x[:, :3]), loss=mse_loss, optimizer=optimizer, steps=5)
     finally:
         torch.set_num_threads(threads)
-    assert (seen.threads, seen.usual_threads) == (1, 3)
+    unless_late(seen.threads == 1, "one thread slept longer than three")
+    assert seen.usual_threads == 3
     assert any("one thread is faster here than 3" in note for note in warnings(seen))
     assert Profile.from_json(seen.to_json()) == seen
 
@@ -138,7 +141,8 @@ def test_among_others_on_this_machine() -> None:
     seen = profile(net, digits(), loss=cross_entropy, optimizer=torch.optim.SGD(net.parameters()),
                    steps=3, crowded=True)  # fmt: skip
     for n, compute in seen.crowd:
-        assert n >= 2 and 0.02 <= compute < 0.2
+        assert n >= 2
+        in_time(compute, 0.2, least=0.02)
 
 
 class Greedy(nn.Module):

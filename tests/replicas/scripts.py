@@ -8,7 +8,6 @@ interpreter ends: tracebacks, exit hooks and signals are Python's own.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -20,17 +19,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.clock import unless_late
+
 ROOT = Path(__file__).parents[2]
 
 NURSERY = Path(__file__).with_name("nursery.py")
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 20.0, what: str = "") -> float:
+def wait_for(condition: Callable[[], object], seconds: float = 30.0, what: str = "") -> float:
     """Wait until it holds; the seconds it took."""
     start = time.monotonic()
     while not condition():
         waited = time.monotonic() - start
-        assert waited < seconds, f"waited {waited:.1f} s in vain {what}"
+        unless_late(waited < seconds, f"waited {waited:.1f} s in vain {what}")
         time.sleep(0.02)
     return time.monotonic() - start
 
@@ -60,15 +61,6 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        socks = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [sock.getsockname()[1] for sock in socks]
-
-
 class Script:
     """A process that runs one script; its output lies in files beside it."""
 
@@ -88,7 +80,7 @@ class Script:
         path = self._stem.with_suffix(ending)
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def says(self, words: str, seconds: float = 20.0) -> float:
+    def says(self, words: str, seconds: float = 30.0) -> float:
         """Wait for these words on either stream; the seconds it took."""
 
         def said() -> bool:
@@ -106,7 +98,7 @@ class Script:
         text = self._text(".status")
         return int(text) if text else None
 
-    def ends(self, seconds: float = 20.0) -> int:
+    def ends(self, seconds: float = 30.0) -> int:
         """Wait for its end; the exit code."""
         wait_for(lambda: self.status is not None, seconds, f"for the end of {self}")
         assert self.status is not None

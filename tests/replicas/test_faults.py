@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem.replicas import frames
 from stratagem.replicas.pool import ZygoteProcess
+from tests.clock import in_time
 from tests.replicas.scripts import Nursery, Script, family, nursery, runs, wait_for
 from tests.support import by_hand, data, distance, mlp, strategy
 
@@ -122,7 +123,7 @@ def test_an_exception_in_mid_fit(two: sg.MirroredStrategy, tmp_path: Path) -> No
         fit(two, Act(raise_mine, tmp_path / "note"))
     assert type(caught.value.__cause__) is Mine
     assert "raise_mine" in str(caught.value)
-    assert time.time() - float((tmp_path / "note").read_text()) < SOON
+    in_time(time.time() - float((tmp_path / "note").read_text()), SOON)
     assert works(two)
 
 
@@ -172,7 +173,7 @@ def test_the_culprit_is_named_while_others_are_busy(three: sg.MirroredStrategy) 
     start = time.monotonic()
     with pytest.raises(sg.ReplicaFailed) as caught:
         three.run(work)
-    assert time.monotonic() - start < SOON
+    in_time(time.monotonic() - start, SOON)
     assert caught.value.who == "replica 2"
     assert type(caught.value.__cause__) is Mine
 
@@ -236,7 +237,7 @@ def test_a_result_that_cannot_travel(two: sg.MirroredStrategy) -> None:
         took.append(time.monotonic() - start)
         assert caught.value.who == "replica 1"
         assert two.run(lambda: 1) == [1, 1]
-    assert min(took) < 0.9, "it waited for an answer that it already had"
+    in_time(min(took), 0.9)  # or it waited for an answer that it already had
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ def test_failures_leave_nothing_open(op: str) -> None:
 def test_killed_in_mid_fit(two: sg.MirroredStrategy, tmp_path: Path) -> None:
     with pytest.raises(sg.ReplicaLost) as caught:
         fit(two, Act(kill_myself, tmp_path / "note"))
-    assert time.time() - float((tmp_path / "note").read_text()) < SOON
+    in_time(time.time() - float((tmp_path / "note").read_text()), SOON)
     assert caught.value.who == "replica 1"
     assert "replica 1 (cpu:1, pid " in str(caught.value)
     assert "SIGKILL" in str(caught.value) and "memory" in str(caught.value)
@@ -333,7 +334,7 @@ def test_the_death_of_the_helper_that_starts_replicas() -> None:
     start = time.monotonic()
     with pytest.raises(sg.ReplicaLost, match="replica 1"):
         made.run(work)
-    assert time.monotonic() - start < SOON
+    in_time(time.monotonic() - start, SOON)
     assert made.run(lambda: 1) == [1, 1]
     made.close()
 
@@ -344,7 +345,7 @@ def test_a_strategy_that_is_dropped_ends_its_replicas() -> None:
     assert all(runs(pid) for pid in followers)
     del made
     gc.collect()
-    wait_for(lambda: not any(runs(pid) for pid in followers), SOON)
+    in_time(wait_for(lambda: not any(runs(pid) for pid in followers)), SOON)
 
 
 def test_shared_memory_has_no_name() -> None:
@@ -386,10 +387,10 @@ def test_stopped_in_mid_fit(op: str, tmp_path: Path, caplog: pytest.LogCaptureFi
     model = fit(made, Act(lambda: kill_myself(signal.SIGSTOP), tmp_path / "note"))
     helper.join()
     stopped = float((tmp_path / "note").read_text())
-    assert named("has not answered")[0].created - stopped < 6.5
+    in_time(named("has not answered")[0].created - stopped, 6.5)
     assert "stopped" in named("has not answered")[0].getMessage()
     assert distance(model, alone()) < 1e-6
-    wait_for(lambda: named("replica 1 (cpu:1"), 2)
+    wait_for(lambda: named("replica 1 (cpu:1"))
     made.close()
 
 
@@ -402,7 +403,7 @@ def test_stopped_for_longer_than_patience(caplog: pytest.LogCaptureFixture) -> N
     start = time.monotonic()
     with pytest.raises(sg.ReplicaStalled, match=r"replica 1 .* stopped answering") as caught:
         made.run(len, os.urandom(3_000_000))
-    assert 3 < time.monotonic() - start < 4 + SOON
+    in_time(time.monotonic() - start, 4 + SOON, least=3)
     assert caught.value.who == "replica 1"
     assert re.search(r"replica 1 .* giving up in \d s", caplog.text)
     assert not runs(pid)
@@ -428,7 +429,7 @@ def test_stopped_in_the_middle_of_its_answer() -> None:
     start = time.monotonic()
     with pytest.raises(sg.ReplicaStalled, match=r"replica 1 .* stopped answering"):
         made.run(os.getpid)
-    assert 3 < time.monotonic() - start < 4 + SOON
+    in_time(time.monotonic() - start, 4 + SOON, least=3)
     assert made.run(lambda: 1) == [1, 1]
     made.close()
 
@@ -441,7 +442,7 @@ def test_stopped_in_the_middle_of_its_complaint() -> None:
     start = time.monotonic()
     with pytest.raises(sg.ReplicaFailed, match="a bad day") as caught:
         made.run(lambda: sg.current_replica().index == 0 or raise_mine())
-    assert time.monotonic() - start < 2 * SOON
+    in_time(time.monotonic() - start, 2 * SOON)
     assert caught.value.who == "replica 1"
     assert made.run(lambda: 1) == [1, 1]
     made.close()
@@ -505,7 +506,7 @@ fit(4000, "three")
     script.says("in mid-fit one", 40)
     before = family(script.pid)
     script.keyboard()
-    assert script.says("interrupted") < SOON
+    in_time(script.says("interrupted"), SOON)
     script.says("trained again")
     script.says("in mid-fit three")
     everybody = family(script.pid)
@@ -522,9 +523,9 @@ def ends_by(number: signal.Signals, script: Script, everybody: list[int]) -> Non
         script.keyboard()
     else:
         script.signal(number)
-    wait_for(lambda: script.status is not None, SOON, f"for the end of {script}")
+    in_time(wait_for(lambda: script.status is not None, what=f"for the end of {script}"), SOON)
     assert script.status == -number
-    wait_for(lambda: not any(runs(pid) for pid in everybody), SOON, "for replicas to end")
+    wait_for(lambda: not any(runs(pid) for pid in everybody), what="for replicas to end")
 
 
 @pytest.mark.slow
@@ -540,5 +541,5 @@ def test_the_script_itself_is_stopped_then_killed(scripts: Nursery, tmp_path: Pa
     script.signal(signal.SIGCONT)
     script.says("in mid-fit two")
     assert "[replica 1] replica 0 (cpu:0, pid" in script.err
-    assert "giving up in 27 s" in script.err, "patience=Patience(answer=30)"
+    assert re.search("giving up in 2[3-7] s", script.err), "patience=Patience(answer=30)"
     ends_by(signal.SIGKILL, script, everybody)

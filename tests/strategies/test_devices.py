@@ -26,7 +26,7 @@ SPELLINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(60)
 def test_the_thread_that_makes_groups_uses_the_replicas_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

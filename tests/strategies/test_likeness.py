@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import stratagem as sg
-from tests.replicas.scripts import Nursery, Script, free_ports, nursery
+from tests.ports import free_ports
+from tests.replicas.scripts import Nursery, Script, nursery
 from tests.support import by_hand, data, distance, mlp, strategy
 
 pytestmark = pytest.mark.timeout(60)

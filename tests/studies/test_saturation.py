@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.clock import unless_late
+
 FOLDER = Path(__file__).parents[2] / "studies" / "saturation"
 sys.path.insert(0, str(FOLDER))
 import compare  # noqa: E402
@@ -43,7 +45,7 @@ def study(*words: str, **more: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @as_root
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 def test_measured_steps_are_near_the_formulas(tmp_path: Path) -> None:
     """The link is no faster than it may be, and nothing takes twice its time on a busy machine."""
     out = tmp_path / "rows.json"
@@ -58,12 +60,12 @@ def test_measured_steps_are_near_the_formulas(tmp_path: Path) -> None:
     own = compare.loops(rows)
     for row in rows:
         error = terms.terms(row, own[row["bytes"]]) / row["step_s"] - 1
-        assert -0.5 < error < 0.15, (row, error)
+        unless_late(-0.5 < error < 0.15, (row, error))
     assert spaces(running.pid) == []
 
 
 @as_root
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     code = (
@@ -81,11 +83,11 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
         word, child = running.stdout.readline().split()
         assert word == "up" and len(spaces(running.pid)) == 3
         running.send_signal(number)
-        running.communicate(timeout=20)
+        running.communicate(timeout=40)
     finally:
         running.kill()
     assert spaces(running.pid) == []
-    deadline = time.monotonic() + 5  # the kernel ends it when its parent has ended, not before
+    deadline = time.monotonic() + 20  # the kernel ends it when its parent has ended, not before
     while runs(int(child)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not runs(int(child))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stratagem.wire.errand import Errand, sum_half
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 
 @dataclass

@@ -74,7 +74,7 @@ def test_identity_of_a_host_is_stable() -> None:
     assert host_identity() == host_identity()
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("arrives", [True, False])
 def test_one_that_arrived_and_left_is_not_missed(arrives: bool) -> None:
     control = Segment(SharedMemoryCollective.control_size(2))

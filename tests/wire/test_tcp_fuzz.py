@@ -151,6 +151,6 @@ def test_strangers_at_the_door(kind: str) -> None:
             assert arrived.empty()
 
         knock()
-        with call(kind, listener.address) as client, arrived.get(timeout=5) as server:
+        with call(kind, listener.address) as client, arrived.get(timeout=20) as server:
             client.send({"a": 1})
             assert server.receive() == Frame({"a": 1}, 0)

@@ -18,7 +18,7 @@ from tests.wire.wire_pairs import (
     refused,
 )
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 MB = 1 << 20
 
 
@@ -110,9 +110,9 @@ def test_a_truncated_body_over_tls_is_refused(lines: Lines) -> None:
 def test_one_bad_peer_harms_no_other(lines: Lines) -> None:
     with listening() as (listener, arrived):
         good = call("tcp", listener.address)
-        good_end = arrived.get(timeout=5)
+        good_end = arrived.get(timeout=20)
         bad = call("tcp", listener.address)
-        bad_end = arrived.get(timeout=5)
+        bad_end = arrived.get(timeout=20)
         with good, good_end, bad, bad_end:
             bad._channel.send([memoryview(BAD["huge"])])
             refused(bad_end, bad_end.receive, lines, "limit")

@@ -16,6 +16,7 @@ import pytest
 from stratagem.errors import HandshakeError
 from stratagem.wire.frames import Frame, WireError
 from stratagem.wire.tcp import Connection, connect
+from tests.clock import in_time
 from tests.wire.wire_pairs import (
     KINDS,
     SECRET,
@@ -26,7 +27,7 @@ from tests.wire.wire_pairs import (
     noise,
 )
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 MB = 1 << 20
 
 
@@ -39,7 +40,7 @@ def test_no_descriptor_and_no_thread_is_left(kind: str) -> None:
 
     def once() -> None:
         with listening(kind) as (listener, arrived):
-            with call(kind, listener.address) as client, arrived.get(timeout=5) as server:
+            with call(kind, listener.address) as client, arrived.get(timeout=20) as server:
                 client.send({}, [noise(10)])
                 server.receive()
                 server.skip(10)
@@ -48,9 +49,9 @@ def test_no_descriptor_and_no_thread_is_left(kind: str) -> None:
                 call(kind, listener.address, b"another")
             with pytest.raises(HandshakeError):
                 other = None if kind == "tls" else True
-                connect(listener.address, SECRET, limit=2, tls=other)
+                connect(listener.address, SECRET, limit=20, tls=other)
             bad = call(kind, listener.address)
-            end = arrived.get(timeout=5)
+            end = arrived.get(timeout=20)
             bad._channel.send([memoryview(b"?" * 100)])
             with pytest.raises(WireError):
                 end.receive()
@@ -74,16 +75,16 @@ def test_closing_a_listener_ends_those_who_greet() -> None:
             eventually(lambda: listener._greetings)
             start = time.monotonic()
             listener.close()
-            stranger.settimeout(2)
+            stranger.settimeout(20)
             assert stranger.recv(1) == b""
-            assert time.monotonic() - start < 1
+            in_time(time.monotonic() - start, 1)
     listener.close()
 
 
 def test_a_connection_outlives_its_listener(kind: str) -> None:
     with listening(kind) as (listener, arrived):
         client = call(kind, listener.address)
-        server = arrived.get(timeout=5)
+        server = arrived.get(timeout=20)
     with client, server:
         client.send({"a": 1})
         assert server.receive() == Frame({"a": 1}, 0)
@@ -95,7 +96,7 @@ from stratagem.wire.frames import WireError
 from stratagem.wire.tcp import Listener, connect, local_address
 
 SECRET = b"s" * 32
-ends = [connect(address, SECRET, limit=5, tls=kind == "tls" or None)
+ends = [connect(address, SECRET, limit=20, tls=kind == "tls" or None)
         for kind, address in zip(sys.argv[1::2], sys.argv[2::2])]
 door = Listener(local_address(), SECRET, "x", print)
 locks = [lock for end in ends for lock in (end._sending, end._gate)] + [door._lock]

@@ -36,7 +36,7 @@ from tests.wire.wire_pairs import (
     refused,
 )
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 OTHER = b"another secret"
 
 
@@ -128,7 +128,7 @@ def relayed() -> Iterator[tuple[Relay, Connection, Connection]]:
         listening("tls") as (listener, arrived),
         closing(Relay(listener.address)) as relay,
         call("tls", relay.address) as client,
-        arrived.get(timeout=5) as server,
+        arrived.get(timeout=20) as server,
     ):
         yield relay, server, client
 
@@ -158,8 +158,8 @@ def proven(address: str) -> socket.socket:
     """A client that has proved the secret and now is to speak TLS."""
     host, port = address.split(":")
     sock = socket.create_connection((host, int(port)))
-    prove(sock, SECRET, server=False, limit=2)
-    recv_note(sock, 2)
+    prove(sock, SECRET, server=False, limit=20)
+    recv_note(sock, 20)
     send_note(sock, {"wire": 1, "tls": True})
     return sock
 
@@ -197,7 +197,7 @@ def test_a_client_without_the_certificate_is_refused(
         eventually(lambda: lines.texts)
         assert len(lines.texts) == 1 and "TLS" in lines.texts[0]
         assert arrived.empty()
-        with call("tls", listener.address), arrived.get(timeout=5):
+        with call("tls", listener.address), arrived.get(timeout=20):
             pass  # others are let in
 
 
@@ -206,9 +206,9 @@ def test_a_server_without_the_certificate_is_refused() -> None:
         address = f"127.0.0.1:{door.getsockname()[1]}"
         calling = Outcome(partial(connect, address, SECRET, limit=3, tls=True))
         sock, _ = door.accept()
-        prove(sock, SECRET, server=True, limit=2)
+        prove(sock, SECRET, server=True, limit=20)
         send_note(sock, {"wire": 1, "tls": True})
-        recv_note(sock, 2)
+        recv_note(sock, 20)
         with suppress(OSError), tls.context(OTHER, True).wrap_socket(sock, server_side=True):
             pass
         with pytest.raises(HandshakeError, match="TLS"):
@@ -293,4 +293,4 @@ def test_a_listener_makes_its_certificate_before_anybody_comes() -> None:
     address = free_address()
     with Listener(address, SECRET, "ps 0", Connection.close, tls=True):
         assert tls.context.cache_info().currsize == 1
-        assert ended(connect(address, SECRET, limit=5, tls=True))
+        assert ended(connect(address, SECRET, limit=20, tls=True))

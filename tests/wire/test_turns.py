@@ -13,9 +13,10 @@ import pytest
 
 from stratagem.wire import turns as module
 from stratagem.wire.turns import LARGE, Turns
+from tests.clock import unless_late
 
 pytestmark = [
-    pytest.mark.timeout(30),
+    pytest.mark.timeout(60),
     pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="turns are for Linux"),
 ]
 SIZE = 16 << 20  # more than any kernel buffers by itself
@@ -100,7 +101,7 @@ def test_one_after_the_other_in_the_order_in_which_they_came(
         time.sleep(0.05)
         assert not any(other.arrived for other in lines[number + 1 :])
         line.read()
-        sent[number].result(timeout=10)
+        sent[number].result(timeout=20)
 
 
 @pytest.mark.parametrize("why", ["small", "near", "two at once"])
@@ -112,10 +113,10 @@ def test_who_need_not_wait(why: str, stack: ExitStack, pool: ThreadPoolExecutor)
     held = under_way(pool, turns, first)
     sent = pool.submit(second.send, turns, size)
     second.read(size)
-    sent.result(timeout=10)
+    sent.result(timeout=20)
     assert not held.done()
     first.read()
-    held.result(timeout=10)
+    held.result(timeout=20)
 
 
 def test_who_does_not_read_is_overtaken(
@@ -128,10 +129,10 @@ def test_who_does_not_read_is_overtaken(
     for line in others:
         line.read()
     for one in sent:
-        one.result(timeout=10)
+        one.result(timeout=20)
     assert not held.done()
     stuck.read()
-    held.result(timeout=10)
+    held.result(timeout=20)
 
 
 def test_who_reads_as_slowly_as_others_keeps_its_turn(
@@ -144,11 +145,11 @@ def test_who_reads_as_slowly_as_others_keeps_its_turn(
     for _ in range(8):
         slow.read(1 << 20)  # less than the kernels of both sides hold, but something arrives
         time.sleep(0.05)
-    assert not other.arrived
+    unless_late(not other.arrived, "nothing was read for as long as that is forgiven")
     slow.read(SIZE - (8 << 20))
-    held.result(timeout=10)
+    held.result(timeout=20)
     other.read()
-    sent.result(timeout=10)
+    sent.result(timeout=20)
 
 
 def test_who_reads_more_slowly_than_others_is_overtaken_and_waited_for_no_more(
@@ -167,13 +168,13 @@ def test_who_reads_more_slowly_than_others_is_overtaken_and_waited_for_no_more(
     held = under_way(pool, turns, slow)
     sent = pool.submit(other.send, turns)
     other.read()
-    sent.result(timeout=10)
+    sent.result(timeout=20)
     assert not held.done()
     over.set()
-    reading.result(timeout=10)
+    reading.result(timeout=20)
     slow.sender.shutdown(socket.SHUT_RDWR)
     with pytest.raises(OSError):
-        held.result(timeout=10)
+        held.result(timeout=20)
     assert slow.sender in turns._slow and not turns._sending
     # the next time nobody is held up by it
     again = Line(stack)
@@ -185,7 +186,7 @@ def test_who_reads_more_slowly_than_others_is_overtaken_and_waited_for_no_more(
     third.read()
     again.read()
     for one in (held, sent):
-        one.result(timeout=10)
+        one.result(timeout=20)
 
 
 def test_several_at_once_have_a_part_of_the_line_each(
@@ -208,17 +209,18 @@ def test_several_at_once_have_a_part_of_the_line_each(
     turns._best = 25e6  # of a line that one had for itself
     sent = pool.submit(other.send, turns)
     time.sleep(0.5)
-    assert turns._busy() == 3 and not other.arrived
+    unless_late(turns._busy() == 3, "they were read more slowly than that is forgiven")
+    assert not other.arrived
     over.set()
     for each in reading:
-        each.result(timeout=10)
+        each.result(timeout=20)
     for line in lines:
         line.sender.shutdown(socket.SHUT_RDWR)
     for each in held:
         with pytest.raises(OSError):
-            each.result(timeout=10)
+            each.result(timeout=20)
     other.read()
-    sent.result(timeout=10)
+    sent.result(timeout=20)
 
 
 def test_whoever_is_gone_does_not_keep_others_waiting(
@@ -235,9 +237,9 @@ def test_whoever_is_gone_does_not_keep_others_waiting(
     first.sender.shutdown(socket.SHUT_RDWR)
     for lost in (held, gone):
         with pytest.raises(OSError):
-            lost.result(timeout=10)
+            lost.result(timeout=20)
     third.read()
-    sent.result(timeout=10)
+    sent.result(timeout=20)
     assert not turns._queue and not turns._sending
 
 
@@ -250,15 +252,15 @@ def test_where_processors_are_the_limit_there_are_no_turns(
         line = Line(stack)
         sent = pool.submit(line.send, turns)
         line.read()
-        sent.result(timeout=10)
+        sent.result(timeout=20)
     first, second = Line(stack), Line(stack)
     held = under_way(pool, turns, first)
     sent = pool.submit(second.send, turns)
     second.read()
-    sent.result(timeout=10)
+    sent.result(timeout=20)
     assert not held.done()
     first.read()
-    held.result(timeout=10)
+    held.result(timeout=20)
 
 
 def test_many_threads_all_come_to_their_turn(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,15 +15,15 @@ from torch import Tensor
 
 from stratagem.wire.frames import WireError
 from stratagem.wire.tcp import Connection, Listener, connect, local_address
+from tests.clock import unless_late
+from tests.ports import free_ports
 
 SECRET = b"s" * 32
 KINDS = ["tcp", "unix", "tls"]
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return f"{host}:{sock.getsockname()[1]}"
+    return f"{host}:{free_ports(1, host)[0]}"
 
 
 def address_for(kind: str) -> str:
@@ -43,7 +42,7 @@ def listening(
         yield listener, arrived
 
 
-def call(kind: str, address: str, secret: bytes = SECRET, limit: float = 5.0) -> Connection:
+def call(kind: str, address: str, secret: bytes = SECRET, limit: float = 20.0) -> Connection:
     return connect(address, secret, limit=limit, tls=True if kind == "tls" else None)
 
 
@@ -53,15 +52,15 @@ def pair(kind: str) -> Iterator[tuple[Connection, Connection]]:
     with (
         listening(kind) as (listener, arrived),
         call(kind, listener.address) as client,
-        arrived.get(timeout=5) as server,
+        arrived.get(timeout=20) as server,
     ):
         yield server, client
 
 
-def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it never came true"
+        unless_late(time.monotonic() < end, "it never came true")
         time.sleep(0.01)
 
 
@@ -119,9 +118,9 @@ class Outcome(threading.Thread):
         except BaseException as problem:
             self._problem = problem
 
-    def result(self, seconds: float = 5.0) -> object:
+    def result(self, seconds: float = 20.0) -> object:
         self.join(seconds)
-        assert not self.is_alive(), f"still waiting after {seconds} s"
+        unless_late(not self.is_alive(), f"still waiting after {seconds} s")
         if self._problem is not None:
             raise self._problem
         return self._value

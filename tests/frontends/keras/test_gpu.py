@@ -16,8 +16,8 @@ import torch
 from keras import layers
 
 import stratagem as sg
-from tests.frontends.keras.test_tf_distribute import ports
 from tests.keras_support import apart, digits, history_apart, train
+from tests.ports import free_ports
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,7 +86,7 @@ WORKER = """
 
 
 def test_two_workers_share_one_gpu() -> None:
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports(2)]}
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     tasks = []
     for index in range(2):
         config = {"cluster": cluster, "task": {"type": "worker", "index": index}}

@@ -18,6 +18,7 @@ import torch
 from keras import layers
 
 import stratagem as sg
+from tests.clock import unless_late
 from tests.frontends.keras.served_support import close_served, served
 from tests.keras_both import alike
 from tests.keras_support import BOOKS, apart, digits, history_apart, strategy, train
@@ -353,7 +354,8 @@ def test_moving_statistics_are_the_mean_over_the_workers() -> None:
         workers.add(round(float(norm.moving_mean.numpy()[0]), 4))
         if 3.25 in workers:
             break
-    assert 3.25 in workers and workers <= {3.25, 6.25, 3.5}
+    assert workers <= {3.25, 6.25, 3.5}
+    unless_late(3.25 in workers, "one worker did both halves every time")
 
 
 @pytest.mark.timeout(120)
@@ -380,7 +382,8 @@ def test_what_is_dropped_is_not_counted() -> None:
     history = model.fit(x, y, batch_size=4, epochs=3, verbose=0).history
     assert history["rows"] == [120.0, 120.0, 120.0]
     stats = where.stats()
-    assert stats.dropped and stats.applied == 90
+    assert stats.applied == 90
+    unless_late(stats.dropped, "nobody's gradient was old, by chance")
     assert stats.received == stats.applied + stats.dropped
     where.close()
 

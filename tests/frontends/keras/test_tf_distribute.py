@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -25,20 +24,12 @@ import torch
 from keras import layers
 
 import stratagem as sg
+from tests.clock import in_time
 from tests.keras_support import apart, digits, history_apart, strategy, train
+from tests.ports import free_ports
 from tests.support import cpus
 
 ROOT = str(Path(sg.__file__).parent.parent)
-
-
-def ports(count: int) -> list[int]:
-    holders = [socket.socket() for _ in range(count)]
-    for holder in holders:
-        holder.bind(("127.0.0.1", 0))
-    found = [holder.getsockname()[1] for holder in holders]
-    for holder in holders:
-        holder.close()
-    return found
 
 
 def start(script: str, index: int, addresses: list[str], **more: str) -> subprocess.Popen[str]:
@@ -126,12 +117,12 @@ def line_of(task: subprocess.Popen[str], start: str) -> str:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[list[subprocess.Popen[str]]]:
     """Two workers, started once for what is said of them here."""
-    addresses = [f"127.0.0.1:{port}" for port in ports(2)]
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     tasks = [start(WORKER, i, addresses, PYTHONUNBUFFERED="1") for i in range(2)]
     yield tasks
     for task in tasks:
         task.kill()
-        task.communicate(timeout=10)
+        task.communicate(timeout=30)
 
 
 @pytest.mark.slow
@@ -158,8 +149,8 @@ def test_a_worker_killed_in_mid_training_is_named(pair: list[subprocess.Popen[st
     line_of(chief, "epoch 2")
     other.kill()
     before = time.monotonic()
-    output, _ = chief.communicate(timeout=30)
-    assert time.monotonic() - before < 10
+    output, _ = chief.communicate(timeout=60)
+    assert time.monotonic() - before < 20  # once only: the pair is for both tests
     assert chief.returncode > 0
     last = [line for line in output.splitlines() if line.startswith("stratagem.errors.")][-1]
     assert "worker 1" in last and "worker 0" not in last
@@ -233,7 +224,7 @@ SERVED = """
 @pytest.mark.timeout(180)
 def test_parameter_servers_fit_evaluate_and_predict(tmp_path: Path) -> None:
     """TensorFlow: ValueError, pass this dataset to ClusterCoordinator. Two clients, one server."""
-    addresses = [f"127.0.0.1:{port}" for port in ports(3)]
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
     cluster = {"worker": addresses[:2], "ps": addresses[2:]}
     server = start_task("", "ps", 0, cluster)
     tasks = [start_task(SERVED, "worker", i, cluster, DONE=str(tmp_path)) for i in range(2)]
@@ -242,7 +233,7 @@ def test_parameter_servers_fit_evaluate_and_predict(tmp_path: Path) -> None:
         output, _ = task.communicate(timeout=150)
         assert task.returncode == 0, output
         said.append(json.loads(output.strip().splitlines()[-1]))
-    output, _ = server.communicate(timeout=20)
+    output, _ = server.communicate(timeout=60)
     assert server.returncode == 0, output
     for each in said:
         assert each["history"] == said[0]["history"] and each["last"] == said[0]["last"]
@@ -281,7 +272,7 @@ def test_central_storage_reports_what_one_device_reports(updates: Any) -> None:
 @pytest.mark.timeout(60)
 def test_a_missing_worker_is_named_and_sigterm_ends_the_wait() -> None:
     """TensorFlow: the constructor blocks silently and ignores SIGTERM."""
-    addresses = [f"127.0.0.1:{port}" for port in ports(2)]
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     task = start("import stratagem as sg; sg.MultiWorkerMirroredStrategy()", 0, addresses)
     assert task.stdout is not None
     line = ""
@@ -291,8 +282,8 @@ def test_a_missing_worker_is_named_and_sigterm_ends_the_wait() -> None:
     assert addresses[1] in line
     task.send_signal(signal.SIGTERM)
     before = time.monotonic()
-    task.communicate(timeout=10)
-    assert time.monotonic() - before < 5
+    task.communicate(timeout=30)
+    in_time(time.monotonic() - before, 5)
 
 
 def dense(start: float = 1.0, **more: Any) -> Any:

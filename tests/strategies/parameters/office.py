@@ -17,7 +17,7 @@ from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.worker import Worker
 from stratagem.strategies.settings import Served
 from stratagem.wire.tcp import local_address
-from tests.replicas.scripts import free_ports
+from tests.ports import free_ports
 
 
 class Office:

@@ -24,7 +24,7 @@ from stratagem.wire.tcp import local_address
 from tests.replicas.scripts import wait_for
 from tests.strategies.parameters.fault_support import Counter, balanced, by_one
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 ROWS = 12
 FRESH = "stratagem.strategies.parameters.worker._FRESH"

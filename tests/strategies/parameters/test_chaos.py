@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from tests.clock import unless_late
 from tests.replicas.scripts import Nursery, Script, nursery, runs, wait_for
 from tests.strategies.parameters.fault_support import (
     ROWS,
@@ -90,7 +91,7 @@ def test_chaos_in_a_local_cluster() -> None:
         assert not any(runs(pid) for pid in servers)
         kills, stops = kills + chaos.kills, stops + chaos.stops
     print(f"{trainings} trainings, {kills} kills, {stops} stops in {SECONDS:.0f} s")
-    assert kills + stops >= SECONDS / 6
+    unless_late(kills + stops >= SECONDS / 6, (kills, stops))
 
 
 def _train(strategy: sg.ParameterServerStrategy) -> None:
@@ -143,12 +144,12 @@ for round in range(100000):
     with beside(chaos):
         until = time.monotonic() + seconds + 40
         while chief.status is None:
-            assert time.monotonic() < until, (chief, others)
+            unless_late(time.monotonic() < until, (chief, others))
             time.sleep(0.1)
             if "balanced" in chief.out:
                 restart()
     assert chief.status == 0, (chief, others)
     lines = [line for line in chief.out.splitlines() if " = " in line]
     assert lines and not [line for line in lines if line.endswith("= false")], chief
-    wait_for(lambda: all(s.status == 0 for s in servers), 20, f"for {servers}")
-    assert killed > 0
+    wait_for(lambda: all(s.status == 0 for s in servers), what=f"for {servers}")
+    unless_late(killed > 0, "nobody was killed, by chance")

@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.replicas.scripts import ROOT, Nursery, Script, free_ports, nursery
+from tests.clock import in_time, unless_late
+from tests.ports import free_ports
+from tests.replicas.scripts import ROOT, Nursery, Script, nursery, wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -107,7 +109,7 @@ def went_well(chief: Script) -> None:
     assert chief.noted("balanced") is True, chief
 
 
-def all_end(tasks: dict[str, Script], seconds: float = 20.0) -> None:
+def all_end(tasks: dict[str, Script], seconds: float = 40.0) -> None:
     until = time.monotonic() + seconds
     for task, script in tasks.items():
         code = script.ends(max(0.1, until - time.monotonic()))
@@ -124,10 +126,10 @@ def test_a_client_for_each_worker(cluster: Cluster, updates: str) -> None:
     all_end(tasks)
     went_well(tasks["worker 0"])
     applied: Any = tasks["worker 0"].noted("applied")
-    assert min(applied) > 0, applied
+    unless_late(min(applied) > 0, applied)
     for task, script in tasks.items():
         assert ("still here" in script.out) == task.startswith("worker")
-        assert script.err == "", script
+        unless_late(script.err == "", script)  # that somebody is waited for, say
 
 
 @pytest.mark.slow
@@ -247,13 +249,13 @@ def test_a_worker_that_is_missing_comes_late_dies_and_is_restarted(cluster: Clus
     late = cluster.start("worker 1", source)
     time.sleep(1.0)
     late.signal(signal.SIGKILL)
-    assert chief.says("worker 1 is gone") < SOON
+    in_time(chief.says("worker 1 is gone"), SOON)
     assert chief.status is None
     tasks["worker 1"] = cluster.start("worker 1", source)
     all_end(tasks, 40)
     went_well(chief)
     applied: Any = chief.noted("applied")
-    assert applied[1] > 5, applied
+    unless_late(applied[1] > 5, applied)
 
 
 @pytest.mark.parametrize("memory", ["0", "1"])
@@ -319,14 +321,16 @@ def test_one_that_sleeps_through_the_end_of_a_training(cluster: Cluster, tmp_pat
         report(strategy, counts, 3)
     """)
     tasks["worker 0"].says("first", 20)
-    assert "worker 1 has been silent" in tasks["worker 0"].err
+    unless_late(
+        "worker 1 has been silent" in tasks["worker 0"].err, "worker 1 came when all was over"
+    )
     tasks["worker 1"].signal(signal.SIGCONT)
-    tasks["worker 1"].says("first", 10)
+    tasks["worker 1"].says("first")
     (tmp_path / "go").touch()
     all_end(tasks)
     went_well(tasks["worker 0"])
     applied: Any = tasks["worker 0"].noted("applied")
-    assert applied[1] > 0, applied
+    unless_late(applied[1] > 0, applied)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +340,7 @@ def test_one_that_sleeps_through_the_end_of_a_training(cluster: Cluster, tmp_pat
 def test_who_is_missing_is_named(cluster: Cluster, missing: str) -> None:
     tasks = cluster.all(train(epochs=1), but=missing)
     name = "the chief" if missing == "worker 0" else missing
-    assert tasks["worker 1"].says(f"waiting for {name}", 10) < 6
+    in_time(tasks["worker 1"].says(f"waiting for {name}"), 6)
     tasks[missing] = cluster.start(missing, train(epochs=1))
     all_end(tasks)
     went_well(tasks["worker 0"])
@@ -350,10 +354,10 @@ def test_a_chief_that_does_not_come_at_all(cluster: Cluster) -> None:
     except sg.ReplicaError as error:
         explain(error)
     """, but="worker 0")  # fmt: skip
-    assert tasks["worker 1"].ends(15) == 3
+    assert tasks["worker 1"].ends() == 3
     assert "raised ReplicaMissing about chief" in tasks["worker 1"].out, tasks
     for task in ("ps 0", "ps 1"):
-        assert tasks[task].ends(15) == 1
+        assert tasks[task].ends() == 1
         assert "the chief has not come" in tasks[task].err, tasks
 
 
@@ -390,7 +394,7 @@ def test_what_a_loop_has_caught_is_not_said_again_at_the_end(cluster: Cluster) -
     tasks["worker 0"].says("epoch 0", 20)
     tasks.pop("ps 1").signal(signal.SIGKILL)
     for task in ("worker 0", "worker 1"):
-        assert tasks[task].ends(10) == 0, tasks[task]
+        assert tasks[task].ends() == 0, tasks[task]
         assert "caught ps 1" in tasks[task].out, tasks[task]
         assert "Traceback" not in tasks[task].err and "atexit" not in tasks[task].err, tasks[task]
 
@@ -402,12 +406,12 @@ def test_a_killed_server_is_named_everywhere(cluster: Cluster, which: str) -> No
     tasks.pop(which).signal(signal.SIGKILL)
     start = time.monotonic()
     for task, script in tasks.items():
-        script.says(f"{which} is gone", SOON)
-        assert script.ends(SOON) == (3 if "worker" in task else 1), script
+        script.says(f"{which} is gone")
+        assert script.ends() == (3 if "worker" in task else 1), script
         if "worker" in task:
             assert f"raised ReplicaLost about {which}" in script.out, script
             assert "Start the job again" in script.out, script
-    assert time.monotonic() - start < SOON
+    in_time(time.monotonic() - start, SOON)
 
 
 @pytest.mark.slow
@@ -417,14 +421,14 @@ def test_a_stopped_server_is_given_up(cluster: Cluster) -> None:
     stopped = tasks.pop("ps 1")
     stopped.signal(signal.SIGSTOP)
     start = time.monotonic()
-    tasks["worker 0"].says("ps 1 has been silent", 6.5)
+    in_time(tasks["worker 0"].says("ps 1 has been silent"), 6.5)
     for task, script in tasks.items():
-        assert script.ends(10) == (3 if "worker" in task else 1), script
+        assert script.ends() == (3 if "worker" in task else 1), script
     # Which of its ends a worker hears of first is chance: that ps 1 is given up, or hung up on.
     assert "about ps 1" in tasks["worker 1"].out, tasks
-    assert time.monotonic() - start < 4 + SOON
+    in_time(time.monotonic() - start, 4 + SOON)
     stopped.signal(signal.SIGCONT)
-    assert stopped.ends(10) == 1, stopped
+    assert stopped.ends() == 1, stopped
 
 
 @pytest.mark.slow
@@ -446,11 +450,11 @@ except sg.ReplicaError as error:
     chief, stopped = tasks["worker 0"], tasks.pop("worker 1")
     stopped.says("at work", 20)
     stopped.signal(signal.SIGSTOP)
-    assert chief.says("worker 1 has been silent", 10) < 6.5
+    in_time(chief.says("worker 1 has been silent"), 6.5)
     all_end(tasks, 40)
     went_well(chief)
     stopped.signal(signal.SIGCONT)
-    assert stopped.ends(10) == 3
+    assert stopped.ends() == 3
     assert "raised ReplicaStalled about worker 1" in stopped.out, stopped
     assert "given up" in stopped.out and "Start it again" in stopped.out, stopped
 
@@ -462,10 +466,10 @@ def test_a_killed_chief_is_named_everywhere(cluster: Cluster) -> None:
     chief.signal(signal.SIGKILL)
     start = time.monotonic()
     for task, script in tasks.items():
-        script.says("worker 0, the chief, is gone", SOON)
-        assert script.ends(SOON) == (3 if "worker" in task else 1), script
+        script.says("worker 0, the chief, is gone")
+        assert script.ends() == (3 if "worker" in task else 1), script
     assert "raised ReplicaLost about worker 0" in tasks["worker 1"].out, tasks
-    assert time.monotonic() - start < SOON
+    in_time(time.monotonic() - start, SOON)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -491,9 +495,9 @@ except sg.ReplicaError as error:
     assert other.ends(20) == 3
     assert f"raised ReplicaFailed about worker {which}" in other.out, other
     assert 'raise Mine("a bad day")' in other.out, other
-    assert tasks[f"worker {which}"].ends(10) == 1
+    assert tasks[f"worker {which}"].ends() == 1
     assert "Mine: a bad day" in tasks[f"worker {which}"].err
-    assert tasks["ps 0"].ends(SOON) == tasks["ps 1"].ends(SOON) == 1
+    in_time(wait_for(lambda: {tasks[ps].status for ps in ("ps 0", "ps 1")} == {1}), SOON)
 
 
 def test_ctrl_c_on_a_worker_and_on_the_chief(cluster: Cluster) -> None:
@@ -502,11 +506,13 @@ def test_ctrl_c_on_a_worker_and_on_the_chief(cluster: Cluster) -> None:
     chief, worker = tasks["worker 0"], tasks["worker 1"]
     chief.says("epoch 0", 20)
     worker.keyboard()
-    assert worker.ends(SOON) == -signal.SIGINT, worker
-    assert chief.says("worker 1 is gone") < SOON
+    in_time(wait_for(lambda: worker.status is not None), SOON)
+    assert worker.status == -signal.SIGINT, worker
+    in_time(chief.says("worker 1 is gone"), SOON)
     chief.says("epoch 3", 30)
     chief.keyboard()
-    assert chief.ends(SOON) == -signal.SIGINT, chief
+    in_time(wait_for(lambda: chief.status is not None), SOON)
+    assert chief.status == -signal.SIGINT, chief
     for server in (tasks["ps 0"], tasks["ps 1"]):
-        assert server.ends(SOON) == 1
+        assert server.ends() == 1
         assert "worker 0, the chief, is gone" in server.err, server

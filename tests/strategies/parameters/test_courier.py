@@ -10,7 +10,7 @@ import torch
 
 from stratagem.strategies.parameters.courier import Courier
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 
 def test_errands_are_forgotten_and_it_leaves() -> None:

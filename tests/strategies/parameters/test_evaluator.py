@@ -12,7 +12,7 @@ import stratagem as sg
 from tests.served_support import digits, net
 from tests.strategies.parameters.office import evaluator
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_loop_of_ones_own_is_refused_and_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.worker import Work, Worker
 from stratagem.strategies.settings import Served
 from stratagem.wire.tcp import local_address
+from tests.clock import in_time, unless_late
 from tests.replicas.scripts import Nursery, family, nursery, runs, wait_for
 from tests.strategies.parameters.fault_support import (
     BATCH,
@@ -132,7 +133,7 @@ def test_workers_are_killed_at_any_moment(
             stats = strategy.stats()
             assert balanced(stats) and stats.buffered == 0, stats
             assert stats.updates == 2 * STEPS, stats
-    assert killer.kills >= 3
+    unless_late(killer.kills >= 3, killer.kills)
     assert works(strategy)
     assert set(strategy.stats().by_worker) <= {0, 1, 2}
 
@@ -151,7 +152,7 @@ def test_in_step_the_answer_is_that_of_one_device(made: Any) -> None:
     killer = Killer(strategy, seed=5, least=0.05, most=0.3, limit=20)
     with beside(killer):
         history = model.fit(x, y, batch_size=30, epochs=20, shuffle=False, verbose=0).history
-    assert killer.kills >= 2
+    unless_late(killer.kills >= 2, killer.kills)
     expected = by_hand(mlp(), adam, F.cross_entropy, x, y, batch=30, epochs=20)
     assert distance(model.module, expected) < 1e-5
     assert history["updates"] == [10.0] * 20
@@ -167,7 +168,7 @@ def test_one_that_was_killed_is_replaced_and_takes_part(
     def kill(stop: threading.Event) -> None:
         wait_for(lambda: applied(strategy) > 3)
         shoot(before)
-        wait_for(lambda: said(caplog, "worker 1 .*another takes its place"), SOON)
+        in_time(wait_for(lambda: said(caplog, "worker 1 .*another takes its place")), SOON)
         known = applied(strategy)
         wait_for(lambda: applied(strategy) > known + 3)
         over.stop = True
@@ -287,7 +288,7 @@ def test_one_that_does_not_read_holds_nobody_up(
         daemon=True,
     )
     rest.start()
-    rest.join(20)
+    rest.join(30)
     deaf.worker.close(goodbye=False)
     assert kept == [True] * 4
     chief.end()
@@ -326,11 +327,13 @@ def test_a_stopped_worker_holds_nobody_up_who_has_a_spare(
     strategy = made(updates=sg.Synchronous(spares=1))
     stop = Stop(tmp_path / "note")
     counts = count(strategy, epochs=25, loss=stop)
-    assert stop.note.exists() and (counts == 25).all()
+    assert (counts == 25).all()
+    unless_late(stop.note.exists(), "worker 1 came when all was over")
     assert balanced(strategy.stats()) and strategy.stats().updates == 25 * STEPS
     named = said(caplog, "worker 1 has been silent .*stopped")
-    assert named and named[0].created - stop.when < NAMED
-    assert time.time() - stop.when < 30
+    assert named
+    in_time(named[0].created - stop.when, NAMED)
+    in_time(time.time() - stop.when, 30)
     assert not runs(stop.pid), "it would have kept its place for ever"
     assert works(strategy)
 
@@ -352,7 +355,7 @@ def test_without_a_spare_a_stopped_worker_is_waited_for(
     with beside(wake):
         counts = count(strategy, pause=0.02, loss=stop)  # slow enough that it gets its turn
     assert (counts == 2).all()
-    assert said(caplog, "worker 1 has been silent")[0].created - stop.when < NAMED
+    in_time(said(caplog, "worker 1 has been silent")[0].created - stop.when, NAMED)
     assert not said(caplog, "another takes its place")
     assert strategy.stats().requeued == 0
 
@@ -364,9 +367,11 @@ def test_a_worker_that_stands_too_long_is_given_up(
     strategy = made(updates=sg.Asynchronous(), patience=sg.Patience(answer=4))
     stop = Stop(tmp_path / "note")
     counts = count(strategy, pause=0.02, loss=stop)  # slow enough that it gets its turn
-    assert (counts == 2).all() and balanced(strategy.stats()) and stop.note.exists()
+    assert (counts == 2).all() and balanced(strategy.stats())
+    unless_late(stop.note.exists(), "worker 1 came when all was over")
     given_up = said(caplog, "worker 1 has been silent for \\d+ s and is given up")
-    assert given_up and 3.5 < given_up[0].created - stop.when < 4 + SOON
+    assert given_up
+    in_time(given_up[0].created - stop.when, 4 + SOON, least=3.5)
     assert said(caplog, "worker 1 does not answer any more; another takes its place")
     assert not runs(stop.pid)
     assert works(strategy)
@@ -394,10 +399,10 @@ def test_a_killed_server_ends_the_training(made: Any, which: int) -> None:
             count(strategy, epochs=1000, pause=0.01)
         seconds = time.monotonic() - fell[-1]
         assert caught.value.who == f"ps {which}"
-        wait_for(lambda: not any(runs(pid) for pid in everybody), SOON)
+        wait_for(lambda: not any(runs(pid) for pid in everybody))
         return seconds
 
-    assert any(named_after() < PROMISED for _ in range(3)), "not even once in three times"
+    in_time(named_after(), PROMISED)
     assert works(strategy)
 
 
@@ -422,8 +427,8 @@ def test_a_stopped_server_is_named_then_given_up(
         x, y = data(600)
         model.fit(x, y, batch_size=6, epochs=1000, verbose=0)
     assert caught.value.who == f"ps {which}"
-    assert time.time() - stopped[0] < 4.5 + SOON
-    assert said(caplog, f"ps {which} has been silent")[0].created - stopped[0] < NAMED
+    in_time(time.time() - stopped[0], 4.5 + SOON)
+    in_time(said(caplog, f"ps {which} has been silent")[0].created - stopped[0], NAMED)
     assert works(strategy)
 
 
@@ -604,15 +609,16 @@ fit(4000, "two")
     script.says("in mid-fit one", 40)
     before = family(script.pid)
     script.keyboard()
-    assert script.says("interrupted") < SOON
+    in_time(script.says("interrupted"), SOON)
     script.says("in mid-fit two", 40)
     assert "Traceback" not in script.err and "gone" not in script.err, script
     everybody = family(script.pid)
     assert len(everybody) == 5, "a zygote, two workers, two servers"
     assert not set(before[1:]) & set(everybody), "one of the interrupted lives on"
     script.keyboard()
-    assert script.ends(SOON) == -signal.SIGINT
-    wait_for(lambda: not any(runs(pid) for pid in everybody), SOON, "for the others to end")
+    in_time(wait_for(lambda: script.status is not None), SOON)
+    assert script.status == -signal.SIGINT
+    wait_for(lambda: not any(runs(pid) for pid in everybody), what="for the others to end")
     assert script.err.count("Traceback") == 1, script
 
 
@@ -633,8 +639,9 @@ def test_the_script_is_terminated_or_killed(scripts: Nursery, tmp_path: Path) ->
         everybody = family(script.pid)
         assert len(everybody) == 5
         script.signal(number)
-        assert script.ends(SOON) == -number
-        wait_for(lambda: not any(map(runs, everybody)), SOON, "for the others to end")  # noqa: B023
+        in_time(wait_for(lambda: script.status is not None), SOON)  # noqa: B023
+        assert script.status == -number
+        wait_for(lambda: not any(map(runs, everybody)), what="for the others to end")  # noqa: B023
         assert "Traceback" not in script.err, script
 
 

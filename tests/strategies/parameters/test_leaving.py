@@ -94,7 +94,7 @@ def test_in_step_one_that_leaves_its_loop_after_the_chief_has_gone_on_waits_for_
         one_part(chief)
         left = threading.Thread(target=other.worker.stand_aside, args=(1,), daemon=True)
         left.start()
-        left.join(5)
+        left.join(20)
         assert not left.is_alive(), "it waits for itself"
         other.worker.want(2)
         one_part(other)
