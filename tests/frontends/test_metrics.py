@@ -312,8 +312,8 @@ SEVERAL: dict[str, Any] = {
 def test_the_batch_tells_logits_from_probabilities(
     three: sg.Strategy, outputs: str, batch: int
 ) -> None:
-    """Shares of one or two logits lie within 0 and 1 by chance; 101 rows are many batches."""
-    x, _ = data(101)
+    """Shares of one or two logits lie within 0 and 1 by chance; 51 rows are many batches."""
+    x, _ = data(51)
     x = x.sigmoid() if outputs == "probabilities" else x
     y = (x[:, 0] > 0.2).long()
     model, made = sg.Model(First(), three), {name: make() for name, make in BINARY.items()}

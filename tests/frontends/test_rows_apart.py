@@ -169,11 +169,19 @@ def test_values_that_are_not_of_single_rows(
     form, loss, words = UNEVEN[name]
     with pytest.raises(NotDistributable, match=words):
         trained_on_tokens(three, form, loss, batch)
+    trained_on_tokens(None, form, loss, batch)
+
+
+@pytest.mark.parametrize("batch", [3, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", list(UNEVEN))
+def test_nor_are_they_in_an_evaluation(
+    three: sg.MirroredStrategy, name: str, batch: int
+) -> None:
+    form, loss, words = UNEVEN[name]
     model = sg.Model(Tokens(form), three)
     model.compile(sgd, loss)
     with pytest.raises(NotDistributable, match=words):
         model.evaluate(WORDS, NEXT, batch_size=batch)
-    trained_on_tokens(None, form, loss, batch)
 
 
 EVEN: dict[str, Any] = {

@@ -350,6 +350,7 @@ def test_a_script_that_the_system_kills(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["train.py"]
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_the_script(tmp_path: Path) -> None:
     source = (
         "import os, time, pathlib; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(99)"

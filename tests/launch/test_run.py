@@ -350,7 +350,7 @@ def test_what_a_task_leaves_behind_is_ended(launcher: Launcher) -> None:
         (signal.SIGINT, False),
         pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),
         (signal.SIGTERM, False),
-        (signal.SIGTERM, True),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.slow),
         (signal.SIGHUP, False),
         (signal.SIGKILL, True),
     ],

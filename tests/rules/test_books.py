@@ -428,7 +428,7 @@ def test_anything_may_happen(gate: str) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=70,
+            max_examples=40,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),

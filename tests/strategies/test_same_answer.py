@@ -72,8 +72,14 @@ def fitted(
     return model
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.parametrize("batch", [64, 65, 330])
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        ("sgd", 64), ("adam", 65), ("adam", 330),
+        *(pytest.param(*each, marks=pytest.mark.slow)
+          for each in (("adam", 64), ("sgd", 65), ("sgd", 330))),
+    ],
+)  # fmt: skip
 def test_every_operation_equals_one_device(
     several: sg.MirroredStrategy, name: str, batch: int
 ) -> None:
@@ -437,15 +443,30 @@ def own_loop(
     return model
 
 
+LOOPS: list[dict[str, Any]] = [
+    {}, {"shuffle": True}, {"batch": 50, "clip": 0.1}, {"accumulate": 3, "batch": 20},
+    {"scaler": True}, {"sum_loss": True, "batch": 110}, {"batch": 110, "shuffle": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", LOOPS, ids=str)
+def test_own_loop_equals_one_device(either: sg.MirroredStrategy, options: dict[str, Any]) -> None:
+    loops_are_alike(either, options)
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {}, {"shuffle": True}, {"batch": 50, "clip": 0.1}, {"accumulate": 3, "batch": 20},
-        {"scaler": True}, {"sum_loss": True, "batch": 110}, {"batch": 110, "shuffle": True},
-    ],
+    [pytest.param(each, marks=() if "batch" in each and "shuffle" in each else pytest.mark.slow)
+     for each in LOOPS],
     ids=str,
 )  # fmt: skip
-def test_own_loop_equals_one_device(several: sg.MirroredStrategy, options: dict[str, Any]) -> None:
+def test_own_loop_with_every_operation(
+    several: sg.MirroredStrategy, options: dict[str, Any]
+) -> None:
+    loops_are_alike(several, options)
+
+
+def loops_are_alike(several: sg.MirroredStrategy, options: dict[str, Any]) -> None:
     """331 rows in batches of 110: the last batch has one row, and other replicas none."""
     options = {"shuffle": False, **options}
     x, y = data()

@@ -45,6 +45,7 @@ def test_stale_gradients() -> None:
     assert "remedy, 16 workers" in study.report(found)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_headlines() -> None:
     study = load("headlines")

@@ -37,9 +37,18 @@ LENGTHS = [1, 17, 10_007]
 TYPES = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
+#: every operation with an even and an odd number is quick enough for every time
+RARE = [(5, "one device"), (5, "last device"), (2, "three packs"), (3, "hierarchical")]
+
+
 @pytest.fixture(
-    scope="module", params=[(1, "ring"), *itertools.product(SIZES, OPS)], ids=str
-)
+    scope="module",
+    params=[(1, "ring"), *(
+        pytest.param(each, marks=pytest.mark.slow) if each in RARE else each
+        for each in itertools.product(SIZES, OPS)
+    )],
+    ids=str,
+)  # fmt: skip
 def several(request: pytest.FixtureRequest) -> Iterator[sg.MirroredStrategy]:
     count, name = request.param
     op = OPS[name] or sg.ReductionToOneDevice(f"cpu:{count - 1}")
@@ -67,14 +76,13 @@ def agree(parts: list[Tensor], expected: Tensor, dtype: torch.dtype) -> None:
     assert torch.allclose(parts[0].double(), expected, rtol=TYPES[dtype], atol=0)
 
 
-@pytest.mark.parametrize("dtype", list(TYPES), ids=str)
-def test_all_reduce_is_the_plain_sum(several: sg.MirroredStrategy, dtype: torch.dtype) -> None:
+def test_all_reduce_is_the_plain_sum(several: sg.MirroredStrategy) -> None:
     """In a buffer of the collective's own, and in any other tensor."""
-    count = several.num_replicas_in_sync
+    count, kinds = several.num_replicas_in_sync, list(itertools.product(TYPES, LENGTHS))
 
     def work(collective: Collective) -> list[Tensor]:
         sums = []
-        for length in LENGTHS:
+        for dtype, length in kinds:
             mine = part(collective.rank, length, dtype)
             buffer = collective.buffer(length, dtype, torch.device("cpu"))
             buffer.copy_(mine)
@@ -84,7 +92,7 @@ def test_all_reduce_is_the_plain_sum(several: sg.MirroredStrategy, dtype: torch.
         return sums
 
     results = everywhere(several, work)
-    for i, length in enumerate(LENGTHS):
+    for i, (dtype, length) in enumerate(kinds):
         expected = sum(part(rank, length, dtype).double() for rank in range(count))
         for kind in (0, 1):
             agree([each[2 * i + kind] for each in results], expected, dtype)
@@ -208,7 +216,7 @@ def test_many_reductions_give_the_same_bits(several: sg.MirroredStrategy) -> Non
     def work(collective: Collective) -> Tensor:
         flat = collective.buffer(4097, torch.float32, torch.device("cpu"))
         flat.copy_(part(collective.rank, 4097, torch.float32))
-        for _ in range(100):
+        for _ in range(50):
             collective.all_reduce(flat, 1 / collective.size).wait()
             flat.add_(collective.rank * 1e-3)
         collective.all_reduce(flat, 1 / collective.size).wait()
@@ -217,7 +225,7 @@ def test_many_reductions_give_the_same_bits(several: sg.MirroredStrategy) -> Non
     results = everywhere(several, work)
     assert all(torch.equal(each, results[0]) for each in results)
     start = sum(part(rank, 4097, torch.float32).double() for rank in range(count)) / count
-    drift = 100 * 1e-3 * sum(range(count)) / count
+    drift = 50 * 1e-3 * sum(range(count)) / count
     assert torch.allclose(results[0].double(), start + drift, rtol=1e-4)
 
 

@@ -96,7 +96,7 @@ OPTIMIZERS = {
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_optimizers(name: str, replicas: int) -> None:
     x, y = digits()
     compile = lambda: {"optimizer": OPTIMIZERS[name](), "loss": LOGITS, "metrics": ["accuracy"]}  # noqa: E731
@@ -129,7 +129,7 @@ def test_cnn_with_synchronised_batchnorm(replicas: int) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("build", [
     pytest.param(lambda: recurrent(layers.LSTM), id="lstm"),
     pytest.param(lambda: recurrent(layers.GRU), id="gru"),
@@ -155,7 +155,7 @@ def test_a_mask_that_reaches_the_loss(reduction: str, weights: bool) -> None:
     weight = np.random.default_rng(4).random(x.shape).astype("float32")
     more = {"sample_weight": weight} if weights else {}
     check(tagger, adam(loss, weighted_metrics=["accuracy"]),
-          {"x": x, "y": y, "batch_size": 16, "epochs": 2, **more}, 3, tolerance=1e-5)  # fmt: skip
+          {"x": x, "y": y, "batch_size": 16, "epochs": 1, **more}, 3, tolerance=1e-5)  # fmt: skip
 
 
 @pytest.mark.timeout(240)

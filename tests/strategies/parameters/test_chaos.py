@@ -31,7 +31,7 @@ from tests.strategies.parameters.fault_support import (
 )
 from tests.strategies.parameters.test_clients import Cluster
 
-SECONDS = float(os.environ.get("STRATAGEM_CHAOS_SECONDS", "6"))
+SECONDS = float(os.environ.get("STRATAGEM_CHAOS_SECONDS", "4"))
 SEED = int(os.environ.get("STRATAGEM_CHAOS_SEED", "1"))
 
 pytestmark = pytest.mark.timeout(60 + 4 * SECONDS)
