@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -35,9 +36,13 @@ settings.register_profile(
 settings.load_profile("same")
 
 _tries = pytest.StashKey[int]()
+_limit = pytest.StashKey[Any]()
 
 #: files whose tests take long: they begin first, so that no process is left alone with them
-_LONG = ("test_served", "parameters", "test_faults", "membership", "multi_worker", "keras")
+_LONG = (
+    "test_served", "parameters", "test_faults", "membership", "multi_worker", "keras",
+    "test_same_answer", "test_collectives", "test_examples",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,6 +63,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """A test that came late runs again from its start; the last try counts."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for item.stash[_tries] in range(1, TRIES + 1):
+        if item.stash[_tries] > 1:
+            _begin_the_limit_anew(item)
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         bad = [report for report in reports if report.failed]
         if not bad or not all(report.late for report in bad):
@@ -66,6 +73,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    item.stash[_limit] = settings
+
+
+def _begin_the_limit_anew(item: pytest.Item) -> None:
+    """What a test may take is for each try."""
+    if _limit in item.stash:
+        item.ihook.pytest_timeout_cancel_timer(item=item)
+        item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[_limit])
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

@@ -45,13 +45,28 @@ def test_right(place):
 """
 
 
+class Limits:
+    """Notes for whom a limit begins."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item) -> None:
+        self.names.append(item.name)
+
+
 def test_late_ones_are_tried_again_from_their_start(pytester: pytest.Pytester) -> None:
     log = pytester.path / "log"
     pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
     pytester.makepyfile(TESTS.format(log=str(log)))
-    done = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist")
+    limits = Limits()
+    done = pytester.runpytest_inprocess(
+        "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=50", plugins=[limits]
+    )
     assert done.parseoutcomes() == {"passed": 1, "late": 2, "failed": 2}
     names = log.read_text().split()
+    assert limits.names == names, "every try has a limit of its own"
     assert {name: names.count(name) for name in names} == {
         "test_once_late": 2, "test_always_late": 3, "test_wrong": 1, "test_too_early": 2,
         "test_right": 1,
