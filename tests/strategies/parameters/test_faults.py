@@ -688,7 +688,7 @@ def test_twenty_trainings_and_twenty_deaths_leave_nothing(made: Any) -> None:
         (after, name) for after in seen[1:] for name, before in seen[0].items()
         if any(b > a + 4 for a, b in zip(before, after[name], strict=True))
     ]  # fmt: skip
-    assert not grown, f"descriptors, threads and segments; before: {seen[0]}"
+    unless_late(not grown, f"descriptors, threads and segments: {grown}; before: {seen[0]}")
 
 
 def test_two_strategies_in_one_process(made: Any) -> None:

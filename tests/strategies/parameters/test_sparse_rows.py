@@ -106,7 +106,7 @@ def jobs(draw: Any) -> tuple[list[int], list[Any]]:
 
 @settings(
     max_examples=60, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(
     job=jobs(), servers=st.integers(1, 4), cut=st.booleans(), width=st.integers(1, 3),
