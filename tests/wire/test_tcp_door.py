@@ -120,7 +120,7 @@ def test_another_version_or_none_is_refused(note: dict[str, object], match: str)
     from stratagem.cluster.handshake import prove, recv_note, send_note
 
     with socket.create_server(("127.0.0.1", 0)) as door:
-        calling = Outcome(lambda: connect(f"127.0.0.1:{door.getsockname()[1]}", SECRET, limit=3))
+        calling = Outcome(lambda: connect(f"127.0.0.1:{door.getsockname()[1]}", SECRET, limit=20))
         sock, _ = door.accept()
         with sock:
             prove(sock, SECRET, server=True, limit=20)
