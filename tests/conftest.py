@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for item.stash[_tries] in range(1, TRIES + 1):
         if item.stash[_tries] > 1:
-            _begin_the_limit_anew(item)
+            _begin_anew(item)
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         bad = [report for report in reports if report.failed]
         if not bad or not all(report.late for report in bad):
@@ -81,8 +82,12 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
     item.stash[_limit] = settings
 
 
-def _begin_the_limit_anew(item: pytest.Item) -> None:
-    """What a test may take is for each try."""
+def _begin_anew(item: Any) -> None:
+    """What a test may take is for each try, and a fixture that came late is tried again, too."""
+    for fixtures in item._fixtureinfo.name2fixturedefs.values():
+        for each in fixtures:
+            if each.cached_result is not None and each.cached_result[2] is not None:
+                each.finish(SimpleNamespace(node=item))
     if _limit in item.stash:
         item.ihook.pytest_timeout_cancel_timer(item=item)
         item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[_limit])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import stratagem as sg
@@ -33,7 +35,13 @@ def strategy(place: str, rule: str, workers: int = 2) -> Any:
             sg.LocalCluster(workers=workers, ps=int(place[0])), updates=updates
         )
     _made.append(made)
+    made.run(_prepare)
     return made
+
+
+def _prepare() -> None:
+    """Importing takes workers longer on a busy machine than others wait for them at a start."""
+    digits()
 
 
 def close_all() -> None:
@@ -44,9 +52,18 @@ def close_all() -> None:
 
 
 @cache
+def handwriting() -> tuple[Any, Any]:
+    """The digits of scikit-learn; each process reads them, and importing it takes longer."""
+    found = importlib.util.find_spec("sklearn")
+    assert found is not None and found.origin is not None
+    rows = np.loadtxt(Path(found.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
+    return rows[:, :-1], rows[:, -1].astype(np.int64)
+
+
+@cache
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training and test digits, shuffled once."""
-    x, y = load_digits(return_X_y=True)
+    x, y = handwriting()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))
     pixels, labels = torch.tensor(x / 16, dtype=torch.float32)[order], torch.tensor(y)[order]
     return pixels[:1400], labels[:1400], pixels[1400:], labels[1400:]

@@ -40,7 +40,17 @@ def test_wrong(place):
 def test_too_early(place):
     in_time(1.0, 9.0, least=0.5 if tries("test_too_early") == 2 else 2.0)
 
-def test_right(place):
+@pytest.fixture(scope="module")
+def slowly():
+    with LOG.open("a") as log:
+        log.write("slowly ")
+    unless_late(tries("slowly") > 1, "not yet")
+    yield "made"
+
+def test_late_fixture(slowly):
+    assert slowly == "made"
+
+def test_right(slowly, place):
     pass
 """
 
@@ -64,11 +74,12 @@ def test_late_ones_are_tried_again_from_their_start(pytester: pytest.Pytester) -
     done = pytester.runpytest_inprocess(
         "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=50", plugins=[limits]
     )
-    assert done.parseoutcomes() == {"passed": 1, "late": 2, "failed": 2}
+    assert done.parseoutcomes() == {"passed": 1, "late": 3, "failed": 2}
     names = log.read_text().split()
-    assert limits.names == names, "every try has a limit of its own"
+    expected = [name.replace("slowly", "test_late_fixture") for name in names]
+    assert limits.names == expected, "every try has a limit of its own"
     assert {name: names.count(name) for name in names} == {
         "test_once_late": 2, "test_always_late": 3, "test_wrong": 1, "test_too_early": 2,
-        "test_right": 1,
+        "slowly": 2, "test_right": 1,
     }  # fmt: skip
     done.stdout.fnmatch_lines(["*never in time*", "passed at try 2: *test_once_late"])

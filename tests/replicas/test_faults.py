@@ -32,7 +32,7 @@ from tests.clock import in_time, unless_late
 from tests.replicas.scripts import Nursery, Script, family, nursery, runs, wait_for
 from tests.support import by_hand, data, distance, mlp, strategy
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 OPS = ["shared_memory", "ring"]
 SOON = 5.0  # seconds; the promise is 2, the rest is for a busy machine

@@ -21,7 +21,7 @@ from tests.ports import free_ports
 from tests.replicas.scripts import Nursery, Script, nursery
 from tests.support import by_hand, data, distance, mlp, strategy
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 HEAD = """
 import json, os, random

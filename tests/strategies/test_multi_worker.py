@@ -28,7 +28,7 @@ from tests.ports import free_ports
 from tests.replicas.scripts import ROOT, Nursery, Script, nursery, wait_for
 from tests.support import by_hand, data, distance, mlp
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 SOON = 5.0  # seconds until a death must be known; the promise is 2
 BOTH = [None, "ring"]

@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import stratagem as sg
+from tests import served_support
 
 _made: list[sg.ParameterServerStrategy] = []
 
@@ -33,7 +33,7 @@ def close_served() -> None:
 @cache
 def handwriting() -> tuple[Any, Any, Any, Any]:
     """The digits of scikit-learn: rows to train on and rows to look at."""
-    x, y = load_digits(return_X_y=True)
+    x, y = served_support.handwriting()
     order = np.random.default_rng(0).permutation(len(x))
     x, y = (x[order] / 16).astype("float32"), y[order]
     return x[:1500], y[:1500], x[1500:], y[1500:]

@@ -34,7 +34,7 @@ from tests.strategies.parameters.test_clients import Cluster
 SECONDS = float(os.environ.get("STRATAGEM_CHAOS_SECONDS", "4"))
 SEED = int(os.environ.get("STRATAGEM_CHAOS_SEED", "1"))
 
-pytestmark = pytest.mark.timeout(60 + 4 * SECONDS)
+pytestmark = pytest.mark.timeout(120 + 4 * SECONDS)
 
 RULES = [
     sg.Synchronous(), sg.Synchronous(spares=1), sg.Asynchronous(),

@@ -23,7 +23,7 @@ from tests.clock import in_time, unless_late
 from tests.ports import free_ports
 from tests.replicas.scripts import ROOT, Nursery, Script, nursery, wait_for
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 SOON = 5.0  # seconds; the promise is 2, the rest is for a busy machine
 

@@ -54,7 +54,7 @@ from tests.strategies.parameters.fault_support import (
 )
 from tests.support import by_hand, data, distance, mlp
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 PROMISED = 2.0  # seconds until one that has died is named
 SOON = 5.0  # the same, and room for a busy machine
