@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from stratagem.errors import NotDistributable, ReplicaLost
 from stratagem.strategies.parameters.parties import Attendee
 
 log = logging.getLogger("stratagem")
 
-#: how long the first batch of a training in step waits for all who are expected, in seconds
-GATHERING = 10.0
+#: how long the first batch of a training in step waits for who is expected, in seconds; and for
+#: those whose processes are here, busy with something else: they may be loading their data
+GATHERING, BUSY = 10.0, 60.0
 
 
 class Attendance:
@@ -31,8 +33,8 @@ class Attendance:
         self.aside.clear()
         self._expected, self._opened = set(range(expected)), now
         self._came: set[int] = set()
-        #: whether it has been said who did not come
-        self._said = False
+        #: whether it has been said who is waited for, and who did not come
+        self._asked = self._said = False
 
     def join(self, attendee: Attendee) -> None:
         self.here[attendee.worker] = attendee
@@ -51,19 +53,31 @@ class Attendance:
                 "taken its place. Start it again to take part.", attendee.name,
             )  # fmt: skip
 
-    def on_the_way(self, now: float) -> bool:
-        """Whether the fit has just begun, and somebody who is expected has not come yet."""
-        return bool(self._expected - self._came) and now - self._opened < GATHERING
+    def on_the_way(self, now: float, alive: Callable[[], set[int]]) -> bool:
+        """Whether the fit has just begun, and somebody who is expected has not come yet.
+
+        `alive` tells whose processes are here.
+        """
+        missing, waited = self._expected - self._came, now - self._opened
+        if not missing or waited < GATHERING:
+            return bool(missing)
+        busy = missing & alive() if waited < BUSY else set()
+        if busy and not self._asked:
+            self._asked = True
+            log.warning(
+                "waiting for %s, which lives but has not begun to train (loading its data?), "
+                "%.0f s; going on without it after %.0f s", _names(busy), waited, BUSY,
+            )  # fmt: skip
+        return bool(busy)
 
     def say_who_is_missing(self, now: float) -> None:
         """Once a fit, if somebody who is expected has not come."""
-        missing = self._expected - self._came
-        if missing and not self._said and now - self._opened >= GATHERING:
+        missing, waited = self._expected - self._came, now - self._opened
+        if missing and not self._said and waited >= GATHERING:
             self._said = True
             log.warning(
                 "the training goes on without %s, which did not come in %.0f s; the others do "
-                "its share until it does",
-                ", ".join(f"worker {each}" for each in sorted(missing)), GATHERING,
+                "its share until it does", _names(missing), waited,
             )  # fmt: skip
 
     @property
@@ -93,3 +107,7 @@ class Attendance:
                 f"{worker}, and in step all leave it at the same batch: let the number of the "
                 "batch decide, not the loss of one's own part; or use updates=sg.Asynchronous()."
             )
+
+
+def _names(workers: set[int]) -> str:
+    return ", ".join(f"worker {each}" for each in sorted(workers))

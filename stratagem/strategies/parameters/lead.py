@@ -32,8 +32,10 @@ class Lead:
     def __init__(
         self, shard: Near, far: Sequence[Far], end_job: Callable[[ReplicaError], None],
         clock: Callable[[], float] = time.monotonic,
+        alive: Callable[[], set[int]] = set,
     ) -> None:  # fmt: skip
-        self.shard, self._clock = shard, clock
+        """`alive`: the workers whose processes are heard, whether they train or not."""
+        self.shard, self._clock, self._alive = shard, clock, alive
         self.changed = shard.changed
         self.attendance = Attendance()
         self._orders = Orders(shard, far, end_job)
@@ -280,7 +282,7 @@ class Lead:
         Else who is first does the others' parts too, and its loop makes several steps an update.
         """
         counts = self._counts(attendee) is not None
-        return counts and self._in_step and self.attendance.on_the_way(self._clock())
+        return counts and self._in_step and self.attendance.on_the_way(self._clock(), self._alive)
 
     def offer(
         self, attendee: Attendee, epoch: int, have: int, feeds: int | None, since: float,

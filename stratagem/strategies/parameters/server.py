@@ -132,7 +132,7 @@ class Server:
             hello = {"hello": "lead", "name": self.name}
             found = reach(tasks[1:], self.secret, hello, limit)
             self._far = [FarServer(name, c) for (name, _), c in zip(tasks[1:], found, strict=True)]
-            lead = Lead(self.shard, self._far, self._fail)
+            lead = Lead(self.shard, self._far, self._fail, alive=self._alive)
             self._clerk = LeadClerk(self.shard, lead, self._dismiss, self._fail)
             self.lead = lead
             return
@@ -198,6 +198,11 @@ class Server:
     def _present(self) -> list[Guest]:
         with self._lock:
             return list(self._guests)
+
+    def _alive(self) -> set[int]:
+        """The workers whose processes are heard."""
+        pulses = [guest for guest in self._present() if guest.role == "pulse" and not guest.silent]
+        return {pulse.worker for pulse in pulses if pulse.worker >= 0}
 
     def _welcome(self, connection: Connection) -> None:
         """In a thread of its own: hear who it is, then serve it until it goes."""

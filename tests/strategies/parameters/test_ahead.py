@@ -234,6 +234,7 @@ def test_a_loop_that_is_left_gives_it_back(join: Any, stepped: bool) -> None:
 def test_in_step_there_is_none(join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody waits for the version that the push itself may make."""
     monkeypatch.setattr(attendance, "GATHERING", 0.0)  # nobody else comes
+    monkeypatch.setattr(attendance, "BUSY", 0.0)
     chief = join(0, sg.Synchronous())
     chief.worker.deal(1, 0, [(2, 1)], True)
     hand_in(chief, take(chief, 0))

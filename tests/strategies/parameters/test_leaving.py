@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.strategies.parameters import attendance
+from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.trouble import failed, headline
 from stratagem.strategies.parameters.worker import Work
+from tests.clock import unless_late
 from tests.served_support import apart, digits, net
 from tests.strategies.parameters.fault_support import Counter, by_one
 from tests.strategies.parameters.office import Office
@@ -48,7 +51,8 @@ def test_a_worker_that_leaves_before_the_others_keeps_its_lines() -> None:
 def test_who_does_not_come_is_named_and_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attendance, "GATHERING", 0.3)
+    monkeypatch.setattr(attendance, "GATHERING", 0.1)
+    monkeypatch.setattr(attendance, "BUSY", 0.3)
     office = Office(1, staff=3)
     try:
         chief, other = (
@@ -61,6 +65,38 @@ def test_who_does_not_come_is_named_and_not_waited_for(
             assert isinstance(work, Work) and work.ticket.batch == 0
         said = [r.getMessage() for r in caplog.records if "without worker 2," in r.getMessage()]
         assert len(said) == 1
+        other.end()
+        chief.end()
+    finally:
+        office.close()
+
+
+def test_who_is_busy_with_something_else_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process is here, and may be loading data: nobody does its part meanwhile."""
+    monkeypatch.setattr(attendance, "GATHERING", 0.1)
+    office = Office(1, staff=2)
+
+    def begin(worker: int) -> Session:
+        counter = Counter(12)
+        optimizer = by_one(counter.parameters())
+        return office.begin(counter, optimizer, worker=worker, updates=sg.Synchronous())
+
+    try:
+        chief = begin(0)
+        chief.worker.deal(1, 0, [(1, 2)], True)
+        with ThreadPoolExecutor() as beside:
+            first = beside.submit(chief.worker.next)
+            until = time.monotonic() + 20
+            while "waiting for worker 1, which lives" not in caplog.text:
+                unless_late(time.monotonic() < until, "nobody was waited for")
+                time.sleep(0.05)
+            assert not first.done()
+            other = begin(1)
+            works = [first.result(20), other.worker.next()]
+        assert all(isinstance(work, Work) for work in works)
+        assert {work.ticket.part for work in works if isinstance(work, Work)} == {0, 1}
         other.end()
         chief.end()
     finally:
