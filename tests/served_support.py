@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,3 +81,17 @@ def apart(a: nn.Module, b: nn.Module) -> float:
     """The largest difference between two modules' parameters."""
     pairs = zip(a.parameters(), b.parameters(), strict=True)
     return max(float((x - y).detach().abs().max()) for x, y in pairs)
+
+
+def launch(script: str, workers: int, folder: Path) -> str:
+    """What a script printed as all tasks of a cluster with a server; it knows the `WORKERS`."""
+    (folder / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "stratagem", "run", "--workers", str(workers), "--ps", "1",
+         str(folder / "train.py")],
+        capture_output=True, text=True, timeout=140, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1",
+             "KERAS_BACKEND": "torch", "WORKERS": str(workers)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

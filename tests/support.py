@@ -70,3 +70,18 @@ def moved(a: nn.Module, b: nn.Module) -> bool:
 def closest(values: Sequence[float], others: Sequence[float]) -> float:
     assert len(values) == len(others)
     return max((abs(a - b) for a, b in zip(values, others, strict=True)), default=0.0)
+
+
+#: strategies that give the answer of one device, from it on
+IN_STEP = ("one", "shared_memory", "ring", "central", "servers")
+
+
+def in_step(kind: str, replicas: int) -> sg.Strategy:
+    """One of those."""
+    if kind == "central":
+        return sg.CentralStorageStrategy(cpus(2), updates=sg.Synchronous())
+    if kind == "servers":
+        return sg.ParameterServerStrategy(
+            sg.LocalCluster(workers=2, ps=1), updates=sg.Synchronous()
+        )
+    return strategy(1) if kind == "one" else strategy(replicas, cross_device_ops=kind)

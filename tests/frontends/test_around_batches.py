@@ -16,27 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stratagem as sg
-from tests.replicas.scripts import free_ports, nursery
-from tests.support import cpus, data, mlp, strategy
+from tests.ports import free_ports
+from tests.replicas.scripts import nursery
+from tests.support import IN_STEP, data, in_step, mlp
 
 pytestmark = pytest.mark.timeout(60)
 
 ROWS, BATCH = 25, 8  # the last batch has one row: empty shares
 
 
-def _made(kind: str) -> Any:
-    if kind == "central":
-        return sg.CentralStorageStrategy(cpus(2), updates=sg.Synchronous())
-    if kind == "servers":
-        return sg.ParameterServerStrategy(
-            sg.LocalCluster(workers=2, ps=1), updates=sg.Synchronous()
-        )
-    return strategy(1) if kind == "one" else strategy(3, cross_device_ops=kind)
-
-
-@pytest.fixture(scope="module", params=["one", "shared_memory", "ring", "central", "servers"])
+@pytest.fixture(scope="module", params=IN_STEP)
 def where(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
-    with _made(request.param) as made:
+    with in_step(request.param, 3) as made:
         yield made
 
 

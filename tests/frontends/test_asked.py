@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from tests.support import cpus, data, distance, mlp, moved, strategy
+from tests.support import IN_STEP, data, distance, in_step, mlp, moved, strategy
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,19 +25,9 @@ VAL_X, VAL_Y = data(21, seed=1)
 BATCH = 8
 
 
-def _made(kind: str) -> Any:
-    if kind == "central":
-        return sg.CentralStorageStrategy(cpus(2), updates=sg.Synchronous())
-    if kind == "servers":
-        return sg.ParameterServerStrategy(
-            sg.LocalCluster(workers=2, ps=1), updates=sg.Synchronous()
-        )
-    return strategy(1) if kind == "one" else strategy(2, cross_device_ops=kind)
-
-
-@pytest.fixture(scope="module", params=["one", "shared_memory", "ring", "central", "servers"])
+@pytest.fixture(scope="module", params=IN_STEP)
 def where(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
-    with _made(request.param) as made:
+    with in_step(request.param, 2) as made:
         yield made
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.served_support import launch
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import contextlib, json, os
 import keras
@@ -118,13 +116,4 @@ if first:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_devices_of_a_worker_share_its_batches(workers: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "stratagem", "run", "--workers", str(workers), "--ps", "1",
-         str(tmp_path / "train.py")],
-        capture_output=True, text=True, timeout=140, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-             "KERAS_BACKEND": "torch", "WORKERS": str(workers)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "as one device" in done.stdout
+    assert "as one device" in launch(SCRIPT, workers, tmp_path)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+from tests.served_support import launch
 
-ROOT = Path(__file__).parents[3]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
 SCRIPT = """
 import json, os
 import torch
@@ -156,30 +154,17 @@ if first:
 """
 
 
-def launch(script: str, workers: int, folder: Path) -> None:
-    (folder / "train.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "-m", "stratagem", "run", "--workers", str(workers), "--ps", "1",
-         str(folder / "train.py")],
-        capture_output=True, text=True, timeout=80, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-             "WORKERS": str(workers)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "as one device" in done.stdout
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_devices_of_a_worker_share_its_batches(workers: int, tmp_path: Path) -> None:
     """One worker alone is as one device without waiting for anybody, too."""
-    launch(SCRIPT, workers, tmp_path)
+    assert "as one device" in launch(SCRIPT, workers, tmp_path)
 
 
 def test_a_group_that_comes_too_late(tmp_path: Path) -> None:
     """Its devices wait for each other in the middle of a step: it ends, and then is dropped."""
-    launch(LATE, 2, tmp_path)
+    assert "as one device" in launch(LATE, 2, tmp_path)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_devices_of_a_worker_share_the_batches_of_a_loop(workers: int, tmp_path: Path) -> None:
-    launch(OWN_LOOP, workers, tmp_path)
+    assert "as one device" in launch(OWN_LOOP, workers, tmp_path)
