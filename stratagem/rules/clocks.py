@@ -30,9 +30,13 @@ class Clocks:
 
     def tick(self, clock: int) -> int:
         """A worker goes from `clock` to the next."""
-        self._at[clock + 1] = self._at.get(clock + 1, 0) + 1
-        self.leave(clock)
-        return clock + 1
+        at, after = self._at, clock + 1
+        at[after] = at.get(after, 0) + 1
+        if at[clock] > 1:
+            at[clock] -= 1
+        else:
+            self.leave(clock)
+        return after
 
     def _lift(self) -> None:
         if self._at:

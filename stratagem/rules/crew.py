@@ -82,6 +82,5 @@ class Crew:
         member.clock = self.clocks.tick(member.clock)
 
     def freed(self, member: Member) -> None:
-        """A member has no ticket any more."""
-        if not member.admitted:
-            self.clocks.leave(member.clock)
+        """A member that is not admitted any more has no ticket any more."""
+        self.clocks.leave(member.clock)

@@ -18,8 +18,10 @@ class Deck:
 
     def __init__(self) -> None:
         self.closed = False
-        #: the ticket that is drawn next, if any; it is looked at more often than it changes
+        #: the ticket that is drawn next, if any, and its batch (Ticket.first), else -1; these are
+        #: looked at more often than they change
         self.front: Ticket | None = None
+        self.batch = -1
         self._fresh: deque[Ticket] = deque()
         self._returned: list[tuple[int, Ticket]] = []
         self._serial = self._first = 0
@@ -30,21 +32,20 @@ class Deck:
     @property
     def of_front(self) -> int:
         """How many tickets of the front one's batch are here."""
-        if self.front is None:
-            return 0
-        batch = self.front.first
-        returned = sum(ticket.first == batch for _, ticket in self._returned)
-        fresh = self._fresh[0] if self._fresh else None
-        if fresh is None or fresh.first != batch:
+        batch, returned = self.batch, 0
+        if self._returned:
+            returned = sum(ticket.first == batch for _, ticket in self._returned)
+        if not self._fresh:
             return returned
-        return returned + fresh.parts - fresh.part
+        serial, _, part, parts = self._fresh[0]
+        return returned + parts - part if serial - part == batch else returned
 
     def clear(self) -> None:
         """Nothing of what was dealt so far is drawn any more."""
         self._first = self._serial
         self._fresh.clear()
         self._returned.clear()
-        self.front = None
+        self._look()
 
     def end_with(self, last: int) -> None:
         """Nothing is drawn of batches after the one that begins with the serial `last`."""
@@ -60,7 +61,8 @@ class Deck:
         for part in range(parts):
             self._fresh.append(Ticket(self._serial, batch, part, parts))
             self._serial += 1
-        self._look()
+        if self.front is None:
+            self._look()
         return self._serial - parts
 
     def draw(self) -> Ticket:
@@ -78,7 +80,8 @@ class Deck:
         return True
 
     def _look(self) -> None:
-        if self._returned:
-            self.front = self._returned[0][1]
-        else:
-            self.front = self._fresh[0] if self._fresh else None
+        front = self._returned[0][1] if self._returned else None
+        if front is None and self._fresh:
+            front = self._fresh[0]
+        self.front = front
+        self.batch = -1 if front is None else front[0] - front[2]

@@ -25,6 +25,8 @@ class Gate(ABC):
 
     #: whether only gradients of the current version count
     synchronous = True
+    #: whether somebody waits for the lowest clock to rise
+    by_clock = False
 
     @abstractmethod
     def admits(self, table: Table, member: Member) -> bool:
@@ -49,23 +51,20 @@ class AllOf(Gate):
     """
 
     def admits(self, table: Table, member: Member) -> bool:
-        begun = self._of_this_batch(table)
+        deck, batch = table.deck, table.batch
+        begun = deck.batch == batch
         if not begun and (table.hands or table.kept):
             return False
-        here = len(table.crew)
-        parts = table.deck.of_front
-        if begun and member.batch == table.batch:  # one that had its part
-            return parts > here - table.had and (member.worker != 0 or here == 1)
-        first = table.crew.members.get(0, member)
-        waits = first is not member and not (begun and first.batch == table.batch)
-        return parts > waits
+        members = table.crew.members
+        if begun and member.batch == batch:  # one that had its part
+            here = len(members)
+            return deck.of_front > here - table.had and (member.worker != 0 or here == 1)
+        first = members.get(0, member)
+        waits = first is not member and not (begun and first.batch == batch)
+        return not waits or deck.of_front > 1  # a part is there for certain
 
     def opens(self, table: Table) -> bool:
-        return not table.hands and bool(table.kept) and not self._of_this_batch(table)
-
-    def _of_this_batch(self, table: Table) -> bool:
-        front = table.deck.front
-        return front is not None and front.first == table.batch
+        return not table.hands and bool(table.kept) and table.deck.batch != table.batch
 
 
 class FirstOf(Gate):
@@ -97,9 +96,9 @@ class FirstOf(Gate):
         number = self.number(table)
         if _enough(table, number):
             return False
-        members = len(table.crew)
         given = len(table.hands) + len(table.kept)
         wanted = number + self.spares
+        members = len(table.crew.members)
         if member.stamp != table.version:
             return given < wanted or given < members
         # one that had its ticket leaves enough for those who had none
@@ -133,6 +132,8 @@ class Buffered(Gate):
 
 class Bounded(Gate):
     """A member waits while its clock is more than `bound` ahead of the lowest."""
+
+    by_clock = True
 
     def __init__(self, inner: Gate, bound: int) -> None:
         self.inner = inner

@@ -23,6 +23,9 @@ from stratagem.rules.stats import Books, Stats
 from stratagem.rules.table import Table
 from stratagem.rules.updates import Asynchronous, Updates
 
+#: what is kept in step: all of it
+_WHOLE = Verdict(True, 0, 1.0, 1.0, "")
+
 
 class Ledger:
     """The rule of one job, and its state.
@@ -51,7 +54,8 @@ class Ledger:
     @property
     def over(self) -> bool:
         """Whether the epoch is done: closed, every ticket settled, nothing waiting for the gate."""
-        return self._table.over
+        table = self._table
+        return table.deck.closed and not table.left
 
     @property
     def left(self) -> int:
@@ -98,8 +102,7 @@ class Ledger:
     def clear_deck(self) -> None:
         """What is left of the epoch is given up: nobody takes it any more."""
         table = self._table
-        front = table.deck.front
-        if front is not None and front.first == table.batch and (table.kept or table.hands):
+        if table.deck.batch == table.batch and (table.kept or table.hands):
             self.torn = True
         table.deck.clear()
         self.turn += 1
@@ -263,7 +266,7 @@ class Ledger:
                 return _dropped(tau, f"of version {push.version}, not {table.version}")
             if self._gate.opens(table):
                 return _dropped(tau, "the step was complete without it")
-            return Verdict(True, tau, 1.0, 1.0, "")
+            return _WHOLE
         factor = rate = 1.0
         workers = table.crew.admitted
         for policy in self._policies:
@@ -277,8 +280,9 @@ class Ledger:
     def _settle(self, member: Member, ticket: Ticket, push: Push, verdict: Verdict) -> None:
         """Do what the verdict means for the ticket."""
         table = self._table
-        low = table.crew.clocks.low
-        table.crew.tick(member)
+        clocks = table.crew.clocks
+        low = clocks.low
+        member.clock = clocks.tick(member.clock)
         alone = table.release(member, ticket)
         if verdict.kept:
             if not alone:
@@ -292,7 +296,8 @@ class Ledger:
             if alone:
                 self._requeue_or_lose(ticket)
             self.turn += 1
-        self.turn += table.crew.clocks.low > low
+        if self._gate.by_clock:
+            self.turn += clocks.low > low
 
     def _return(self, member: Member) -> None:
         """A member will not do what it has in hand: that is nobody's verdict, so it is put back."""

@@ -26,9 +26,12 @@ class Ticket(NamedTuple):
         return self.serial - self.part
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Push:
-    """A gradient that arrived: of weights of `version`, with `weight` examples behind it."""
+    """A gradient that arrived: of weights of `version`, with `weight` examples behind it.
+
+    Nobody changes it; to freeze it would take longer than to judge it.
+    """
 
     worker: int
     serial: int

@@ -44,11 +44,6 @@ class Table:
         """Tickets dealt and not yet applied."""
         return len(self.deck) + len(self.hands) + len(self.kept)
 
-    @property
-    def over(self) -> bool:
-        """Whether the epoch is done."""
-        return self.deck.closed and not self.left
-
     def give(self, member: Member, ticket: Ticket) -> None:
         """Put a ticket, or a copy of one, into a free member's hands."""
         hand = self.hands.get(ticket.serial)
@@ -61,10 +56,11 @@ class Table:
         if member.stamp != self.version:
             member.stamp = self.version
             self.served += 1
-        if self.batch != ticket.first:
-            self.batch, self.had = ticket.first, 0
-        if member.batch != ticket.first:
-            member.batch = ticket.first
+        batch = ticket.first
+        if self.batch != batch:
+            self.batch, self.had = batch, 0
+        if member.batch != batch:
+            member.batch = batch
             self.had += 1
 
     def disown(self, member: Member) -> None:
@@ -76,7 +72,9 @@ class Table:
         """Take its ticket out of a member's hands; returns whether nobody else has a copy."""
         members = self.hands[ticket.serial].members
         members.remove(member)
-        self._free(member)
+        member.ticket = None  # as _free does
+        if not member.admitted:
+            self.crew.freed(member)
         if members:
             self.copies -= 1
             return False
@@ -110,4 +108,5 @@ class Table:
 
     def _free(self, member: Member) -> None:
         member.ticket = None
-        self.crew.freed(member)
+        if not member.admitted:
+            self.crew.freed(member)

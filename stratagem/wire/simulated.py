@@ -151,11 +151,14 @@ class Link:
         # what the clock cannot tell from now is now
         soon = 1e-12 * now if now > 1.0 else 1e-12
         while streams and self._open:
-            if (streams[0][0] - self._served) * len(streams) / rate > soon:
+            left = (streams[0][0] - self._served) * len(streams) / rate
+            if left > soon:
+                end = now + left  # as _look_later does
+                if end < self._alarm:
+                    self._alarm = end
+                    self._clock.at(end, self._look)
                 break
             streams.pop(0)[2]()
-        if streams:
-            self._look_later()
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,7 @@ class Route:
         own: Sequence[Flow] = (), calm: float = inf,
     ) -> None:  # fmt: skip
         self._network, self._least, self._calm = network, least, calm
+        self._clock, self._cuts = network.clock, network.cuts
         self._hosts = {host for flow in flows for host in (flow.source, flow.target)}
         self.latency = max(network.latency(flow.source, flow.target) for flow in flows)
         self._loads, self._own = self._sums(flows), self._sums(own)
@@ -243,10 +247,10 @@ class Route:
 
         `passed` is for whoever waits for the links to be free.
         """
-        if self._network.cuts and self.is_cut:
+        if self._cuts and self.is_cut:
             self._network.hold(partial(self.send, then, later, passed))
         elif self._loads:
-            late, now = self.latency + later, self._network.clock.now
+            late, now = self.latency + later, self._clock.now
             earliest = now + self._least + late
             done: Action = partial(self._passed, late, earliest, then, passed)
             if self._own and now + self._least >= self._calm:
@@ -259,7 +263,7 @@ class Route:
             for link, size in self._loads.items():
                 link.send(size, passage.passed)
         else:
-            self._network.clock.after(self._least + self.latency + later, then)
+            self._clock.after(self._least + self.latency + later, then)
             if passed is not None:
                 passed()
 
@@ -286,7 +290,7 @@ class Route:
     def _passed(
         self, late: float, earliest: float, then: Action, passed: Action | None
     ) -> None:
-        clock = self._network.clock
+        clock = self._clock
         at = clock.now + late
         clock.at(at if at > earliest else earliest, then)
         if passed is not None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from stratagem.errors import ReplicaError
 from stratagem.strategies.parameters.parties import Near
 from stratagem.strategies.parameters.shard import Order
@@ -23,7 +19,7 @@ class Desk:
         self, clock: Clock, host: int, shard: Near, update: float, add: float, word: float = 0.0
     ) -> None:
         self.host, self.free, self.updated = host, 0.0, 0.0
-        self.changed = shard.changed
+        self.changed, self.fetch = shard.changed, shard.fetch
         self.failure: ReplicaError | None = None
         self._clock, self._shard = clock, shard
         self._costs = {"one": update + word, "apply": update + word, "add": add + word}
@@ -40,9 +36,6 @@ class Desk:
         self.updated = self.free
         self._answer = float(self._shard.obey(order) or 0.0)
         return self._answer
-
-    def fetch(self, seat: str, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
-        return self._shard.fetch(seat, have, after)
 
     def order(self, order: Order) -> None:
         self.obey(order)

@@ -57,10 +57,11 @@ class Office:
         ]
         self.lead = Lead(self.desks[0], self.desks[1:], self._end, clock=self.clock)
         self.workers = [Worker(self, number) for number in range(scenario.workers)]
+        self.books: Ledger
         self.failure = ""
         self.updates: list[float] = []
         self._parked: dict[int, Worker] = {}
-        self._in_step = scenario.updates == Synchronous()
+        self._in_step = isinstance(scenario.updates, Synchronous)
         self._turn = -1
         self._epoch = self._dealt = self._left = 0
         #: tickets under which more are dealt
@@ -69,6 +70,8 @@ class Office:
     def run(self) -> Run:
         """From the first ticket to the last update."""
         self.lead.open(0, self.trains.plan, _NOTHING)
+        assert self.lead.ledger is not None
+        self.books = self.lead.ledger
         self._next_epoch()
         for worker in self.workers:
             worker.start()
@@ -82,11 +85,6 @@ class Office:
             max([self.clock.now if self.failure else 0.0, *self.updates]), tuple(self.updates),
             self.books.stats(), tuple(self.trace or ()), self.failure,
         )  # fmt: skip
-
-    @property
-    def books(self) -> Ledger:
-        assert self.lead.ledger is not None
-        return self.lead.ledger
 
     def note(self, what: str, worker: int, *numbers: Any) -> None:
         if self.trace is not None:
@@ -145,15 +143,16 @@ class Office:
 
     def changed(self) -> None:
         """Something was pushed, or somebody went: updates may have been made, others may go on."""
-        books = self.books
-        if len(self.updates) < books.version:
-            self._note_updates(books.version)
+        books, version = self.books, self.books.version
+        updated = len(self.updates) < version
+        if updated:
+            self._note_updates(version)
             self.deal()
         if self._turn == books.turn and (self._left or not books.over):
             return
         self._turn = books.turn
         for worker in list(self._parked.values()):
-            self.offer(worker, likely=self._in_step)
+            self.offer(worker, likely=updated and self._in_step)
 
     def _note_updates(self, version: int) -> None:
         desks = self.desks

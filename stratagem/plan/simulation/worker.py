@@ -212,18 +212,20 @@ class Worker:
             office.note("take", self.number, ticket.serial)
         self._ticket, self._ticket_epoch = ticket, epoch
         self._round += 1
-        before = self.have
-        self.have = [
-            office.trains.fetch(self.number, i, have) for i, have in enumerate(before)
-        ]
+        before, fetch, desks = self.have, office.trains.fetch, office.desks
+        if len(desks) == 1:
+            self.have = [fetch(self.number, 0, before[0])]
+        else:
+            self.have = [fetch(self.number, i, have) for i, have in enumerate(before)]
         news = self.have != before
-        desks = office.desks
         if not self._bill.none:
             self._bill.pull(desks, asked=asked, news=news)
         if self._at_once:
             self._pending = 1 + len(self._pushes)
             seconds = self._bill.received + self._draws.next() + self._bill.sent
-            then = self._busy(seconds, self._computed)
+            then: Action = partial(
+                self._when_done, self.life, self._round, seconds, self._computed
+            )
         else:
             seconds, then = 0.0, self._mine(self._arrived)
         free = desks[0].free if len(desks) == 1 else max(desk.free for desk in desks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NoReturn
 
 from stratagem.errors import NotDistributable, ReplicaLost
 from stratagem.strategies.parameters.parties import Attendee
@@ -45,13 +46,12 @@ class Attendance:
         del self.here[attendee.worker]
         self.aside.discard(attendee.worker)
 
-    def counts(self, attendee: Attendee) -> None:
-        """Refuse one that was given up, or whose place another process has taken."""
-        if attendee.gone or self.here.get(attendee.worker) is not attendee:
-            raise ReplicaLost(
-                f"{attendee.name} counts no more: it was silent too long, or another process has "
-                "taken its place. Start it again to take part.", attendee.name,
-            )  # fmt: skip
+    def refuse(self, attendee: Attendee) -> NoReturn:
+        """One that was given up, or whose place another process has taken."""
+        raise ReplicaLost(
+            f"{attendee.name} counts no more: it was silent too long, or another process has "
+            "taken its place. Start it again to take part.", attendee.name,
+        )  # fmt: skip
 
     def on_the_way(self, now: float, alive: Callable[[], set[int]]) -> bool:
         """Whether the fit has just begun, and somebody who is expected has not come yet.

@@ -185,10 +185,12 @@ class Lead:
 
     def _counts(self, attendee: Attendee) -> Ledger | None:
         """The books, if its fit is under way; an error if another has its place there."""
-        self._check()
+        if self.failure is not None:
+            raise self.failure
         if not self.running or attendee.fit != self.fit:
             return None
-        self.attendance.counts(attendee)
+        if attendee.gone or self.attendance.here.get(attendee.worker) is not attendee:
+            self.attendance.refuse(attendee)
         return self.ledger
 
     def fail(self, failure: ReplicaError) -> None:
@@ -450,7 +452,7 @@ class Lead:
                 self._epoch.tally.fold()
             if update is not None or not verdict.kept:
                 self._settle()
-            else:
+            elif books.turn != turn or self._late:  # else nobody has become late
                 self._tell_late()
             self._wake(books, turn)
             header = {

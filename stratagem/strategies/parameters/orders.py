@@ -34,7 +34,9 @@ class Orders:
     def give(self, order: Order) -> None:
         """Have it done, now or soon."""
         try:
-            self._send(order)
+            self.given += 1
+            for server in self._far:
+                server.order(order)
             self._shard.obey(order)
         except Exception as error:
             raise self._ended(error) from error
@@ -42,16 +44,13 @@ class Orders:
     def ask(self, order: Order) -> list[float]:
         """Have it done, and wait for the number that each server answers."""
         try:
-            self._send(order)
+            self.given += 1
+            for server in self._far:
+                server.order(order)
             mine = float(self._shard.obey(order))
             return [mine, *(server.answer() for server in self._far)]
         except Exception as error:
             raise self._ended(error) from error
-
-    def _send(self, order: Order) -> None:
-        self.given += 1
-        for server in self._far:
-            server.order(order)
 
     def _ended(self, error: Exception) -> ReplicaError:
         """What is carried out by halves makes nonsense of the parameters: the job ends."""
