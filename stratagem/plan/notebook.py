@@ -26,8 +26,6 @@ from stratagem.plan.profile import Profile
 from stratagem.plan.report import dumps, text, to_json, write
 from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit
 
-_COMPILED = "give sg.plan an sg.Model, whose compile takes names and classes, too"
-
 
 @dataclass(frozen=True, repr=False)
 class Answer:
@@ -75,8 +73,8 @@ def plan(
     model: Any,
     batch: Any,
     *,
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    optimizer: Optimizer | None = None,
+    loss: str | Callable[[Any, Any], Tensor] | None = None,
+    optimizer: str | Optimizer | Callable[..., Optimizer] | None = None,
     link: str | float = "10Gbit",
     latency: str | float = "50us",
     hosts: int = 8,
@@ -87,6 +85,7 @@ def plan(
 
     Args:
         model: a compiled sg.Model or Keras model; or an nn.Module, with `loss` and `optimizer`.
+        loss, optimizer: functions, names, classes: whatever sg.Model.compile takes.
         batch: (x, y), as many examples as one replica computes at once.
         link, latency: between hosts, as "10Gbit" and "50us".
         hosts: how many there could be, of `gpus_per_host` devices each (as many as are here).
@@ -108,9 +107,7 @@ def plan(
     return Answer(choose(measured, hardware, most=most))
 
 
-def _measured(
-    model: Any, batch: Any, loss: Callable[[Any, Any], Tensor] | None, optimizer: Optimizer | None
-) -> Profile:
+def _measured(model: Any, batch: Any, loss: Any, optimizer: Any) -> Profile:
     ours = not isinstance(model, nn.Module) and hasattr(model, "fit")
     if ours or _of_keras(model):
         return _of_fit(model, batch)
@@ -122,24 +119,24 @@ def _measured(
     if loss is None or optimizer is None:
         raise UsageError(
             "to plan for an nn.Module, say how it is trained: sg.plan(module, (x, y), "
-            "loss=torch.nn.functional.cross_entropy, optimizer=torch.optim.Adam(...))."
+            'loss="cross_entropy", optimizer="adam"), as sg.Model.compile takes them.'
         )
-    _check_training(model, loss, optimizer)
+    if not isinstance(optimizer, Optimizer) or isinstance(loss, type) or not callable(loss):
+        return _of_fit(_compiled(model, loss, optimizer), batch)
+    _check_parameters(model, optimizer)
     return profile(model, _as_tensors(_pair(batch)), loss=loss, optimizer=optimizer)
 
 
-def _check_training(model: nn.Module, loss: Any, optimizer: Any) -> None:
+def _compiled(module: nn.Module, loss: Any, optimizer: Any) -> Any:
     """Names and classes are `compile`'s to understand."""
-    if not callable(loss):
-        raise UsageError(
-            f"loss={loss!r} is not a function of (output, target); give one, as "
-            f"torch.nn.functional.cross_entropy, or {_COMPILED}."
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"optimizer={optimizer!r} is not an optimizer; make it from the module, as "
-            f"torch.optim.Adam(module.parameters()), or {_COMPILED}."
-        )
+    from stratagem import Model  # by the front door: plans and front ends do not know each other
+
+    model = Model(module)
+    model.compile(optimizer, loss)
+    return model
+
+
+def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     params = list(model.parameters())
     updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if params and not any(id(param) in updated for param in params):

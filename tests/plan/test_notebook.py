@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,25 @@ def test_a_module_with_its_loss() -> None:
     assert answer.recommendation.configuration.replicas <= 4
 
 
+def _descent(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loss": "cross_entropy", "optimizer": "adam"}, {"optimizer": torch.optim.Adam},
+     {"loss": nn.CrossEntropyLoss(), "optimizer": _descent}],
+)  # fmt: skip
+def test_names_and_classes_as_compile_takes_them(options: dict[str, object]) -> None:
+    net = nn.Linear(8, 4)
+    before = [each.clone() for each in net.parameters()]
+    given = {"loss": cross_entropy, **options}
+    answer = sg.plan(net, data(), hosts=2, **given)  # type: ignore[arg-type]
+    assert answer.plan.profile.batch == 12 and answer.plan.profile.dense_bytes == (32 + 4) * 4
+    assert all(map(torch.equal, before, net.parameters()))
+    assert all(each.grad is None for each in net.parameters())
+
+
 def test_a_keras_model() -> None:
     keras = pytest.importorskip("keras")
     if keras.config.backend() != "torch":
@@ -96,12 +116,14 @@ def test_misuse_is_one_sentence(options: dict[str, object], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"loss": "cross_entropy"}, "'cross_entropy' is not a function of"),
-     ({"optimizer": "adam"}, "'adam' is not an optimizer; make it from the module"),
-     ({"optimizer": torch.optim.Adam}, "an sg.Model, whose compile takes names and classes"),
+    [({"loss": "cross_entropie"}, 'no loss "cross_entropie"'),
+     ({"optimizer": "adamant"}, 'no optimizer "adamant"'),
+     ({"loss": nn.CrossEntropyLoss}, "give an instance of it"),
+     ({"loss": 3}, "loss=3 is not callable"),
+     ({"optimizer": 3}, "gives no torch optimizer"),
      ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "none of this Linear's")],
 )  # fmt: skip
-def test_names_classes_and_other_parameters(options: dict[str, object], said: str) -> None:
+def test_what_compile_refuses_and_other_parameters(options: dict[str, object], said: str) -> None:
     net = nn.Linear(8, 4)
     given = {"loss": cross_entropy, "optimizer": torch.optim.SGD(net.parameters()), **options}
     with pytest.raises(UsageError, match=said):
