@@ -240,7 +240,7 @@ def _write(plan: Plan, outputs: Mapping[str, str | None]) -> None:
 def _validate(plan: Plan, trial: Rehearsal) -> int:
     from stratagem.launch.validate import compare
 
-    return compare(plan, trial)
+    return compare(plan, trial, _say)
 
 
 def _say(text: str) -> None:

@@ -28,6 +28,8 @@ from stratagem.strategies.rehearsal import Rehearsal
 from stratagem.strategies.strategy import Strategy
 
 _SECONDS, _LEAST, _MOST = 1.0, 5, 100
+_RESTLESS = 0.15  # by how much one device may differ from itself on a quiet machine
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,14 @@ class Row:
 
 
 def validate(
-    plan: Plan, trial: Rehearsal, chosen: Sequence[Configuration] | None = None
-) -> Iterator[Row]:
+    plan: Plan, trial: Rehearsal, chosen: Sequence[Configuration] | None = None,
+    say: Say = lambda text: None,
+) -> Iterator[Row]:  # fmt: skip
     """Run these configurations, or all that this machine can hold, one after the other."""
     train = trainer(trial)
-    for each in fitting(plan) if chosen is None else chosen:
+    chosen = fitting(plan) if chosen is None else chosen
+    for number, each in enumerate(chosen, 1):
+        say(f"running {each}: {number} of {len(chosen)}")
         said = predict(plan.profile, plan.hardware, each, plan.calibration)
         steps = int(min(max(_LEAST, _SECONDS / said.step), _MOST))
         rows = plan.profile.batch * (1 if each.asynchronous else each.counted)
@@ -118,14 +123,29 @@ def _threads(plan: Plan, cfg: Configuration) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compare(plan: Plan, trial: Rehearsal) -> int:
+def restless(rows: Sequence[Row]) -> str:
+    """A sentence, if one device is not as fast as it was: then the errors are the machine's, too.
+
+    What one device is predicted to take is what it took when it was profiled.
+    """
+    for row in rows:
+        if row.configuration.replicas == 1 and abs(row.error) > _RESTLESS:
+            return (
+                f"note: one device took {row.measured * 1e3:.2f} ms now, {row.predicted * 1e3:.2f} "
+                "ms when it was profiled: other work on this machine? Then these errors are not "
+                "the plan's alone; compare again on a quiet machine."
+            )
+    return ""
+
+
+def compare(plan: Plan, trial: Rehearsal, say: Say) -> int:
     """Print the table of `validate`."""
     console = Console()
     table = Table("configuration", box=SIMPLE, title="predicted against measured, ms a step")
     for head in ("predicted", "measured", "error"):
         table.add_column(head, justify="right")
     found = []
-    for row in validate(plan, trial):
+    for row in validate(plan, trial, say=say):
         found.append(row)
         table.add_row(str(row.configuration), f"{row.predicted * 1e3:.2f}",
                       f"{row.measured * 1e3:.2f}", f"{row.error:+.0%}")  # fmt: skip
@@ -133,4 +153,6 @@ def compare(plan: Plan, trial: Rehearsal) -> int:
     errors = [abs(row.error) for row in found]
     if errors:
         console.print(f"median error {statistics.median(errors):.0%}, worst {max(errors):.0%}")
+    if note := restless(found):
+        console.print(note, soft_wrap=True)
     return 0

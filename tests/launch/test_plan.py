@@ -268,9 +268,22 @@ def test_validate_runs_what_fits(
     monkeypatch.setattr(validate, "_SECONDS", 0.05)
     words = ["plan", "--quick", "--hosts", "1", "--validate", "train.py", "--width", "8"]
     assert cli.main(words) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
     assert "predicted against measured" in shown and "median error" in shown
     assert "ParameterServer, 1 server" in shown
+    assert "running ParameterServer, 1 server, 2 on one host: 2 of 2" in said
+
+
+def test_validate_tells_a_restless_machine_from_a_wrong_plan() -> None:
+    """One device is predicted to take what it took when it was profiled, a minute before."""
+    from stratagem.launch.validate import Row, restless
+    from stratagem.plan.configuration import MIRRORED, Configuration
+
+    two = Row(Configuration(MIRRORED, per_host=2), 0.12, 0.2)
+    assert "65.00 ms now, 108.00 ms when it was profiled" in restless(
+        [Row(Configuration(), 0.108, 0.065), two]
+    )
+    assert restless([Row(Configuration(), 0.108, 0.105), two]) == restless([two]) == ""
 
 
 KERAS = """
