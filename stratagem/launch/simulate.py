@@ -144,6 +144,8 @@ def _overhead(text: str) -> Overhead:
 
         return measure()
     worker, _, server = text.partition(":")
+    if not worker or not server:
+        raise UsageError(f"--overhead {text!r} is not WORKER:SERVER, as 0.2ms:0.3ms.")
     return Overhead(seconds(worker, "--overhead"), seconds(server, "--overhead"))
 
 

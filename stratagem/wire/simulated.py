@@ -17,7 +17,7 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from math import inf, isfinite, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stratagem.errors import UsageError
 from stratagem.wire.turns import STILL, Rule, is_overtaken
@@ -34,11 +34,12 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._due: list[tuple[float, int, list[Action]]] = []
+        #: each is [when, number, action, and those asked for the same time in a row...]
+        self._due: list[list[Any]] = []
         self._number = count()
         self._stopped = False
-        #: what was asked for last, unless it has begun to happen, and when that is due
-        self._last: list[Action] = []
+        #: what was asked for last, and when that is due, unless it has begun to happen
+        self._last: list[Any] = []
         self._last_time = nan
 
     def __call__(self) -> float:
@@ -51,8 +52,8 @@ class Clock:
         if time == self._last_time:
             self._last.append(action)
         else:
-            self._last, self._last_time = [action], time
-            heappush(self._due, (time, next(self._number), self._last))
+            self._last, self._last_time = [time, next(self._number), action], time
+            heappush(self._due, self._last)
 
     def after(self, seconds: float, action: Action) -> None:
         """Have something happen later."""
@@ -62,19 +63,20 @@ class Clock:
         """Have everything happen that is due, until nothing is or somebody stops it."""
         self._stopped, due = False, self._due
         while due:
-            self.now, number, actions = heappop(due)
-            if actions is self._last:
+            event = heappop(due)
+            self.now = event[0]
+            if event is self._last:
                 self._last_time = nan  # nothing can be added to what happens already
-            if len(actions) == 1:  # as below, for most of them
-                actions[0]()
+            if len(event) == 3:  # as below, for most of them
+                event[2]()
                 if self._stopped:
                     return
                 continue
-            for done, action in enumerate(actions, 1):
+            for done, action in enumerate(event[2:], 3):
                 action()
                 if self._stopped:
-                    if actions[done:]:
-                        heappush(due, (self.now, number, actions[done:]))
+                    if event[done:]:
+                        heappush(due, [*event[:2], *event[done:]])
                     return
 
     def stop(self) -> None:

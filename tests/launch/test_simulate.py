@@ -104,6 +104,7 @@ def test_a_recorded_trace(tmp_path: Path) -> None:
      (("--overlap", "1"), "less than 1"), (("--spread", "trace:nowhere.json"), "cannot be read"),
      (("--asynchronous", "--spares", "1"), "--spares"), (("--bytes", "-1MB"), "--bytes"),
      (("--compute", "soon"), "--compute"), (("--slow", "99:2", "--workers", "4"), "worker"),
+     (("--overhead", "1ms"), "WORKER:SERVER"),
      (("--json", "/nowhere/run.json"), "cannot be written")],
     ids=str,
 )  # fmt: skip

@@ -22,7 +22,6 @@ from stratagem.plan.simulation.scenario import Event, Run, Scenario
 from stratagem.plan.simulation.trains import Trains
 from stratagem.plan.simulation.worker import Worker
 from stratagem.rules.ledger import Ledger
-from stratagem.rules.push import Ticket
 from stratagem.rules.updates import Synchronous
 from stratagem.strategies.parameters.lead import Lead
 from stratagem.strategies.parameters.parties import Attendee
@@ -139,7 +138,7 @@ class Office:
                 self.clock.after(0.0, self.changed)  # the others wait for it, too
             self.offer(worker)
         elif "ticket" in told:
-            worker.take(Ticket(*told["ticket"]), told["epoch"])
+            worker.take(told["ticket"], told["epoch"])
 
     def changed(self) -> None:
         """Something was pushed, or somebody went: updates may have been made, others may go on."""

@@ -283,7 +283,7 @@ class Worker:
         self._ticket = None
         self._round += 1
         if "next" in told:
-            self.take(Ticket(*told["next"]["ticket"]), told["next"]["epoch"], asked=False)
+            self.take(told["next"]["ticket"], told["next"]["epoch"], asked=False)
         else:
             self._answered(max(office.desks[0].free, self._clock.now))
         office.changed()

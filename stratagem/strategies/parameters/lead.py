@@ -324,7 +324,7 @@ class Lead:
         self._taken[attendee.worker] = now = self._clock()
         books.waited(attendee.worker, now - since)
         header, body = self.shard.fetch(attendee.seat, have, 0)
-        header["ticket"] = list(ticket)
+        header["ticket"] = ticket
         header["epoch"], header["after"] = self._epoch.number, self._orders.given
         payload = self._epoch.payloads.get(ticket.serial) if self._epoch.payloads else None
         if payload is not None:
