@@ -69,7 +69,7 @@ def join_gradients(
     setup.align(model, replica)
     setup.roll_own_dice(replica)
     reducer = setup.choose_reducer(list(model.parameters()), replica, settings)
-    _undo.pop(model, lambda: None)()
+    part_gradients(model)
     unsync = sync_batchnorm.install(model, replica, settings.sync_batchnorm)
     exchange = GradientExchange(
         list(model.named_parameters()), replica, reducer, every_backward=True, sums=sums
@@ -78,6 +78,11 @@ def join_gradients(
     for part in model.modules():
         _kept.setdefault(part, []).append(exchange)
     return exchange
+
+
+def part_gradients(model: nn.Module) -> None:
+    """From now on `backward` leaves what it leaves on one device."""
+    _undo.pop(model, lambda: None)()
 
 
 def prepare_loader(replica: Replica, loader: Any, loss_reduction: str) -> Any:

@@ -20,7 +20,7 @@ from stratagem.errors import UsageError
 from stratagem.strategies import likeness, setup
 from stratagem.strategies.parameters.carry import Carry
 from stratagem.strategies.parameters.source import read
-from stratagem.strategies.prepare import join_gradients, to_device
+from stratagem.strategies.prepare import join_gradients, part_gradients, to_device
 from stratagem.strategies.replica import Replica
 from stratagem.strategies.settings import Settings
 from stratagem.wire.tree import broadcast_tree
@@ -70,7 +70,7 @@ class Together:
 
     def remove(self) -> None:
         """The training is over."""
-        self.exchange.close()
+        part_gradients(self._model)
 
 
 #: what this device iterates over
