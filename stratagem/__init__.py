@@ -32,7 +32,7 @@ _HOMES = {
     ],
     "stratagem.strategies.mirrored": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
     "stratagem.strategies.parameter_server": ["ParameterServerStrategy"],
-    "stratagem.strategies.parameters.crew": ["LocalCluster"],
+    "stratagem.strategies.parameters.local_cluster": ["LocalCluster"],
     "stratagem.strategies.replica": ["Replica", "current_replica"],
     "stratagem.strategies.strategy": ["Strategy", "get_strategy"],
     "stratagem.strategies.agreement": ["Patience"],
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from stratagem.strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
-    from stratagem.strategies.parameters.crew import LocalCluster as LocalCluster
+    from stratagem.strategies.parameters.local_cluster import LocalCluster as LocalCluster
     from stratagem.strategies.replica import Replica as Replica
     from stratagem.strategies.replica import current_replica as current_replica
     from stratagem.strategies.strategy import Strategy as Strategy

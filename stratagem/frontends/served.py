@@ -25,7 +25,7 @@ from stratagem.frontends.proof import Proof
 from stratagem.frontends.steps import Solo
 from stratagem.strategies.at_home import AtHome
 from stratagem.strategies.parameters.apart import in_group
-from stratagem.strategies.parameters.crew import current_worker
+from stratagem.strategies.parameters.inside import current_worker
 from stratagem.strategies.parameters.plan import Clip
 from stratagem.strategies.parameters.session import Late, Session
 from stratagem.strategies.parameters.source import say_who_reads

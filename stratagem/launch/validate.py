@@ -23,7 +23,7 @@ from stratagem.rules.updates import Asynchronous, Synchronous
 from stratagem.strategies.central_storage import CentralStorageStrategy
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.parameter_server import ParameterServerStrategy
-from stratagem.strategies.parameters.crew import LocalCluster
+from stratagem.strategies.parameters.local_cluster import LocalCluster
 from stratagem.strategies.rehearsal import Rehearsal
 from stratagem.strategies.strategy import Strategy
 

@@ -26,8 +26,9 @@ from stratagem.state.partition import partition
 from stratagem.state.recipe import describe
 from stratagem.state.store import Store
 from stratagem.strategies.parameter_server import ParameterServerStrategy
-from stratagem.strategies.parameters.crew import Crew, LocalCluster
+from stratagem.strategies.parameters.crew import Crew
 from stratagem.strategies.parameters.lines import SHARED_MEMORY
+from stratagem.strategies.parameters.local_cluster import LocalCluster
 
 _SMALL, _LARGE = 16, 1 << 20  # parameters
 _WARM = 20  # steps before the clocks are read

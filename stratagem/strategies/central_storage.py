@@ -10,7 +10,8 @@ from stratagem.rules.updates import Synchronous, Updates
 from stratagem.strategies import devices
 from stratagem.strategies.agreement import Patience
 from stratagem.strategies.company import Company
-from stratagem.strategies.parameters.crew import Crew, LocalCluster
+from stratagem.strategies.parameters.crew import Crew
+from stratagem.strategies.parameters.local_cluster import LocalCluster
 from stratagem.strategies.served import ServedStrategy, check_spares
 from stratagem.strategies.settings import Served, Settings
 from stratagem.strategies.team import Team

@@ -19,7 +19,8 @@ from stratagem.state.partition import Partitioner
 from stratagem.strategies import devices
 from stratagem.strategies.agreement import Patience
 from stratagem.strategies.parameters.audience import Audience, Box
-from stratagem.strategies.parameters.crew import Crew, LocalCluster
+from stratagem.strategies.parameters.crew import Crew
+from stratagem.strategies.parameters.local_cluster import LocalCluster
 from stratagem.strategies.parameters.server import Server
 from stratagem.strategies.served import ServedStrategy, check_spares
 from stratagem.strategies.settings import Served, Settings

@@ -12,7 +12,8 @@ from stratagem.rules.updates import Synchronous, Updates
 from stratagem.strategies import rehearsal
 from stratagem.strategies.company import Company
 from stratagem.strategies.parameters.apart import in_group
-from stratagem.strategies.parameters.crew import Crew, current_worker
+from stratagem.strategies.parameters.crew import Crew
+from stratagem.strategies.parameters.inside import current_worker
 from stratagem.strategies.parameters.loop import prepare_served
 from stratagem.strategies.replica import called_replica
 from stratagem.strategies.settings import Settings

@@ -38,7 +38,7 @@ from stratagem.frontends.keras.step_logs import nested
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous
 from stratagem.strategies.parameters.apart import in_group
-from stratagem.strategies.parameters.crew import current_worker
+from stratagem.strategies.parameters.inside import current_worker
 from stratagem.strategies.parameters.source import AHEAD, parts_of_rows
 from stratagem.strategies.parameters.worker import EpochOver, FitOver
 from stratagem.strategies.replica import Replica, current_replica

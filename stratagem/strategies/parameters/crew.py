@@ -17,8 +17,6 @@ import select
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,20 +24,24 @@ import torch
 from stratagem.cluster.cores import cores
 from stratagem.cluster.dial import is_loopback
 from stratagem.cluster.handshake import SECRET_VARIABLE, job_secret
-from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import Place
 from stratagem.errors import ReplicaError, ReplicaLost, UsageError
-from stratagem.replicas import follower
 from stratagem.replicas.dice import Dice
 from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.rules.stats import Stats
 from stratagem.strategies.agreement import Patience
-from stratagem.strategies.devices import place as device_of
-from stratagem.strategies.parameters.apart import Apart
 from stratagem.strategies.parameters.children import Children, patiently
+from stratagem.strategies.parameters.inside import (
+    become,
+    present,
+    replica_of,
+    run,
+    run_in_group,
+    serve,
+    sit_down,
+)
 from stratagem.strategies.parameters.lines import Address
-from stratagem.strategies.parameters.server import Server
-from stratagem.strategies.parameters.together import end_assistance
+from stratagem.strategies.parameters.local_cluster import LocalCluster
 from stratagem.strategies.parameters.trouble import failed
 from stratagem.strategies.parameters.worker import Worker
 from stratagem.strategies.replica import (
@@ -47,7 +49,6 @@ from stratagem.strategies.replica import (
     be,
     be_no_more,
     called_replica,
-    current_replica,
     set_called,
     turn,
 )
@@ -56,39 +57,6 @@ from stratagem.strategies.team import Team, forked
 from stratagem.wire.tcp import local_address
 
 log = logging.getLogger("stratagem")
-
-#: the worker that this process is
-_present: Worker | None = None
-
-
-def current_worker() -> Worker:
-    """The worker that this process is."""
-    if _present is None:
-        raise UsageError("this process is no worker of a strategy with parameter servers.")
-    return _present
-
-
-def _be(worker: Worker | None) -> Worker | None:
-    """This process is `worker` from now on; returns what it was before."""
-    global _present
-    before, _present = _present, worker
-    return before
-
-
-@dataclass(frozen=True)
-class LocalCluster:
-    """A cluster on this machine: this process is its first worker and starts the rest."""
-
-    workers: int = 2
-    ps: int = 1
-
-    def __post_init__(self) -> None:
-        if self.workers < 1 or self.ps < 1:
-            raise UsageError(
-                f"LocalCluster(workers={self.workers}, ps={self.ps}): there must be at least one "
-                "of each; LocalCluster(workers=4, ps=2), for example."
-            )
-
 
 class Crew:
     """The workers and servers of one strategy."""
@@ -161,11 +129,11 @@ class Crew:
             self.index, self.name, chief, address, self.patience, self._look_at_servers
         )
         if self.place is not None:
-            _be(self.worker)
+            become(self.worker)
         if self.cluster is not None:
             self._children = Children(self.worker, self._hire, self.patience.arrive)
             self._children.hire(range(1, self.cluster.workers))
-        replica = _replica(self.index, self.size, self.devices[0], self.name)
+        replica = replica_of(self.index, self.size, self.devices[0], self.name)
         if self.place is not None:
             be(replica)
         return replica
@@ -183,7 +151,7 @@ class Crew:
             pool = Pool([f"ps {i}"])
             self._servers.append(pool)
             told = (i, address, self.patience, self.parameter_device, cores() // self.cluster.ps)
-            pool.submit(_serve, [told], patiently)
+            pool.submit(serve, [told], patiently)
         return address
 
     def _warn_of_no_secret(self, servers: Sequence[str]) -> None:
@@ -214,7 +182,7 @@ class Crew:
         pool = Pool([f"worker {index}"])
         device = self.devices[index % len(self.devices)]
         pool.submit(
-            _sit_down,
+            sit_down,
             [(index, self.size, device, self.worker.lines.address, self.patience, self._threads())],
             patiently,
         )
@@ -239,7 +207,7 @@ class Crew:
                     "nested inside it. Use sg.current_replica() there."
                 )
             replica = self.start()
-            before, worker = set_called(replica), _be(self.worker)
+            before, worker = set_called(replica), become(self.worker)
             threads = torch.get_num_threads()
             try:
                 assert self.worker is not None
@@ -251,7 +219,7 @@ class Crew:
                 raise better from error
             finally:
                 set_called(before)
-                _be(worker)
+                become(worker)
                 torch.set_num_threads(threads)
 
     def _call(
@@ -263,7 +231,7 @@ class Crew:
         children = self._children
         if children is not None:
             told = (function, sent, self.fits, torch.get_default_dtype(), Dice.of_caller())
-            children.begin((_run, told, {}))
+            children.begin((run, told, {}))
             if children.hands and self._threads():
                 torch.set_num_threads(self._threads())
         try:
@@ -287,7 +255,7 @@ class Crew:
         """On all devices of this worker, which work together."""
         before = set_called(None)
         try:
-            return group.call(_in_group, (chief, function, args), (chief, function, sent))
+            return group.call(run_in_group, (chief, function, args), (chief, function, sent))
         finally:
             set_called(before)
 
@@ -334,8 +302,8 @@ class Crew:
             self._group.close()
         if worker is not None:
             worker.close(goodbye=self.cluster is None and not self._left)
-        if _present is worker:
-            _be(None)
+        if present() is worker:
+            become(None)
         self._children, self._servers = None, []
         if self._replica is not None and self.place is not None:
             be_no_more(self._replica)
@@ -354,66 +322,3 @@ class Crew:
 
 def _size(place: Place | None) -> int:
     return 1 if place is None else place.size
-
-
-def _replica(index: int, size: int, device: str, name: str) -> Replica:
-    return Replica(
-        index, size, device_of(device), name, Apart(index, size), Membership.alone(), local_index=0
-    )
-
-
-def _serve(index: int, address: Address, patience: Patience, device: str, cores: int) -> None:
-    """In a child: be a server until the job ends. What it has to say the chief says."""
-    logging.basicConfig(format="%(message)s")
-    log.setLevel(logging.ERROR)
-    Server(index, address.servers, address.secret, patience, device_of(device), cores).serve()
-
-
-def _sit_down(
-    index: int, size: int, device: str, address: Address, patience: Patience, threads: int
-) -> None:
-    """In a child: be a worker from now on."""
-    desk = follower.desk
-    assert desk is not None
-    logging.basicConfig(format="%(message)s")
-    name = f"worker {index}"
-    if threads:
-        torch.set_num_threads(threads)
-    worker = Worker(index, name, False, address, patience)
-    _be(worker)
-    desk.on_failure = partial(_report, worker)
-    set_called(_replica(index, size, device, name))
-
-
-def _report(worker: Worker, text: str) -> None:
-    """In a child: tell the others why it stops, if they do not know better."""
-    try:
-        worker.report_failure(text)
-    except (OSError, ReplicaError) as problem:
-        log.info("the lead did not hear of the failure: %s", problem)
-
-
-def _in_group(chief: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """On each device of a worker."""
-    current_replica().with_chief = chief
-    worker = _present
-    before = None if worker is None else worker.prepared
-    result = function(*args)
-    if worker is None:
-        end_assistance()
-    elif worker.prepared is not before:
-        worker.settle()
-    return result
-
-
-def _run(
-    function: Callable[..., Any], args: tuple[Any, ...], fits: int, dtype: torch.dtype, dice: Dice
-) -> Any:
-    """In a child: what the client runs."""
-    torch.set_default_dtype(dtype)
-    worker = current_worker()
-    dice.throw(worker.index)
-    worker.fits = fits
-    result = function(*args)
-    worker.settle()
-    return result
