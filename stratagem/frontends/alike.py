@@ -11,7 +11,7 @@ from stratagem.frontends.evaluation import Evaluation
 from stratagem.frontends.feeds import ArrayFeed, Feed, LoaderFeed
 from stratagem.frontends.loop import Fit
 from stratagem.frontends.losses import CountedLoss
-from stratagem.frontends.steps import Recipe
+from stratagem.frontends.recipe import Recipe
 from stratagem.strategies import likeness
 from stratagem.strategies.likeness import Look
 from stratagem.strategies.replica import current_replica

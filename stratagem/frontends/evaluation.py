@@ -18,7 +18,9 @@ from stratagem.frontends.feeds import Feed, Portion
 from stratagem.frontends.followed import Listen, heed, news
 from stratagem.frontends.meter import Meter
 from stratagem.frontends.proof import Proof
-from stratagem.frontends.steps import Recipe, Solo, Tally
+from stratagem.frontends.recipe import Recipe
+from stratagem.frontends.solo import Solo
+from stratagem.frontends.tally import Tally
 from stratagem.strategies.replica import Replica, current_replica
 from stratagem.wire.tree import broadcast_tree, gather_tree
 

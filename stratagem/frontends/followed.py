@@ -11,7 +11,7 @@ from torch import nn
 from stratagem.frontends import traits
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.feeds import Feed
-from stratagem.frontends.steps import Recipe
+from stratagem.frontends.recipe import Recipe
 from stratagem.strategies.replica import Replica
 
 #: follows what callbacks changed on the chief

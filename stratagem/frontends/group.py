@@ -17,7 +17,7 @@ from stratagem.frontends.deals import dealer
 from stratagem.frontends.feeds import Portion
 from stratagem.frontends.loop import Fit
 from stratagem.frontends.losses import SummedLoss
-from stratagem.frontends.steps import Replicated
+from stratagem.frontends.replicated import Replicated
 from stratagem.rules.push import Ticket
 from stratagem.strategies import setup
 from stratagem.strategies.parameters.worker import Work

@@ -20,7 +20,10 @@ from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.evaluation import Evaluation, evaluate_here
 from stratagem.frontends.feeds import Feed, Portion, check_enough
 from stratagem.frontends.followed import heed, news
-from stratagem.frontends.steps import Recipe, Sliced, Step, Tally, choose
+from stratagem.frontends.recipe import Recipe
+from stratagem.frontends.replicated import Sliced
+from stratagem.frontends.steps import Step, choose
+from stratagem.frontends.tally import Tally
 from stratagem.strategies import setup
 from stratagem.strategies.replica import Replica, current_replica
 from stratagem.strategies.settings import Settings

@@ -26,8 +26,8 @@ from stratagem.frontends.meter import Meter, Verbosity, check_verbose
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.optimizers import make_optimizer
 from stratagem.frontends.progress import ProgressBar
+from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.rehearse import rehearse
-from stratagem.frontends.steps import Recipe
 from stratagem.frontends.surroundings import refuse_autocast, refuse_shared
 from stratagem.state import checkpoint
 from stratagem.strategies import rehearsal

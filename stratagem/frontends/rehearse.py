@@ -18,7 +18,8 @@ from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import History
 from stratagem.frontends.feeds import ArrayFeed, Feed, Portion
 from stratagem.frontends.metrics import MetricSet
-from stratagem.frontends.steps import Recipe, Solo
+from stratagem.frontends.recipe import Recipe
+from stratagem.frontends.solo import Solo
 from stratagem.strategies import rehearsal
 from stratagem.strategies.devices import place
 from stratagem.strategies.replica import Replica, alone, current_replica

@@ -22,7 +22,7 @@ from stratagem.frontends.group import Leader, assist
 from stratagem.frontends.loop import Fit
 from stratagem.frontends.loss_buffers import Unwritten
 from stratagem.frontends.proof import Proof
-from stratagem.frontends.steps import Solo
+from stratagem.frontends.solo import Solo
 from stratagem.strategies.at_home import AtHome
 from stratagem.strategies.parameters.apart import in_group
 from stratagem.strategies.parameters.inside import current_worker
