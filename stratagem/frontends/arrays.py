@@ -16,7 +16,7 @@ from stratagem.frontends.lists import is_numbers
 
 def prepared(
     data: tuple[Any, Any, Any], validation: Any, split: float | None,
-    class_weight: Mapping[int, float] | None,
+    class_weight: Any,
 ) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
     """(x, y, sample weights) to train on, and what to validate on."""
     kept: tuple[Any, ...] = data
@@ -24,9 +24,9 @@ def prepared(
         if validation is not None:
             raise UsageError("give validation_data or validation_split, not both.")
         kept, validation = hold_out(split, *data)
-    if class_weight:
+    if class_weight is not None and len(class_weight):
         x, y, weight = kept
-        kept = (x, y, by_class(class_weight, y, weight))
+        kept = (x, y, by_class(_numbered(class_weight), y, weight))
     return kept, validation
 
 
@@ -46,6 +46,11 @@ def hold_out(part: float, x: Any, y: Any, weight: Any) -> tuple[tuple[Any, ...],
         raise UsageError(f"validation_split={part} of {rows} examples leaves one side empty.")
     first, last = slice(cut), slice(cut, None)
     return tuple(_rows(t, first) for t in whole), tuple(_rows(t, last) for t in whole)
+
+
+def _numbered(weights: Any) -> Mapping[int, float]:
+    """One weight after the other is as good as by number."""
+    return weights if isinstance(weights, Mapping) else dict(enumerate(map(float, weights)))
 
 
 def by_class(weights: Mapping[int, float], y: Any, weight: Any) -> Tensor:

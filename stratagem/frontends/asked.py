@@ -90,5 +90,6 @@ def epochs_to_validate(often: Any) -> Collection[int]:
         for epoch in often:
             whole(1, **{"an epoch of validation_freq": epoch})
         return frozenset(int(epoch) - 1 for epoch in often)
+    often = 1 if often is None else often
     whole(1, validation_freq=often)
     return range(int(often) - 1, sys.maxsize, int(often))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from stratagem.errors import UsageError
 from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress
@@ -48,18 +52,19 @@ class CallbackList:
         self._model = model
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
-                raise UsageError(
-                    f"{callback!r} is no callback; derive it from stratagem.callbacks.Callback."
-                )
+                raise UsageError(_no_callback(callback))
             _refuse_unknown(callback)
             callback.set_model(model)
             callback.set_params(params)
         self._begin = self._who("on_train_batch_begin", "on_batch_begin")
+        self._begun = [_with_logs(c.on_train_batch_begin, 1) for c in self._begin]
         self._end = self._who("on_train_batch_end", "on_batch_end")
         self._test_begin = self._who("on_test_batch_begin")
         self._test_end = self._who("on_test_batch_end")
         self._predict_begin = self._who("on_predict_batch_begin")
         self._predict_end = self._who("on_predict_batch_end")
+        #: what was told of the last batch, as long as somebody keeps it
+        self._told: Callable[[], RunningLogs | None] = lambda: None
         #: whether anybody does something between two batches of a validation, or of `predict`
         self.between_tests = bool(self._test_begin + self._test_end)
         self.between_predictions = bool(self._predict_begin + self._predict_end)
@@ -97,16 +102,16 @@ class CallbackList:
     def train_begin(self) -> None:
         self.changes.settle()
         for callback in self.callbacks:
-            callback.on_train_begin()
+            _with_logs(callback.on_train_begin)()
 
     def train_end(self) -> None:
         for callback in self.callbacks:
-            callback.on_train_end()
+            _with_logs(callback.on_train_end)()
 
     def epoch_begin(self, epoch: int) -> None:
         self.changes.settle()
         for callback in self.callbacks:
-            callback.on_epoch_begin(epoch)
+            _with_logs(callback.on_epoch_begin, 1)(epoch)
 
     def epoch_end(self, epoch: int, logs: Logs) -> None:
         self.changes.settle()
@@ -116,52 +121,83 @@ class CallbackList:
     def test_begin(self) -> None:
         self.changes.settle()
         for callback in self.callbacks:
-            callback.on_test_begin()
+            _with_logs(callback.on_test_begin)()
 
     def test_end(self, logs: Logs) -> None:
         self.changes.settle()
         for callback in self.callbacks:
             callback.on_test_end(logs)
 
+    @torch.enable_grad()
     def test_batch_begin(self, batch: int) -> None:
+        self._keep()
         for callback in self._test_begin:
-            callback.on_test_batch_begin(batch)
+            _with_logs(callback.on_test_batch_begin, 1)(batch)
 
+    @torch.enable_grad()
     def test_batch_end(self, batch: int, tally: Any) -> None:
         self.changes.settle()
-        logs = RunningLogs(tally)
+        logs = self._running(tally)
         for callback in self._test_end:
             callback.on_test_batch_end(batch, logs)
 
     def predict_begin(self) -> None:
         for callback in self.callbacks:
-            callback.on_predict_begin()
+            _with_logs(callback.on_predict_begin)()
 
     def predict_end(self) -> None:
         for callback in self.callbacks:
-            callback.on_predict_end()
+            _with_logs(callback.on_predict_end)()
 
+    @torch.enable_grad()
     def predict_batch_begin(self, batch: int) -> None:
         for callback in self._predict_begin:
-            callback.on_predict_batch_begin(batch)
+            _with_logs(callback.on_predict_batch_begin, 1)(batch)
 
+    @torch.enable_grad()
     def predict_batch_end(self, batch: int, outputs: Any) -> None:
         self.changes.settle()
         for callback in self._predict_end:
             callback.on_predict_batch_end(batch, {"outputs": outputs})
 
     def batch_begin(self, batch: int) -> None:
-        for callback in self._begin:
-            callback.on_train_batch_begin(batch)
+        self._keep()
+        for begun in self._begun:
+            begun(batch)
 
     def batch_end(self, batch: int, tally: Any) -> None:
         if self.between_steps:
             self.changes.settle()
         if not self._end:
             return
-        logs = RunningLogs(tally)
+        logs = self._running(tally)
         for callback in self._end:
             callback.on_train_batch_end(batch, logs)
+
+    def _running(self, tally: Any) -> RunningLogs:
+        logs = RunningLogs(tally)
+        self._told = weakref.ref(logs)
+        return logs
+
+    def _keep(self) -> None:
+        """Before the next batch counts: logs that somebody has kept stay those of theirs."""
+        if (kept := self._told()) is not None:
+            kept.keys()
+
+
+def _no_callback(given: Any) -> str:
+    if isinstance(given, type) and issubclass(given, Callback):
+        return f"{given.__name__} is a class; give an instance of it: {given.__name__}(...)."
+    return f"{given!r} is no callback; derive it from stratagem.callbacks.Callback."
+
+
+def _with_logs(method: Callable[..., Any], before: int = 0) -> Callable[..., Any]:
+    """Keras gives logs to every method, empty ones too, and here some leave them out."""
+    try:
+        inspect.signature(method).bind(*range(before), {})
+    except TypeError:
+        return method
+    return lambda *args: method(*args, {})
 
 
 class RunningLogs(dict[str, Any]):

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from stratagem.errors import NotDistributable
-from stratagem.frontends import traits
+from stratagem.frontends import loss_buffers, traits
 from stratagem.frontends.feeds import Feed
 from stratagem.state.digest import digest
 from stratagem.strategies.likeness import some_rows
@@ -35,6 +35,7 @@ class Changes:
         #: the data of the training
         self.feed: Feed | None = None
         self._marks: list[Any] = []
+        self._loss: list[Any] = []
         self._data: list[Any] = []
         self._groups: list[list[int]] = []
         self._traits: traits.Traits | None = None
@@ -42,7 +43,7 @@ class Changes:
 
     def settle(self) -> None:
         """Whatever the model is now is known to every replica."""
-        self._marks = self._current_marks()
+        self._marks, self._loss = self._current_marks(), self._current_loss()
         self._traits = self._current_traits()
         self._state, self._groups = self._current_state(), self._current_groups()
         self._data = self._current_data()
@@ -80,8 +81,8 @@ class Changes:
         """Refuse a change of the data itself."""
         if self._data != self._current_data():
             raise NotDistributable(
-                "a callback wrote into the data that fit was given, and the other replicas have "
-                "copies of it; do it between two fits, or give a dataset whose numbers and "
+                "a callback wrote into the data that it was called for, and the other replicas "
+                "have copies of it; do it between two calls, or give a dataset whose numbers and "
                 "switches the callback changes."
             )
 
@@ -110,6 +111,17 @@ class Changes:
         if self._own:
             marks += [digest(t) for t in (buffers if self.in_common else params + buffers)]
         return marks
+
+    def _current_loss(self) -> list[Any]:
+        """The same of what the loss holds, of which each replica has its own."""
+        if self._model is None or not self._own or self.alone:
+            return []
+        held = loss_buffers.tensors(self._model.loss)
+        return [(t._version, t.data_ptr(), digest(t)) for t in held]
+
+    def loss_changed(self) -> bool:
+        """Whether a callback wrote into weights or buffers of the loss since it was settled."""
+        return self._loss != self._current_loss()
 
     def weights_changed(self) -> bool:
         """Whether a callback wrote into the weights since they were settled."""

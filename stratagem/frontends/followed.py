@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from stratagem.frontends import traits
+from stratagem.frontends import loss_buffers, traits
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.feeds import Feed
 from stratagem.frontends.recipe import Recipe
@@ -30,20 +30,27 @@ class Job(Protocol):
 def news(job: Job, replica: Replica, changed: bool) -> dict[str, Any]:
     """On the chief: what its callbacks have made of the model."""
     state = [*job.module.parameters(), *job.module.buffers()]
+    held = loss_buffers.tensors(job.recipe.loss) if job.callbacks.changes.loss_changed() else None
     return {
         "weights": [t.detach() for t in state] if changed and replica.count > 1 else None,
+        "loss": None if held is None else [t.detach() for t in held],
         "traits": job.callbacks.changes.new_traits(),
     }
 
 
 def heed(job: Job, replica: Replica, told: dict[str, Any]) -> None:
     """Have the model as the chief's callbacks have made it."""
-    if told["weights"] is not None and not replica.is_chief:
-        with torch.no_grad():
-            state = [*job.module.parameters(), *job.module.buffers()]
-            for tensor, value in zip(state, told["weights"], strict=True):
-                tensor.copy_(value)
+    if not replica.is_chief:
+        _take([*job.module.parameters(), *job.module.buffers()], told["weights"])
+        _take(loss_buffers.tensors(job.recipe.loss), told["loss"])
     if told["traits"] and not replica.is_chief:
         traits.adopt(job.module, job.recipe.loss, told["traits"], job.feed.dataset)
-    if told["weights"] is not None or told["traits"]:
+    if told["weights"] is not None or told["loss"] is not None or told["traits"]:
         job.callbacks.changes.settle()
+
+
+@torch.no_grad()
+def _take(mine: Sequence[Tensor], told: Sequence[Tensor] | None) -> None:
+    if told is not None:
+        for tensor, value in zip(mine, told, strict=True):
+            tensor.copy_(value)

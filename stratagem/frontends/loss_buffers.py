@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable
 from stratagem.frontends.losses import Loss
@@ -21,6 +21,13 @@ def of(loss: Loss) -> nn.Module | None:
     """The loss, if it is such a module. It may make its buffers later."""
     function = getattr(loss, "function", None)
     return function if loss.own and isinstance(function, nn.Module) else None
+
+
+def tensors(loss: Loss | None) -> list[Tensor]:
+    """What a loss holds that is a module, torch's too: weights of classes, or what it learns."""
+    parts = () if loss is None else vars(loss).values()
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    return [t for module in modules for t in (*module.parameters(), *module.buffers())]
 
 
 def align(loss: Loss, replica: Replica) -> None:

@@ -125,7 +125,7 @@ class Model:
         validation_data: Any = None,
         validation_split: float | None = None,
         sample_weight: Any = None,
-        class_weight: Mapping[int, float] | None = None,
+        class_weight: Mapping[int, float] | Sequence[float] | None = None,
         shuffle: bool = True,
         callbacks: Callbacks = None,
         verbose: Verbosity = "auto",
@@ -160,6 +160,7 @@ class Model:
         check_verbose(verbose)
         callbacks = asked.listed(callbacks)
         asked.whole(1, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
+        asked.whole(1, validation_batch_size=validation_batch_size)
         asked.whole(0, epochs=epochs, initial_epoch=initial_epoch)
         sizes = (validation_batch_size, batch_size)
         if (audience := self.strategy.audience) is not None:

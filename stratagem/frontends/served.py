@@ -293,6 +293,7 @@ class Chief:
         job.callbacks.epoch_begin(epoch)
         self._follow_callbacks()
         self.session.send_statistics()
+        hand.spread_statistics()  # callbacks may have written into them
         started = time.perf_counter()
         hand.dealer.open(self.worker, number, epoch, job.steps_per_epoch)
         batch = 0
@@ -382,15 +383,20 @@ class Chief:
         self.worker.set_settings(self.session.settings())
         self._follow_weights()
 
+    def _refuse(self, what: str) -> None:
+        raise NotDistributable(
+            f"a callback changed {what!r} of model, loss or data, and workers of servers do not "
+            "follow such changes; make it between two fits, or use sg.MirroredStrategy."
+        )
+
     def _follow_weights(self, *, between: bool = False) -> None:
         changes = self.job.callbacks.changes
         changes.check_data()
-        if self.session.plan.workers > 1 and (changed := changes.new_traits()):
-            raise NotDistributable(
-                f"a callback changed {traits.say(changed[0])!r} of model, loss or data, and "
-                "workers of servers do not follow such changes; make it between two fits, "
-                "or use sg.MirroredStrategy."
-            )
+        several = self.session.plan.workers > 1 or self.hand.group is not None
+        if several and (changed := changes.new_traits()):
+            self._refuse(traits.say(changed[0]))
+        if several and changes.loss_changed():
+            self._refuse("weights or buffers of the loss")
         written = {id(tensor) for tensor in changes.written()}
         params = [i for i, p in enumerate(self.session.params) if id(p) in written]
         state = self._state.changes()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem.strategies.parameters import worker as workers
+from stratagem.strategies.parameters import traffic
 from stratagem.strategies.parameters.session import Session
 from stratagem.strategies.parameters.worker import EpochOver, Work
 from tests.served_support import apart
@@ -120,7 +120,7 @@ def test_as_on_one_device(
     dense = dense and name != "sparse adam"
     office = offices[servers]
     office.workers[0].lines.near = way == "shared memory"
-    monkeypatch.setattr(workers, "_MUCH", 0 if way == "couriers" else 1 << 30)
+    monkeypatch.setattr(traffic, "_MUCH", 0 if way == "couriers" else 1 << 30)
     alone, spread = Tables(rows, width, dense), Tables(rows, width, dense)
     on_one_device(alone, OPTIMIZERS[name](alone.parameters()), batches)
     partitioner = sg.FixedShards(servers) if cut else None
