@@ -84,6 +84,7 @@ class Leader:
     def __init__(self, job: Fit, params: list[Any], replica: Replica) -> None:
         self._job, self._params, self._replica = job, params, replica
         broadcast_tree(replica.collective, ["begin", job.feed.dice()])
+        setup.roll_dice_of_devices(replica)
         self._step = GroupStep(job, replica)
 
     def gradients(self, work: Work, portion: Portion) -> tuple[Tensor, float]:
@@ -103,11 +104,11 @@ class Leader:
         self._tell("report")
         return [state for state in _report(self._job, self._replica) if state is not None]
 
-    def spread(self, statistics: list[Tensor]) -> None:
-        """The leader's running statistics, for everybody."""
-        if statistics:
-            self._tell("statistics")
-            setup.spread(statistics, self._replica)
+    def spread(self) -> None:
+        """What the leader has besides what is trained, for everybody."""
+        if tensors := _beside(self._job):
+            self._tell("beside")
+            setup.spread(tensors, self._replica)
 
     def end(self) -> None:
         """The training is over: the last values, for everybody."""
@@ -126,6 +127,7 @@ def assist(job: Fit, replica: Replica) -> None:
     job.module.train()
     _, dice = broadcast_tree(replica.collective)
     job.feed.take_dice(dice)
+    setup.roll_dice_of_devices(replica)
     step, hand = GroupStep(job, replica), dealer(job.feed, 1)
     params = [p for p in job.module.parameters() if p.requires_grad]
     while True:
@@ -139,12 +141,18 @@ def assist(job: Fit, replica: Replica) -> None:
             step.count(bool(words[0]))
         elif name == "report":
             _report(job, replica)
-        elif name == "statistics":
-            setup.spread([b for b in job.module.buffers() if b.is_floating_point()], replica)
+        elif name == "beside":
+            setup.spread(_beside(job), replica)
         else:
             step.close()
             setup.spread([*job.module.parameters(), *job.module.buffers()], replica)
             return
+
+
+def _beside(job: Fit) -> list[Tensor]:
+    """Frozen parameters that a callback may have written into, and buffers."""
+    frozen = [p for p in job.module.parameters() if not p.requires_grad]
+    return [*frozen, *job.module.buffers()]
 
 
 def _report(job: Fit, replica: Replica) -> list[Any]:

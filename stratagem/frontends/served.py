@@ -242,7 +242,7 @@ class Hand:
     def spread_statistics(self) -> None:
         """The other devices of this worker go on from the same."""
         if self.group is not None:
-            self.group.spread(self.session.statistics())
+            self.group.spread()
 
 
 class Chief:
@@ -255,8 +255,12 @@ class Chief:
         #: the version that was brought home after an epoch
         self._home: int | None = None
         self._state = State(job.optimizer, hand.session.params)
-        if hand.session.plan.workers > 1:
+        #: whether others have models of their own, which do not see what callbacks change here
+        self._several = hand.session.plan.workers > 1 or hand.group is not None
+        if self._several:
             job.callbacks.changes.feed = job.feed
+        #: whether a callback has written into what is not trained, frozen parameters say
+        self._beside = False
 
     def lead(self) -> None:
         job = self.job
@@ -292,8 +296,9 @@ class Chief:
         hand.begin()
         job.callbacks.epoch_begin(epoch)
         self._follow_callbacks()
-        self.session.send_statistics()
-        hand.spread_statistics()  # callbacks may have written into them
+        self.session.send_statistics(everything=self._beside)
+        hand.spread_statistics()
+        self._beside = False
         started = time.perf_counter()
         hand.dealer.open(self.worker, number, epoch, job.steps_per_epoch)
         batch = 0
@@ -383,6 +388,18 @@ class Chief:
         self.worker.set_settings(self.session.settings())
         self._follow_weights()
 
+    def _follow_beside(self, between: bool) -> None:
+        """What is not trained goes to the others when the next epoch begins."""
+        if between and self.session.plan.workers > 1:
+            raise NotDistributable(
+                "a callback wrote into buffers or frozen parameters between two batches, and the "
+                "other workers would go on with the old ones; write them in on_epoch_end, or use "
+                "sg.MirroredStrategy."
+            )
+        self._beside = True
+        if between:
+            self.hand.spread_statistics()
+
     def _refuse(self, what: str) -> None:
         raise NotDistributable(
             f"a callback changed {what!r} of model, loss or data, and workers of servers do not "
@@ -392,14 +409,15 @@ class Chief:
     def _follow_weights(self, *, between: bool = False) -> None:
         changes = self.job.callbacks.changes
         changes.check_data()
-        several = self.session.plan.workers > 1 or self.hand.group is not None
-        if several and (changed := changes.new_traits()):
+        if self._several and (changed := changes.new_traits()):
             self._refuse(traits.say(changed[0]))
-        if several and changes.loss_changed():
+        if self._several and changes.loss_changed():
             self._refuse("weights or buffers of the loss")
         written = {id(tensor) for tensor in changes.written()}
         params = [i for i, p in enumerate(self.session.params) if id(p) in written]
         state = self._state.changes()
+        if any(id(tensor) in written for tensor in self.session.beside):
+            self._follow_beside(between)
         if written or state:
             if between and self.session.plan.parts > 1:
                 raise NotDistributable(

@@ -32,6 +32,9 @@ _versions: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKe
 
 _ROUNDS = 4
 
+#: from one device's random numbers to the next one's; between, there is room for those of workers
+DEVICES = 4093
+
 
 def align(module: nn.Module, replica: Replica) -> None:
     """Give every replica the chief's parameters and buffers. Collective."""
@@ -81,6 +84,13 @@ def roll_own_dice(replica: Replica, generation: int = 0) -> None:
     base = broadcast_tree(replica.collective, torch.initial_seed() & (2**62 - 1))
     if not replica.leads:
         torch.manual_seed(mixed(base, replica.index, generation))
+
+
+def roll_dice_of_devices(replica: Replica) -> None:
+    """The same for the devices of one worker of servers: other numbers than any other worker's."""
+    base = broadcast_tree(replica.collective, torch.initial_seed() & (2**62 - 1))
+    if not replica.leads:
+        torch.manual_seed(mixed(base, DEVICES * replica.index))
 
 
 def average_buffers(module: nn.Module, replica: Replica) -> None:

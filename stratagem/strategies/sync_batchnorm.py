@@ -213,9 +213,9 @@ def _explain_few_rows(error: ValueError, layer: _BatchNorm, replica: Replica) ->
         return
     raise NotDistributable(
         f"{replica.name} has {share.examples} of this batch's {share.total} rows, and a "
-        f"{type(layer).__name__} cannot normalise over one; use sync_batchnorm=True, which "
-        "normalises over the whole batch, a DataLoader with drop_last=True, or a batch_size that "
-        "leaves more rows for the last batch."
+        f"{type(layer).__name__} cannot normalise over one; use sync_batchnorm=True (mirrored "
+        "strategies have it), which normalises over the whole batch, a DataLoader with "
+        "drop_last=True, or a batch_size that leaves more rows for the last batch."
     ) from error
 
 

@@ -141,7 +141,7 @@ def _begin(model: Any, replica: Replica, told: Any) -> Assistant:
     become_like(model, told)
     environment.move([*model.variables, *model.metrics_variables], replica.device)
     setup.spread(environment.kept(model), replica)
-    environment.own_dice(model, told["seed"], told["devices"] + replica.index)
+    environment.own_dice(model, told["seed"], told["worker"] + setup.DEVICES * replica.index)
     model.train()
     return Assistant(model, Group(model, replica))
 

@@ -198,9 +198,7 @@ def begin_group(model: Any, replica: Replica, session: KerasSession) -> Group | 
     """With the other devices of this worker, if it has any."""
     if not in_group(replica):
         return None
-    #: from where on the dice of this worker's devices are counted: nobody else's
-    devices = session.plan.workers + session.worker.index * replica.count
-    return begin(model, replica, {**session.told, "devices": devices})
+    return begin(model, replica, {**session.told, "worker": session.worker.index})
 
 
 def attend(worker: Worker, model: Any, settings: Settings, replica: Replica) -> Any:

@@ -25,7 +25,7 @@ from stratagem.cluster.cores import cores
 from stratagem.cluster.dial import is_loopback
 from stratagem.cluster.handshake import SECRET_VARIABLE, job_secret
 from stratagem.cluster.spec import Place
-from stratagem.errors import ReplicaError, ReplicaLost, UsageError
+from stratagem.errors import ReplicaError, ReplicaLost, ReplicaStalled, UsageError
 from stratagem.replicas.dice import Dice
 from stratagem.replicas.pool import Pool, ZygoteProcess
 from stratagem.rules.stats import Stats
@@ -271,11 +271,17 @@ class Crew:
             better = seen
         if self.cluster is not None:
             self._end()
-        elif not isinstance(error, Exception):
+        elif not isinstance(error, Exception) or self._lost_a_device(error):
             self._left = True  # Ctrl-C, sys.exit: one who goes, not one who fails
         elif not isinstance(error, ReplicaError):
             self.report("".join(traceback.format_exception(error)))
         return better
+
+    def _lost_a_device(self, error: BaseException) -> bool:
+        """Whether a device of this worker has died: it goes, as a worker of one device would."""
+        if self._group is None or not isinstance(error, ReplicaLost | ReplicaStalled):
+            return False
+        return error.who.startswith("replica ")
 
     def stats(self) -> Stats:
         """The books of the training that is under way, or was last; any thread may ask."""

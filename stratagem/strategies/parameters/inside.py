@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -89,7 +90,12 @@ def run_in_group(chief: bool, function: Callable[..., Any], args: tuple[Any, ...
     current_replica().with_chief = chief
     worker = _present
     before = None if worker is None else worker.prepared
-    result = function(*args)
+    try:
+        result = function(*args)
+    except Exception as error:
+        if worker is not None and not isinstance(error, ReplicaError):
+            _report(worker, "".join(traceback.format_exception(error)))  # before all is cleared up
+        raise
     if worker is None:
         end_assistance()
     elif worker.prepared is not before:

@@ -244,7 +244,8 @@ class TicketLoader:
             try:
                 yield batch if self.device.type == "cpu" else to_device(batch, self.device)
             except GeneratorExit:  # the loop was left
-                if worker.at_end is not None:  # and not by an error that ends the training
+                if worker.at_end is not None and not self._in_trouble():
+                    # and not by an error that ends the training
                     with suppress(ReplicaError):  # a job that has failed: others are told why
                         self._leave()
                     if worker.is_chief and self.session.plan.parts == self.session.plan.workers:
@@ -273,6 +274,10 @@ class TicketLoader:
         worker.refresh()
         self._align()
         self._weights.mark(closely=True)
+
+    def _in_trouble(self) -> bool:
+        """Whether another device of this worker has failed."""
+        return self._group is not None and self._group.in_trouble
 
     def _align(self) -> None:
         if self._group is not None:
@@ -312,19 +317,17 @@ class TicketLoader:
         written, slipped = self._weights.written(), self._weights.slipped()
         if not (written or slipped):
             return
-        together = session.plan.parts == session.plan.workers
-        if slipped or self._held is None or not together:
+        if slipped or self._held is None or session.plan.workers > 1:
             raise NotDistributable(
                 "weights were written in the loop "
                 + ("past autograd (p.data)" if slipped else "after optimizer.step()"
-                   if self._held is None else "by one of several asynchronous workers")
+                   if self._held is None else "while several workers go through it")
                 + ", and with servers the new values come with the next batch; write them between "
-                "two epochs, or (in step, or with one worker) at the beginning of the loop's body, "
-                "under torch.no_grad()."
+                "two epochs, or (with one worker) at the beginning of the loop's body, under "
+                "torch.no_grad()."
             )  # fmt: skip
-        if session.worker.is_chief:  # the others do the same
-            session.worker.memory.take_back()
-            session.worker.assign(session.params, written)
+        session.worker.memory.take_back()
+        session.worker.assign(session.params, written)
         self._weights.mark(closely=False)
 
     def _check_state(self) -> None:

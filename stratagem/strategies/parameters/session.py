@@ -203,18 +203,17 @@ class Session:
                  for each in zip(*everybody, strict=True)]  # fmt: skip
         _take(mine, means)
 
-    def send_statistics(self) -> None:
-        """As the chief: what is here, for all."""
-        mine = self.statistics()
-        if mine and self.plan.workers > 1:
-            self.worker.set_means([t.cpu() for t in mine])
+    def send_statistics(self, *, everything: bool = False) -> None:
+        """As the chief: what is here, for all; `everything`: also what is frozen, or whole."""
+        if self.beside and self.plan.workers > 1:
+            mine = self.beside if everything else self.statistics()
+            self.worker.set_means([t.detach().cpu() for t in mine])
 
     def take_statistics(self, epoch: int) -> None:
         """As another worker: the same."""
-        mine = self.statistics()
-        means = self.worker.means(epoch) if mine else None
-        if means is not None:
-            _take(mine, means)
+        told = self.worker.means(epoch) if self.beside else None
+        if told is not None:
+            _take(self.beside if len(told) == len(self.beside) else self.statistics(), told)
 
     def read_state(self, *, values: bool = True) -> int:
         """One version of values and optimizer state, into the user's own objects."""

@@ -37,6 +37,7 @@ class Together:
         look = likeness.of_loader(loader, "the loader")
         #: the type of the wire is for what goes to the servers
         self.exchange = join_gradients(replica, Settings(), model, optimizer, look, sums=False)
+        setup.roll_dice_of_devices(replica)
 
     def tell(self, *words: Any) -> None:
         """As the first: what comes now."""
@@ -67,6 +68,11 @@ class Together:
     def align(self) -> None:
         """Everything that the first has."""
         setup.align(self._model, self._replica)
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether one of them has failed."""
+        return self._replica.membership.trouble is not None
 
     def remove(self) -> None:
         """The training is over."""

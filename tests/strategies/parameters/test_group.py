@@ -98,6 +98,22 @@ for mode in ("plain", "adds up", "leaves") + (("clips",) if workers == 1 else ()
     plain = train(None, mode)[0]
     assert apart(plain, net()) > 1e-3
     assert max(apart(one, plain) for one, _ in made) < 1e-6, mode
+class Own(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return x[index], y[index]
+
+
+def dice(strategy):
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    strategy.prepare(module, optimizer, DataLoader(Own(), batch_size=4))
+    return float(torch.rand(()))
+
+
+print("drew", *where.run(dice, where))
 made = [one for one, _ in where.run(train, where, "statistics")]
 assert all(torch.equal(made[0][1].running_mean, one[1].running_mean) for one in made)
 assert made[0][1].running_mean.abs().max() > 0
@@ -118,6 +134,81 @@ if first:
     print("as one device")
 """
 
+
+CALLBACKS = """
+import json, os
+import torch
+from torch import nn
+import stratagem as sg
+from tests.served_support import apart, digits
+
+torch.set_num_threads(1)
+workers = int(os.environ["WORKERS"])
+first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+where = sg.ParameterServerStrategy(
+    updates=sg.Synchronous() if workers > 1 else sg.Asynchronous(), devices=["cpu:0", "cpu:1"]
+)
+x, y, _, _ = digits()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner, self.outer, self.power = nn.Linear(64, 32), nn.Linear(32, 10), 1.0
+        self.frozen = nn.Parameter(torch.ones(32), requires_grad=False)
+        self.register_buffer("real", torch.ones(32))
+        self.register_buffer("whole", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        factor = self.frozen * self.real * (1 + 0.1 * self.whole) * self.power
+        return self.outer(torch.relu(self.inner(x)) * factor)
+
+
+class Change(sg.callbacks.Callback):
+    def __init__(self, what):
+        self.what = what
+
+    @torch.no_grad()
+    def on_epoch_end(self, epoch, logs=None):
+        module = self.model.module
+        if self.what == "load":
+            module.load_state_dict({k: v / 2 if v.is_floating_point() else v + 1
+                                    for k, v in module.state_dict().items()})
+        elif self.what == "power":
+            module.power *= 0.5
+        elif self.what == "whole":
+            module.whole += 1
+        else:
+            getattr(module, self.what).mul_(0.7)
+
+
+def train(what, strategy):
+    model = sg.Model(Scaled(), strategy)
+    model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy")
+    callbacks = [Change(what)] if first else []
+    torch.manual_seed(5)
+    return model, model.fit(
+        x[:101], y[:101], epochs=3, batch_size=25, callbacks=callbacks, verbose=0
+    ).history["loss"]
+
+
+for what in ("frozen", "real", "whole", "load"):
+    model, losses = train(what, where)
+    if first:
+        plain, expected = train(what, None)
+        assert apart(model.module, plain.module) < 1e-6, what
+        assert all(abs(a - b) < 1e-5 for a, b in zip(losses, expected, strict=True)), what
+if workers == 1:
+    try:
+        train("power", where)
+    except sg.NotDistributable as error:
+        assert "power" in str(error)
+    else:
+        raise AssertionError("the other devices do not follow that, and nobody said so")
+if first:
+    print("as one device")
+"""
 
 LATE = """
 import json, time
@@ -160,6 +251,11 @@ def test_the_devices_of_a_worker_share_its_batches(workers: int, tmp_path: Path)
     assert "as one device" in launch(SCRIPT, workers, tmp_path)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_callbacks_change_reaches_every_device(workers: int, tmp_path: Path) -> None:
+    assert "as one device" in launch(CALLBACKS, workers, tmp_path)
+
+
 def test_a_group_that_comes_too_late(tmp_path: Path) -> None:
     """Its devices wait for each other in the middle of a step: it ends, and then is dropped."""
     assert "as one device" in launch(LATE, 2, tmp_path)
@@ -167,4 +263,7 @@ def test_a_group_that_comes_too_late(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_devices_of_a_worker_share_the_batches_of_a_loop(workers: int, tmp_path: Path) -> None:
-    assert "as one device" in launch(OWN_LOOP, workers, tmp_path)
+    told = launch(OWN_LOOP, workers, tmp_path)
+    assert "as one device" in told
+    drawn = [each for line in told.splitlines() if " drew " in line for each in line.split()[3:]]
+    assert len(drawn) == len(set(drawn)) == 3 * workers, told
