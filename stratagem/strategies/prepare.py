@@ -17,11 +17,16 @@ from stratagem.strategies import likeness, setup, sync_batchnorm
 from stratagem.strategies.exchange import GradientExchange
 from stratagem.strategies.replica import Replica, Share, be, current_replica
 from stratagem.strategies.settings import Settings
+from stratagem.wire.tree import gather_tree
 
 #: what takes the hooks off a model again, so that it can be prepared anew
 _undo: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
 #: by module, so that any part of a model will do: what its gradients go through
 _kept: weakref.WeakKeyDictionary[nn.Module, list[GradientExchange]] = weakref.WeakKeyDictionary()
+#: by replica: models prepared without a loader, in the same order on all replicas
+_loaderless: weakref.WeakKeyDictionary[Replica, list[weakref.ref[nn.Module]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Prepared(NamedTuple):
@@ -48,10 +53,12 @@ def prepare(
     join_gradients(replica, settings, model, optimizer, look, sums=sums)
     replica.share.set(1, replica.count, 1.0 if sums else None)
     if loader is None:
+        _loaderless.setdefault(replica, []).append(weakref.ref(model))
         return Prepared(model, optimizer, None)
 
     def at_end() -> None:
         setup.average_buffers(model, replica)
+        _average_loaderless(replica)
 
     shares = _shares(loader, replica, sums, at_end)
     return Prepared(model, optimizer, _on_device(shares, replica))
@@ -83,6 +90,26 @@ def join_gradients(
 def part_gradients(model: nn.Module) -> None:
     """From now on `backward` leaves what it leaves on one device."""
     _undo.pop(model, lambda: None)()
+    for models in _loaderless.values():
+        models[:] = [each for each in models if each() is not model]
+
+
+def _average_loaderless(replica: Replica) -> None:
+    """At any loader's end: models without one have an end of their data then, too. Collective.
+
+    A model may be gone on one replica and wait for the garbage collector on another, so they tell
+    each other first which are left.
+    """
+    models = _loaderless.get(replica)
+    if not models:
+        return
+    here = [each() for each in models]
+    everybody = gather_tree(replica.collective, [each is not None for each in here])
+    left = [all(told) for told in zip(*everybody, strict=True)]
+    models[:] = [each for each, is_left in zip(models, left, strict=True) if is_left]
+    for model, is_left in zip(here, left, strict=True):
+        if model is not None and is_left:
+            setup.average_buffers(model, replica)
 
 
 def prepare_loader(replica: Replica, loader: Any, loss_reduction: str) -> Any:
@@ -92,7 +119,7 @@ def prepare_loader(replica: Replica, loader: Any, loss_reduction: str) -> Any:
         _be_here(replica)
     else:
         likeness.check(replica, "prepare", likeness.of_loader(loader, "the loader"))
-    shares = _shares(loader, replica, sums, lambda: None)
+    shares = _shares(loader, replica, sums, partial(_average_loaderless, replica))
     return _on_device(Interlude(shares, replica.share), replica)
 
 

@@ -109,11 +109,13 @@ def average_buffers(module: nn.Module, replica: Replica) -> None:
     everybody = gather_tree(replica.collective, mine)
     apart = _apart([digests for _, digests in everybody])
     for name, buffer in floats.items():
-        values = [told[name] for told, _ in everybody if name in told]
+        values = [told[name].double() for told, _ in everybody if name in told]
         if len(values) < replica.count or any(v.shape != buffer.shape for v in values):
             apart.append(name)
             continue
-        total = sum((value.double() for value in values), torch.zeros(()).double())
+        if all(torch.equal(value, values[0]) for value in values):
+            continue  # unwritten: a backward to come may need it
+        total = sum(values, torch.zeros(()).double())
         _unexpanded(buffer).copy_(_unexpanded(total / replica.count, buffer))
     if replica.leads:
         _warn_of(module, apart)
