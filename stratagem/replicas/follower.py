@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
-
 from stratagem.errors import UsageError
 from stratagem.replicas import frames, graph_pickle
 
@@ -77,7 +75,7 @@ def _answer(data: bytes) -> bytes:
         text = traceback.format_exc()
         if desk.on_failure is not None:
             desk.on_failure(text)
-        answer = cloudpickle.dumps(Answer(failed=True, error=_portable(error), text=text))
+        answer = graph_pickle.dumps_answer(Answer(failed=True, error=_portable(error), text=text))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -86,19 +84,18 @@ def _answer(data: bytes) -> bytes:
 
 def _packed(value: Any) -> bytes:
     try:
-        data: bytes = cloudpickle.dumps(Answer(value))
+        return graph_pickle.dumps_answer(Answer(value))
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         raise UsageError(
             f"the result, a {type(value).__name__}, cannot be sent back: {error}. Return tensors, "
             "numbers, text, or lists and dicts of them."
         ) from error
-    return data
 
 
 def _portable(error: BaseException) -> BaseException | None:
     """The exception itself if it survives the journey there, else None."""
     try:
-        cloudpickle.loads(cloudpickle.dumps(error))
+        graph_pickle.loads(graph_pickle.dumps_answer(error))
     except Exception as trouble:
         sys.stderr.write(f"(the exception itself cannot be pickled: {trouble})\n")
         return None

@@ -29,6 +29,10 @@ from stratagem.errors import StratagemError, UsageError
 from stratagem.wire.segment import Segment
 
 _LARGE = 1 << 16
+#: types of which torch writes a pickle that it cannot read, and those that they travel as
+_SIGNED = {
+    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
+}  # fmt: skip
 #: asked first how an object is reduced; NotImplemented leaves it to the next
 _reducers: list[Callable[[Any], Any]] = []
 
@@ -39,9 +43,21 @@ def register(reduce: Callable[[Any], Any]) -> None:
         _reducers.append(reduce)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _AnswerPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """What a child sends back: everything within the message."""
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.dtype in _SIGNED:
+            return _unsigned, (obj.view(_SIGNED[obj.dtype]), obj.dtype)
+        return super().reducer_override(obj)
+
+
+class _Pickler(_AnswerPickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
         self.segments: list[Segment] = []
 
     def reducer_override(self, obj: Any) -> Any:
@@ -133,6 +149,10 @@ def _plain(tensor: Tensor) -> bool:
     )
 
 
+def _unsigned(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    return bits.view(dtype)
+
+
 def _tensor(handle: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(_private(handle), dtype=dtype, count=math.prod(shape)).view(shape)
 
@@ -164,6 +184,13 @@ def dumps(obj: Any) -> tuple[bytes, list[Segment]]:
             "make them inside the function."
         ) from error
     return file.getvalue(), pickler.segments
+
+
+def dumps_answer(obj: Any) -> bytes:
+    """The bytes of what a child answers, without segments: nobody would know when to end them."""
+    file = io.BytesIO()
+    _AnswerPickler(file).dump(obj)
+    return file.getvalue()
 
 
 def loads(data: bytes) -> Any:
