@@ -23,8 +23,8 @@ from stratagem.data.loader import check_sampler, shares_of, stream
 from stratagem.data.shard import count_rows, rows, rows_of, share
 from stratagem.errors import UsageError
 from stratagem.frontends.lists import from_lists, is_numbers
-from stratagem.frontends.widths import Widths
 from stratagem.strategies.replica import Replica
+from stratagem.strategies.widths import Widths
 from stratagem.wire.tree import broadcast_tree
 
 #: arrays up to this size are kept on the GPU for the whole fit

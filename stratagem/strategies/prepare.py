@@ -17,6 +17,7 @@ from stratagem.strategies import likeness, setup, sync_batchnorm
 from stratagem.strategies.exchange import GradientExchange
 from stratagem.strategies.replica import Replica, Share, be, current_replica
 from stratagem.strategies.settings import Settings
+from stratagem.strategies.widths import Widths
 from stratagem.wire.tree import gather_tree
 
 #: what takes the hooks off a model again, so that it can be prepared anew
@@ -148,7 +149,11 @@ def _shares(
     def announce(examples: int, total: int) -> None:
         replica.share.set(examples, total, float(examples > 0) if sums else None)
 
-    return shares_of(loader, replica.collective, announce, at_end)
+    shares = shares_of(loader, replica.collective, announce, at_end)
+    widths = Widths(loader)
+    if replica.count == 1 or not widths.looking:
+        return shares
+    return Measured(shares, loader, widths, replica)
 
 
 def _take_away(exchange: GradientExchange, unsync: Callable[[], None]) -> None:
@@ -185,6 +190,22 @@ class DeviceLoader(Around):
     def __iter__(self) -> Any:
         for batch in self.loader:
             yield to_device(batch, self.device)
+
+
+class Measured(Around):
+    """Looks whether the shares of its first batches are equally wide."""
+
+    def __init__(
+        self, shares: Any, source: DataLoader[Any], widths: Widths, replica: Replica
+    ) -> None:
+        super().__init__(shares)
+        self._source, self._widths, self._replica = source, widths, replica
+
+    def __iter__(self) -> Any:
+        replica = self._replica
+        for batch in self.loader:
+            self._widths.look(self._source, batch, replica.share.examples, replica)
+            yield batch
 
 
 class Interlude(Around):

@@ -2,7 +2,7 @@
 one batch may come out unequally wide, and wider or narrower than one device would have them.
 
 Whether that matters only the model knows (a mask makes up for it), so it is said, once a loader.
-Only shapes travel, and only of a few batches at the beginning of a call.
+Only shapes travel, and only of a few batches at the beginning of a call, or of a prepared loader.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Widths:
         # torch's function puts together what has one shape, and of a stream whole batches are cut
         if loader is None or loader.collate_fn is default_collate or _is_stream(loader):
             self._left = 0
+
+    @property
+    def looking(self) -> bool:
+        """Whether there is anything left to be asked for."""
+        return self._left > 0
 
     def look(self, loader: DataLoader[Any], batch: Any, examples: int, replica: Replica) -> None:
         """Say so if the shares of this batch are not equally wide. Collective."""
