@@ -134,6 +134,7 @@ class Strategy:
         under `stratagem run` or torchrun. After `loss.backward()` every gradient is the one that
         a single device would have computed on the global batch.
 
+        Without a loader it is `model, optimizer, _ = strategy.prepare(model, optimizer)`;
         `loader = strategy.prepare(loader)` deals out shares of a loader by itself.
         """
         replica = self.replica()
