@@ -25,7 +25,7 @@ from stratagem.errors import UsageError
 from stratagem.frontends.lists import from_lists, is_numbers
 from stratagem.strategies.replica import Replica
 from stratagem.strategies.widths import Widths
-from stratagem.wire.tree import broadcast_tree
+from stratagem.wire.tree import SIGNED, broadcast_tree
 
 #: arrays up to this size are kept on the GPU for the whole fit
 _RESIDENT_BYTES = 1 << 30
@@ -416,7 +416,11 @@ def _rows_at(tree: Any, chosen: slice | Tensor) -> Any:
     if tree is None:
         return None
     if type(tree) is Tensor:  # the common case, on the hot path
-        return tree[chosen] if type(chosen) is slice else tree.index_select(0, chosen)
+        if type(chosen) is slice:
+            return tree[chosen]
+        if tree.dtype in SIGNED:
+            return tree.view(SIGNED[tree.dtype]).index_select(0, chosen).view(tree.dtype)
+        return tree.index_select(0, chosen)
     return _map(lambda leaf: _rows_at(leaf, chosen), tree)
 
 

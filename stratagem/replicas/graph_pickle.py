@@ -27,12 +27,9 @@ from torch.nn.utils import parametrize
 
 from stratagem.errors import StratagemError, UsageError
 from stratagem.wire.segment import Segment
+from stratagem.wire.tree import SIGNED
 
 _LARGE = 1 << 16
-#: types of which torch writes a pickle that it cannot read, and those that they travel as
-_SIGNED = {
-    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
-}  # fmt: skip
 #: asked first how an object is reduced; NotImplemented leaves it to the next
 _reducers: list[Callable[[Any], Any]] = []
 
@@ -50,8 +47,8 @@ class _AnswerPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.dtype in _SIGNED:
-            return _unsigned, (obj.view(_SIGNED[obj.dtype]), obj.dtype)
+        if type(obj) is Tensor and obj.dtype in SIGNED:  # torch cannot read what it writes of it
+            return _unsigned, (obj.view(SIGNED[obj.dtype]), obj.dtype)
         return super().reducer_override(obj)
 
 

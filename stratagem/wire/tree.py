@@ -29,6 +29,8 @@ _DTYPES = {
         torch.uint16, torch.uint32, torch.uint64,
     )
 }  # fmt: skip
+#: types for which torch has no pickle and no index_select, and those of the same bits that have
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def encode(tree: Tree) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from tests.support import by_hand, distance, moved
+from tests.support import by_hand, distance, moved, strategy
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -92,6 +92,23 @@ def test_fit_and_predict(two: sg.Strategy, dtype: torch.dtype, kind: str) -> Non
     assert distance(model.module, alone) < 1e-5
     found = model.predict(source[0] if kind == "arrays" else x, batch_size=10, verbose=0)
     torch.testing.assert_close(torch.as_tensor(found), alone(x).detach(), rtol=0, atol=1e-5)
+
+
+def own_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target.long(), reduction="none")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_labels_in_any_order(two: sg.Strategy, dtype: torch.dtype, replicas: int) -> None:
+    """Shuffled as those of other types are, in one batch, whose order makes no difference."""
+    x, y = features(dtype), LABELS.to(dtype)
+    model = sg.Model(Scaled(), two if replicas == 2 else strategy(1))
+    model.compile(optimizer=sgd, loss=own_loss)
+    model.fit(x, y.numpy(), batch_size=40, epochs=3, shuffle=True, verbose=0)
+    alone = by_hand(Scaled(), sgd, F.cross_entropy, x, LABELS, batch=40, epochs=3)
+    assert moved(alone, Scaled())
+    assert distance(model.module, alone) < 1e-5
 
 
 def test_an_exception_with_one(two: sg.Strategy) -> None:
