@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -157,31 +158,52 @@ class CountedLoss:
     counted = True
     own = False
 
-    def __init__(
-        self, function: Callable[..., Tensor], class_weight: Tensor | None = None,
-        ignore_index: int = -100, **options: Any,
-    ) -> None:  # fmt: skip
-        self.function = function
-        self.class_weight = class_weight
-        self.ignore_index = ignore_index
-        self.options = options
-        #: nothing set that differs from torch's defaults: the quick way
-        self._ordinary = class_weight is None and ignore_index == -100 and not any(options.values())
+    def __init__(self, function: Callable[..., Tensor], module: nn.Module | None = None) -> None:
+        """`module`: whose settings count, as they are when it is called."""
+        #: what the user gave
+        self.function: Any = function if module is None else module
+        self._torchs = function
+        self._module: Any = module
+        #: class weights, their version, and a copy of them on the outputs' device
+        self._moved: tuple[Tensor, int, Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_moved": None}
+
+    @property
+    def class_weight(self) -> Tensor | None:
+        return None if self._module is None else self._module.weight
+
+    @property
+    def ignore_index(self) -> int:
+        return -100 if self._module is None else self._module.ignore_index
+
+    @property
+    def options(self) -> dict[str, Any]:
+        smoothing = getattr(self._module, "label_smoothing", None)
+        return {} if smoothing is None else {"label_smoothing": smoothing}
 
     def _plainly(self, output: Any, target: Any) -> Tensor:
-        if self._ordinary:
-            return self.function(output, target)
+        if self._module is None:
+            return self._torchs(output, target)
         return self._value(output, target, "mean")
 
     def _value(self, output: Any, target: Any, reduction: str) -> Tensor:
-        weight = self.class_weight
-        if weight is not None and weight.device != output.device:
-            weight = self.class_weight = weight.to(output.device)
-        value: Tensor = self.function(
-            output, target, weight=weight, reduction=reduction,
+        value: Tensor = self._torchs(
+            output, target, weight=self._weight_on(output.device), reduction=reduction,
             **_only_integers(target, ignore_index=self.ignore_index), **self.options,
         )  # fmt: skip
         return value
+
+    def _weight_on(self, device: torch.device) -> Tensor | None:
+        """The class weights there; copied again only where they have become others."""
+        weight = self.class_weight
+        if weight is None or weight.device == device:
+            return weight
+        before = self._moved
+        if before is None or before[0] is not weight or before[1] != weight._version:
+            before = self._moved = (weight, weight._version, weight.to(device))
+        return before[2]
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -203,9 +225,10 @@ class CountedLoss:
         if target.is_floating_point():
             return float(output.numel() / output.shape[1 if output.dim() > 1 else 0])
         counts = target != self.ignore_index
-        if self.class_weight is None:
+        weight = self._weight_on(output.device)
+        if weight is None:
             return counts.sum()
-        return (self.class_weight[target.where(counts, 0)] * counts).sum()
+        return (weight[target.where(counts, 0)] * counts).sum()
 
 
 def _is_own(function: Any) -> bool:
@@ -237,10 +260,8 @@ def resolve(loss: Any) -> Loss:
     kind = getattr(type(loss), "forward", None)
     plain = kind in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward) and not _is_hooked(loss)
     if plain and loss.reduction == "mean":
-        counted = isinstance(loss, nn.CrossEntropyLoss)
-        options = {"label_smoothing": loss.label_smoothing} if counted else {}
-        function = F.cross_entropy if counted else F.nll_loss
-        return CountedLoss(function, loss.weight, loss.ignore_index, **options)
+        by_classes = kind is nn.CrossEntropyLoss.forward
+        return CountedLoss(F.cross_entropy if by_classes else F.nll_loss, loss)
     if getattr(loss, "reduction", None) == "sum":
         return SummedLoss(loss)
     if not callable(loss):

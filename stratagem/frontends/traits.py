@@ -5,6 +5,7 @@
     names          that its forward, or the loss, looks up outside: globals, attributes of globals,
                    closures
     requires_grad  of each parameter
+    buffers        of the loss, such as class weights; those of the model are weights
     data           the same of the dataset, and of objects that lie there, such as a transform
 
 Callbacks change them on the chief; the other replicas follow, or the change is refused.
@@ -29,6 +30,7 @@ _LONGEST = 256  # a longer list or dict is data, not a setting
 _NOT = object()
 #: kinds of places
 _ATTRIBUTE, _LAYER, _FROZEN, _OUTSIDE = "attribute", "layer", "frozen", "outside"
+_BUFFER = "buffer"
 
 
 class Place(NamedTuple):
@@ -179,6 +181,8 @@ def _holders(
                 yield Place(_LAYER, at), attributes["_modules"]
             if attributes["_parameters"]:
                 yield Place(_FROZEN, at), attributes["_parameters"]
+            if attributes["_buffers"] and root == "loss":
+                yield Place(_BUFFER, at), attributes["_buffers"]
     own = _own(loss)
     if not isinstance(own, nn.Module | FunctionType):  # a method, or an object that is called
         yield from _object("loss", getattr(own, "__self__", own))
