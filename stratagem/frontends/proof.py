@@ -4,7 +4,9 @@ A function that returns one number can only be taken for the mean over the rows 
 several numbers the mean is taken, over as many for each row. A sum, a masked mean or a loss that
 compares rows with each other is something else, and replicas would add up to another result than
 one device. So the number of a share is compared with those of its two halves; shares of one row are
-put together first. Only the loss is computed again, from the outputs that are there, at batches 1,
+put together first. Where there is a value a row, each of them must be the same without the other
+half: a row that is scaled by the others' may leave the mean as it is, but not the gradient. Only
+the loss is computed again, from the outputs that are there, at batches 1,
 2, 4, 8, ...: a mask may come later.
 """
 
@@ -14,6 +16,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,13 +25,15 @@ from torch.utils._pytree import tree_map
 
 from stratagem.errors import NotDistributable, StratagemError
 from stratagem.frontends.feeds import Portion
-from stratagem.frontends.halves import halves, together, ways_of
+from stratagem.frontends.halves import halves, tensors, together, ways_of
 from stratagem.frontends.losses import Loss, RowLoss
 from stratagem.strategies.replica import Replica
 
 log = logging.getLogger("stratagem")
 
 _FLOOR = 1e-6  # below this, rounding is all that is left
+_TOLERANCE = 1e-3
+_HALF, _COARSER = (torch.float16, torch.bfloat16), 50
 
 
 class Proof:
@@ -57,19 +62,33 @@ class Proof:
         except StratagemError:
             raise
         except Exception as error:
+            with self._same_dice():
+                crossed = _crosses_rows(self._loss.function, [output, target], portion.examples)
+            if crossed:
+                raise NotDistributable(
+                    "the loss compares the rows of a batch with each other: an output has a row "
+                    "and a column for each of them, and those of other replicas are missing, so "
+                    "the shares of replicas do not add up to the loss of one device; use one "
+                    "device, or a loop of your own, where replica.all_gather brings the others' "
+                    "rows, without their gradients."
+                ) from error
             self.open = False
             log.warning(
                 "the loss cannot be tried on a part of a batch (%s: %s), so its number is taken "
                 "for the mean over the rows, unchecked.", type(error).__name__, error,
             )  # fmt: skip
 
+    def _same_dice(self) -> AbstractContextManager[None]:
+        """While what is drawn is not missed later."""
+        device = self.replica.device
+        return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
     @torch.no_grad()
     def _try(self, loss: RowLoss, pair: list[Any], count: int, mean: float) -> None:
-        device = self.replica.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with self._same_dice():
             function = _double(loss.function)
             whole = function(*pair)
-            if not _alike(whole, mean, []):
+            if not _alike(whole, mean, []) or not _is_steady(function, pair, whole):
                 self.open = False  # it draws random numbers
                 return
             if count > 1:
@@ -123,6 +142,8 @@ def _compare(whole: Tensor, parts: list[Tensor], counts: list[int]) -> None:
         )
     mean = sum(_mean(part) * rows for part, rows in zip(parts, counts, strict=True)) / count
     if _alike(whole, mean, parts):
+        if whole.numel() == sum(part.numel() for part in parts):
+            _compare_values(whole, parts, counts)
         return
     numbers = f"({_mean(whole):.6g} for {count} rows, {mean:.6g} as the mean of their halves)"
     if whole.dim():
@@ -137,6 +158,55 @@ def _compare(whole: Tensor, parts: list[Tensor], counts: list[int]) -> None:
         '(reduction="none"), use a loss that counts its targets, such as "cross_entropy", or use '
         "one device."
     )
+
+
+def _compare_values(whole: Tensor, parts: list[Tensor], counts: list[int]) -> None:
+    if not _same_values(whole, parts, _TOLERANCE):
+        raise NotDistributable(
+            f"the loss returns {whole.numel()} values for {sum(counts)} rows, and other ones for "
+            f"{counts[0]} of them alone: a row's value depends on the other rows, so the shares of "
+            "replicas do not add up to the loss of one device; return a value for each row that "
+            "depends on no other row, or use one device."
+        )
+
+
+def _is_steady(function: Callable[..., Tensor], pair: list[Any], whole: Tensor) -> bool:
+    """Whether several values are the same once more; noise may be lost in their mean."""
+    return not whole.dim() or _same_values(whole, [function(*pair)], _TOLERANCE / 10)
+
+
+def _same_values(whole: Tensor, parts: list[Tensor], tolerance: float) -> bool:
+    """In any order: time may come first, or the largest."""
+    ours = whole.detach().flatten().float().sort().values
+    theirs = torch.cat([part.detach().flatten().float() for part in parts]).sort().values
+    if ours.shape != theirs.shape:
+        return False
+    if not bool(ours.isfinite().all()):
+        return True  # training has gone wrong in another way
+    if whole.dtype in _HALF:
+        tolerance *= _COARSER
+    size = float(ours.abs().mean()) if len(ours) else 0.0
+    return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * size + _FLOOR)
+
+
+@torch.no_grad()
+def _crosses_rows(function: Callable[..., Tensor], pair: list[Any], count: int) -> bool:
+    """Whether an output has a column for each row, too, and the loss, which fails for some of the
+    rows, does not if it gets their columns only: as many classes as rows are something else."""
+    if count < 2 or not any(t.shape[:2] == (count, count) for t in tensors(pair[0])):
+        return False
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,):
+            return leaf
+        square = leaf.shape[:2] == (count, count)
+        return leaf[: count // 2, : count // 2] if square else leaf[: count // 2]
+
+    try:
+        _double(function)(*tree_map(part, _detached(pair)))
+    except Exception:
+        return False
+    return True
 
 
 def _is_even(whole: Tensor, parts: list[Tensor], counts: list[int]) -> bool:
@@ -173,6 +243,6 @@ def _alike(whole: Tensor, together: float, parts: list[Tensor]) -> bool:
     value = _mean(whole)
     if not math.isfinite(value):
         return True  # training has gone wrong in another way
-    tolerance = 0.05 if whole.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    tolerance = _TOLERANCE * (_COARSER if whole.dtype in _HALF else 1)
     size = max(_mean(each.float().abs()) for each in (whole, *parts))
     return abs(value - together) <= tolerance * size + _FLOOR
