@@ -17,20 +17,17 @@ from collections.abc import Iterator
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from stratagem.errors import NotDistributable
+from stratagem.frontends.snapshots import NOT, PLAIN, is_light, pack, take, unpack
 
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-_LONGEST = 256  # a longer list or dict is data, not a setting
-_NOT = object()
 #: kinds of places
 _ATTRIBUTE, _LAYER, _FROZEN, _OUTSIDE = "attribute", "layer", "frozen", "outside"
-_BUFFER = "buffer"
+_BUFFER, _INSIDE = "buffer", "inside"
 
 
 class Place(NamedTuple):
@@ -56,32 +53,16 @@ class Traits:
         self.objects: dict[Place, dict[str, Any]] = {}
 
 
-class _Held:
-    """A tensor that is no buffer; `is` and its version tell whether it is still the same."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self._mark = tensor, (tensor._version, tensor.data_ptr())
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Held):
-            return False
-        return self.tensor is other.tensor and self._mark == other._mark
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def look(module: nn.Module, loss: Any, data: Any = None) -> Traits:
     """The traits of a model that is trained with this loss, on this dataset."""
     found = Traits()
     for place, values in _places(module, loss, data):
         plain, objects = {}, {}
         for name, value in values.items():
-            if type(value) in _PLAIN:
-                plain[name] = value
-            elif (copied := _copy(value)) is not _NOT:
-                plain[name] = copied
-            elif not isinstance(value, Tensor):  # results that are kept would keep their graph
-                objects[name] = value
+            if (taken := take(value)) is not NOT:
+                plain[name] = taken
+            elif place.kind != _INSIDE and not isinstance(value, Tensor):
+                objects[name] = value  # not results that are kept: they would keep their graph
         found.plain[place], found.objects[place] = plain, objects
     return found
 
@@ -95,7 +76,7 @@ def changes(before: Traits, after: Traits) -> list[Any]:
         known = before.plain.get(place, {})
         if plain != known:
             found += [
-                [*place, name, value.tensor.detach() if isinstance(value, _Held) else value]
+                [*place, name, pack(value, place.told(name))]
                 for name, value in plain.items() if name not in known or known[name] != value
             ]  # fmt: skip
     return found
@@ -104,7 +85,7 @@ def changes(before: Traits, after: Traits) -> list[Any]:
 def _refuse_others(place: Place, objects: dict[str, Any], before: Traits) -> None:
     then, plain = before.objects.get(place, {}), before.plain.get(place, {})
     for name, value in objects.items():
-        if (name in then or name in plain) and value is not then.get(name, _NOT):
+        if (name in then or name in plain) and value is not then.get(name, NOT):
             raise NotDistributable(
                 f"a callback replaced {place.told(name)!r} of the model, or of its loss, by a "
                 f"{type(value).__name__}, which the other replicas cannot follow; do it before "
@@ -130,7 +111,9 @@ def adopt(module: nn.Module, loss: Any, told: list[Any], data: Any = None) -> No
         return
     holders = {tuple(place): holder for place, holder in _holders(module, loss, data)}
     functions = _functions(module, loss)
-    for kind, at, name, value in told:
+    home = next((p.device for p in module.parameters()), torch.device("cpu"))
+    for kind, at, name, packed in told:
+        value = unpack(packed, home)
         if kind == _OUTSIDE:
             if at in functions:
                 _write_outside(functions[at], name, value)
@@ -144,8 +127,8 @@ def names(module: nn.Module, loss: Any) -> list[Any]:
     """What code looks up outside of the model, as it is here: numbers and words. Processes that
     have been running for a while may still have what was there before."""
     return [
-        [*place, name, value] for place, plain in look(module, loss).plain.items()
-        if place.kind == _OUTSIDE for name, value in plain.items() if not isinstance(value, _Held)
+        [*place, name, pack(value, name)] for place, plain in look(module, loss).plain.items()
+        if place.kind == _OUTSIDE for name, value in plain.items() if is_light(value)
     ]  # fmt: skip
 
 
@@ -175,7 +158,7 @@ def _holders(
             yield Place(_ATTRIBUTE, at), attributes
             for name in attributes.keys() - _TORCHS:
                 value = attributes[name]
-                if type(value) not in _PLAIN and not callable(value):
+                if type(value) not in PLAIN and not callable(value):
                     yield from _object(f"{at}.{name}", value)
             if attributes["_modules"]:
                 yield Place(_LAYER, at), attributes["_modules"]
@@ -191,7 +174,7 @@ def _holders(
     if data is not None and not isinstance(data, TensorDataset):
         yield from _object("data", data)
         for name, value in sorted(getattr(data, "__dict__", {}).items()):
-            if type(value) not in _PLAIN and not isinstance(value, FunctionType | type):
+            if type(value) not in PLAIN and not isinstance(value, FunctionType | type):
                 yield from _object(f"data.{name}", value)
 
 
@@ -199,16 +182,7 @@ def _object(at: str, value: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
     """An object, such as a configuration: what is plain in it; the rest is its own affair."""
     inside = None if isinstance(value, nn.Module | Tensor) else getattr(value, "__dict__", None)
     if isinstance(inside, dict):
-        plain = {name: each for name, each in inside.items() if _copy(each) is not _NOT}
-        yield Place(_ATTRIBUTE, at), _Window(plain, inside)
-
-
-class _Window(dict[str, Any]):
-    """Some of a dict; what is written goes to the whole."""
-
-    def __init__(self, some: dict[str, Any], whole: dict[str, Any]) -> None:
-        super().__init__(some)
-        self.whole = whole
+        yield Place(_INSIDE, at), inside
 
 
 def _own(loss: Any) -> Any:
@@ -264,21 +238,21 @@ def _looked_up(function: FunctionType) -> dict[str, Any]:
         if used not in function.__globals__:
             continue
         value = function.__globals__[used]
-        if _copy(value) is not _NOT:
+        if take(value) is not NOT:
             found[used] = value
         elif isinstance(inside := getattr(value, "__dict__", None), dict | MappingProxyType):
             found |= {
                 f"{used}.{inner}": inside[inner] for inner in code.co_names
-                if inner in inside and _copy(inside[inner]) is not _NOT
+                if inner in inside and take(inside[inner]) is not NOT
             }  # fmt: skip
     for used, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if _copy(value := _content(cell)) is not _NOT:
+        if take(value := _content(cell)) is not NOT:
             found[used] = value
     return found
 
 
 def _content(cell: CellType) -> Any:
-    return getattr(cell, "cell_contents", _NOT)  # an empty one has nothing
+    return getattr(cell, "cell_contents", NOT)  # an empty one has nothing
 
 
 def _write_outside(function: FunctionType, name: str, value: Any) -> None:
@@ -297,26 +271,4 @@ def _write(holder: dict[str, Any], name: str, value: Any) -> None:
     before = holder.get(name)
     if isinstance(before, Tensor) and isinstance(value, Tensor):
         value = value.to(before.device)
-    (holder.whole if isinstance(holder, _Window) else holder)[name] = value
-
-
-def _copy(value: Any) -> Any:
-    """The value, apart from later changes; `_NOT` where it cannot travel."""
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, np.generic):
-        return _copy(value.item())
-    if isinstance(value, Tensor):
-        travels = value.grad_fn is None and value.layout is torch.strided
-        return _Held(value) if travels else _NOT
-    if type(value) in (list, tuple) and len(value) <= _LONGEST:
-        items = [_copy(item) for item in value]
-        return _NOT if _any_not(items) else type(value)(items)
-    if type(value) is dict and len(value) <= _LONGEST and all(type(key) is str for key in value):
-        entries = {key: _copy(item) for key, item in value.items()}
-        return _NOT if _any_not(entries.values()) else entries
-    return _NOT
-
-
-def _any_not(items: Any) -> bool:
-    return any(item is _NOT or isinstance(item, _Held) for item in items)
+    holder[name] = value
