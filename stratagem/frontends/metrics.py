@@ -217,8 +217,8 @@ def _filled(parts: list[Tensor]) -> list[Tensor]:
 
 
 def _parts(metric: nn.Module) -> list[torchmetrics.Metric]:
-    """The metric and those inside it that count something themselves; raises if one of them
-    wraps another in a way that shares of the rows do not add up to."""
+    """The metric and those inside it that count something themselves; raises if one of them has
+    nothing to join, or wraps another in a way that shares of the rows do not add up to."""
     from torchmetrics import Metric
     from torchmetrics.wrappers.abstract import WrapperMetric
 
@@ -227,8 +227,24 @@ def _parts(metric: nn.Module) -> list[torchmetrics.Metric]:
         if isinstance(part, WrapperMetric):
             _check_wrapper(part)
         elif isinstance(part, Metric):
+            _check_states(part)
             counting.append(part)
     return counting
+
+
+def _check_states(metric: torchmetrics.Metric) -> None:
+    """What lies in plain attributes is each replica's own, and nobody would join it."""
+    from torchmetrics import Metric
+
+    made_of = any(isinstance(part, Metric) for part in metric.modules() if part is not metric)
+    if metric._defaults or made_of or not _runs_own(type(metric)):
+        return
+    kind = type(metric).__name__
+    raise NotDistributable(
+        f"the metric {kind} has no states that could be joined, so its value would be that of one "
+        'replica\'s examples; declare what it counts: self.add_state("right", torch.tensor(0), '
+        'dist_reduce_fx="sum"), or use one device.'
+    )
 
 
 def _check_wrapper(wrapper: torchmetrics.Metric) -> None:
@@ -252,7 +268,14 @@ def _flat(name: str, value: Any) -> dict[str, float]:
         return {key: number for part in parts for key, number in part.items()}
     if isinstance(value, Tensor) and value.numel() > 1:
         return {f"{name}_{i}": float(part) for i, part in enumerate(value.reshape(-1))}
-    return {name: float(value)}
+    try:
+        return {name: float(value)}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f'the metric "{name}" returns a {type(value).__name__} that is no number, so it cannot '
+            "be logged; give one that returns a number, a tensor or a dict of them (AUROC, where "
+            "ROC returns a curve), or compute it from the outputs of predict."
+        ) from error
 
 
 def _detached(tree: Any) -> Any:
