@@ -116,11 +116,11 @@ class Changes:
         """The same of what the loss holds, of which each replica has its own."""
         if self._model is None or not self._own or self.alone:
             return []
-        held = loss_buffers.tensors(self._model.loss)
+        held = loss_buffers.weights(self._model.loss)
         return [(t._version, t.data_ptr(), digest(t)) for t in held]
 
     def loss_changed(self) -> bool:
-        """Whether a callback wrote into weights or buffers of the loss since it was settled."""
+        """Whether a callback wrote into parameters of the loss since it was settled."""
         return self._loss != self._current_loss()
 
     def weights_changed(self) -> bool:

@@ -30,7 +30,7 @@ class Job(Protocol):
 def news(job: Job, replica: Replica, changed: bool) -> dict[str, Any]:
     """On the chief: what its callbacks have made of the model."""
     state = [*job.module.parameters(), *job.module.buffers()]
-    held = loss_buffers.tensors(job.recipe.loss) if job.callbacks.changes.loss_changed() else None
+    held = loss_buffers.weights(job.recipe.loss) if job.callbacks.changes.loss_changed() else None
     return {
         "weights": [t.detach() for t in state] if changed and replica.count > 1 else None,
         "loss": None if held is None else [t.detach() for t in held],
@@ -42,7 +42,7 @@ def heed(job: Job, replica: Replica, told: dict[str, Any]) -> None:
     """Have the model as the chief's callbacks have made it."""
     if not replica.is_chief:
         _take([*job.module.parameters(), *job.module.buffers()], told["weights"])
-        _take(loss_buffers.tensors(job.recipe.loss), told["loss"])
+        _take(loss_buffers.weights(job.recipe.loss), told["loss"])
     if told["traits"] and not replica.is_chief:
         traits.adopt(job.module, job.recipe.loss, told["traits"], job.feed.dataset)
     if told["weights"] is not None or told["loss"] is not None or told["traits"]:

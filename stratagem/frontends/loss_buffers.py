@@ -23,11 +23,10 @@ def of(loss: Loss) -> nn.Module | None:
     return function if loss.own and isinstance(function, nn.Module) else None
 
 
-def tensors(loss: Loss | None) -> list[Tensor]:
-    """What a loss holds that is a module, torch's too: weights of classes, or what it learns."""
-    parts = () if loss is None else vars(loss).values()
-    modules = [part for part in parts if isinstance(part, nn.Module)]
-    return [t for module in modules for t in (*module.parameters(), *module.buffers())]
+def weights(loss: Loss | None) -> list[Tensor]:
+    """The parameters of a loss that is a module; what becomes of its buffers, traits tell."""
+    function = getattr(loss, "function", None)
+    return list(function.parameters()) if isinstance(function, nn.Module) else []
 
 
 def align(loss: Loss, replica: Replica) -> None:

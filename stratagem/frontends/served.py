@@ -412,7 +412,7 @@ class Chief:
         if self._several and (changed := changes.new_traits()):
             self._refuse(traits.say(changed[0]))
         if self._several and changes.loss_changed():
-            self._refuse("weights or buffers of the loss")
+            self._refuse("parameters of the loss")
         written = {id(tensor) for tensor in changes.written()}
         params = [i for i, p in enumerate(self.session.params) if id(p) in written]
         state = self._state.changes()

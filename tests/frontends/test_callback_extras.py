@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,11 +20,15 @@ BATCH = 8
 
 
 class Weighted(nn.Module):
-    """A loss of one's own with a buffer."""
+    """A loss of one's own with a number in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "buffer") -> None:
         super().__init__()
-        self.register_buffer("factor", torch.tensor(1.0))
+        self.factor: torch.Tensor
+        if kind == "buffer":
+            self.register_buffer("factor", torch.tensor(1.0))
+        else:
+            self.factor = nn.Parameter(torch.tensor(1.0), requires_grad=False)
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output, target, reduction="none") * self.factor
@@ -51,7 +56,7 @@ def _change(loss: Any) -> None:
         loss.weight[0].mul_(1.5)
 
 
-@pytest.mark.parametrize("made", [Weighted, torchs])
+@pytest.mark.parametrize("made", [Weighted, partial(Weighted, "parameter"), torchs])
 @pytest.mark.parametrize("change", ["on_epoch_end", "on_train_batch_end", "on_epoch_begin"])
 def test_what_a_callback_writes_into_the_loss_is_followed(
     three: sg.Strategy, made: Any, change: str
