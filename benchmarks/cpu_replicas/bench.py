@@ -1,6 +1,7 @@
 """CPU replicas of one machine: stratagem against DDP on Gloo, and against no communication at all.
 
     python benchmarks/cpu_replicas/bench.py [--replicas 2] [--models mlp,cnn] [--rounds 5]
+                                            [--central]
 
 Every arm is a fresh process tree with the same model, data, optimizer (fused Adam) and threads per
 replica; arms take turns within a round. Printed are medians over the rounds and of the rounds'
@@ -25,6 +26,7 @@ from torch import nn
 
 BATCH = 64  # a replica
 WARM, STEPS = 10, {"mlp": 60, "cnn": 25}
+OURS = ("ours", "central")
 
 
 def model(name: str) -> nn.Module:
@@ -73,10 +75,11 @@ def peer(rank: int, replicas: int, name: str, ddp: bool) -> float:
     return (time.perf_counter() - started) / STEPS[name]
 
 
-def ours(replicas: int, name: str) -> float:
+def ours(replicas: int, name: str, *, central: bool) -> float:
     import stratagem as sg
 
-    strategy = sg.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+    kind = sg.CentralStorageStrategy if central else sg.MirroredStrategy
+    strategy = kind([f"cpu:{i}" for i in range(replicas)])
     with strategy.scope():
         net = sg.Model(model(name))
         net.compile(optimizer="adam", loss="cross_entropy")
@@ -96,7 +99,7 @@ def free_port() -> int:
 def measure(arm: str, replicas: int, name: str, threads: int) -> float:
     """Milliseconds a step of the slowest process of one arm."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "BENCH_PORT": str(free_port())}
-    ranks = range(1 if arm == "ours" else replicas)
+    ranks = range(1 if arm in OURS else replicas)
     children = [
         subprocess.Popen(
             [sys.executable, __file__, "--child", arm, str(rank), str(replicas), name,
@@ -111,7 +114,7 @@ def measure(arm: str, replicas: int, name: str, threads: int) -> float:
 def child(arm: str, rank: str, replicas: str, name: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
     seconds = (
-        ours(int(replicas), name) if arm == "ours"
+        ours(int(replicas), name, central=arm == "central") if arm in OURS
         else peer(int(rank), int(replicas), name, ddp=arm == "ddp")
     )  # fmt: skip
     print(seconds * 1e3)
@@ -122,6 +125,7 @@ def main() -> None:
     parser.add_argument("--replicas", default="2")
     parser.add_argument("--models", default="mlp,cnn")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--central", action="store_true", help="CentralStorageStrategy, too")
     parser.add_argument("--child", nargs=5)
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -139,7 +143,7 @@ def main() -> None:
             threads = max(1, cores // replicas)
             rounds = []
             for _ in range(args.rounds):
-                arms = ("limit", "ddp", "ours")
+                arms = ("limit", "ddp", "ours", *(("central",) if args.central else ()))
                 rounds.append({arm: measure(arm, replicas, name, threads) for arm in arms})
                 print({arm: round(ms, 2) for arm, ms in rounds[-1].items()}, file=sys.stderr)
             row = {arm: statistics.median(r[arm] for r in rounds) for arm in rounds[0]}
@@ -149,6 +153,9 @@ def main() -> None:
             print(f"{name:6}{replicas:9}{row['limit']:9.2f}{row['ddp']:9.2f}{row['ours']:9.2f}"
                   f"{faster:10.2f}{ideal:12.2f}{best['ddp'] / best['ours']:10.2f}"
                   f"{best['limit'] / best['ours']:10.2f}", flush=True)  # fmt: skip
+            if args.central:
+                print(f"central {row['central']:.2f}, to ours: "
+                      f"{statistics.median(r['ours'] / r['central'] for r in rounds):.2f}")
             rows.append({"model": name, "replicas": replicas, "rounds": rounds, **row,
                          "ddp/ours": faster, "limit/ours": ideal})  # fmt: skip
     if args.json:
