@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from stratagem.errors import NotDistributable
 from stratagem.frontends.snapshots import NOT, PLAIN, is_light, pack, take, unpack
@@ -169,13 +169,22 @@ def _holders(
     own = _own(loss)
     if not isinstance(own, nn.Module | FunctionType):  # a method, or an object that is called
         yield from _object("loss", getattr(own, "__self__", own))
+    for at, each in _datasets(data):
+        yield from _object(at, each)
+        for name, value in sorted(getattr(each, "__dict__", {}).items()):
+            if type(value) not in PLAIN and not isinstance(value, FunctionType | type):
+                yield from _object(f"{at}.{name}", value)
+
+
+def _datasets(data: Any, at: str = "data") -> Iterator[tuple[str, Any]]:
+    """The dataset, or those that it is made of; not tensors alone, which are the data itself."""
     while isinstance(data, Subset):
         data = data.dataset
-    if data is not None and not isinstance(data, TensorDataset):
-        yield from _object("data", data)
-        for name, value in sorted(getattr(data, "__dict__", {}).items()):
-            if type(value) not in PLAIN and not isinstance(value, FunctionType | type):
-                yield from _object(f"data.{name}", value)
+    if isinstance(data, ConcatDataset):
+        for place, each in enumerate(data.datasets):
+            yield from _datasets(each, f"{at}.datasets[{place}]")
+    elif data is not None and not (at == "data" and isinstance(data, TensorDataset)):
+        yield at, data
 
 
 def _object(at: str, value: Any) -> Iterator[tuple[Place, dict[str, Any]]]:

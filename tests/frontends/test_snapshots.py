@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import stratagem as sg
 from stratagem.errors import NotDistributable
@@ -146,6 +146,31 @@ def test_of_a_dataset(three: sg.MirroredStrategy, name: str, loader: bool) -> No
     expected = alone(name)
     assert isinstance(expected, Holder)
     assert distance(expected.inner, model.module.inner) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["numbers", "tensors"])
+def test_of_datasets_in_a_row(three: sg.MirroredStrategy, kind: str) -> None:
+    """As one device: after the first epoch the second dataset is another one."""
+    x, y = data(24)
+    ends = []
+    for where in (None, three):
+        inner: Any = Factors("array") if kind == "numbers" else TensorDataset(x.clone(), y)
+        model = sg.Model(nn.Linear(7 if kind == "numbers" else 6, 4), where)
+        with torch.no_grad():
+            model.module.weight.fill_(0.1)
+            model.module.bias.zero_()
+        model.compile(sgd, "cross_entropy")
+
+        def change() -> None:
+            if kind == "numbers":
+                inner.held[0] *= 0.5  # noqa: B023
+            else:
+                inner.tensors[0].mul_(0.5)  # noqa: B023
+
+        given = ConcatDataset([Subset(inner, range(5)), Subset(inner, range(24))])
+        model.fit(given, batch_size=12, shuffle=False, callbacks=[Change(change)], **HOW)
+        ends.append(model.module)
+    assert distance(*ends) < 1e-5
 
 
 def test_what_is_too_large_is_refused(two: sg.MirroredStrategy) -> None:
