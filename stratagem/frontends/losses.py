@@ -186,11 +186,14 @@ class CountedLoss:
     def _plainly(self, output: Any, target: Any) -> Tensor:
         if self._module is None:
             return self._torchs(output, target)
-        return self._value(output, target, "mean")
+        weight = self._weight_on(output.device)
+        if weight is None and self.ignore_index == -100 and not any(self.options.values()):
+            return self._torchs(output, target)  # as torch's defaults: the quick way
+        return self._value(output, target, weight, "mean")
 
-    def _value(self, output: Any, target: Any, reduction: str) -> Tensor:
+    def _value(self, output: Any, target: Any, by_class: Tensor | None, reduction: str) -> Tensor:
         value: Tensor = self._torchs(
-            output, target, weight=self._weight_on(output.device), reduction=reduction,
+            output, target, weight=by_class, reduction=reduction,
             **_only_integers(target, ignore_index=self.ignore_index), **self.options,
         )  # fmt: skip
         return value
@@ -215,20 +218,21 @@ class CountedLoss:
     def terms(
         self, output: Any, target: Any, weight: Tensor | None, examples: int
     ) -> tuple[Tensor, Any]:
+        by_class = self._weight_on(output.device)
         if weight is not None:
             weight = _by_example(weight)
-            values = self._value(output, target, "none")
+            values = self._value(output, target, by_class, "none")
             return (values.reshape(len(weight), -1).mean(1) * weight).sum(), float(len(weight))
-        return self._value(output, target, "sum"), self._count(output, target)
+        value = self._value(output, target, by_class, "sum")
+        return value, self._count(output, target, by_class)
 
-    def _count(self, output: Tensor, target: Tensor) -> Any:
+    def _count(self, output: Tensor, target: Tensor, by_class: Tensor | None) -> Any:
         if target.is_floating_point():
             return float(output.numel() / output.shape[1 if output.dim() > 1 else 0])
         counts = target != self.ignore_index
-        weight = self._weight_on(output.device)
-        if weight is None:
+        if by_class is None:
             return counts.sum()
-        return (weight[target.where(counts, 0)] * counts).sum()
+        return (by_class[target.where(counts, 0)] * counts).sum()
 
 
 def _is_own(function: Any) -> bool:
