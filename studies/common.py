@@ -47,14 +47,20 @@ def digits() -> Split:
     return _split(x, torch.tensor(found.target), 1100, 300)
 
 
-def fashion(examples: int) -> Split:
-    """Fashion-MNIST: pictures of clothes, 28 x 28; some of its training and of its test set."""
+def fashion_folder() -> Path:
+    """Where Fashion-MNIST lies; ends the program with a sentence if it does not."""
     folder = Path(os.environ.get("FASHION_MNIST", _DEBIAN))
     if not folder.is_dir():
         sys.exit(
             f"Fashion-MNIST is not in {folder}: install Debian's dataset-fashion-mnist, or set "
             "FASHION_MNIST to the folder of its four .gz files."
         )
+    return folder
+
+
+def fashion(examples: int) -> Split:
+    """Fashion-MNIST: pictures of clothes, 28 x 28; some of its training and of its test set."""
+    folder = fashion_folder()
     x, y = _idx(folder / "train-images-idx3-ubyte.gz"), _idx(folder / "train-labels-idx1-ubyte.gz")
     tests = _idx(folder / "t10k-images-idx3-ubyte.gz")
     targets = _idx(folder / "t10k-labels-idx1-ubyte.gz")

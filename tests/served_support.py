@@ -83,12 +83,12 @@ def apart(a: nn.Module, b: nn.Module) -> float:
     return max(float((x - y).detach().abs().max()) for x, y in pairs)
 
 
-def launch(script: str, workers: int, folder: Path, code: int = 0) -> str:
+def launch(script: str, workers: int, folder: Path, *options: str, code: int = 0) -> str:
     """What a script printed as all tasks of a cluster with a server; it knows the `WORKERS`."""
     (folder / "train.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "-m", "stratagem", "run", "--workers", str(workers), "--ps", "1",
-         str(folder / "train.py")],
+         *options, str(folder / "train.py")],
         capture_output=True, text=True, timeout=140, check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1",
              "KERAS_BACKEND": "torch", "WORKERS": str(workers)},

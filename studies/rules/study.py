@@ -80,6 +80,8 @@ def best(runs: list[dict[str, Any]], arm: str) -> float:
 
 def study(small: bool) -> dict[str, Any]:
     tasks = ["digits"] if small else list(TASKS)
+    if "fashion" in tasks:
+        common.fashion_folder()  # now, not when the digits are done
     if small:
         TASKS["digits"] |= {"seconds": 2.0, "target": 0.6, "rates": [0.8]}
     found: dict[str, Any] = {}

@@ -205,6 +205,47 @@ if workers == 1:  # the other devices do not follow that
     train("power", where)
 """
 
+HURT = """
+import json, os, signal, time
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import stratagem as sg
+from tests.served_support import digits, net
+
+torch.set_num_threads(1)
+first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+how = os.environ["HOW"]
+where = sg.ParameterServerStrategy(
+    updates=sg.Asynchronous() if how == "killed" else sg.Synchronous(), devices=["cpu:0", "cpu:1"]
+)
+x, y, _, _ = digits()
+
+
+def train(strategy):
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x[:300], y[:300]), batch_size=10)
+    module, optimizer, loader = strategy.prepare(module, optimizer, loader)
+    for epoch in range(3):
+        for number, (rows, labels) in enumerate(loader):
+            hurt = number == 2 and not first and sg.current_replica().index == 1
+            if hurt and how == "raises":
+                raise ValueError("device 1 of worker 1")
+            if hurt:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "killed" and first:
+                time.sleep(0.02)  # so that it is here when the other goes
+            F.cross_entropy(module(rows), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+where.run(train, where)
+if first:
+    print("went on to the end", where.stats().applied)
+"""
+
 LATE = """
 import json, time
 import torch
@@ -251,6 +292,26 @@ def test_what_callbacks_change_reaches_every_device(workers: int, tmp_path: Path
     told = launch(CALLBACKS, workers, tmp_path, code=int(workers == 1))
     assert "as one device" in told
     assert ("a callback changed 'model.power'" in told) == (workers == 1)
+
+
+def test_a_device_that_raises_is_named_on_every_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not told as a loop that was left, though that is what it looks like."""
+    monkeypatch.setenv("HOW", "raises")
+    told = launch(HURT, 2, tmp_path, code=1)
+    assert "worker 1 failed first" in told, told
+    assert told.rstrip().endswith("ValueError: device 1 of worker 1"), told
+    assert "left its loop" not in told
+
+
+def test_a_device_that_is_killed_ends_its_worker_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOW", "killed")
+    told = launch(HURT, 2, tmp_path, "--grace", "100", code=1)
+    assert "went on to the end 90" in told, told
+    assert "worker 1 failed first" in told and "was killed by SIGKILL" in told
 
 
 def test_a_group_that_comes_too_late(tmp_path: Path) -> None:
