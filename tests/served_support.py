@@ -83,9 +83,23 @@ def apart(a: nn.Module, b: nn.Module) -> float:
     return max(float((x - y).detach().abs().max()) for x, y in pairs)
 
 
+#: what every such script begins with: how many workers there are, and whether it is the first
+HEAD = """
+import json, os
+import torch
+import stratagem as sg
+from tests.served_support import apart, digits, net
+
+torch.set_num_threads(1)
+workers = int(os.environ["WORKERS"])
+first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+x, y, _, _ = digits()
+"""
+
+
 def launch(script: str, workers: int, folder: Path, *options: str, code: int = 0) -> str:
-    """What a script printed as all tasks of a cluster with a server; it knows the `WORKERS`."""
-    (folder / "train.py").write_text(script)
+    """What a script printed as all tasks of a cluster with a server, `HEAD` before it."""
+    (folder / "train.py").write_text(HEAD + script)
     done = subprocess.run(
         [sys.executable, "-m", "stratagem", "run", "--workers", str(workers), "--ps", "1",
          *options, str(folder / "train.py")],

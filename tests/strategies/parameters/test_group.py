@@ -11,19 +11,10 @@ from tests.served_support import launch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 SCRIPT = """
-import json, os
-import torch
-import stratagem as sg
-from tests.served_support import apart, digits, net
-
-torch.set_num_threads(1)
-workers = int(os.environ["WORKERS"])
-first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
 where = sg.ParameterServerStrategy(
     updates=sg.Synchronous() if workers > 1 else sg.Asynchronous(),
     devices=["cpu:0", "cpu:1"] if first else "cpu:0",
 )
-x, y, _, _ = digits()
 made = []
 for strategy in (where, None) if first else (where,):
     one = sg.Model(net(), strategy)
@@ -41,22 +32,14 @@ if first:
 
 
 OWN_LOOP = """
-import json, os
-import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-import stratagem as sg
-from tests.served_support import apart, digits, net
 
-torch.set_num_threads(1)
-workers = int(os.environ["WORKERS"])
-first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
 where = sg.ParameterServerStrategy(
     updates=sg.Synchronous() if workers > 1 else sg.Asynchronous(),
     devices=["cpu:0", "cpu:1", "cpu:2"],
 )
-x, y, _, _ = digits()
 
 
 def normed():
@@ -136,19 +119,11 @@ if first:
 
 
 CALLBACKS = """
-import json, os
-import torch
 from torch import nn
-import stratagem as sg
-from tests.served_support import apart, digits
 
-torch.set_num_threads(1)
-workers = int(os.environ["WORKERS"])
-first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
 where = sg.ParameterServerStrategy(
     updates=sg.Synchronous() if workers > 1 else sg.Asynchronous(), devices=["cpu:0", "cpu:1"]
 )
-x, y, _, _ = digits()
 
 
 class Scaled(nn.Module):
@@ -206,20 +181,14 @@ if workers == 1:  # the other devices do not follow that
 """
 
 HURT = """
-import json, os, signal, time
-import torch
+import signal, time
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-import stratagem as sg
-from tests.served_support import digits, net
 
-torch.set_num_threads(1)
-first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
 how = os.environ["HOW"]
 where = sg.ParameterServerStrategy(
     updates=sg.Asynchronous() if how == "killed" else sg.Synchronous(), devices=["cpu:0", "cpu:1"]
 )
-x, y, _, _ = digits()
 
 
 def train(strategy):
@@ -247,13 +216,8 @@ if first:
 """
 
 LATE = """
-import json, time
-import torch
-import stratagem as sg
-from tests.served_support import apart, digits, net
+import time
 
-torch.set_num_threads(1)
-first = json.loads(__import__("os").environ["TF_CONFIG"])["task"]["index"] == 0
 where = sg.ParameterServerStrategy(
     updates=sg.Synchronous(spares=1), devices=["cpu:0", "cpu:1"] if first else "cpu:0"
 )
@@ -269,7 +233,6 @@ class Slow(torch.nn.Module):
         return self.net(x)
 
 
-x, y, _, _ = digits()
 model = sg.Model(Slow(), where)
 model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy")
 model.fit(x[:300], y[:300], epochs=2, batch_size=20, verbose=0)
