@@ -49,6 +49,8 @@ class MetricSet:
             )
             kept[name] = metric
         self._untried = [name for name, metric in self._metrics.items() if _is_function(metric)]
+        #: somebody's own, which may count in what is no state
+        self._unseen = [m for m in self._metrics.values() if _runs_own(type(m))]
         if self:
             from stratagem.frontends.doubts import Doubts, may_ask
             from stratagem.frontends.metric_kinds import accuracy
@@ -86,11 +88,27 @@ class MetricSet:
             self._make(_classes(output, target), output.device)
         self.counted = True
         doubts = self._doubts if self._shares else None
-        with torch.no_grad(), doubts.watching(self._metrics) if doubts else nullcontext():
+        part = part or self._shares
+        with (
+            torch.no_grad(), doubts.watching(self._metrics) if doubts else nullcontext(),
+            self._watching() if part and self._unseen else nullcontext(),
+        ):  # fmt: skip
             for metric in self._metrics.values():
                 metric.update(_detached(output), target)
-        if self._untried and (self._shares or part):
+        if self._untried and part:
             self._try(_detached(output), target)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Whether metrics of one's own count in more than their states: seen by the chief, once."""
+        from stratagem.frontends.metric_counters import counters, warn
+
+        unseen, self._unseen = self._unseen, []
+        before = [counters(metric) for metric in unseen]
+        yield
+        if current_replica().is_chief:
+            for metric, seen in zip(unseen, before, strict=True):
+                warn(metric, seen)
 
     def _try(self, output: Any, target: Any) -> None:
         """Whether functions of one's own are means over rows: seen by the chief, once."""
