@@ -105,7 +105,7 @@ def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str
         sums.append([*_losses(runner, portion, proof), float(portion.total)])
         if job.between:
             loss = _mean_loss(sums[-1:], replica)
-            tally.add(torch.tensor(loss, dtype=torch.float64), portion.total)
+            tally.add(loss, portion.total)
             job.callbacks.test_batch_end(number, tally)
     if job.between:
         listen()  # what the last batch's callbacks changed

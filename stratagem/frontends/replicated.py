@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,7 +115,7 @@ class Replicated(Solo):
 
     def _count_now(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         above, below = self._add_up(float(numerator), float(denominator))
-        self.tally.add(torch.tensor(above, dtype=torch.float64) / below, portion.total)
+        self.tally.add(_ratio(above, below), portion.total)
 
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         notes = self.exchange.finish([numerator, denominator])
@@ -171,12 +172,12 @@ class Sliced(Replicated):
 
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         self.exchange.stage([numerator, denominator], self._factors)
-        notes = self.sliced.add_up()
+        above, below = self.sliced.add_up()
         scale = 1.0
         if self.recipe.accumulate == 1:
-            if self.recipe.loss.counted:
-                scale = float(_per_target(portion, notes))
-            self.tally.add(notes[0] / notes[1], portion.total)
+            if self.recipe.loss.counted and below:
+                scale = portion.total / below  # as _per_target
+            self.tally.add(_ratio(above, below), portion.total)
         self.sliced.step(scale, self.recipe.clip_norm, self.recipe.clip_value)
         self.forget_gradients()
 
@@ -189,6 +190,11 @@ class Sliced(Replicated):
     def close(self) -> None:
         self.sliced.close()
         super().close()
+
+
+def _ratio(above: float, below: float) -> float:
+    """A loss; where nothing counts it is no number, as on one device."""
+    return above / below if below else math.nan
 
 
 def _per_target(portion: Portion, notes: Tensor) -> Tensor:

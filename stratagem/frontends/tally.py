@@ -17,10 +17,13 @@ class Tally:
         self._losses: list[Tensor] = []
         self._totals: list[int] = []
 
-    def add(self, loss: Tensor, total: int) -> None:
+    def add(self, loss: Tensor | float, total: int) -> None:
+        self.examples += total
+        if not isinstance(loss, Tensor):
+            self._sum += loss * total
+            return
         self._losses.append(loss.detach())
         self._totals.append(total)
-        self.examples += total
         if len(self._losses) == self._KEEP:
             self._fold()
 

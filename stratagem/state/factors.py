@@ -39,12 +39,11 @@ def make_factors(
         return []
     sizes = [_most_rows(w, collective.size) * sum(w.shape) for w in weights]
     flat = collective.table(sum(sizes), torch.float32, rows=1).rows[0]
-    marks = collective.table(3 * len(weights), torch.int64)
+    marks = collective.table(3 * len(weights), torch.int64).words()
     return [
-        Factors(weight, part, (marks.rows[collective.rank][3 * i : 3 * i + 3],
-                               marks.grid[:, 3 * i : 3 * i + 3]), collective.size)
+        Factors(weight, part, [row[3 * i : 3 * i + 3] for row in marks], collective.rank)
         for i, (weight, part) in enumerate(zip(weights, torch.split(flat, sizes), strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def _most_rows(weight: Tensor, replicas: int) -> int:
@@ -57,15 +56,15 @@ class Factors:
     """Those of one weight."""
 
     def __init__(
-        self, weight: Tensor, memory: Tensor, marks: tuple[Tensor, Tensor], replicas: int
+        self, weight: Tensor, memory: Tensor, marks: Sequence[memoryview], rank: int
     ) -> None:
-        """`marks`: this replica's, and those of all."""
+        """`marks`: three numbers of every replica, of which this one is `rank`."""
         self.height, self.width = weight.shape
-        self.rows = _most_rows(weight, replicas)
+        self.rows = _most_rows(weight, len(marks))
         self._dy = memory[: self.rows * self.height].view(self.rows, self.height)
         self._x = memory[self.rows * self.height :].view(self.rows, self.width)
         #: the first row, one past the last; and whether there is a product besides
-        self._mark, self._marks = marks
+        self._marks, self._mark = marks, marks[rank]
         self._mine = (0, 0)
         #: whether this replica's rows of the step under way are in there
         self.kept = False
@@ -91,8 +90,8 @@ class Factors:
 
     def mark(self, product: bool) -> None:
         """Before the others look: what of this replica's gradient lies where."""
-        start, end = self._mine if self.kept else (0, 0)
-        self._mark.copy_(torch.tensor([start, end, product]))
+        self._mark[0], self._mark[1] = self._mine if self.kept else (0, 0)
+        self._mark[2] = product
 
     def add_up(
         self, lo: int, hi: int, scale: float, products: tuple[Table, int], total: Tensor
@@ -101,7 +100,7 @@ class Factors:
 
         `products`: where those replicas that made one have it, and where these rows begin there.
         """
-        marks = self._marks.tolist()
+        marks = [mark.tolist() for mark in self._marks]
         table, start = products
         matrix = total.view(hi - lo, self.width)
         fresh = not any(product for _, _, product in marks)

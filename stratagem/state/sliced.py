@@ -75,16 +75,19 @@ class SlicedUpdate:
         self._share_state()
         collective.barrier()
         self._state.give(optimizer, copy=False)
-        tails = self.table.grid[:, -buckets.notes_size :]
-        notes = buckets.notes_size - len(buckets.params)
-        self._notes, self._used = tails[:, :notes], tails[:, notes:]
+        self._tails = self.table.grid[:, -buckets.notes_size :]
+        #: of each parameter, how many replicas have a gradient in the step under way
+        self._counts: list[float] = []
 
     # --- one step ---------------------------------------------------------------------------
 
-    def add_up(self) -> Tensor:
+    def add_up(self) -> list[float]:
         """Wait for every replica's gradients; returns the notes added up."""
         self.collective.meet("gradient")
-        return self._notes.sum(0)
+        numbers: list[float] = self._tails.sum(0).tolist()
+        notes = len(numbers) - len(self.buckets.params)
+        self._counts = numbers[notes:]
+        return numbers[:notes]
 
     def step(self, scale: float, clip_norm: float | None, clip_value: float | None) -> None:
         """Sum this slice, scale it, clip, update, and wait until everybody has."""
@@ -124,7 +127,7 @@ class SlicedUpdate:
 
     def _leave_out_unused(self) -> None:
         """No gradient anywhere means no step there: a zero would still move the optimizer."""
-        counts = self._used.sum(0).tolist()
+        counts = self._counts
         for piece in self.pieces:
             piece.data.grad = piece.grad if counts[piece.index] else None
         if len(self._known) < len(counts):

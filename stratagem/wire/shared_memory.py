@@ -50,6 +50,11 @@ class Table:
         width = stride // dtype.itemsize
         self.grid = segment.tensor(dtype, (rows, width))[:, :count]
 
+    def words(self) -> list[memoryview]:
+        """The same rows as Python itself reads and writes them; for 64-bit integers."""
+        row = Table.size(1, self.count, torch.int64)
+        return [self.segment.words(self.count, r * row) for r in range(len(self.rows))]
+
     @staticmethod
     def size(rows: int, count: int, dtype: torch.dtype) -> int:
         return rows * aligned(count * dtype.itemsize)
