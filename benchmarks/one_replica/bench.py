@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rounds = args.rounds or (31 if args.device == "cuda" else 7)
+    rounds = args.rounds or (21 if args.device == "cuda" else 7)
     device = "cuda:0" if args.device == "cuda" else "cpu"
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     print(f"{name}, torch {torch.__version__}, {args.threads} threads, {rounds} rounds")
@@ -157,7 +157,7 @@ def main() -> None:
           f"{'ms/step':>16}{'ratio':>8}{'ratio':>9}")  # fmt: skip
     rows = []
     for label, (make, batch) in MODELS.items():
-        steps = 100 if args.device == "cuda" else (40 if "512" in label else 12)
+        steps = 200 if args.device == "cuda" else (40 if "512" in label else 12)
         x = torch.randn(batch * steps, 784, device=device)
         y = torch.randint(0, 10, (batch * steps,), device=device)
         net = make().to(device)

@@ -71,7 +71,8 @@ def align_state(optimizer: Optimizer, replica: Replica) -> None:
 
 def move(module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
     """Module and optimizer state onto the replica's device."""
-    module.to(device)
+    if any(t.device != device for t in (*module.parameters(), *module.buffers())):
+        module.to(device)
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor) and key != "step" and value.device != device:

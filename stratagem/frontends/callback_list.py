@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -193,11 +195,23 @@ def _no_callback(given: Any) -> str:
 
 def _with_logs(method: Callable[..., Any], before: int = 0) -> Callable[..., Any]:
     """Keras gives logs to every method, empty ones too, and here some leave them out."""
+    if isinstance(method, MethodType):
+        takes = _of_class(method.__func__, before + 1)
+    else:
+        takes = _takes(method, before)
+    return (lambda *args: method(*args, {})) if takes else method
+
+
+def _takes(function: Callable[..., Any], before: int) -> bool:
+    """Whether it can be called with an argument more than `before`."""
     try:
-        inspect.signature(method).bind(*range(before), {})
+        inspect.signature(function).bind(*range(before), {})
     except TypeError:
-        return method
-    return lambda *args: method(*args, {})
+        return False
+    return True
+
+
+_of_class = lru_cache(256)(_takes)  # a look at a signature takes as long as some steps
 
 
 class RunningLogs(dict[str, Any]):

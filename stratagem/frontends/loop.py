@@ -182,6 +182,10 @@ class Course:
     def _listen(self) -> bool:
         """Follow what callbacks changed on the chief; returns whether to stop."""
         job, replica, step = self.job, self.replica, self.step
+        if replica.count == 1:
+            for group in job.optimizer.param_groups:
+                group.update(_settings(group))
+            return job.callbacks.stop
         mine, changes = None, job.callbacks.changes
         if replica.is_chief:
             changes.check_state()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
@@ -232,6 +232,8 @@ def _on_device(loader: Any, replica: Replica) -> Any:
 
 def to_device(tree: Any, device: Any) -> Any:
     """Every tensor of a batch on `device`."""
+    if type(tree) is Tensor and tree.device == device:  # as mostly, where data stays there
+        return tree
     if hasattr(tree, "to"):
         return tree.to(device, non_blocking=True)
     if isinstance(tree, dict):
