@@ -11,9 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from stratagem.cluster.handshake import peer_name, prove, recv_note, send_note
-from stratagem.cluster.patience import Patience
 from stratagem.cluster.trouble import Member
-from stratagem.cluster.waiting import FIRST, missing_error, say_missing
+from stratagem.cluster.waiting import FIRST, Wait, missing_error, say_missing
 from stratagem.errors import ReplicaMissing
 
 log = logging.getLogger("stratagem")
@@ -34,7 +33,7 @@ class Reception:
     def __init__(self, members: Sequence[Member], secret: bytes, limit: float) -> None:
         self._members = members
         self._secret = secret
-        self._patience = Patience(limit, first=FIRST)
+        self._patience = Wait(limit, first=FIRST)
         self._present: dict[int, socket.socket] = {}
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._greeting = threading.BoundedSemaphore(AT_ONCE)

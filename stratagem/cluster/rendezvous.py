@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from stratagem.cluster.dial import connect, listen
 from stratagem.cluster.handshake import Stranger, WrongSecret, prove, recv_note, send_note
 from stratagem.cluster.membership import Membership
-from stratagem.cluster.patience import Patience
 from stratagem.cluster.pulse import GIVE_UP, STALL
 from stratagem.cluster.reception import GREETING, Reception
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.cluster.trouble import Member
-from stratagem.cluster.waiting import FIRST, missing_error, say_missing
+from stratagem.cluster.waiting import FIRST, Wait, missing_error, say_missing
 from stratagem.errors import ClusterError, ReplicaMissing
 
 RETRY = 0.2  # seconds between two tries to connect
@@ -55,7 +54,7 @@ class _Visitor:
         self._rank = rank
         self._secret = secret
         self._limit = limit
-        self._patience = Patience(limit, first=FIRST)
+        self._patience = Wait(limit, first=FIRST)
         self._refusals = 0
 
     def arrive(self) -> socket.socket:

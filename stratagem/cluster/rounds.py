@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from stratagem.cluster.handshake import NOTE_LIMIT
-from stratagem.cluster.patience import Patience, listing
 from stratagem.cluster.trouble import Member, Trouble
+from stratagem.cluster.waiting import Wait, listing
 from stratagem.errors import ReplicaLost, ReplicaStalled, UsageError
 
 log = logging.getLogger("stratagem")
@@ -58,7 +58,7 @@ class Rounds:
 
     def gather(self, turn: int, limit: float, trouble: Callable[[], Trouble | None]) -> list[Note]:
         """Wait for the notes of all; raise as soon as they cannot all come."""
-        patience = Patience(limit, first=[_SPEAK])
+        patience = Wait(limit, first=[_SPEAK])
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._decided(turn) or trouble(), patience.pause)
@@ -86,7 +86,7 @@ class Rounds:
         return not self._missing(turn) or bool(self._never(turn))
 
 
-def _speak(late: Sequence[Member], gone: Sequence[Member], patience: Patience) -> None:
+def _speak(late: Sequence[Member], gone: Sequence[Member], patience: Wait) -> None:
     """Say who is missing, when it is time; raise when there is no point in waiting."""
     if gone:
         raise _absent(gone)

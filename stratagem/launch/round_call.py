@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 from stratagem.cluster.dial import connect, listen
 from stratagem.cluster.handshake import peer_name
-from stratagem.cluster.patience import Patience
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.cluster.trouble import Member
-from stratagem.cluster.waiting import FIRST, say_missing
+from stratagem.cluster.waiting import FIRST, Wait, say_missing
 from stratagem.errors import ClusterError
 from stratagem.launch import diagnosis
 from stratagem.launch.diagnosis import Row
@@ -48,7 +47,7 @@ class RoundCall:
         try:
             for name in self._others:
                 _thread(self._call_on, name)
-            self._wait(Patience(wait, first=FIRST), listening=listener is not None)
+            self._wait(Wait(wait, first=FIRST), listening=listener is not None)
         finally:
             self._over.set()
             if listener is not None:
@@ -56,7 +55,7 @@ class RoundCall:
         with self._changed:
             return [self._final(name, listener is not None) for name in self._places]
 
-    def _wait(self, patience: Patience, listening: bool) -> None:
+    def _wait(self, patience: Wait, listening: bool) -> None:
         while True:
             with self._changed:
                 missing = self._unfinished(listening)

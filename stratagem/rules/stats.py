@@ -54,7 +54,7 @@ class Stats:
 
 
 @dataclass(slots=True)
-class Tally:
+class Line:
     """One worker's line in the books."""
 
     received: int = 0
@@ -72,43 +72,43 @@ class Books:
         self.lost = 0
         self.skipped = 0
         self.updates = 0
-        self._tallies: defaultdict[int, Tally] = defaultdict(Tally)
+        self._lines: defaultdict[int, Line] = defaultdict(Line)
         self._staleness: defaultdict[int, int] = defaultdict(int)
 
     def open(self, worker: int) -> None:
         """A worker gets its line, if it has none from before."""
-        self._tallies[worker]
+        self._lines[worker]
 
     def receive(self, worker: int, tau: int, kept: bool) -> None:
         """A push arrived."""
-        tally = self._tallies[worker]
-        tally.received += 1
-        tally.dropped += not kept
+        line = self._lines[worker]
+        line.received += 1
+        line.dropped += not kept
         self._staleness[tau] += 1
 
     def apply(self, pushes: Iterable[Push]) -> None:
         """Pushes that were kept made an update."""
         self.updates += 1
         for push in pushes:
-            self._tallies[push.worker].applied += 1
+            self._lines[push.worker].applied += 1
 
     def drop(self, pushes: Iterable[Push]) -> None:
         """Pushes that were kept make no update after all."""
         for push in pushes:
-            self._tallies[push.worker].dropped += 1
+            self._lines[push.worker].dropped += 1
 
     def abandon(self, worker: int) -> None:
         """A worker gave up."""
-        self._tallies[worker].abandoned += 1
+        self._lines[worker].abandoned += 1
 
     def wait(self, worker: int, seconds: float) -> None:
         """A worker waited."""
-        self._tallies[worker].waiting += seconds
+        self._lines[worker].waiting += seconds
 
     def stats(self) -> Stats:
         """The books as they stand."""
-        lines = {worker: _line(tally) for worker, tally in sorted(self._tallies.items())}
-        sums = {name: sum(line[name] for line in lines.values()) for name in _line(Tally())}
+        lines = {worker: _line(line) for worker, line in sorted(self._lines.items())}
+        sums = {name: sum(line[name] for line in lines.values()) for name in _line(Line())}
         return Stats(
             received=sums["received"],
             applied=sums["applied"],
@@ -120,16 +120,16 @@ class Books:
             skipped=self.skipped,
             updates=self.updates,
             staleness=dict(sorted(self._staleness.items())),
-            waiting={worker: self._tallies[worker].waiting for worker in lines},
+            waiting={worker: self._lines[worker].waiting for worker in lines},
             by_worker=lines,
         )
 
 
-def _line(tally: Tally) -> dict[str, int]:
+def _line(line: Line) -> dict[str, int]:
     return {
-        "received": tally.received,
-        "applied": tally.applied,
-        "dropped": tally.dropped,
-        "buffered": tally.received - tally.applied - tally.dropped,
-        "abandoned": tally.abandoned,
+        "received": line.received,
+        "applied": line.applied,
+        "dropped": line.dropped,
+        "buffered": line.received - line.applied - line.dropped,
+        "abandoned": line.abandoned,
     }

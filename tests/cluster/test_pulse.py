@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.cluster import patience
-from stratagem.cluster.patience import Patience, listing
+from stratagem.cluster import waiting
 from stratagem.cluster.pulse import REMIND, STALL, Pulse, Silence
+from stratagem.cluster.waiting import Wait, listing
 
 
 def test_a_silence_is_named_once_then_reminded_of_then_over() -> None:
@@ -54,8 +54,8 @@ def test_who_slept_blames_nobody(slept: float, before: float) -> None:
 
 def test_patience_speaks_at_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
-    wait = Patience(40.0, first=[2.0, 5.0])
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    wait = Wait(40.0, first=[2.0, 5.0])
     spoken = []
     for tick in range(1, 100):
         now[0] = 100.0 + tick / 2

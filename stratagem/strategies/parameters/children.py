@@ -27,7 +27,7 @@ _IN_VAIN = 20  # replacements in a row that did not hand in a single gradient
 
 
 @dataclass
-class Hand:
+class Child:
     """A child that works: the process, and what is still to come of it."""
 
     index: int
@@ -62,7 +62,7 @@ class Children:
         """`worker` is the one that this process is; who has not come after `arrive` seconds is
         replaced."""
         self._worker, self._start, self._arrive = worker, start, arrive
-        self.hands: list[Hand] = []
+        self.members: list[Child] = []
         #: why the call under way cannot go on
         self.error: BaseException | None = None
         self._done = threading.Event()
@@ -73,18 +73,18 @@ class Children:
     def hire(self, indices: range) -> None:
         """Start these workers; they take their places meanwhile."""
         for i in indices:
-            self.hands.append(Hand(i, f"worker {i}", self._start(i)))
+            self.members.append(Child(i, f"worker {i}", self._start(i)))
 
     def begin(self, call: tuple[Any, ...]) -> None:
         """Have all of them run this, from now on beside whatever is done here."""
         self.error, self._done = None, threading.Event()
-        if not self.hands:
+        if not self.members:
             return
         self._parcel, self._segments = graph_pickle.dumps(call)
-        for hand in self.hands:
-            hand.called, hand.waiting, hand.value = False, True, None
-            hand.in_vain = hand.received = 0
-        self._wait_for_hands()
+        for child in self.members:
+            child.called, child.waiting, child.value = False, True, None
+            child.in_vain = child.received = 0
+        self._wait_for_all()
         self._overseer = threading.Thread(
             target=self._oversee, name="stratagem-children", daemon=True
         )
@@ -101,23 +101,23 @@ class Children:
         """Wait for the answers: a training has been brought to its end without them."""
         if self.error is not None:
             raise self.error
-        while any(hand.waiting for hand in self.hands):
+        while any(child.waiting for child in self.members):
             self._look(patiently, spare_the_silent=not trained)
         self._segments, self._parcel = [], b""
-        for hand in self.hands:
-            hand.pool.drain()
-        return [hand.value for hand in self.hands]
+        for child in self.members:
+            child.pool.drain()
+        return [child.value for child in self.members]
 
     def end(self) -> None:
-        for hand in self.hands:
-            hand.pool.end()
+        for child in self.members:
+            child.pool.end()
 
     # --- beside the call --------------------------------------------------------------------
 
-    def _wait_for_hands(self) -> None:
+    def _wait_for_all(self) -> None:
         """Let everybody begin together; but who takes long comes later."""
         until = time.monotonic() + _TOGETHER
-        while time.monotonic() < until and not all(hand.called for hand in self.hands):
+        while time.monotonic() < until and not all(child.called for child in self.members):
             self._look(patiently)
 
     def _oversee(self) -> None:
@@ -137,66 +137,66 @@ class Children:
 
     def _look(self, watch: Callable[[], None], *, spare_the_silent: bool = True) -> None:
         """Take a tenth of a second to see what the children do."""
-        for hand in self.hands:
-            if hand.waiting and hand.seated and not hand.called:
-                self._hand_over(hand, watch)
-        waiting = {hand.one.control: hand for hand in self.hands if hand.waiting}
+        for child in self.members:
+            if child.waiting and child.seated and not child.called:
+                self._hand_over(child, watch)
+        waiting = {child.one.control: child for child in self.members if child.waiting}
         for sock in select.select(list(waiting), [], [], 0.1)[0]:
             self._hear(waiting[sock], watch)
         given_up = self._worker.given_up | (set() if spare_the_silent else self._worker.silent)
-        for hand in self.hands:
-            if hand.waiting and hand.name in given_up:
-                self._replace(hand, "does not answer any more")
-            elif not hand.seated and time.monotonic() - hand.hired > self._arrive:
-                self._replace(hand, "has not come")  # the lead does not know it yet
+        for child in self.members:
+            if child.waiting and child.name in given_up:
+                self._replace(child, "does not answer any more")
+            elif not child.seated and time.monotonic() - child.hired > self._arrive:
+                self._replace(child, "has not come")  # the lead does not know it yet
 
-    def _hand_over(self, hand: Hand, watch: Callable[[], None]) -> None:
+    def _hand_over(self, child: Child, watch: Callable[[], None]) -> None:
         try:
-            hand.one.send(self._parcel, watch)
-            hand.called = True
+            child.one.send(self._parcel, watch)
+            child.called = True
         except ConnectionError:
-            self._replace(hand, "has ended")
+            self._replace(child, "has ended")
         except _Called:
-            self._replace(hand, "did not take its work")  # it has half of it
+            self._replace(child, "did not take its work")  # it has half of it
             raise
 
-    def _hear(self, hand: Hand, watch: Callable[[], None]) -> None:
-        answer = hand.one.answer(0.0, watch)
-        if answer is None or _was_dropped(hand, answer):
-            self._replace(hand, "has ended")
+    def _hear(self, child: Child, watch: Callable[[], None]) -> None:
+        answer = child.one.answer(0.0, watch)
+        if answer is None or _was_dropped(child, answer):
+            self._replace(child, "has ended")
         elif answer.failed:
-            hand.waiting = False
-            raise _failure(hand.name, answer) from answer.error
-        elif hand.seated:
-            hand.waiting, hand.value = False, answer.value
+            child.waiting = False
+            raise _failure(child.name, answer) from answer.error
+        elif child.seated:
+            child.waiting, child.value = False, answer.value
         else:
-            hand.seated = True
+            child.seated = True
 
-    def _replace(self, hand: Hand, why: str) -> None:
-        received = self._received(hand)
-        hand.in_vain = hand.in_vain + 1 if received == hand.received else 0
-        hand.received = received
-        if hand.in_vain > _IN_VAIN:
+    def _replace(self, child: Child, why: str) -> None:
+        received = self._received(child)
+        child.in_vain = child.in_vain + 1 if received == child.received else 0
+        child.received = received
+        if child.in_vain > _IN_VAIN:
             raise ReplicaLost(
-                f"{hand.name} ended again and again: {_IN_VAIN} replacements in a row have not "
+                f"{child.name} ended again and again: {_IN_VAIN} replacements in a row have not "
                 "handed in a single gradient. The last lines of their output stand above; is the "
-                "machine out of memory?", hand.name,
+                "machine out of memory?", child.name,
             )  # fmt: skip
-        log.warning("%s %s; another takes its place", hand.name, why)
-        hand.pool.end()
-        self._worker.given_up.discard(hand.name)
-        self._worker.silent.discard(hand.name)
-        hand.seated = hand.called = False
-        hand.pool, hand.hired = self._start(hand.index), time.monotonic()
+        log.warning("%s %s; another takes its place", child.name, why)
+        child.pool.end()
+        self._worker.given_up.discard(child.name)
+        self._worker.silent.discard(child.name)
+        child.seated = child.called = False
+        child.pool, child.hired = self._start(child.index), time.monotonic()
 
-    def _received(self, hand: Hand) -> int:
+    def _received(self, child: Child) -> int:
         """How many gradients have come from a child's place so far."""
         try:
             stats = self._worker.stats()
         except (OSError, ReplicaError) as problem:
             log.info("the lead does not show its books: %s", problem)
-            return hand.received
-        return stats.by_worker.get(hand.index, {}).get("received", 0) if stats else 0
+            return child.received
+        return stats.by_worker.get(child.index, {}).get("received", 0) if stats else 0
 
 
 def patiently() -> None:
@@ -209,6 +209,6 @@ def _failure(name: str, answer: follower.Answer) -> BaseException:
     return failed(name, answer.text)
 
 
-def _was_dropped(hand: Hand, answer: follower.Answer) -> bool:
+def _was_dropped(child: Child, answer: follower.Answer) -> bool:
     """Whether a child says of itself that the others have gone on without it."""
-    return isinstance(answer.error, ReplicaError) and answer.error.who == hand.name
+    return isinstance(answer.error, ReplicaError) and answer.error.who == child.name

@@ -232,7 +232,7 @@ class Crew:
         if children is not None:
             told = (function, sent, self.fits, torch.get_default_dtype(), Dice.of_caller())
             children.begin((run, told, {}))
-            if children.hands and self._threads():
+            if children.members and self._threads():
                 torch.set_num_threads(self._threads())
         try:
             if self._group is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass
-class Tally:
+class Applied:
     """The loss over all examples whose gradients were applied."""
 
     total: float = 0.0
@@ -40,4 +40,4 @@ class Epoch:
     reports: dict[int, Tensor] = field(default_factory=dict)
     #: workers whose last part was dropped again
     void: set[int] = field(default_factory=set)
-    tally: Tally = field(default_factory=Tally)
+    tally: Applied = field(default_factory=Applied)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stratagem.cluster.handshake import Stranger, WrongSecret
-from stratagem.cluster.patience import Patience
 from stratagem.cluster.trouble import Member
-from stratagem.cluster.waiting import FIRST, missing_error, say_missing
+from stratagem.cluster.waiting import FIRST, Wait, missing_error, say_missing
 from stratagem.wire.tcp import Connection, connect
 
 _RETRY = 0.1  # seconds between two tries
@@ -24,7 +23,7 @@ def reach(
 
     `watch` is called between two tries, and may raise: whoever started them knows if they died.
     """
-    patience = Patience(limit, first=FIRST)
+    patience = Wait(limit, first=FIRST)
     found: dict[str, Connection] = {}
     why = ""
     try:

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from stratagem.cluster.patience import Patience as Waiting
 from stratagem.cluster.pulse import BEAT, OVERSLEPT, STALL
-from stratagem.cluster.waiting import FIRST
+from stratagem.cluster.waiting import FIRST, Wait
 from stratagem.errors import (
     ReplicaError,
     ReplicaLost,
@@ -141,7 +140,7 @@ class Server:
         self._pulse = PulseThread(beats, self.patience.answer, self._fail)
 
     def _stay(self) -> None:
-        waiting = Waiting(self.patience.arrive, FIRST)
+        waiting = Wait(self.patience.arrive, FIRST)
         before = time.monotonic()
         while not self._over():
             time.sleep(BEAT / 2)
@@ -155,7 +154,7 @@ class Server:
                 self._feel_pulses(now)
                 self._feel_work()
 
-    def _await_chief(self, waiting: Waiting) -> None:
+    def _await_chief(self, waiting: Wait) -> None:
         text = (
             f"the chief has not come to {self.name} within {waiting.waited:.0f} s; start it with "
             "the same cluster and the same STRATAGEM_SECRET."

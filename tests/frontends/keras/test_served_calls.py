@@ -486,7 +486,7 @@ def test_a_worker_that_is_killed_is_replaced() -> None:
         model = mlp()
         model.compile(optimizer=keras.optimizers.SGD(0.01), loss=LOGITS)
     model.fit(x, y, batch_size=8, verbose=0)
-    victim = where.team._children.hands[0].pool.followers[0].pid
+    victim = where.team._children.members[0].pool.followers[0].pid
     killer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
     killer.start()
     history = model.fit(x, y, batch_size=8, epochs=10, verbose=0).history

@@ -72,7 +72,7 @@ def crew_of(strategy: sg.Strategy) -> Crew:
 def worker_pids(strategy: sg.Strategy) -> list[int]:
     """The children that work now; the first worker is this process."""
     children = crew_of(strategy)._children
-    return [] if children is None else [hand.pool.pids[0] for hand in children.hands]
+    return [] if children is None else [child.pool.pids[0] for child in children.members]
 
 
 def ps_pids(strategy: sg.Strategy) -> list[int]:
