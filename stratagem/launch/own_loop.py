@@ -218,7 +218,7 @@ def _hand_over(
             trained, torch.arange(whole), _Step(replayed, whole, len(rows)), optimizer.step,
             optimizer, dealt(), str(next(trained.parameters()).device),
             beside=[each for module in others.values() for each in module.buffers()],
-            accumulated=len(rows), notes=notes,
+            accumulated=len(rows), notes=notes, own_loop=True,
         )
     )  # fmt: skip
 

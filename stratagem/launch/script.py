@@ -76,11 +76,16 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _as_main(words: Sequence[str]) -> Iterator[None]:
-    """Arguments and search path as the script expects them."""
-    argv, path = sys.argv, list(sys.path)
+    """Arguments and search path as the script expects them.
+
+    Its folder stays on the path: what it imported from there is looked up again where a model is
+    sent to other processes.
+    """
+    argv, folder = sys.argv, str(Path(words[0]).resolve().parent)
     sys.argv = list(words)
-    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, path
+        sys.argv = argv

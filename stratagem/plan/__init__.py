@@ -1,4 +1,18 @@
-"""The planner; `sg.plan(model, batch)` calls `stratagem.plan.notebook.plan`.
+"""The planner. `sg.plan(model, batch)` measures a model here, and predicts every strategy:
+
+    plan(model, batch, *, loss=None, optimizer=None, link="10Gbit", latency="50us", hosts=8,
+         gpus_per_host=None, most=None)
+
+    model             a compiled sg.Model or Keras model; or an nn.Module, with
+    loss, optimizer   as sg.Model.compile takes them
+    batch             (x, y), as many examples as one replica computes at once
+    link, latency     between hosts, as "10Gbit" and "50us"
+    hosts             how many there could be, of
+    gpus_per_host     devices each (as many as are here)
+    most              the largest number of replicas to look at
+
+The answer shows itself; it has a `sentence`, `code` to paste, the `recommendation` with its
+figures, and `save("plan.html")`, .png or .json.
 
 The package bears the name of its main function, so it can be called itself: whichever of the two
 `sg.plan` has found, both work.

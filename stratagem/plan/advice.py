@@ -10,6 +10,8 @@ from stratagem.plan.cost import Prediction, predict
 from stratagem.plan.profile import Profile
 from stratagem.plan.units import rate, say_rate
 
+#: where one process has several devices
+_LOOP = ["# your loop goes into a function, and strategy.run(function): docs/own-loop.md"]
 #: links that are sold
 _SOLD = ("1Gbit", "10Gbit", "25Gbit", "100Gbit", "400Gbit")
 
@@ -50,7 +52,7 @@ def code(plan: Plan) -> str:
     """Python to paste into the script; it runs as it stands."""
     best = plan.recommendation
     cfg, batch = best.configuration, plan.profile.batch
-    parts = plan.profile.accumulated
+    parts, own = plan.profile.accumulated, plan.profile.own_loop
     size = (batch if cfg.asynchronous else batch * cfg.counted) // parts
     each = f"{batch} for each worker" if cfg.asynchronous else f"{cfg.counted} x {batch}"
     each += f", in {parts} micro-batches" if parts > 1 else ""
@@ -59,7 +61,8 @@ def code(plan: Plan) -> str:
         *(["import torch", ""] if threads else []), "import stratagem as sg", "", *threads,
         *_cluster(cfg),
         f"strategy = {_constructor(cfg, plan.profile.device, plan.hardware.per_host)}",
-        f"batch_size = {size}  # {each}: for fit, or your DataLoader",
+        f"batch_size = {size}  # {each}: for {'your DataLoader' if own else 'fit'}",
+        *(_LOOP if own and cfg.per_host > 1 and cfg.strategy != SERVERS else []),
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -141,7 +144,7 @@ def _devices(count: int, device: str) -> str:
 
 def _updates(cfg: Configuration) -> str:
     if cfg.asynchronous:
-        return "sg.Asynchronous()"
+        return "sg.Asynchronous(staleness=[sg.LowerRate()])"
     return f"sg.Synchronous(spares={cfg.spares})" if cfg.spares else "sg.Synchronous()"
 
 
@@ -231,8 +234,8 @@ def _asynchronous(plan: Plan, best: Prediction) -> list[str]:
         old = best.configuration.replicas - 1
         return [
             "Its updates are not the equals of synchronous ones: gradients are about "
-            f"{_count(old, 'update')} old, so lower the rate (staleness=[sg.LowerRate()]) and "
-            "compare the accuracy."
+            f"{_count(old, 'update')} old, so the rate is lowered (LowerRate below); compare the "
+            "accuracy."
         ]
     free = [each for each in plan.predictions if each.configuration.asynchronous]
     top = max(free, key=lambda each: each.rate, default=None)

@@ -257,6 +257,7 @@ class _Runner:
             torch.get_num_threads() if self.device.type == "cpu" else 1,
             itemsize=self.params[0].element_size(), gradients=self._stream(dense, scale),
             accumulated=self.trial.accumulated, notes=self._notes(size),
+            own_loop=self.trial.own_loop,
         )  # fmt: skip
 
     def with_server(self, measured: Profile) -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,9 @@ def _measured(model: Any, batch: Any, loss: Any, optimizer: Any) -> Profile:
     if not isinstance(optimizer, Optimizer) or isinstance(loss, type) or not callable(loss):
         return _of_fit(_compiled(model, loss, optimizer), batch)
     _check_parameters(model, optimizer)
-    return profile(model, _as_tensors(_pair(batch)), loss=loss, optimizer=optimizer)
+    return profile(
+        model, _as_tensors(_pair(batch)), loss=loss, optimizer=optimizer, crowded=True
+    )
 
 
 def _compiled(module: nn.Module, loss: Any, optimizer: Any) -> Any:
@@ -162,11 +165,10 @@ def _of_fit(model: Any, batch: Any) -> Profile:
         )
     plain = count_rows(x) if isinstance(x, dict | tuple) else len(x)
     size = max(1, next(_lengths(x), plain))
-    with instead_of_fit(found.append):
-        try:
-            model.fit(x, y, batch_size=size, verbose=0, shuffle=False)
-        except Handed:
-            return rehearse(found[0], batch=size)
+    with instead_of_fit(found.append), suppress(Handed):
+        model.fit(x, y, batch_size=size, verbose=0, shuffle=False)
+    if found:
+        return rehearse(found[0], batch=size)  # strategies start replicas again by now
     raise UsageError(
         f"fit of this {type(model).__name__} cannot be watched; compile it in a strategy's scope: "
         "with sg.MirroredStrategy().scope(): model.compile(...)."

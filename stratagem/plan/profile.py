@@ -15,6 +15,8 @@ from typing import Any, Self
 from stratagem.errors import UsageError
 
 Shape = tuple[int, ...]
+#: steps, and late ones among them, from which nothing about their frequency follows
+_FEW = 10
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Profile:
     accumulated: int = 1
     #: what whoever reads the figures should know
     notes: tuple[str, ...] = ()
+    #: whether the script has a loop of its own
+    own_loop: bool = False
 
     def __post_init__(self) -> None:
         times = [self.forward, self.backward, self.optimizer, self.server or 0.0, *self.samples]
@@ -131,9 +135,17 @@ class Profile:
         return spread[int(0.9 * (len(spread) - 1))] / spread[len(spread) // 2]
 
     @property
+    def late(self) -> int:
+        """How many steps took half as long again as usual, or longer."""
+        spread = self.spread
+        return sum(each >= 1.5 * spread[len(spread) // 2] for each in spread)
+
+    @property
     def restless(self) -> bool:
-        """Whether that is too much, or too little was measured to tell."""
-        return bool(self.samples) and (len(self.samples) < 10 or self.unrest > 1.3)
+        """Whether that is too much, or too little was measured to tell: a few late steps decide
+        how long the last of many replicas takes, and the next measurement may have none."""
+        few = len(self.samples) < _FEW or 0 < self.late < _FEW
+        return bool(self.samples) and (few or self.unrest > 1.3)
 
     def with_threads(self, threads: int) -> float:
         """Forward and backward with so many threads: a serial part, and one that they share."""

@@ -97,17 +97,24 @@ def warnings(profile: Profile) -> list[str]:
         left_out.append(f"without servers: {profile.unserved}")
     if not profile.restless:
         return left_out
-    steps = len(profile.samples)
-    seen = (
-        f"one step in ten took {profile.unrest:.1f}x the usual time here: other work on this "
-        "machine?" if steps >= 10 else f"only {steps} steps were measured, each takes so long."
-    )  # fmt: skip
     return [
         *left_out,
-        f"{seen} Stragglers are predicted from that, so neither spares nor asynchronous updates "
+        f"{_unrest(profile)} Stragglers are predicted from that, so neither spares nor asynchronous updates "
         "are recommended on its account; measure again on a quiet machine, or with a smaller "
         "--batch."
     ]
+
+
+def _unrest(profile: Profile) -> str:
+    steps = len(profile.samples)
+    if steps < 10:
+        return f"only {steps} steps were measured, each takes so long."
+    if profile.unrest > 1.3:
+        seen = f"one step in ten took {profile.unrest:.1f}x the usual time"
+    else:
+        longest = profile.spread[-1] / profile.spread[steps // 2]
+        seen = f"{profile.late} of {steps} steps took up to {longest:.1f}x the usual time"
+    return f"{seen} here: other work on this machine?"
 
 
 def shown(plan: Plan) -> list[tuple[str, list[Prediction], Saturation]]:

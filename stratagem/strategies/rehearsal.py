@@ -40,6 +40,8 @@ class Rehearsal:
     accumulated: int = 1
     #: what whoever reads the figures should know
     notes: Sequence[str] = ()
+    #: whether the script has a loop of its own, and calls no `fit`
+    own_loop: bool = False
 
 
 class Handed(BaseException):

@@ -159,7 +159,7 @@ class Strategy:
             raise UsageError(
                 f"this strategy has {len(self.team.devices)} replicas in this process, and your "
                 "loop runs on one of them only. Put the loop into a function and call "
-                "strategy.run(train), or start the script with "
+                "strategy.run(train); or name no devices, and start the script with "
                 f"`stratagem run --replicas {len(self.team.devices)} train.py`."
             )
         return self.team.start()
