@@ -7,6 +7,7 @@ the one asked for; its docstring is its help. With `APART` it runs in a process 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -59,11 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: Sequence[str], name: str, command: bool) -> int:
     module = importlib.import_module(COMMANDS[name][0]) if name in COMMANDS else None
-    parser = _parser(name, module)
+    parser, options = _parser(name, module)
     try:
-        args = parser.parse_args(words)
+        args, unknown = parser.parse_known_args(words)
     except SystemExit as done:  # --help, --version
         return int(done.code or 0)
+    if unknown:
+        raise UsageError(_unknown(unknown[0], name, options))
     if module is None:
         parser.print_help()
         return 2
@@ -72,21 +75,33 @@ def _dispatch(words: Sequence[str], name: str, command: bool) -> int:
     return int(module.main(args))
 
 
-def _parser(chosen: str, module: ModuleType | None) -> argparse.ArgumentParser:
-    """All the sub-commands, and the options of the chosen one."""
+def _unknown(word: str, name: str, options: Sequence[str]) -> str:
+    if not word.startswith("-"):
+        return f"{word!r} is one argument too many (see stratagem {name} --help)"
+    near = difflib.get_close_matches(word.partition("=")[0], options, 1)
+    meant = f"; {near[0]}?" if near else ""
+    return f"there is no option {word}{meant} (see stratagem {name} --help)"
+
+
+def _parser(
+    chosen: str, module: ModuleType | None
+) -> tuple[argparse.ArgumentParser, list[str]]:
+    """All the sub-commands, and the options of the chosen one, which are also listed."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="stratagem", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw
     )
     parser.add_argument("--version", action="version", version=f"stratagem {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    options: list[str] = []
     for name, (_, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, formatter_class=raw, allow_abbrev=False)
         if module is not None and name == chosen:
             command.description, _, examples = (module.__doc__ or "").partition("\nexamples:")
             command.epilog = f"examples:{examples}" if examples else None
             module.add_arguments(command)
-    return parser
+            options = [each for action in command._actions for each in action.option_strings]
+    return parser, options
 
 
 if __name__ == "__main__":

@@ -72,10 +72,20 @@ def main(args: argparse.Namespace) -> int:
     _check_network(args)
     outputs = {"json": args.json, "html": args.html, "png": args.png}
     _check_outputs(outputs)
-    trial = None if args.earlier else _rehearsal(words, args.validate)
-    profile, here = _earlier(args.earlier) if trial is None else _measured(args, trial)
+    if args.earlier:
+        return _plan(args, outputs, None)
+    from stratagem.launch.script import beside
+
+    with beside(words[0]):
+        return _plan(args, outputs, _rehearsal(words, args.validate))
+
+
+def _plan(
+    args: argparse.Namespace, outputs: Mapping[str, str | None], trial: Rehearsal | None
+) -> int:
     from stratagem.plan.choose import choose
 
+    profile, here = _earlier(args.earlier) if trial is None else _measured(args, trial)
     plan = choose(profile, _hardware(args, here), most=args.max)
     _print(plan, args)
     _write(plan, outputs)

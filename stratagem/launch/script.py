@@ -23,7 +23,10 @@ class _InsideStep(BaseException):
 
 
 def run_to_fit(words: Sequence[str]) -> Rehearsal:
-    """The first fit, or step, of `python script args`; it is handed over and does not train."""
+    """The first fit, or step, of `python script args`; it is handed over and does not train.
+
+    `beside` has to be open.
+    """
     found: list[Rehearsal] = []
     inside: list[str] = []
     with instead_of_fit(found.append), instead_of_step(), _no_closures(inside), _as_main(words):
@@ -75,16 +78,24 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _as_main(words: Sequence[str]) -> Iterator[None]:
-    """Arguments and search path as the script expects them.
+def beside(script: str) -> Iterator[None]:
+    """While open, what lies beside the script can be imported, as `python script` has it.
 
-    Its folder stays on the path: what it imported from there is looked up again where a model is
-    sent to other processes.
+    Longer than it runs: where its model is sent to other processes they import the same again.
     """
-    argv, folder = sys.argv, str(Path(words[0]).resolve().parent)
+    path = list(sys.path)
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+
+
+@contextmanager
+def _as_main(words: Sequence[str]) -> Iterator[None]:
+    """Arguments as the script expects them."""
+    argv = sys.argv
     sys.argv = list(words)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ from stratagem.errors import UsageError
 from stratagem.launch.options import below, whole
 
 if TYPE_CHECKING:
+    from stratagem.plan.simulation.faults import Fault
     from stratagem.plan.simulation.scenario import Overhead, Run, Scenario
     from stratagem.plan.simulation.spread import Spread
     from stratagem.rules.updates import Updates
@@ -252,12 +253,21 @@ def _print(scenario: Scenario, run: Run) -> None:
          f"dropped, {books.abandoned} given up half-way, {books.requeued} put back"),
         ("age of the weights", f"{told['staleness']:.2f} updates, {told['oldest']} at most"),
     ]  # fmt: skip
+    if scenario.faults:
+        rows.append(("faults", ", ".join(map(_fault, scenario.faults))))
     for row in rows:
         table.add_row(*row)
     console = Console()
     console.print(table)
     if run.failure:
         console.print(f"[red]{run.failure}[/] (seed {scenario.seed})")
+
+
+def _fault(fault: Fault) -> str:
+    """As "kill of worker 3 at 1.2 s"."""
+    who = "server" if hasattr(fault, "server") else "worker"
+    kind = "death" if who == "server" else type(fault).__name__.lower()
+    return f"{kind} of {who} {getattr(fault, who)} at {fault.at:.3g} s"
 
 
 def _check_outputs(json_file: str | None, trace_file: str | None) -> None:

@@ -99,9 +99,9 @@ def warnings(profile: Profile) -> list[str]:
         return left_out
     return [
         *left_out,
-        f"{_unrest(profile)} Stragglers are predicted from that, so neither spares nor asynchronous updates "
-        "are recommended on its account; measure again on a quiet machine, or with a smaller "
-        "--batch."
+        f"{_unrest(profile)} Stragglers are predicted from that, so neither spares nor "
+        "asynchronous updates are recommended on its account; measure again on a quiet machine, "
+        "or with a smaller --batch."
     ]
 
 

@@ -69,6 +69,8 @@ def test_nor_to_have_spares() -> None:
 
 def test_few_steps_are_as_good_as_none() -> None:
     assert profile(samples=(1.0,) * 9).restless
+    assert profile(samples=(1.0,) * 199 + (4.0,)).restless  # once is no frequency
+    assert not profile(samples=(1.0,) * 190 + (4.0,) * 10).restless
     assert not profile(samples=(1.0,) * 10).restless and not profile().restless
 
 

@@ -156,7 +156,7 @@ def test_placement_is_told() -> None:
 
 def test_asynchronous_is_no_equal() -> None:
     """It is taken only when it is much faster, and then with a warning."""
-    ragged = profile(samples=(1.0,) * 9 + (30.0,), **GPUS)
+    ragged = profile(samples=(1.0,) * 90 + (30.0,) * 10, **GPUS)
     plan = choose(ragged, Hardware(hosts=16, link=1e11, update=1e13))
     assert plan.recommendation.configuration.asynchronous
     assert "not the equals" in advice.sentence(plan) and "LowerRate" in advice.sentence(plan)

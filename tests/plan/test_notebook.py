@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,34 @@ def test_a_module_with_its_loss() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     answer = sg.plan(net, data(), loss=cross_entropy, optimizer=optimizer, most=4)
     assert answer.recommendation.configuration.replicas <= 4
+
+
+class Signs(nn.Module):
+    """Notes the process that it is computed in."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.layer, self.file = nn.Linear(8, 4), str(file)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with open(self.file, "a") as book:
+            book.write(f"{os.getpid()}\n")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_replicas_at_once_are_processes(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.plan.measure.counts", lambda: [2])
+    net = Signs(tmp_path / "book")
+    options: dict[str, Any] = {"loss": "cross_entropy", "optimizer": "sgd"}
+    if not compiled:
+        options = {"loss": cross_entropy, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+    answer = sg.plan(net, data(), most=2, **options)
+    seen = set((tmp_path / "book").read_text().split())
+    assert str(os.getpid()) in seen and len(seen) == 2
+    assert [n for n, _ in answer.plan.profile.crowd] == [2]
 
 
 def _descent(params: Any) -> torch.optim.Optimizer:

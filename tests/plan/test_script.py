@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from stratagem.launch import cli
-from stratagem.launch.script import run_to_fit
+from stratagem.launch.script import beside, run_to_fit
 from stratagem.plan.choose import choose
+from stratagem.plan.crowd import crowd
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.report import dumps
 from tests.plan.support import profile
@@ -45,6 +47,24 @@ def test_a_script_that_catches_everything(
     seen = capsys.readouterr()
     assert type(trial.module).__name__ == "Linear" and "to the end" in seen.out
     assert "a bare except:" in seen.err and "never called" not in seen.err
+
+
+def test_a_module_beside_the_script(tmp_path: Path) -> None:
+    """Replicas at once import the model from where the script did."""
+    (tmp_path / "nearby.py").write_text(
+        "from torch import nn\nclass Net(nn.Linear): pass\n"
+    )
+    words = script(tmp_path, "SGD(net.parameters(), lr=0.1)", "compute(); optimizer.step()")
+    file = Path(words[0])
+    text = "from nearby import Net\n" + file.read_text().replace("torch.nn.Linear(", "Net(")
+    assert "Net(" in text
+    file.write_text(text)
+    with beside(words[0]):
+        trial = run_to_fit(words)
+        assert type(trial.module).__module__ == "nearby"
+        ((n, seconds),) = crowd(trial, trial.batch, [2], seconds=0.01)
+    assert n == 2 and seconds > 0
+    sys.modules.pop("nearby")
 
 
 @pytest.mark.parametrize("optimizer", ["LBFGS(net.parameters())", "SGD(net.parameters(), lr=0.1)"])
