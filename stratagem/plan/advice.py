@@ -28,7 +28,8 @@ def sentence(plan: Plan) -> str:
         )
         return " ".join([text, *_refused(plan), *_link(plan, best), *_doubt(plan)])
     text = (
-        f"Take {_called(cfg)} on {cfg.replicas} replicas ({cfg.placement}{_servers(cfg)}): "
+        f"Take {_called(cfg)} on {cfg.replicas} replicas{_spares(cfg)} "
+        f"({cfg.placement}{_servers(cfg)}): "
         f"{say_number(best.rate)} examples/s, {best.speedup:.1f}x one device, "
         f"{best.efficiency:.0%} of each{_beyond(plan, best)}."
     )
@@ -163,10 +164,13 @@ def _cluster(cfg: Configuration) -> list[str]:
 
 def _called(cfg: Configuration) -> str:
     rule = ", asynchronous" if cfg.asynchronous else ""
-    spares = f", {cfg.spares} of them spare" if cfg.spares else ""
     wire = " with bf16 on the wire" if cfg.wire else ""
     how = ", adding up inside each host first" if cfg.hierarchical else ""
-    return f"{cfg.strategy}{rule}{wire}{how}{spares}"
+    return f"{cfg.strategy}{rule}{wire}{how}"
+
+
+def _spares(cfg: Configuration) -> str:
+    return f", {cfg.spares} of them spare" if cfg.spares else ""
 
 
 def _servers(cfg: Configuration) -> str:
