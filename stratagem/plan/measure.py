@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from stratagem.wire.buckets import plan_buckets
 Say = Callable[[str], None]
 _NOTHING = "the model has no parameter that requires a gradient to plan for."
 _WARM, _LEAST = 3, 5
+#: a part of the time, from which on waiting for a processor is told
+_TELL = 0.1
 #: a spread wants many samples, a person wants an answer
 _SECONDS, _MOST = 4.0, 200
 
@@ -167,10 +170,13 @@ class _Runner:
         self._now = _Times()
         self._began = 0.0
         self._sparse: dict[int, Tensor] = {}
+        #: seconds of all steps, and how many of them others had the processor
+        self.spent = self.waited = 0.0
 
     def forget(self) -> None:
         """What was measured so far was warming up."""
         self.taken.clear()
+        self.spent = self.waited = 0.0
 
     def run(self, most: int, seconds: float, least: int = _LEAST) -> None:
         """So many steps, or as many as the time allows, but a few."""
@@ -179,7 +185,8 @@ class _Runner:
             p.register_post_accumulate_grad_hook(partial(self._ready, i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(self.params)
         ]
-        end = time.perf_counter() + seconds
+        began, waited = time.perf_counter(), _waited()
+        end = began + seconds
         try:
             for number in range(most):
                 if number >= least and time.perf_counter() > end:
@@ -188,6 +195,8 @@ class _Runner:
         finally:
             for handle in handles:
                 handle.remove()
+        self.spent += time.perf_counter() - began
+        self.waited += _waited() - waited
 
     def _ready(self, index: int, param: Tensor) -> None:
         if self.device.type != "cuda":
@@ -279,10 +288,17 @@ class _Runner:
         return replace(seen, touched=seen.touched_by(self.repeated)) if more else seen
 
     def _notes(self, size: int) -> tuple[str, ...]:
+        notes = tuple(self.trial.notes)
+        if self.waited > _TELL * self.spent:
+            notes += (
+                f"other work had the processor for {self.waited / self.spent:.0%} of the time "
+                "that was measured, so one device is faster than it seems here, and how many "
+                "are worth having is uncertain; measure again when the machine is quiet.",
+            )
         if self.repeated == 1 or not self.touched:
-            return tuple(self.trial.notes)
+            return notes
         return (
-            *self.trial.notes,
+            *notes,
             f"the script's batch has {size / self.repeated:.0f} examples, so {size} were made by "
             "repeating them; the sparse rows of as many different ones are reckoned, as if each "
             "touched any row by chance. For rows as they are, give the script that batch size.",
@@ -313,6 +329,12 @@ class _Runner:
         usual = statistics.median(t.backward for t in self.taken)
         seen = [t.ready[index] for t in self.taken if index in t.ready]
         return min(statistics.median(seen), usual) if seen else 0.0
+
+
+def _waited() -> float:
+    """Seconds that this thread was ready and another had its processor; 0 where nobody knows."""
+    file = Path("/proc/thread-self/schedstat")
+    return int(file.read_text().split()[1]) / 1e9 if file.exists() else 0.0
 
 
 @contextmanager
