@@ -65,7 +65,8 @@ def figure(data: Data, path: Path) -> None:
                 ax.plot(statistics.median(took), place, "k|", ms=18, mew=2)
         ax.set_yticks(range(len(data["rates"])), list(data["rates"]))
         ax.invert_yaxis()
-        ax.set(title=condition, xlabel=f"seconds to {data['size']['target']:.0%}, one dot a seed")
+        ax.set(title=condition, xlabel=f"seconds to {data['size']['target']:.0%}; a dot a seed, "
+               "the bar their median")  # fmt: skip
     axes[0].set_xlim(left=0)
     axes[1].set_yticklabels([])
     drawing.savefig(path, dpi=80)

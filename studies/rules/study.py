@@ -129,7 +129,8 @@ def draw(data: dict[str, Any], out: Path) -> None:
             for run in (r for r in found["runs"] if r["arm"] == arm):
                 axis.plot(*zip(*run["curve"], strict=True), color=f"C{number}", alpha=0.6, lw=1,
                           label=arm if run["seed"] == 0 else None)  # fmt: skip
-        axis.axhline(found["target"], color="grey", lw=0.8, ls=":")
+        axis.axhline(found["target"], color="black", lw=0.8, ls=":",
+                     label=f"target, {found['target']:.0%}")  # fmt: skip
         axis.set(title=task, xlabel="simulated seconds", ylabel="accuracy",
                  ylim=(max(0.0, found["target"] - 0.25), 1.0))  # fmt: skip
         axis.legend(fontsize=8)

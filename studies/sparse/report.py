@@ -104,10 +104,12 @@ def figure(data: Data, path: Path) -> None:
     if plt is None:
         return
 
-    drawing, axes = plt.subplots(1, 3, figsize=(13, 4.2), constrained_layout=True)
+    drawing, axes = plt.subplots(1, 3, figsize=(13, 4.7), constrained_layout=True)
     _bars(axes[0], data)
     for ax, link in zip(axes[1:], dict.fromkeys(r["link"] for r in data["knees"]), strict=True):
         _curves(ax, data, link)
+    drawing.legend(*axes[1].get_legend_handles_labels(), fontsize=8, ncols=4,
+                   loc="outside lower right")  # fmt: skip
     drawing.savefig(path, dpi=68)
     plt.close(drawing)
 
@@ -116,13 +118,17 @@ def _bars(ax: Any, data: Data) -> None:
     arms = data["real"]["arms"]
     pairs = [(a, twin(arms, a)) for a in arms if a["kind"] == "sparse"]
     ratios = [a["updates_per_s"] / b["updates_per_s"] for a, b in pairs]
-    labels = [f"{a['way'].split()[-1]}, {a['rule'][:-7]}., {a['workers']}w {a['servers']}s"
-              for a, _ in pairs]
+    labels = [f"{a['way'].split()[-1]}, {a['rule'][:-7]}., {_count(a['workers'], 'worker')}, "
+              f"{_count(a['servers'], 'server')}" for a, _ in pairs]  # fmt: skip
     ax.barh(labels, ratios, color="tab:green")
     ax.axvline(1, color="black", lw=1)
     ax.tick_params(axis="y", labelsize=7)
-    ax.set_xlabel("updates/s, sparse / dense")
+    ax.set_xlabel("updates/s, sparse / dense; line: alike")
     ax.set_title(f"measured on {data['machine']['cores']} cores")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}"
 
 
 def _curves(ax: Any, data: Data, link: str) -> None:
@@ -133,9 +139,8 @@ def _curves(ax: Any, data: Data, link: str) -> None:
             rows = [r for r in data["simulated"] if r["rule"] == "asynchronous" and
                     (r["link"], r["servers"], r["kind"]) == (link, count, kind)]  # fmt: skip
             ax.plot([r["workers"] for r in rows], [r["speedup"] for r in rows], style, color=colour,
-                    label=f"{NAMES[kind]}, {count} ps")  # fmt: skip
+                    label=f"{NAMES[kind]}, {_count(count, 'server')}")  # fmt: skip
     most = max(row["workers"] for row in data["simulated"])
-    ax.plot([1, most], [1, most], color="grey", lw=0.7)
+    ax.plot([1, most], [1, most], color="black", lw=0.7, ls="--", label="nothing lost")
     ax.set(xscale="log", yscale="log", xlabel="workers", ylabel="speedup",
            title=f"simulated, asynchronous, {link}")  # fmt: skip
-    ax.legend(fontsize=7)
