@@ -155,6 +155,7 @@ def figure(rows: Sequence[Row], path: str) -> None:
             seen = [1.0, *(alone / measured(r) for r in members)]
             fill = "white" if "bfloat16" in name else colour
             label = name.replace("bfloat16", "bf16").replace("float32", "fp32")
+            label = label.replace("1 ps", "1 server").replace("ps", "servers")
             panel.plot(hosts, seen, "o", color=colour, markerfacecolor=fill, markersize=5,
                        label=label)  # fmt: skip
         panel.axhline(1.0, color="grey", linewidth=0.5)
@@ -163,7 +164,10 @@ def figure(rows: Sequence[Row], path: str) -> None:
         panel.set_xlabel("hosts")
         panel.set_xticks([1, 2, 3, 4])
     panels[0].set_ylabel("speedup, same global batch")
-    panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    for dash, what in (("-", "fp32"), ("--", "bf16")):  # in the legend alone
+        panels[-1].plot([], [], dash, color="black", linewidth=1, label=f"terms.py, {what}")
+    panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0),
+                      title="dots are measured", title_fontsize=7)  # fmt: skip
     canvas.tight_layout()
     canvas.savefig(path, dpi=90)
 
