@@ -10,6 +10,9 @@ from stratagem.plan.choose import Plan
 from stratagem.plan.report import shown
 
 _LINES = 8
+_DOTS = {"marker": "o", "markersize": 3}
+#: over a line of the same speedups, which is seen between the dashes and in the rings
+_OVER = {"marker": "o", "markersize": 6, "markerfacecolor": "none", "linestyle": "--"}
 
 
 def library() -> Any:
@@ -26,6 +29,13 @@ def library() -> Any:
 
 
 def png(plan: Plan) -> bytes:
+    """The drawing, for a file."""
+    out = io.BytesIO()
+    drawing(plan).savefig(out, format="png")
+    return out.getvalue()
+
+
+def drawing(plan: Plan) -> Any:
     """Speedup over replicas, and where the time of a step goes at the recommended size."""
     library()
     from matplotlib.figure import Figure
@@ -34,21 +44,25 @@ def png(plan: Plan) -> bytes:
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     _speedups(plan, left)
     _parts(plan, right)
-    out = io.BytesIO()
-    figure.savefig(out, format="png")
-    return out.getvalue()
+    return figure
 
 
 def _speedups(plan: Plan, axes: Any) -> None:
     rows = shown(plan)[:_LINES]
+    drawn: set[tuple[int, float]] = set()
     for name, row, _ in rows:
         xs = [each.configuration.replicas for each in row]
-        axes.plot(xs, [each.speedup for each in row], marker="o", markersize=3, label=name)
+        ys = [each.speedup for each in row]
+        places = {(x, round(y, 2)) for x, y in zip(xs, ys, strict=True)}
+        axes.plot(xs, ys, label=name, **(_OVER if places & drawn else _DOTS))
+        drawn |= places
     most = max(each.configuration.replicas for _, row, _ in rows for each in row)
-    axes.plot([1, most], [1, most], linestyle=":", color="0.6")
+    axes.plot([1, most], [1, most], linestyle=":", color="0.6",
+              label="as many as there are replicas")  # fmt: skip
     best = plan.recommendation
     axes.plot([best.configuration.replicas], [best.speedup], marker="o", markersize=10,
-              markerfacecolor="none", color="black")  # fmt: skip
+              markerfacecolor="none", color="black", linestyle="none",
+              label="recommended")  # fmt: skip
     for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
         scale("log", base=2)
         axis.set_major_formatter("{x:g}")
