@@ -8,7 +8,7 @@ weighs classes, so its denominator depends on the targets; a summed loss has non
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,15 @@ class Loss(Protocol):
         self, output: Any, target: Any, weight: Tensor | None, examples: int
     ) -> tuple[Tensor, Any]:
         """Numerator and denominator of one share, of so many examples."""
+
+
+class Meaning(NamedTuple):
+    """What a loss takes the model's outputs for; metrics by name mean the same."""
+
+    #: a single output is a logit, 0 where both classes are alike
+    logits: bool = False
+    #: a row has a value for each class, also where its target has one for each
+    classes: bool = False
 
 
 def examples(output: Any, target: Any) -> int:
@@ -276,11 +285,13 @@ def resolve(loss: Any) -> Loss:
     return RowLoss(loss, _unreduced(loss))
 
 
-def takes_logits(loss: Any) -> bool:
-    """Whether a single output of the model is a logit, 0 where both classes are alike."""
+def meaning(loss: Any) -> Meaning:
+    """What this loss takes outputs for; nothing is known of those of one's own."""
     if isinstance(loss, str):
         loss = _by_name(loss)
-    return loss is F.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss)
+    by_label = loss is F.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss)
+    by_class = loss is F.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
+    return Meaning(by_label, by_class)
 
 
 def _unreduced(loss: Any) -> Callable[..., Tensor] | None:

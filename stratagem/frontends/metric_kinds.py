@@ -14,20 +14,31 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.halves import halves, ways_of
-from stratagem.frontends.losses import examples
+from stratagem.frontends.losses import Meaning, examples
 from stratagem.frontends.proof import check_mean, check_values
 
 log = logging.getLogger("stratagem")
 
-#: from the number of classes (0: none), and whether a single output is a logit
-Maker = Callable[[int, bool], torchmetrics.Metric]
+#: from the number of classes (0: none), and what outputs are to the loss
+Maker = Callable[[int, Meaning], torchmetrics.Metric]
 
 
-def accuracy(classes: int, logits: bool) -> torchmetrics.Metric:
+def accuracy(classes: int, meaning: Meaning) -> torchmetrics.Metric:
     """What is meant by the name."""
     if classes > 1:
-        return MulticlassAccuracy(classes, average="micro", validate_args=False)
-    return (LogitAccuracy if logits else BinaryAccuracy)(validate_args=False)
+        return ClassAccuracy(classes)
+    return (LogitAccuracy if meaning.logits else BinaryAccuracy)(validate_args=False)
+
+
+class ClassAccuracy(MulticlassAccuracy):
+    """Of outputs with a value for each class; targets are classes, or have a probability for each,
+    of which the largest counts. One model may be given both, one after the other."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes, average="micro", validate_args=False)
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        super().update(preds, target.argmax(1) if preds.dim() == target.dim() else target)
 
 
 class LogitAccuracy(BinaryAccuracy):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.feeds import Portion
-from stratagem.frontends.losses import examples
+from stratagem.frontends.losses import Meaning, examples
 from stratagem.replicas.pool import ZygoteProcess
 from stratagem.strategies.replica import Replica, current_replica
 from stratagem.wire.tree import gather_tree
@@ -31,9 +31,9 @@ Gather = Callable[[Tensor], list[Tensor]]
 class MetricSet:
     """The metrics of one model, by name."""
 
-    def __init__(self, metrics: Any, *, logits: bool = False) -> None:
-        """`logits`: whether a single output is one."""
-        self._logits = logits
+    def __init__(self, metrics: Any, meaning: Meaning = Meaning()) -> None:  # noqa: B008
+        """`meaning`: of the outputs, to the loss."""
+        self._meaning = meaning
         #: whether anything has been taken in since the last reset
         self.counted = False
         self._doubts: Doubts | None = None
@@ -55,7 +55,7 @@ class MetricSet:
             from stratagem.frontends.doubts import Doubts, may_ask
             from stratagem.frontends.metric_kinds import accuracy
 
-            later = not logits and accuracy in self._makers.values()
+            later = not meaning.logits and accuracy in self._makers.values()
             self._doubts = Doubts() if later or may_ask(self._metrics) else None
 
     @property
@@ -85,7 +85,7 @@ class MetricSet:
     def update(self, output: Any, target: Any, *, part: bool = False) -> None:
         """Take one share in; `part`: of a batch that others have the rest of, some other time."""
         if self._makers:
-            self._make(_classes(output, target), output.device)
+            self._make(self._classes(output, target), output.device)
         self.counted = True
         doubts = self._doubts if self._shares else None
         part = part or self._shares
@@ -122,9 +122,14 @@ class MetricSet:
             for name in names:
                 check_function(name, self._metrics[name], output, target, count)
 
+    def _classes(self, output: Any, target: Any) -> int:
+        """How many there are; 0 where outputs are compared with targets one by one."""
+        several = output.dim() > 1 if self._meaning.classes else output.dim() > target.dim()
+        return int(output.shape[1]) if several else 0
+
     def _make(self, classes: int, device: torch.device) -> None:
         for name, maker in self._makers.items():
-            self._metrics[name] = maker(classes, self._logits).to(device)
+            self._metrics[name] = maker(classes, self._meaning).to(device)
         self._makers = {}
 
     def compute(self, replica: Replica) -> dict[str, float]:
@@ -306,12 +311,6 @@ def _detached(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _detached(item) for key, item in tree.items()}
     return tree
-
-
-def _classes(output: Any, target: Any) -> int:
-    if isinstance(output, Tensor) and isinstance(target, Tensor) and output.dim() > target.dim():
-        return int(output.shape[1])
-    return 0
 
 
 def _is_function(metric: nn.Module) -> bool:

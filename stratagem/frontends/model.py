@@ -110,8 +110,8 @@ class Model:
         given = isinstance(optimizer, Optimizer)
         self.optimizer = None if frozen and not given else make_optimizer(optimizer, self.module)
         self._recipe = Recipe(
-            losses.resolve(loss), MetricSet(metrics, logits=losses.takes_logits(loss)), clip_norm,
-            clip_value, accumulate, _PRECISION[precision], jit_compile,
+            losses.resolve(loss), MetricSet(metrics, losses.meaning(loss)), clip_norm, clip_value,
+            accumulate, _PRECISION[precision], jit_compile,
         )  # fmt: skip
 
     @asked.by_name
