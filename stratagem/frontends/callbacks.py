@@ -11,6 +11,7 @@ A callback may change weights, the optimizer's settings, or numbers and switches
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 from collections.abc import Callable
@@ -260,12 +261,14 @@ class ModelCheckpoint(Callback):
 
 
 class LearningRateScheduler(Callback):
-    """Set the learning rate by `schedule(epoch, rate)`, or, per="step", by (step, rate)."""
+    """Set the learning rate by `schedule(epoch, rate)`, or, per="step", by (step, rate); a schedule
+    may leave the rate out."""
 
-    def __init__(self, schedule: Callable[[int, float], float], per: str = "epoch") -> None:
+    def __init__(self, schedule: Callable[..., float], per: str = "epoch") -> None:
         if per not in ("epoch", "step"):
             raise UsageError(f'per={per!r}; it is "epoch" or "step".')
         self.schedule = schedule
+        self._by_rate = _takes_two(schedule)
         self._step = 0
         if per == "epoch":
             self.on_epoch_begin = self._by_epoch  # type: ignore[method-assign]
@@ -281,7 +284,19 @@ class LearningRateScheduler(Callback):
 
     def _apply(self, number: int) -> None:
         for group in self.model.optimizer.param_groups:
-            group["lr"] = float(self.schedule(number, float(group["lr"])))
+            rate = (float(group["lr"]),) if self._by_rate else ()
+            group["lr"] = float(self.schedule(number, *rate))
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with two values; taken for granted where it does not say."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except ValueError:  # written in C
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 class ReduceLROnPlateau(Callback):

@@ -73,6 +73,15 @@ def _by_example(weight: Tensor) -> Tensor:
     return weight.reshape(-1)
 
 
+def _check_given(target: Any) -> None:
+    """For torch's losses: one of one's own may do without."""
+    if target is None:
+        raise UsageError(
+            "the loss needs targets, and there are none: y is missing, or the data yields x alone; "
+            "give x and y, data that yields (x, y), or a loss of your own that takes None."
+        )
+
+
 def _check_even(target: Any, examples: int) -> None:
     """A mean over the targets is one over the examples if each has as many."""
     if not isinstance(target, Tensor) or target.dim() == 0 or examples in target.shape:
@@ -117,6 +126,8 @@ class RowLoss:
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is not None:
             return self._weighted(output, target, weight) / len(weight)
+        if not self.own:
+            _check_given(target)
         value = self.function(output, target)
         return value if value.dim() == 0 else value.mean()
 
@@ -131,6 +142,8 @@ class RowLoss:
         return self.mean(output, target, None) * examples, float(examples)
 
     def _weighted(self, output: Any, target: Any, weight: Tensor) -> Tensor:
+        if not self.own:
+            _check_given(target)
         weight = _by_example(weight)
         values = (self.per_row or self.function)(output, target)
         if values.dim() == 0:
@@ -153,6 +166,8 @@ class SummedLoss:
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is not None:
             raise UsageError('sample weights need a loss with reduction="mean" or "none".')
+        if not self.own:
+            _check_given(target)
         return self.function(output, target)
 
     def terms(
@@ -193,6 +208,7 @@ class CountedLoss:
         return {} if smoothing is None else {"label_smoothing": smoothing}
 
     def _plainly(self, output: Any, target: Any) -> Tensor:
+        _check_given(target)
         if self._module is None:
             return self._torchs(output, target)
         weight = self._weight_on(output.device)
@@ -227,6 +243,7 @@ class CountedLoss:
     def terms(
         self, output: Any, target: Any, weight: Tensor | None, examples: int
     ) -> tuple[Tensor, Any]:
+        _check_given(target)
         by_class = self._weight_on(output.device)
         if weight is not None:
             weight = _by_example(weight)

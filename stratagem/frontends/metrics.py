@@ -85,6 +85,7 @@ class MetricSet:
     def update(self, output: Any, target: Any, *, part: bool = False) -> None:
         """Take one share in; `part`: of a batch that others have the rest of, some other time."""
         if self._makers:
+            _check_tensors(next(iter(self._makers)), output, target)
             self._make(self._classes(output, target), output.device)
         self.counted = True
         doubts = self._doubts if self._shares else None
@@ -311,6 +312,20 @@ def _detached(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _detached(item) for key, item in tree.items()}
     return tree
+
+
+def _check_tensors(name: str, output: Any, target: Any) -> None:
+    """A metric by name has no say in what is compared."""
+    if isinstance(output, Tensor) and isinstance(target, Tensor):
+        return
+    what, odd = ("targets", target) if isinstance(output, Tensor) else ("outputs", output)
+    told = "there are no targets" if odd is None else f"the {what} are a {type(odd).__name__}"
+    raise UsageError(
+        f'the metric "{name}" compares one tensor of outputs with one of targets, and {told}; give '
+        "a function that picks what is compared, {"
+        f'"{name}": lambda output, target: (output[0].argmax(1) == target).float()'
+        "}, say, or a torchmetrics metric of your own that does."
+    )
 
 
 def _is_function(metric: nn.Module) -> bool:

@@ -57,5 +57,6 @@ def _check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
         raise UsageError(
             "the optimizer was made from other parameters than this module's; make it from "
             "module.parameters(), or give compile the class or a function: "
-            "optimizer=lambda params: torch.optim.SGD(params, lr=0.1)."
+            "optimizer=lambda params: torch.optim.SGD(params, lr=0.1). A loss with parameters of "
+            "its own belongs into the module: module.loss = loss, then compile(loss=module.loss)."
         )

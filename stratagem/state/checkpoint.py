@@ -51,6 +51,8 @@ def save(
     saved = _plain_numbers(optimizer.state_dict()) if optimizer is not None else None
     pair = secrets.token_hex(8)
     extra = {"optimizer": saved, **progress, "pair": pair}
+    if optimizer is not None:
+        extra["optimizer_type"] = type(optimizer).__name__
     if others:
         extra["extra_state"] = others
     with (
@@ -145,8 +147,10 @@ def load(
     found = {**tensors, **extra.pop("extra_state", {})}
     if not state.is_file():
         _check_complete(module, found, state)
+    kind, saved = extra.pop("optimizer_type", None), extra.pop("optimizer", None)
+    if optimizer is not None and saved is not None:
+        _check_optimizer(optimizer, kind, state)
     module.load_state_dict(found)
-    saved = extra.pop("optimizer", None)
     if optimizer is not None and saved is not None:
         optimizer.load_state_dict(saved)
     return extra
@@ -164,6 +168,17 @@ def _read_pair(weights: Path, state: Path) -> tuple[dict[str, Tensor], dict[str,
         if mine is not None and pair is not None and mine != pair:
             return None
         return {name: file.get_tensor(name) for name in file.keys()}, extra  # noqa: SIM118
+
+
+def _check_optimizer(optimizer: Optimizer, kind: str | None, state: Path) -> None:
+    """Another optimizer would take over settings that mean nothing to it, or something else. Files
+    of older versions do not say whose state they have."""
+    own = type(optimizer).__name__
+    if kind not in (None, own):
+        raise UsageError(
+            f"{state.name} holds the state of {kind}, and the model is compiled with {own}; "
+            f"compile it with {kind}, or load before compile, which reads the weights alone."
+        )
 
 
 def _check_complete(module: nn.Module, found: dict[str, Any], state: Path) -> None:
