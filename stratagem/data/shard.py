@@ -152,8 +152,11 @@ def same_kind(tree: dict[Any, Any], parts: dict[Any, Any]) -> dict[Any, Any]:
     if type(tree) is dict:
         return parts
     made = copy.copy(tree)
+    beside = getattr(made, "__dict__", {})
     for key, part in parts.items():
         made[key] = part
+        if key in beside and beside[key] is tree[key]:
+            beside[key] = part
     return made
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.data.shard import same_kind
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.feeds import Portion
 from stratagem.frontends.losses import Meaning, examples
@@ -310,7 +311,7 @@ def _detached(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(_detached(item) for item in tree)
     if isinstance(tree, dict):
-        return {key: _detached(item) for key, item in tree.items()}
+        return same_kind(tree, {key: _detached(item) for key, item in tree.items()})
     return tree
 
 
