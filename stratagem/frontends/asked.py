@@ -77,6 +77,13 @@ def whole(least: int, **numbers: Any) -> None:
             raise UsageError(f"{name} is {value}; it must be {least} or more.")
 
 
+def positive(**numbers: Any) -> None:
+    """Refuse what is not more than 0; None is "not given"."""
+    for name, value in numbers.items():
+        if value is not None and not value > 0:
+            raise UsageError(f"{name} is {value}; it must be more than 0, or None for no limit.")
+
+
 def listed(callbacks: Any) -> list[Any]:
     """Callbacks as Keras takes them: several, a single one, or None."""
     if callbacks is None:

@@ -55,6 +55,8 @@ class Meaning(NamedTuple):
     logits: bool = False
     #: a row has a value for each class, also where its target has one for each
     classes: bool = False
+    #: a class that stands for "leave this target out"
+    ignored: int | None = None
 
 
 def examples(output: Any, target: Any) -> int:
@@ -308,7 +310,13 @@ def meaning(loss: Any) -> Meaning:
         loss = _by_name(loss)
     by_label = loss is F.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss)
     by_class = loss is F.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
-    return Meaning(by_label, by_class)
+    return Meaning(by_label, by_class, _ignored(loss))
+
+
+def _ignored(loss: Any) -> int | None:
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return loss.ignore_index
+    return -100 if loss in _COUNTED else None
 
 
 def _unreduced(loss: Any) -> Callable[..., Tensor] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torchmetrics
-from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
+from torchmetrics.classification import BinaryAccuracy
 
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.halves import halves, ways_of
@@ -26,19 +26,51 @@ Maker = Callable[[int, Meaning], torchmetrics.Metric]
 def accuracy(classes: int, meaning: Meaning) -> torchmetrics.Metric:
     """What is meant by the name."""
     if classes > 1:
-        return ClassAccuracy(classes)
+        return ClassAccuracy(classes, meaning.ignored)
     return (LogitAccuracy if meaning.logits else BinaryAccuracy)(validate_args=False)
 
 
-class ClassAccuracy(MulticlassAccuracy):
+class ClassAccuracy(torchmetrics.Metric):
     """Of outputs with a value for each class; targets are classes, or have a probability for each,
-    of which the largest counts. One model may be given both, one after the other."""
+    of which the largest counts. One model may be given both, one after the other.
 
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes, average="micro", validate_args=False)
+    torchmetrics' own knows no probabilities as targets, and where it leaves targets out, a GPU has
+    to wait for their number.
+    """
 
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        super().update(preds, target.argmax(1) if preds.dim() == target.dim() else target)
+    higher_is_better = True
+    is_differentiable = False
+    full_state_update = False
+    right: torch.Tensor
+    counted: torch.Tensor
+
+    def __init__(self, classes: int, ignored: int | None) -> None:
+        super().__init__()
+        self.num_classes, self.ignored = classes, ignored
+        self.add_state("right", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("counted", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        found, ignored = output.argmax(1), self.ignored
+        if target.shape == output.shape:
+            target, ignored = target.argmax(1), None
+        if found.shape != target.shape:
+            raise UsageError(
+                '"accuracy" by name looks for the largest value along the second dimension of the '
+                f"outputs, and of {tuple(output.shape)} that does not fit targets of shape "
+                f"{tuple(target.shape)}; give a function that compares them: lambda output, "
+                "target: (output.argmax(-1) == target).float(), say."
+            )
+        if ignored is None:
+            self.right += (found == target).sum()
+            self.counted += target.numel()
+        else:
+            counts = target != ignored
+            self.right += ((found == target) & counts).sum()
+            self.counted += counts.sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.right / self.counted
 
 
 class LogitAccuracy(BinaryAccuracy):

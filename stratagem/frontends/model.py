@@ -94,7 +94,8 @@ class Model:
                 of (output, target) that returns the mean over the rows, or a value for each.
             metrics: names ("accuracy"), torchmetrics metrics, functions, or a dict of them.
             clip_norm, clip_value: clip the global gradient, after it was added up.
-            accumulate: batches whose mean gradient makes one update.
+            accumulate: batches whose mean gradient makes one update; fewer at the end of an epoch
+                are divided by it, too.
             precision: "bfloat16" or "float16" run the forward pass under autocast; "float16" with
                 a gradient scaler.
             jit_compile: run the module through torch.compile, on each replica.
@@ -104,6 +105,7 @@ class Model:
             raise UsageError(f"precision={precision!r}; choose one of {known}.")
         if accumulate < 1:
             raise UsageError(f"accumulate is {accumulate}; it must be 1 or more.")
+        asked.positive(clip_norm=clip_norm, clip_value=clip_value)
         if loss is None:
             raise UsageError('compile needs a loss: compile(optimizer="adam", loss="mse").')
         frozen = not any(p.requires_grad for p in self.module.parameters())

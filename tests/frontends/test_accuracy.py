@@ -92,3 +92,40 @@ def test_several_labels_of_an_example_are_counted_each(some: sg.Strategy) -> Non
         right = float(((mlp()(x) > 0) == (labels > 0)).float().mean())
     model = measured(mlp(), some, "binary_cross_entropy_with_logits")
     assert model.evaluate(x, labels, batch_size=8)["accuracy"] == pytest.approx(right, abs=1e-6)
+
+
+LOSSES = {"by name": -100, "of a module": 255, "a class that is ignored": 1}
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_ignored_targets_do_not_count(some: sg.Strategy, loss: str) -> None:
+    torch.manual_seed(0)
+    ignored = LOSSES[loss]
+    x, y = torch.randn(13, 5, 6), torch.randint(0, 4, (13, 6))
+    y[:, 4:] = ignored
+    y[3:7] = ignored  # shares of nothing else
+    net = nn.Conv1d(5, 4, 1)
+    with torch.no_grad():
+        right = float((net(x).argmax(1) == y)[y != ignored].float().mean())
+    plain = loss == "by name"
+    model = measured(
+        net, some, "cross_entropy" if plain else nn.CrossEntropyLoss(ignore_index=ignored)
+    )
+    assert model.evaluate(x, y, batch_size=6)["accuracy"] == pytest.approx(right, abs=1e-6)
+    history = model.fit(x, y, batch_size=13, verbose=0).history
+    assert history["accuracy"] == pytest.approx([right], abs=1e-6)
+    logs = measured(
+        nn.Sequential(net, nn.LogSoftmax(1)), some, nn.NLLLoss(ignore_index=ignored)
+    ).evaluate(x, y, batch_size=6)
+    assert logs["accuracy"] == pytest.approx(right, abs=1e-6)
+
+
+def test_classes_that_come_last_are_refused(some: sg.Strategy) -> None:
+    """As a language model's: (rows, positions, classes)."""
+    torch.manual_seed(0)
+    x, y = torch.randn(13, 6, 5), torch.randint(0, 4, (13, 6))
+    model = measured(
+        nn.Linear(5, 4), some, lambda output, target: F.cross_entropy(output.mT, target)
+    )
+    with pytest.raises(sg.UsageError, match=r'"accuracy".*second.*\(\d+, 6, 4\).*a function'):
+        model.evaluate(x, y, batch_size=6)

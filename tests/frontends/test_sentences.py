@@ -173,4 +173,14 @@ def test_parameters_of_a_loss_belong_into_the_module(some: sg.Strategy) -> None:
     model = sg.Model(module, some)
     model.compile(lambda params: torch.optim.SGD(params, lr=0.1), module.loss)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert float(hand.loss.heat) != 1.0 and distance(module, hand) < 1e-6
+    assert hand.loss.heat.item() != 1.0 and distance(module, hand) < 1e-6
+
+
+# --- limits of the gradient ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [-1.0, 0, float("nan")])
+@pytest.mark.parametrize("name", ["clip_norm", "clip_value"])
+def test_limits_that_are_not_positive(name: str, limit: float) -> None:
+    with pytest.raises(sg.UsageError, match=rf"{name} is {limit}; it must be more than 0"):
+        sg.Model(mlp()).compile("sgd", "cross_entropy", **{name: limit})
