@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from stratagem.errors import UsageError
@@ -57,6 +58,7 @@ def main(
     os.environ.update(setting["environ"])
     sys.path[:] = setting["path"]
     sys.argv[:] = setting["argv"]
+    sys.modules["__main__"] = ModuleType("__main__")  # for names of the script, not of the zygote
     control = socket.socket(fileno=control_fd)
     desk = Desk(socket.socket(fileno=member_fd))
     if sys.platform != "linux":
@@ -68,7 +70,7 @@ def main(
 def _answer(data: bytes) -> bytes:
     assert desk is not None
     try:
-        function, args, kwargs = graph_pickle.loads(data)
+        function, args, kwargs = graph_pickle.loads_call(data)
         del data
         answer = _packed(function(*args, **kwargs))
     except BaseException as error:

@@ -15,7 +15,7 @@ import mmap
 import pickle
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -56,8 +56,12 @@ class _Pickler(_AnswerPickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.segments: list[Segment] = []
+        #: what travels of `__main__` and can be found there, by name
+        self.names: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and _is_of_main(obj):
+            self.names[obj.__qualname__] = obj
         for reduce in _reducers:
             reduced = reduce(obj)
             if reduced is not NotImplemented:
@@ -86,6 +90,16 @@ class _Pickler(_AnswerPickler):
         if _is_parametrized(obj):
             return _parametrized, _parts(obj), super(type(obj), obj).__getstate__()
         return super().reducer_override(obj)
+
+
+def _is_of_main(obj: Any) -> bool:
+    """Whether plain pickle would find it there: not so the class of a cell that ran again since."""
+    if obj.__module__ != "__main__":
+        return False
+    found: Any = sys.modules["__main__"]
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
 
 
 def _way_to(obj: Any) -> tuple[str, ...] | None:
@@ -172,6 +186,7 @@ def dumps(obj: Any) -> tuple[bytes, list[Segment]]:
     pickler = _Pickler(file)
     try:
         pickler.dump(obj)
+        pickler.dump(pickler.names)
     except (StratagemError, torch.OutOfMemoryError):
         raise
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
@@ -192,3 +207,18 @@ def dumps_answer(obj: Any) -> bytes:
 
 def loads(data: bytes) -> Any:
     return pickle.loads(data)
+
+
+def loads_call(data: bytes) -> Any:
+    """In a child: what was sent, and the classes and functions that came along get their names.
+
+    Pickle knows them by these in the child's own children: a worker of a DataLoader that could not
+    send a batch would keep everybody waiting for it.
+    """
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    call = unpickler.load()
+    for name, thing in unpickler.load().items():
+        thing.__qualname__ = name  # cloudpickle forgets what class a class is in
+        if "." not in name:
+            setattr(sys.modules["__main__"], name, thing)
+    return call
