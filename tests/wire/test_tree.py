@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import struct
+import sys
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -77,3 +81,63 @@ def test_a_huge_claim_is_refused_before_memory_is_taken() -> None:
 def test_what_cannot_travel_is_refused_with_a_sentence(odd: Any) -> None:
     with pytest.raises(NotDistributable, match="travel"):
         encode(odd)
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: int | None = None
+
+    class Inner(NamedTuple):
+        only: str
+
+
+class Counted(Pair):
+    """Its `__new__` takes something else, and must not be called with what the wire brought."""
+
+    def __new__(cls) -> Counted:
+        return super().__new__(cls, torch.ones(2), 3)
+
+
+def test_a_named_tuple_is_one_of_its_class_again() -> None:
+    for tree in (Pair(torch.ones(2)), Counted(), Pair.Inner("text")):
+        told = decode(encode([tree]))[0]
+        assert type(told) is type(tree) and told[1:] == tree[1:]
+    pair = decode(encode({"pair": Pair(torch.ones(2), 5)}))["pair"]
+    assert isinstance(pair, Pair) and torch.equal(pair.a, torch.ones(2)) and pair.b == 5
+
+
+def test_of_a_class_unknown_here_the_fields_have_their_names() -> None:
+    class Local(NamedTuple):
+        x: int
+        y: Any
+
+    told = decode(encode(Local(1, [Local(2, None)])))
+    assert isinstance(told, tuple) and type(told)._fields == ("x", "y")
+    assert told.x == 1 and told.y[0].x == 2 and type(told) is type(told.y[0])
+    odd = namedtuple("odd", ["class", "_a"], rename=True)(1, 2)  # type: ignore[misc]
+    assert decode(encode(odd)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fields"),
+    [("this", "Pair", ["a", "b"]), ("os", "environ", ["a", "b"]), (__name__, "Pair", ["a", "c"]),
+     ("builtins", "tuple", ["a", "b"])],
+)  # fmt: skip
+def test_the_wire_names_nothing_but_loaded_named_tuples(
+    module: str, name: str, fields: list[str]
+) -> None:
+    """Neither another class, nor a module that nobody has imported."""
+    told = decode(_outlined({"n": [module, name, fields, [{"v": 1}, {"v": 2}]]}))
+    assert told == (1, 2) and type(told)._fields == tuple(fields) and not isinstance(told, Pair)
+    assert "this" not in sys.modules
+
+
+@pytest.mark.parametrize("fields", [["a", "b", "c"], ["a"], [["a"], "b"], 2])
+def test_fields_that_do_not_fit_are_refused(fields: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        decode(_outlined({"n": [__name__, "Pair", fields, [{"v": 1}, {"v": 2}]]}))
+
+
+def _outlined(outline: Any) -> torch.Tensor:
+    text = json.dumps(outline).encode()
+    return torch.frombuffer(bytearray(struct.pack(">Q", len(text)) + text), dtype=torch.uint8)
