@@ -103,7 +103,7 @@ class Replica:
 
     def all_gather(self, tensor: Tensor | float) -> list[Tensor]:
         """Every replica's tensor or number, in order; shapes may differ."""
-        tensor = torch.as_tensor(tensor)
+        tensor = as_tensor(tensor)
         parts = gather_tree(self.collective, tensor)
         return [part.to(tensor.device) for part in parts]
 
@@ -119,6 +119,17 @@ class Replica:
     def barrier(self) -> None:
         """Wait for all replicas."""
         self.collective.barrier()
+
+
+def as_tensor(value: object) -> Tensor:
+    """What is to be reduced or gathered, as a tensor."""
+    try:
+        return torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            "a call that reduces or gathers takes tensors or numbers, and this is a "
+            f"{type(value).__name__} ({error}); call it for each of the values."
+        ) from error
 
 
 def combine(parts: Sequence[Tensor], op: str, axis: int | None = None) -> Tensor:

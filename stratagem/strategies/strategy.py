@@ -24,6 +24,7 @@ from stratagem.strategies.devices import place
 from stratagem.strategies.prepare import Prepared, prepare, prepare_loader
 from stratagem.strategies.replica import (
     Replica,
+    as_tensor,
     called_replica,
     combine,
     current_replica,
@@ -179,14 +180,14 @@ class Strategy:
     def _all(self, value: Any) -> list[Tensor]:
         inside = called_replica()
         if inside is not None:
-            return inside.all_gather(torch.as_tensor(value))
+            return inside.all_gather(value)
         values = value if isinstance(value, list | tuple) else [value]
         if len(values) != len(self.team.devices):
             raise UsageError(
                 f"{len(values)} values for {len(self.team.devices)} replicas; give what "
                 "strategy.run returned."
             )
-        tensors = [torch.as_tensor(v) for v in values]
+        tensors = [as_tensor(v) for v in values]
         if self.team.size == len(tensors):
             return tensors
         gathered: list[Tensor] = self.team.call(_gather_here, (tensors,))[0]

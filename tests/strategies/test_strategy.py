@@ -183,6 +183,28 @@ def test_reduce_refuses(two: sg.MirroredStrategy) -> None:
         two.reduce("sum", [1, 2, 3])
 
 
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [({"a": 1.0, "b": 2.0}, "a dict"), (None, "a NoneType"), ("text", "a str"),
+     ([torch.ones(2), torch.ones(2)], "a list")],
+)  # fmt: skip
+def test_reduce_and_gather_say_what_they_take(
+    two: sg.MirroredStrategy, value: Any, what: str
+) -> None:
+    sentence = rf"takes? tensors or numbers, and this is {what}.*each"
+    verbs = [
+        lambda: two.reduce("sum", value), lambda: two.gather(value),
+        lambda: sg.current_replica().all_gather(value),
+        lambda: sg.current_replica().all_reduce(value),
+    ]  # fmt: skip
+    for verb in verbs:
+        with pytest.raises(sg.UsageError, match=sentence):
+            two.run(verb)
+    with pytest.raises(sg.UsageError, match=sentence):
+        two.reduce("sum", [value, value])
+    assert two.run(lambda: two.reduce("sum", [1.0, 2.0]).tolist()) == [[2.0, 4.0]] * 2
+
+
 # --- scopes --------------------------------------------------------------------------------------
 
 
