@@ -228,6 +228,27 @@ except sg.ReplicaFailed as error:
     print("failed:", error.who, type(error.__cause__) is Odd)
 print("pids", *strategy.run(greet, "four"))
 """,
+    """
+from typing import NamedTuple
+from torch.utils.data import DataLoader, Dataset
+
+for latest in ("old", "new"):
+    class Row(NamedTuple):
+        number: torch.Tensor
+        word: str = latest
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 4
+        def __getitem__(self, i):
+            return Row(torch.tensor(i))
+
+    def sums():
+        rows = list(DataLoader(Rows(), 2, num_workers=1))
+        return [int(row.number.sum()) for row in rows], rows[0].word, type(rows[0]) is Row
+
+    print("rows", *strategy.run(sums))
+""",
 ]
 
 
@@ -244,12 +265,15 @@ def test_a_notebook(tmp_path: Path) -> None:
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
-    one, two, three, four = (_shown(cell) for cell in notebook.cells)
+    one, two, three, four, five = (_shown(cell) for cell in notebook.cells)
     assert "[replica 1] one from 1" in one
     assert "[replica 1] forward of Net" in two and "epoch 2/2" in two and "epochs 2" in two
     assert "[replica 1] three from 1" in three and "falls True" in three
     assert "[replica 1] three" not in one + two, "a line of cell three in another's output"
     assert "failed: replica 1 True" in four and "[replica 1] four from 1" in four
+    for word in ("old", "new"):
+        row = ([1, 5], (word, word), True)
+        assert f"rows {row} {row}\n" in five, "workers send the classes of the latest cell"
     pids = [int(n) for text in (one, three, four) for n in re.findall(r"pids (\d+) (\d+)", text)[0]]
     assert pids[1] == pids[3] != pids[5], "followers live on between cells, not after a failure"
     wait_for(lambda: not any(runs(pid) for pid in pids), 10, "for the kernel's replicas to end")
