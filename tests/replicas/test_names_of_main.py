@@ -6,7 +6,7 @@ import pytest
 
 from tests.replicas.scripts import nursery
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 COMMON = """
 import dataclasses, pickle
