@@ -320,6 +320,7 @@ def test_last_words_without_an_end_are_shown(
     assert shown.err == "[replica 1] alas\n[replica 1] and ala\n"
 
 
+@pytest.mark.slow
 def test_the_death_of_the_helper_that_starts_replicas() -> None:
     made = strategy(2)
 
