@@ -130,3 +130,18 @@ def test_misuse_is_one_sentence(
     assert cli.main(words) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--hots", "3", "train.py"], "no option --hots; --hosts? (see stratagem plan"),
+        (["simulate", "--zzz"], "no option --zzz (see stratagem simulate --help)"),
+        (["simulate", "more"], "'more' is one argument too many"),
+    ],
+)
+def test_an_unknown_option(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err

@@ -57,6 +57,12 @@ def test_steps_are_those_of_each_worker_where_nobody_waits(tmp_path: Path) -> No
     assert run["updates"] == 20 * 50 and run["seconds"] == pytest.approx(20 * 0.1)
 
 
+def test_faults_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told(tmp_path, "--workers", "4", "--faults", "3", "--seed", "5")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("of worker") == 3 and " at " in shown
+
+
 def test_faults_come_at_any_time_of_the_run(tmp_path: Path) -> None:
     """A narrow link makes it ten times as long as its computing."""
     file = tmp_path / "trace.json"

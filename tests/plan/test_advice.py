@@ -41,6 +41,16 @@ def test_a_sold_link_is_named_only_if_it_is_faster_and_holds() -> None:
     assert f"with 25Gbit it would be {then.speedup:.1f}x" in advice.sentence(plan)
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("per_host", [1, 4])
+def test_where_a_loop_of_ones_own_goes(own: bool, per_host: int) -> None:
+    """A process with several devices runs it through strategy.run; `fit` needs no such word."""
+    model = profile(device="cuda", own_loop=own)
+    pasted = advice.code(choose(model, Hardware(hosts=2, per_host=per_host, link=1.25e10)))
+    assert ("strategy.run(function)" in pasted) == (own and per_host > 1)
+    assert ("for your DataLoader" if own else "for fit") in pasted
+
+
 def test_one_host_has_no_link() -> None:
     assert "bit" not in advice.sentence(choose(profile(), Hardware(per_host=2, cores=2)))
 
