@@ -131,3 +131,10 @@ def two() -> Iterator[sg.MirroredStrategy]:
 def three() -> Iterator[sg.MirroredStrategy]:
     with closing(strategy(3)) as made:
         yield made
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def some(request: pytest.FixtureRequest) -> Iterator[sg.MirroredStrategy]:
+    """One device, and then two replicas."""
+    with closing(strategy(request.param)) as made:
+        yield made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import UsageError
-from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress
+from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress, takes
 from stratagem.frontends.changes import Changes
 
 #: Lightning's names, and those for the same here
@@ -196,22 +195,13 @@ def _no_callback(given: Any) -> str:
 def _with_logs(method: Callable[..., Any], before: int = 0) -> Callable[..., Any]:
     """Keras gives logs to every method, empty ones too, and here some leave them out."""
     if isinstance(method, MethodType):
-        takes = _of_class(method.__func__, before + 1)
+        more = _of_class(method.__func__, before + 2)  # itself, and the logs
     else:
-        takes = _takes(method, before)
-    return (lambda *args: method(*args, {})) if takes else method
+        more = takes(method, before + 1)
+    return (lambda *args: method(*args, {})) if more else method
 
 
-def _takes(function: Callable[..., Any], before: int) -> bool:
-    """Whether it can be called with an argument more than `before`."""
-    try:
-        inspect.signature(function).bind(*range(before), {})
-    except TypeError:
-        return False
-    return True
-
-
-_of_class = lru_cache(256)(_takes)  # a look at a signature takes as long as some steps
+_of_class = lru_cache(256)(takes)  # a look at a signature takes as long as some steps
 
 
 class RunningLogs(dict[str, Any]):

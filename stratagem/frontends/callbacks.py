@@ -268,7 +268,7 @@ class LearningRateScheduler(Callback):
         if per not in ("epoch", "step"):
             raise UsageError(f'per={per!r}; it is "epoch" or "step".')
         self.schedule = schedule
-        self._by_rate = _takes_two(schedule)
+        self._by_rate = takes(schedule, 2)
         self._step = 0
         if per == "epoch":
             self.on_epoch_begin = self._by_epoch  # type: ignore[method-assign]
@@ -288,10 +288,10 @@ class LearningRateScheduler(Callback):
             group["lr"] = float(self.schedule(number, *rate))
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether it can be called with two values; taken for granted where it does not say."""
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether it can be called with so many values; taken for granted where it does not say."""
     try:
-        inspect.signature(function).bind(None, None)
+        inspect.signature(function).bind(*range(count))
     except ValueError:  # written in C
         return True
     except TypeError:

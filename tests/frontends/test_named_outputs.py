@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,9 @@ import torchmetrics
 from torch import Tensor, nn
 
 import stratagem as sg
-from tests.support import data, mlp, strategy
+from tests.support import data, mlp
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def some(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
-    made = strategy(request.param)
-    yield made
-    made.close()
 
 
 class Looked(OrderedDict[str, Any]):

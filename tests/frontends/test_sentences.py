@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from tests.support import by_hand, data, distance, mlp, strategy
+from tests.support import by_hand, data, distance, mlp
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def some(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
-    made = strategy(request.param)
-    yield made
-    made.close()
 
 
 # --- no targets ----------------------------------------------------------------------------------
