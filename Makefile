@@ -6,14 +6,17 @@ READY := $(VENV)/.ready
 # Tests run in parallel; more than a process a core makes those that watch the clock fragile.
 JOBS ?= 2
 
-.PHONY: help demo test test-slow lint bench studies clean
+.PHONY: help demo test test-slow test-exhaustive test-late lint bench reliability studies clean
 
 help:
 	@echo "make demo    train on one device and on a local cluster, and compare"
 	@echo "make test    style, types, and all tests but the slow ones"
 	@echo "make test-slow  those: whole programs, notebooks and studies from their start"
+	@echo "make test-late  the tests that a run has listed in STRATAGEM_SECOND_TRIES, once more and alone"
+	@echo "make test-exhaustive  variants of both that CI leaves out, and a minute of chaos"
 	@echo "make lint    style and types only"
 	@echo "make bench   the benchmarks that fit this machine"
+	@echo "make reliability  replicas killed at random moments: the table of docs/reliability.md"
 	@echo "make studies every study again, data and figures: half an hour on two cores"
 
 $(READY): pyproject.toml constraints.txt
@@ -28,14 +31,28 @@ demo: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not exhaustive"
 
 test-slow: $(READY)
-	STRATAGEM_CHAOS_SECONDS=60 $(PYTEST) -m "slow or chaos"
+	STRATAGEM_CHAOS_SECONDS=20 $(PYTEST) -m "(slow or chaos) and not exhaustive"
+
+test-exhaustive: $(READY)
+	STRATAGEM_CHAOS_SECONDS=60 $(PYTEST) -m "exhaustive or chaos"
+
+# Those that the run before has listed in $STRATAGEM_SECOND_TRIES, alone; late again is a failure,
+# but on a virtual machine that was kept from running.
+test-late: $(READY)
+	@if [ -s "$(STRATAGEM_SECOND_TRIES)" ]; then \
+		STRATAGEM_ALONE=1 $(BIN)/python -m pytest "@$(STRATAGEM_SECOND_TRIES)"; \
+	fi
+
+reliability: $(READY)
+	$(BIN)/python benchmarks/reliability/reliability.py --write
 
 bench: $(READY)
 	$(BIN)/python benchmarks/one_replica/bench.py

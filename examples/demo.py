@@ -55,11 +55,16 @@ def network() -> nn.Module:
     # Smooth activations: a ReLU's kink turns a difference in the last bit into one that grows
     # from step to step, on one device too (docs/guide.md, "The same answer").
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(),
-        nn.Conv2d(16, 32, 3, padding=1), nn.Tanh(),
-        nn.AvgPool2d(2), nn.Flatten(),
-        nn.Linear(512, 64), nn.Tanh(), nn.Linear(64, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.Tanh(),
+        nn.Linear(64, 10),
+    )
 
 
 def settle() -> int:
@@ -121,9 +126,14 @@ def report(console: Console, arms: list[Arm]) -> None:
     for arm in arms:
         apart = "-" if arm is arms[0] else f"{difference(arms[0].module, arm.module):.1e}"
         table.add_row(
-            arm.name, str(arm.replicas), str(arm.threads), f"{arm.starting:.1f} s",
-            f"{arm.training:.1f} s", f"{arm.accuracy:.3f}", apart,
-        )  # fmt: skip
+            arm.name,
+            str(arm.replicas),
+            str(arm.threads),
+            f"{arm.starting:.1f} s",
+            f"{arm.training:.1f} s",
+            f"{arm.accuracy:.3f}",
+            apart,
+        )
     console.print(table)
     console.print(
         "difference: the largest gap between any weight and the same weight after training on "

@@ -23,9 +23,14 @@ y = torch.tensor(digits.target)
 def train(strategy, epochs):
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(),
-        nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(256, 64),
+        nn.Tanh(),
+        nn.Linear(64, 10),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(TensorDataset(x[:1437], y[:1437]), batch_size=100, shuffle=True)
     model, optimizer, loader = strategy.prepare(model, optimizer, loader)

@@ -21,9 +21,14 @@ y = torch.tensor(digits.target)
 
 torch.manual_seed(0)
 net = nn.Sequential(
-    nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(),
-    nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10),
-)  # fmt: skip
+    nn.Conv2d(1, 16, 3, padding=1),
+    nn.Tanh(),
+    nn.AvgPool2d(2),
+    nn.Flatten(),
+    nn.Linear(256, 64),
+    nn.Tanh(),
+    nn.Linear(64, 10),
+)
 
 model = sg.Model(net)
 model.compile(optimizer="adam", loss="cross_entropy", metrics=["accuracy"])

@@ -37,10 +37,15 @@ strategy = sg.MultiWorkerMirroredStrategy()
 with strategy.scope():
     model = sg.Model(
         nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(),
-            nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10),
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(256, 64),
+            nn.Tanh(),
+            nn.Linear(64, 10),
         )
-    )  # fmt: skip
+    )
     model.compile(optimizer="adam", loss="cross_entropy", metrics=["accuracy"])
 
 model.fit(x[:1437], y[:1437], batch_size=100, epochs=args.epochs)

@@ -8,39 +8,68 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stratagem.frontends.keras.backend import choose as _choose_keras_backend
+from stratagem.plan.front_ends import opened_by as _plans_open_front_ends_by
+
+_choose_keras_backend()
+
 __version__ = "0.1.0"
 
 _HOMES = {
     "stratagem.cluster.spec": ["ClusterSpec", "Place", "Task"],
     "stratagem.errors": [
-        "ClusterError", "DeviceError", "HandshakeError", "NotDistributable", "ReplicaError",
-        "ReplicaFailed", "ReplicaLost", "ReplicaMissing", "ReplicaStalled", "StratagemError",
+        "ClusterError",
+        "DeviceError",
+        "HandshakeError",
+        "NotDistributable",
+        "ReplicaError",
+        "ReplicaFailed",
+        "ReplicaLost",
+        "ReplicaMissing",
+        "ReplicaStalled",
+        "StratagemError",
         "UsageError",
     ],
     "stratagem.frontends.model": ["Model"],
-    "stratagem.rules.ramp": ["Ramp"],
-    "stratagem.rules.staleness": [
-        "DelayCompensated", "Drop", "GapAware", "LowerRate", "Policy", "ScaleDown",
-    ],
     "stratagem.rules.stats": ["Stats"],
-    "stratagem.rules.updates": ["Asynchronous", "Synchronous"],
+    "stratagem.rules.updates": [
+        "Asynchronous",
+        "DelayCompensated",
+        "Drop",
+        "GapAware",
+        "LowerRate",
+        "Policy",
+        "Ramp",
+        "ScaleDown",
+        "Synchronous",
+    ],
+    "stratagem.state.checkpoint_folder": ["Checkpoints"],
     "stratagem.state.partition": ["FixedShards", "MaxSize", "MinSize"],
     "stratagem.strategies.central_storage": ["CentralStorageStrategy"],
-    "stratagem.strategies.cross_device": [
-        "CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice",
-        "RingAllReduce", "SharedMemoryAllReduce",
+    "stratagem.training.cross_device": [
+        "CrossDeviceOps",
+        "HierarchicalCopyAllReduce",
+        "NcclAllReduce",
+        "ReductionToOneDevice",
+        "RingAllReduce",
+        "SharedMemoryAllReduce",
     ],
     "stratagem.strategies.mirrored": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
     "stratagem.strategies.parameter_server": ["ParameterServerStrategy"],
-    "stratagem.strategies.parameters.local_cluster": ["LocalCluster"],
-    "stratagem.strategies.replica": ["Replica", "current_replica"],
+    "stratagem.servers.local_cluster": ["LocalCluster"],
+    "stratagem.training.replica": ["Replica", "current_replica"],
     "stratagem.strategies.strategy": ["Strategy", "get_strategy"],
-    "stratagem.strategies.agreement": ["Patience"],
-}  # fmt: skip
+    "stratagem.training.agreement": ["Patience"],
+}
 _WHERE = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"callbacks": "stratagem.frontends.callbacks", "plan": "stratagem.plan"}
+_MODULES = {
+    "callbacks": "stratagem.frontends.callbacks",
+    "experimental": "stratagem.experimental",
+    "plan": "stratagem.plan",
+}
 
 if TYPE_CHECKING:
+    from stratagem import experimental as experimental
     from stratagem.cluster.spec import ClusterSpec as ClusterSpec
     from stratagem.cluster.spec import Place as Place
     from stratagem.cluster.spec import Task as Task
@@ -80,40 +109,23 @@ if TYPE_CHECKING:
     from stratagem.frontends import callbacks as callbacks
     from stratagem.frontends.model import Model as Model
     from stratagem.plan.notebook import plan as plan
-    from stratagem.rules.ramp import Ramp as Ramp
-    from stratagem.rules.staleness import DelayCompensated as DelayCompensated
-    from stratagem.rules.staleness import Drop as Drop
-    from stratagem.rules.staleness import GapAware as GapAware
-    from stratagem.rules.staleness import LowerRate as LowerRate
-    from stratagem.rules.staleness import Policy as Policy
-    from stratagem.rules.staleness import ScaleDown as ScaleDown
     from stratagem.rules.stats import Stats as Stats
     from stratagem.rules.updates import Asynchronous as Asynchronous
+    from stratagem.rules.updates import DelayCompensated as DelayCompensated
+    from stratagem.rules.updates import Drop as Drop
+    from stratagem.rules.updates import GapAware as GapAware
+    from stratagem.rules.updates import LowerRate as LowerRate
+    from stratagem.rules.updates import Policy as Policy
+    from stratagem.rules.updates import Ramp as Ramp
+    from stratagem.rules.updates import ScaleDown as ScaleDown
     from stratagem.rules.updates import Synchronous as Synchronous
+    from stratagem.servers.local_cluster import LocalCluster as LocalCluster
+    from stratagem.state.checkpoint_folder import Checkpoints as Checkpoints
     from stratagem.state.partition import FixedShards as FixedShards
     from stratagem.state.partition import MaxSize as MaxSize
     from stratagem.state.partition import MinSize as MinSize
-    from stratagem.strategies.agreement import Patience as Patience
     from stratagem.strategies.central_storage import (
         CentralStorageStrategy as CentralStorageStrategy,
-    )
-    from stratagem.strategies.cross_device import (
-        CrossDeviceOps as CrossDeviceOps,
-    )
-    from stratagem.strategies.cross_device import (
-        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-    )
-    from stratagem.strategies.cross_device import (
-        NcclAllReduce as NcclAllReduce,
-    )
-    from stratagem.strategies.cross_device import (
-        ReductionToOneDevice as ReductionToOneDevice,
-    )
-    from stratagem.strategies.cross_device import (
-        RingAllReduce as RingAllReduce,
-    )
-    from stratagem.strategies.cross_device import (
-        SharedMemoryAllReduce as SharedMemoryAllReduce,
     )
     from stratagem.strategies.mirrored import (
         MirroredStrategy as MirroredStrategy,
@@ -124,11 +136,19 @@ if TYPE_CHECKING:
     from stratagem.strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
-    from stratagem.strategies.parameters.local_cluster import LocalCluster as LocalCluster
-    from stratagem.strategies.replica import Replica as Replica
-    from stratagem.strategies.replica import current_replica as current_replica
     from stratagem.strategies.strategy import Strategy as Strategy
     from stratagem.strategies.strategy import get_strategy as get_strategy
+    from stratagem.training.agreement import Patience as Patience
+    from stratagem.training.cross_device import CrossDeviceOps as CrossDeviceOps
+    from stratagem.training.cross_device import (
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+    )
+    from stratagem.training.cross_device import NcclAllReduce as NcclAllReduce
+    from stratagem.training.cross_device import ReductionToOneDevice as ReductionToOneDevice
+    from stratagem.training.cross_device import RingAllReduce as RingAllReduce
+    from stratagem.training.cross_device import SharedMemoryAllReduce as SharedMemoryAllReduce
+    from stratagem.training.replica import Replica as Replica
+    from stratagem.training.replica import current_replica as current_replica
 
 __all__ = ["__version__", *sorted([*_WHERE, *_MODULES])]
 
@@ -136,7 +156,6 @@ __all__ = ["__version__", *sorted([*_WHERE, *_MODULES])]
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         value: Any = importlib.import_module(_MODULES[name])
-        importlib.import_module("stratagem.frontends.keras.unscoped")  # it watches for plans
     elif name in _WHERE:
         value = getattr(importlib.import_module(_WHERE[name]), name)
         if _WHERE[name].startswith("stratagem.strategies."):
@@ -145,6 +164,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'stratagem' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+@_plans_open_front_ends_by
+def _open_front_ends() -> Any:
+    """Have `fit` of every front end watched, and return the class that compiles a plain module."""
+    importlib.import_module("stratagem.frontends.keras.scope")
+    return importlib.import_module("stratagem.frontends.model").Model
 
 
 def __dir__() -> list[str]:

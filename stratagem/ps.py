@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 
-from stratagem.cluster import blame
+from stratagem.cluster import exit_cause
 from stratagem.cluster.environment import detect
 from stratagem.cluster.spec import ClusterSpec, Place, Task
 from stratagem.errors import StratagemError, UsageError
@@ -26,12 +26,16 @@ def main(words: list[str] | None = None) -> int:
     """Serve; 0 when the job has ended well, 1 with a sentence otherwise."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
-        prog="python -m stratagem.ps", description=__doc__,
+        prog="python -m stratagem.ps",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--cluster", metavar="JSON", help="roles and addresses of all tasks")
     parser.add_argument("--index", type=int, default=0, help="which of the ps tasks this is (0)")
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads for updates (1)")
+    parser.add_argument(
+        "--insecure", action="store_true", help="listen on a network without STRATAGEM_SECRET"
+    )
     args = parser.parse_args(words)
     logging.basicConfig(format="%(message)s")
     try:
@@ -41,9 +45,9 @@ def main(words: list[str] | None = None) -> int:
         from stratagem.strategies.parameter_server import serve
 
         torch.set_num_threads(args.threads or 1)
-        serve(place)
+        serve(place, insecure=args.insecure, option="--insecure")
     except StratagemError as error:
-        blame.because(error)
+        exit_cause.because(error)
         print(f"stratagem.ps: {error}", file=sys.stderr)
         return 1
     return 0

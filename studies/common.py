@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stratagem.plan.simulate import simulate
-from stratagem.plan.simulation.circle import Circle
+from stratagem.plan.simulate import SimulatedRing, simulate
 from stratagem.plan.simulation.scenario import Scenario
 from stratagem.plan.simulation.spread import Draws
 from stratagem.rules.updates import Synchronous
@@ -67,9 +66,13 @@ def fashion(examples: int) -> Split:
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: examples + 1000]
     x, y = x[order].float().unsqueeze(1) / 255 - 0.286, y[order].long()
     return Split(
-        x[:examples], y[:examples], x[examples:], y[examples:],
-        tests[:2000].float().unsqueeze(1) / 255 - 0.286, targets[:2000].long(),
-    )  # fmt: skip
+        x[:examples],
+        y[:examples],
+        x[examples:],
+        y[examples:],
+        tests[:2000].float().unsqueeze(1) / 255 - 0.286,
+        targets[:2000].long(),
+    )
 
 
 def _idx(file: Path) -> Tensor:
@@ -95,9 +98,13 @@ def cnn(seed: int) -> nn.Module:
     """For Fashion-MNIST: two convolutions, 21 thousand parameters."""
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Conv2d(1, 8, 5, stride=2, padding=2), nn.ReLU(),
-        nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(784, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 8, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(784, 10),
+    )
 
 
 def accuracy(x: Tensor, y: Tensor) -> Callable[[nn.Module], float]:
@@ -125,7 +132,7 @@ def speedup(given: Scenario) -> float:
 def _drawn(given: Scenario, steps: int) -> list[list[float]]:
     """Seconds of computing of every worker, step by step."""
     if not given.servers:
-        seconds: list[list[float]] = Circle(given).computing().T.tolist()
+        seconds: list[list[float]] = SimulatedRing(given).computing().T.tolist()
         return seconds
     draws = [Draws(given.work.compute, given.seed, w) for w in range(given.workers)]
     return [[one.next() for _ in range(steps)] for one in draws]
@@ -198,9 +205,12 @@ def read(out: Path) -> Any:
 
 
 def main(
-    file: str, description: str, study: Callable[[bool], Any], report: Callable[[Any], str],
+    file: str,
+    description: str,
+    study: Callable[[bool], Any],
+    report: Callable[[Any], str],
     draw: Callable[[Any, Path], None],
-) -> None:  # fmt: skip
+) -> None:
     """Run a study, or take what it found before; keep it, print it, draw it."""
     chosen = options(file, description)
     found = read(chosen.out) if chosen.plot else study(chosen.small)

@@ -10,17 +10,34 @@ import keras
 import numpy as np
 
 from tests.keras_support import strategy
+from tests.spread import assert_work, watched
 
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
-def both(play: Callable[[Scope], Any], replicas: int = 2, tolerance: float = 1e-5) -> Any:
-    """Plays with no scope, then with one; returns what the distributed scene returned."""
-    keras.utils.set_random_seed(7)
-    expected = play(nullcontext)
-    keras.utils.set_random_seed(7)
-    found = play(strategy(replicas).scope)
+def both(
+    play: Callable[[Scope], Any],
+    replicas: int = 2,
+    tolerance: float = 1e-5,
+    *,
+    shared: bool = True,
+    moves: bool = True,
+) -> Any:
+    """Plays with no scope, then with one; returns what the distributed scene returned.
+
+    Every replica must have computed rows, unless the scene is not `shared`, and weights must have
+    moved, unless it `moves` none.
+    """
+
+    def seeded(scope: Scope) -> Any:
+        keras.utils.set_random_seed(7)
+        return play(scope)
+
+    where = strategy(replicas)
+    expected, alone = watched(lambda: seeded(nullcontext))
+    found, spread = watched(lambda: seeded(where.scope), where)
     alike(expected, found, tolerance)
+    assert_work(alone, spread, shared=shared, moves=moves)
     return found
 
 
@@ -39,7 +56,7 @@ def alike(expected: Any, found: Any, tolerance: float = 1e-5) -> None:
 def mlp(**more: Any) -> Any:
     return keras.Sequential(
         [keras.Input((8,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(3)]
-    )  # fmt: skip
+    )
 
 
 def compiled(scope: Scope, build: Callable[[], Any] = mlp, **compile: Any) -> Any:
@@ -47,7 +64,7 @@ def compiled(scope: Scope, build: Callable[[], Any] = mlp, **compile: Any) -> An
         "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         "metrics": ["accuracy"],
-    } | compile  # fmt: skip
+    } | compile
     with scope():
         model = build()
         model.compile(**options)

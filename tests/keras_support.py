@@ -33,9 +33,11 @@ def close_all() -> None:
 
 
 def train(
-    build: Build, compile: Callable[[], dict[str, Any]], fit: dict[str, Any],
+    build: Build,
+    compile: Callable[[], dict[str, Any]],
+    fit: dict[str, Any],
     where: sg.Strategy | None = None,
-) -> tuple[Any, dict[str, list[float]]]:  # fmt: skip
+) -> tuple[Any, dict[str, list[float]]]:
     """A model trained from one seed, and its history."""
     keras.utils.set_random_seed(7)
     with where.scope() if where is not None else nullcontext():
@@ -53,8 +55,13 @@ def apart(a: Any, b: Any) -> float:
 
 
 BOOKS = {
-    "updates", "dropped", "waiting", "staleness", "staleness_histogram", "waiting_by_worker",
-}  # fmt: skip
+    "updates",
+    "dropped",
+    "waiting",
+    "staleness",
+    "staleness_histogram",
+    "waiting_by_worker",
+}
 
 
 def history_apart(a: dict[str, list[float]], b: dict[str, list[float]]) -> float:

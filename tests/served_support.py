@@ -101,11 +101,29 @@ def launch(script: str, workers: int, folder: Path, *options: str, code: int = 0
     """What a script printed as all tasks of a cluster with a server, `HEAD` before it."""
     (folder / "train.py").write_text(HEAD + script)
     done = subprocess.run(
-        [sys.executable, "-m", "stratagem", "run", "--workers", str(workers), "--ps", "1",
-         *options, str(folder / "train.py")],
-        capture_output=True, text=True, timeout=140, check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1",
-             "KERAS_BACKEND": "torch", "WORKERS": str(workers)},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "stratagem",
+            "run",
+            "--workers",
+            str(workers),
+            "--ps",
+            "1",
+            *options,
+            str(folder / "train.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "OMP_NUM_THREADS": "1",
+            "KERAS_BACKEND": "torch",
+            "WORKERS": str(workers),
+        },
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -34,10 +34,17 @@ def mlp(features: int = 6, classes: int = 4) -> nn.Module:
 
 
 def by_hand(
-    module: nn.Module, make_optimizer: Callable[[Any], Any],
-    loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, *, batch: int, epochs: int = 2,
-    before_step: Callable[[nn.Module], object] = lambda module: None, accumulate: int = 1,
-) -> nn.Module:  # fmt: skip
+    module: nn.Module,
+    make_optimizer: Callable[[Any], Any],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    y: Tensor,
+    *,
+    batch: int,
+    epochs: int = 2,
+    before_step: Callable[[nn.Module], object] = lambda module: None,
+    accumulate: int = 1,
+) -> nn.Module:
     """The loop that everybody writes: one device, no library."""
     module = copy.deepcopy(module)
     optimizer = make_optimizer(module.parameters())

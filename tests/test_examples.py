@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from stratagem.cluster.spec import ClusterSpec, Task
+from tests.clock import SLOWER
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent
@@ -29,10 +30,14 @@ PAGES = sorted([*ROOT.glob("*.md"), *EXAMPLES.glob("*.md"), *(ROOT / "docs").rgl
 LIVE = [
     ROOT / name
     for name in (
-        "README.md", "docs/guide.md", "docs/own-loop.md", "docs/keras.md",
-        "docs/parameter-servers.md", "docs/simulating.md",
+        "README.md",
+        "docs/guide.md",
+        "docs/own-loop.md",
+        "docs/keras.md",
+        "docs/parameter-servers.md",
+        "docs/simulating.md",
     )
-]  # fmt: skip
+]
 LAUNCHER = [sys.executable, "-m", "stratagem", "run"]
 
 Plainly = Callable[..., str]
@@ -48,10 +53,13 @@ for path in sys.argv[1:]:
 def start(*command: object, cwd: Path, **environ: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [str(word) for word in command], cwd=cwd, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [str(word) for word in command],
+        cwd=cwd,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environ},
-    )  # fmt: skip
+    )
 
 
 def outputs(*processes: subprocess.Popen[str], seconds: float = 170) -> list[str]:
@@ -101,9 +109,14 @@ def test_a_loop_by_hand_gives_the_same_however_it_is_started(
     replicas = ["--epochs", 2, "--devices", "cpu:0", "cpu:1"]
     own, launched = outputs(
         start(*python("digits_mirrored.py", *replicas), cwd=tmp_path),
-        start(*LAUNCHER, "--replicas", 2, *python("digits_mirrored.py", "--epochs", 2)[1:],
-              cwd=tmp_path),
-    )  # fmt: skip
+        start(
+            *LAUNCHER,
+            "--replicas",
+            2,
+            *python("digits_mirrored.py", "--epochs", 2)[1:],
+            cwd=tmp_path,
+        ),
+    )
     accuracy, weight = numbers(plainly("digits_plain.py", "--epochs", 2))
     assert 0.1 < accuracy <= 1
     assert numbers(own)[-2:] == pytest.approx([accuracy, weight], abs=1e-5)
@@ -135,10 +148,13 @@ def test_keras_gives_the_same_on_two_replicas(tmp_path: Path, plainly: Plainly) 
 def test_two_workers_by_tf_config(tmp_path: Path) -> None:
     spec = ClusterSpec({"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]})
     workers = [
-        start(*python("multi_worker.py", "--epochs", 1, "--save", "digits"), cwd=tmp_path,
-              TF_CONFIG=spec.tf_config(Task("worker", index)))
+        start(
+            *python("multi_worker.py", "--epochs", 1, "--save", "digits"),
+            cwd=tmp_path,
+            TF_CONFIG=spec.tf_config(Task("worker", index)),
+        )
         for index in range(2)
-    ]  # fmt: skip
+    ]
     chief, other = outputs(*workers)
     assert "2 replicas: test accuracy" in chief
     assert "test accuracy" not in other, "only the chief reports"
@@ -152,7 +168,7 @@ def test_the_notebook_runs() -> None:
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code), "strip the outputs"
-    NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=int(60 * SLOWER), kernel_name="python3").execute()
     printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
     assert "[replica 1] the last share had 18 images" in printed
 
@@ -165,7 +181,7 @@ def test_the_keras_notebook_runs() -> None:
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code), "strip the outputs"
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=int(120 * SLOWER), kernel_name="python3").execute()
     printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
     assert float(re.findall(r"test accuracy (\S+)", printed)[0]) > 0.7
 
@@ -236,7 +252,7 @@ def test_python_blocks_compile(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_coordinator_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", page.read_text()):
         if target and "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -36,10 +36,17 @@ def model(name: str) -> nn.Module:
             nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
         )
     return nn.Sequential(
-        nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3),
-        nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(),
+        nn.Unflatten(1, (1, 28, 28)),
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(9216, 128),
+        nn.ReLU(),
         nn.Linear(128, 10),
-    )  # fmt: skip
+    )
 
 
 def data(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,9 +59,11 @@ def peer(rank: int, replicas: int, name: str, ddp: bool) -> float:
     net = model(name)
     if ddp:
         dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{os.environ['BENCH_PORT']}", rank=rank,
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{os.environ['BENCH_PORT']}",
+            rank=rank,
             world_size=replicas,
-        )  # fmt: skip
+        )
         net = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.Adam(net.parameters(), fused=True)
     x, y = data(BATCH * STEPS[name])
@@ -102,21 +111,31 @@ def measure(arm: str, replicas: int, name: str, threads: int) -> float:
     ranks = range(1 if arm in OURS else replicas)
     children = [
         subprocess.Popen(
-            [sys.executable, __file__, "--child", arm, str(rank), str(replicas), name,
-             str(threads)],
-            stdout=subprocess.PIPE, env=environ,
+            [
+                sys.executable,
+                __file__,
+                "--child",
+                arm,
+                str(rank),
+                str(replicas),
+                name,
+                str(threads),
+            ],
+            stdout=subprocess.PIPE,
+            env=environ,
         )
         for rank in ranks
-    ]  # fmt: skip
+    ]
     return max(float(child.communicate(timeout=300)[0].split()[-1]) for child in children)
 
 
 def child(arm: str, rank: str, replicas: str, name: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
     seconds = (
-        ours(int(replicas), name, central=arm == "central") if arm in OURS
+        ours(int(replicas), name, central=arm == "central")
+        if arm in OURS
         else peer(int(rank), int(replicas), name, ddp=arm == "ddp")
-    )  # fmt: skip
+    )
     print(seconds * 1e3)
 
 
@@ -133,10 +152,14 @@ def main() -> None:
         child(*args.child)
         return
     cores = len(os.sched_getaffinity(0))
-    print(f"{platform.machine()}, {cores} cores, torch {torch.__version__}; ms a step, {BATCH} "
-          f"examples a replica, median of {args.rounds} rounds")  # fmt: skip
-    print(f"{'model':6}{'replicas':>9}{'limit':>9}{'DDP':>9}{'ours':>9}{'DDP/ours':>10}"
-          f"{'limit/ours':>12}{'  of the best rounds':>20}")  # fmt: skip
+    print(
+        f"{platform.machine()}, {cores} cores, torch {torch.__version__}; ms a step, {BATCH} "
+        f"examples a replica, median of {args.rounds} rounds"
+    )
+    print(
+        f"{'model':6}{'replicas':>9}{'limit':>9}{'DDP':>9}{'ours':>9}{'DDP/ours':>10}"
+        f"{'limit/ours':>12}{'  of the best rounds':>20}"
+    )
     rows = []
     for name in args.models.split(","):
         for replicas in map(int, args.replicas.split(",")):
@@ -150,14 +173,27 @@ def main() -> None:
             faster = statistics.median(r["ddp"] / r["ours"] for r in rounds)
             ideal = statistics.median(r["limit"] / r["ours"] for r in rounds)
             best = {arm: min(r[arm] for r in rounds) for arm in rounds[0]}
-            print(f"{name:6}{replicas:9}{row['limit']:9.2f}{row['ddp']:9.2f}{row['ours']:9.2f}"
-                  f"{faster:10.2f}{ideal:12.2f}{best['ddp'] / best['ours']:10.2f}"
-                  f"{best['limit'] / best['ours']:10.2f}", flush=True)  # fmt: skip
+            print(
+                f"{name:6}{replicas:9}{row['limit']:9.2f}{row['ddp']:9.2f}{row['ours']:9.2f}"
+                f"{faster:10.2f}{ideal:12.2f}{best['ddp'] / best['ours']:10.2f}"
+                f"{best['limit'] / best['ours']:10.2f}",
+                flush=True,
+            )
             if args.central:
-                print(f"central {row['central']:.2f}, to ours: "
-                      f"{statistics.median(r['ours'] / r['central'] for r in rounds):.2f}")
-            rows.append({"model": name, "replicas": replicas, "rounds": rounds, **row,
-                         "ddp/ours": faster, "limit/ours": ideal})  # fmt: skip
+                print(
+                    f"central {row['central']:.2f}, to ours: "
+                    f"{statistics.median(r['ours'] / r['central'] for r in rounds):.2f}"
+                )
+            rows.append(
+                {
+                    "model": name,
+                    "replicas": replicas,
+                    "rounds": rounds,
+                    **row,
+                    "ddp/ours": faster,
+                    "limit/ours": ideal,
+                }
+            )
     if args.json:
         with open(args.json, "w") as file:
             json.dump(rows, file, indent=1)

@@ -127,14 +127,16 @@ def main() -> None:
     tokens = size.batch * size.context * args.steps
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(args.rounds + 1):
-        for name in (list(arms) if number % 2 else list(reversed(arms))):
+        for name in list(arms) if number % 2 else list(reversed(arms)):
             started = time.perf_counter()
             arms[name](args.steps)
             if number:  # the first round compiles
                 speeds[name].append(tokens / (time.perf_counter() - started))
     where = torch.cuda.get_device_name() if device != "cpu" else "CPU"
-    print(f"{where}, torch {torch.__version__}, {count / 1e6:.0f} M parameters, batch "
-          f"{size.batch} x {size.context}, bf16 autocast, torch.compile")  # fmt: skip
+    print(
+        f"{where}, torch {torch.__version__}, {count / 1e6:.0f} M parameters, batch "
+        f"{size.batch} x {size.context}, bf16 autocast, torch.compile"
+    )
     for name, values in speeds.items():
         print(f"{name:10} {statistics.median(values):12,.0f} tokens/s")
     ratio = statistics.median(

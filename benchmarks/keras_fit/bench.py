@@ -55,10 +55,13 @@ def build(keras: Any, name: str) -> Any:
         hidden = [keras.Input((784,))] + [layers.Dense(2750, activation="relu") for _ in range(2)]
     else:
         hidden = [
-            keras.Input((28, 28, 1)), layers.Conv2D(32, 3, activation="relu"),
-            layers.Conv2D(64, 3, activation="relu"), layers.MaxPooling2D(), layers.Flatten(),
+            keras.Input((28, 28, 1)),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
             layers.Dense(128, activation="relu"),
-        ]  # fmt: skip
+        ]
     return keras.Sequential([*hidden, layers.Dense(10)])
 
 
@@ -125,13 +128,20 @@ def run(arm: Arm) -> float:
 def measure(arm: Arm, pythons: dict[str, str]) -> float:
     pool = arm.threads * (arm.replicas if arm.backend == "tensorflow" else 1)
     environ = {
-        **os.environ, "KERAS_BACKEND": arm.backend, "OMP_NUM_THREADS": str(pool),
-        "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+        **os.environ,
+        "KERAS_BACKEND": arm.backend,
+        "OMP_NUM_THREADS": str(pool),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
         [pythons[arm.backend], __file__, "--child", *map(str, arm)],
-        stdout=subprocess.PIPE, env=environ, timeout=TIMEOUT, check=True, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        env=environ,
+        timeout=TIMEOUT,
+        check=True,
+        text=True,
+    )
     return float(done.stdout.split()[-1])
 
 
@@ -161,8 +171,14 @@ def one_replica(name: str, args: Any, pythons: dict[str, str]) -> dict[str, Any]
     found = rounds(arms, args.rounds, pythons)
     line = f"{name:8}{batch:7}" + "".join(f"{median(found, a):13.2f}" for a in arms)
     line += f"{median(found, 'ours', 'plain'):13.3f}"
-    row = {"part": "one", "model": name, "batch": batch, "threads": args.threads, "rounds": found,
-           "ours/plain": median(found, "ours", "plain")}  # fmt: skip
+    row = {
+        "part": "one",
+        "model": name,
+        "batch": batch,
+        "threads": args.threads,
+        "rounds": found,
+        "ours/plain": median(found, "ours", "plain"),
+    }
     if "tf" in arms:
         line += f"{median(found, 'tf mirrored', 'tf'):13.3f}{median(found, 'ours', 'tf'):13.3f}"
         row["tf mirrored/tf"] = median(found, "tf mirrored", "tf")
@@ -189,13 +205,24 @@ def two_replicas(batch: int, args: Any, pythons: dict[str, str]) -> list[dict[st
         family = "tf " if name.startswith("tf ") else ""
         all_threads = median(found, name, f"{family}one, all threads")
         one_thread = median(found, name, f"{family}one, 1 thread")
-        print(f"{name:22}{batch:7}{arm.replicas:10}{arm.threads:9}{median(found, name):10.2f}"
-              f"{median(found, name) * batch:13.0f}{all_threads:14.3f}{one_thread:12.3f}",
-              flush=True)  # fmt: skip
-        rows.append({"part": "two", "arm": name, "batch": batch, "replicas": arm.replicas,
-                     "threads": arm.threads, "steps/s": median(found, name),
-                     "to one, all threads": all_threads, "to one, 1 thread": one_thread,
-                     "rounds": [r[name] for r in found]})  # fmt: skip
+        print(
+            f"{name:22}{batch:7}{arm.replicas:10}{arm.threads:9}{median(found, name):10.2f}"
+            f"{median(found, name) * batch:13.0f}{all_threads:14.3f}{one_thread:12.3f}",
+            flush=True,
+        )
+        rows.append(
+            {
+                "part": "two",
+                "arm": name,
+                "batch": batch,
+                "replicas": arm.replicas,
+                "threads": arm.threads,
+                "steps/s": median(found, name),
+                "to one, all threads": all_threads,
+                "to one, 1 thread": one_thread,
+                "rounds": [r[name] for r in found],
+            }
+        )
     return rows
 
 
@@ -204,8 +231,10 @@ def tensorflow_in(folder: Path) -> str:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check",
-                        *PACKAGES], check=True)  # fmt: skip
+        subprocess.run(
+            [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *PACKAGES],
+            check=True,
+        )
     return str(python)
 
 
@@ -220,9 +249,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=cores, help="of all replicas together")
     parser.add_argument(
-        "--tensorflow", nargs="?", const="", metavar="FOLDER",
+        "--tensorflow",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
         help="also TensorFlow, in an environment made there, or made for this run",
-    )  # fmt: skip
+    )
     parser.add_argument("--json")
     parser.add_argument("--child", nargs=len(Arm._fields))
     args = parser.parse_args()
@@ -250,21 +282,32 @@ def everything(args: Any, cores: int, pythons: dict[str, str]) -> list[dict[str,
     said = f"keras {version('keras')}, torch {version('torch')}"
     if "tensorflow" in pythons:
         said += f", {PACKAGES[0]}"
-    print(f"{platform.machine()}, {cores} cores, {said}; steps a second, median of {args.rounds} "
-          "rounds")  # fmt: skip
+    print(
+        f"{platform.machine()}, {cores} cores, {said}; steps a second, median of {args.rounds} "
+        "rounds"
+    )
     rows = []
     parts = args.parts.split(",")
     if "one" in parts:
         with_tf = "tensorflow" in pythons
-        names = ["plain", "ours", *(["tf", "tf mirrored"] if with_tf else []), "ours/plain",
-                 *(["tf mirr./tf", "ours/tf"] if with_tf else [])]  # fmt: skip
-        print(f"\none replica, {args.threads} threads\n{'model':8}{'batch':>7}"
-              + "".join(f"{name:>13}" for name in names))  # fmt: skip
+        names = [
+            "plain",
+            "ours",
+            *(["tf", "tf mirrored"] if with_tf else []),
+            "ours/plain",
+            *(["tf mirr./tf", "ours/tf"] if with_tf else []),
+        ]
+        print(
+            f"\none replica, {args.threads} threads\n{'model':8}{'batch':>7}"
+            + "".join(f"{name:>13}" for name in names)
+        )
         rows += [one_replica(name, args, pythons) for name in args.models.split(",")]
     if "two" in parts:
-        print(f"\ntwo replicas, cnn; the batch is the global one\n{'arm':22}{'batch':>7}"
-              f"{'replicas':>10}{'threads':>9}{'steps/s':>10}{'examples/s':>13}"
-              f"{'/ one, all':>14}{'/ one, 1':>12}")  # fmt: skip
+        print(
+            f"\ntwo replicas, cnn; the batch is the global one\n{'arm':22}{'batch':>7}"
+            f"{'replicas':>10}{'threads':>9}{'steps/s':>10}{'examples/s':>13}"
+            f"{'/ one, all':>14}{'/ one, 1':>12}"
+        )
         for batch in map(int, args.batches.split(",")):
             rows += two_replicas(batch, args, pythons)
     return rows

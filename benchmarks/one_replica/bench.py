@@ -30,13 +30,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "mlp 784-512-512-10": (lambda: dense(784, 512, 512, 10), 128),
     "cnn": (
         lambda: nn.Sequential(
-            nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3),
-            nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(),
+            nn.Unflatten(1, (1, 28, 28)),
+            nn.Conv2d(1, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(9216, 128),
+            nn.ReLU(),
             nn.Linear(128, 10),
-        ), 100,
+        ),
+        100,
     ),
     "mlp 10 M": (lambda: dense(784, 2750, 2750, 10), 128),
-}  # fmt: skip
+}
 
 
 def dense(*sizes: int) -> nn.Module:
@@ -112,9 +120,13 @@ def by_prepare(net: nn.Module, x: torch.Tensor, y: torch.Tensor, batch: int) -> 
 
 
 ARMS = {
-    "hand": by_hand, "again": by_hand, "fit": by_fit,
-    "loader": by_loader, "loader again": by_loader, "prepare": by_prepare,
-}  # fmt: skip
+    "hand": by_hand,
+    "again": by_hand,
+    "fit": by_fit,
+    "loader": by_loader,
+    "loader again": by_loader,
+    "prepare": by_prepare,
+}
 
 
 def race(arms: dict[str, Callable[[], None]], device: str, rounds: int) -> dict[str, list[float]]:
@@ -151,10 +163,14 @@ def main() -> None:
     device = "cuda:0" if args.device == "cuda" else "cpu"
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     print(f"{name}, torch {torch.__version__}, {args.threads} threads, {rounds} rounds")
-    print(f"{'model':20}{'by hand':>10}{'again':>8}{'fit':>8}{'':5}"
-          f"{'by hand, loader':>16}{'again':>8}{'prepare':>9}")  # fmt: skip
-    print(f"{'':20}{'ms/step':>10}{'ratio':>8}{'ratio':>8}{'':5}"
-          f"{'ms/step':>16}{'ratio':>8}{'ratio':>9}")  # fmt: skip
+    print(
+        f"{'model':20}{'by hand':>10}{'again':>8}{'fit':>8}{'':5}"
+        f"{'by hand, loader':>16}{'again':>8}{'prepare':>9}"
+    )
+    print(
+        f"{'':20}{'ms/step':>10}{'ratio':>8}{'ratio':>8}{'':5}"
+        f"{'ms/step':>16}{'ratio':>8}{'ratio':>9}"
+    )
     rows = []
     for label, (make, batch) in MODELS.items():
         steps = 200 if args.device == "cuda" else (40 if "512" in label else 12)
@@ -171,9 +187,11 @@ def main() -> None:
             "loader_again": faster(times["loader again"], times["loader"]),
             "prepare": faster(times["prepare"], times["loader"], times["loader again"]),
         }
-        print(f"{label:20}{row['hand_ms']:10.3f}{row['again']:8.3f}{row['fit']:8.3f}{'':5}"
-              f"{row['loader_ms']:16.3f}{row['loader_again']:8.3f}{row['prepare']:9.3f}",
-              flush=True)  # fmt: skip
+        print(
+            f"{label:20}{row['hand_ms']:10.3f}{row['again']:8.3f}{row['fit']:8.3f}{'':5}"
+            f"{row['loader_ms']:16.3f}{row['loader_again']:8.3f}{row['prepare']:9.3f}",
+            flush=True,
+        )
         rows.append({"model": label, **row})
     if args.json:
         with open(args.json, "w") as file:

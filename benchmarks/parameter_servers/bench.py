@@ -92,9 +92,13 @@ def build(name: str) -> tuple[Any, Any, Any]:
         return nn.Sequential(OneThread(), bag, nn.Linear(32, 10)), x, y
     width = WIDTHS[name]
     net = nn.Sequential(
-        OneThread(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+        OneThread(),
+        nn.Linear(784, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
         nn.Linear(width, 10),
-    )  # fmt: skip
+    )
     return net, torch.randn(EXAMPLES, 784), y
 
 
@@ -198,10 +202,14 @@ def coordinate(arm: Arm, warm: float, seconds: float) -> dict[str, float]:
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     width = WIDTHS[arm.model]
     with strategy.scope():
-        net = keras.Sequential([
-            keras.Input((784,)), keras.layers.Dense(width, activation="relu"),
-            keras.layers.Dense(width, activation="relu"), keras.layers.Dense(10),
-        ])  # fmt: skip
+        net = keras.Sequential(
+            [
+                keras.Input((784,)),
+                keras.layers.Dense(width, activation="relu"),
+                keras.layers.Dense(width, activation="relu"),
+                keras.layers.Dense(10),
+            ]
+        )
         adam = keras.optimizers.Adam()
         adam.build(net.trainable_variables)
 
@@ -254,17 +262,22 @@ def coordinate(arm: Arm, warm: float, seconds: float) -> dict[str, float]:
 def measure(arm: Arm, args: Any) -> dict[str, float]:
     peer = arm.kind.startswith("tf")
     environ = {
-        **os.environ, "CUDA_VISIBLE_DEVICES": "",
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
         "STRATAGEM_SHARED_MEMORY": "0" if arm.way == "sockets" else "1",
-        "KERAS_BACKEND": "tensorflow" if peer else "torch", "TF_CPP_MIN_LOG_LEVEL": "3",
-    }  # fmt: skip
+        "KERAS_BACKEND": "tensorflow" if peer else "torch",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
     if args.threads == "one":
         environ |= {"OMP_NUM_THREADS": "1", ONE_THREAD: "1"}
     times = [str(args.warm), str(args.seconds)]
     done = subprocess.run(
         [args.tensorflow if peer else sys.executable, __file__, "--child", *map(str, arm), *times],
-        capture_output=True, env=environ, timeout=TIMEOUT, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        env=environ,
+        timeout=TIMEOUT,
+        text=True,
+    )
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         done.check_returncode()
@@ -279,8 +292,10 @@ def rounds(arms: dict[str, Arm], args: Any) -> list[dict[str, dict[str, float]]]
         figures = {}
         for name in order:
             figures[name] = measure(arms[name], args)
-            print(f"round {number + 1}, {name}: {figures[name]['updates/s']:.1f} updates/s",
-                  file=sys.stderr)  # fmt: skip
+            print(
+                f"round {number + 1}, {name}: {figures[name]['updates/s']:.1f} updates/s",
+                file=sys.stderr,
+            )
         found.append({name: figures[name] for name in arms})
     return found
 
@@ -298,30 +313,38 @@ def scaling(args: Any) -> list[dict[str, Any]]:
     for model in args.models.split(","):
         for kind in args.rules.split(","):
             for way in args.ways.split(","):
-                print(f"\n{model}, {kind}, {way}\n{'servers':>8}{'workers':>8}{'updates/s':>11}"
-                      f"{'gradients/s':>13}{'to the first':>14}{'cpu ms':>8}"
-                      f"{'staleness':>11}{'waiting':>9}")  # fmt: skip
-                arms = {
-                    f"{k} {w}": Arm(kind, model, way, w, k) for k in servers for w in workers
-                }  # fmt: skip
+                print(
+                    f"\n{model}, {kind}, {way}\n{'servers':>8}{'workers':>8}{'updates/s':>11}"
+                    f"{'gradients/s':>13}{'to the first':>14}{'cpu ms':>8}"
+                    f"{'staleness':>11}{'waiting':>9}"
+                )
+                arms = {f"{k} {w}": Arm(kind, model, way, w, k) for k in servers for w in workers}
                 found = rounds(arms, args)
                 first = next(iter(arms))
                 for name, arm in arms.items():
                     ratio = median(found, name, "gradients/s", first)
-                    row = {**arm._asdict(), "to the first": ratio,
-                           **{key: median(found, name, key) for key in found[0][name]},
-                           "rounds": [r[name] for r in found]}  # fmt: skip
-                    print(f"{arm.servers:8}{arm.workers:8}{row['updates/s']:11.1f}"
-                          f"{row['gradients/s']:13.1f}{ratio:14.2f}{row['cpu ms']:8.2f}"
-                          f"{row['staleness']:11.2f}{row['waiting']:9.2f}", flush=True)  # fmt: skip
+                    row = {
+                        **arm._asdict(),
+                        "to the first": ratio,
+                        **{key: median(found, name, key) for key in found[0][name]},
+                        "rounds": [r[name] for r in found],
+                    }
+                    print(
+                        f"{arm.servers:8}{arm.workers:8}{row['updates/s']:11.1f}"
+                        f"{row['gradients/s']:13.1f}{ratio:14.2f}{row['cpu ms']:8.2f}"
+                        f"{row['staleness']:11.2f}{row['waiting']:9.2f}",
+                        flush=True,
+                    )
                     rows.append(row)
     return rows
 
 
 def against_the_peer(args: Any) -> list[dict[str, Any]]:
     rows = []
-    print(f"\nasynchronous, 1 server\n{'model':8}{'workers':>8}{'ours':>9}{'sockets':>9}{'tf':>9}"
-          f"{'tf, 10 a call':>15}{'ours/tf':>9}{'sockets/tf':>12}{'ours/tf10':>11}")  # fmt: skip
+    print(
+        f"\nasynchronous, 1 server\n{'model':8}{'workers':>8}{'ours':>9}{'sockets':>9}{'tf':>9}"
+        f"{'tf, 10 a call':>15}{'ours/tf':>9}{'sockets/tf':>12}{'ours/tf10':>11}"
+    )
     for model in [name for name in args.models.split(",") if name in WIDTHS]:
         for workers in map(int, args.workers.split(",")):
             arms = {
@@ -331,19 +354,32 @@ def against_the_peer(args: Any) -> list[dict[str, Any]]:
                 "tf10": Arm("tf10", model, "sockets", workers, 1),
             }
             found = rounds(arms, args)
-            ratios = {f"{a}/{b}": median(found, a, to=b)
-                      for a in ("ours", "sockets") for b in ("tf", "tf10")}  # fmt: skip
-            print(f"{model:8}{workers:8}{median(found, 'ours'):9.1f}"
-                  f"{median(found, 'sockets'):9.1f}{median(found, 'tf'):9.1f}"
-                  f"{median(found, 'tf10'):15.1f}{ratios['ours/tf']:9.2f}"
-                  f"{ratios['sockets/tf']:12.2f}{ratios['ours/tf10']:11.2f}",
-                  flush=True)  # fmt: skip
+            ratios = {
+                f"{a}/{b}": median(found, a, to=b)
+                for a in ("ours", "sockets")
+                for b in ("tf", "tf10")
+            }
+            print(
+                f"{model:8}{workers:8}{median(found, 'ours'):9.1f}"
+                f"{median(found, 'sockets'):9.1f}{median(found, 'tf'):9.1f}"
+                f"{median(found, 'tf10'):15.1f}{ratios['ours/tf']:9.2f}"
+                f"{ratios['sockets/tf']:12.2f}{ratios['ours/tf10']:11.2f}",
+                flush=True,
+            )
             spent = {name: median(found, name, "cpu ms") for name in arms}
-            print(f"{'':8}{'cpu ms':>8}{spent['ours']:9.2f}{spent['sockets']:9.2f}"
-                  f"{spent['tf']:9.2f}{spent['tf10']:15.2f}"
-                  + "".join(f"{median(found, b, 'cpu ms', a):{width}.2f}" for a, b, width in (
-                      ("ours", "tf", 9), ("sockets", "tf", 12), ("ours", "tf10", 11))),
-                  flush=True)  # fmt: skip
+            print(
+                f"{'':8}{'cpu ms':>8}{spent['ours']:9.2f}{spent['sockets']:9.2f}"
+                f"{spent['tf']:9.2f}{spent['tf10']:15.2f}"
+                + "".join(
+                    f"{median(found, b, 'cpu ms', a):{width}.2f}"
+                    for a, b, width in (
+                        ("ours", "tf", 9),
+                        ("sockets", "tf", 12),
+                        ("ours", "tf10", 11),
+                    )
+                ),
+                flush=True,
+            )
             rows.append({"model": model, "workers": workers, **ratios, "rounds": found})
     return rows
 
@@ -361,8 +397,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer", action="store_true", help="against TensorFlow")
-    parser.add_argument("--tensorflow", default=sys.executable, metavar="PYTHON",
-                        help="an interpreter that has tensorflow 2.21 and keras 3")  # fmt: skip
+    parser.add_argument(
+        "--tensorflow",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="an interpreter that has tensorflow 2.21 and keras 3",
+    )
     parser.add_argument("--models", default="mlp,small,sparse")
     parser.add_argument("--rules", default="async,sync")
     parser.add_argument("--ways", default="memory,sockets")
@@ -371,8 +411,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--threads", choices=["one", "default"], default="one",
-                        help="a worker's; default: what each library chooses")  # fmt: skip
+    parser.add_argument(
+        "--threads",
+        choices=["one", "default"],
+        default="one",
+        help="a worker's; default: what each library chooses",
+    )
     parser.add_argument("--json")
     parser.add_argument("--child", nargs=7)
     parser.add_argument("--serve", nargs=3)
@@ -389,9 +433,11 @@ def main() -> None:
     import torch
 
     cores = len(os.sched_getaffinity(0))
-    print(f"{platform.machine()}, {cores} cores, torch {torch.__version__}; batch {BATCH} a "
-          f"worker, threads: {args.threads}; {args.seconds:g} s, median of {args.rounds} rounds; "
-          f"load {os.getloadavg()[0]:.1f} before")  # fmt: skip
+    print(
+        f"{platform.machine()}, {cores} cores, torch {torch.__version__}; batch {BATCH} a "
+        f"worker, threads: {args.threads}; {args.seconds:g} s, median of {args.rounds} rounds; "
+        f"load {os.getloadavg()[0]:.1f} before"
+    )
     if not args.peer:
         rows = scaling(args)
     elif has_tensorflow(args.tensorflow):

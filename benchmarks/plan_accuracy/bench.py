@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.cluster.cores import cores
-from stratagem.launch.validate import Row, validate
+from stratagem.cluster.environment import cores
+from stratagem.launch.validate import ValidationRow, validate
 from stratagem.plan.choose import choose
 from stratagem.plan.configuration import MIRRORED, SERVERS, Configuration
-from stratagem.plan.machine import measure
+from stratagem.plan.machine import measure_hardware
 from stratagem.plan.measure import rehearse
-from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit
+from stratagem.training.dry_run import DryRun, DryRunHandedOver, instead_of_fit
 
 BATCH = 64  # a replica
 
@@ -38,21 +38,28 @@ def model(name: str) -> nn.Module:
             nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
         )
     return nn.Sequential(
-        nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3),
-        nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(),
+        nn.Unflatten(1, (1, 28, 28)),
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(9216, 128),
+        nn.ReLU(),
         nn.Linear(128, 10),
-    )  # fmt: skip
+    )
 
 
-def trial(name: str) -> Rehearsal:
+def trial(name: str) -> DryRun:
     """What `fit` would do with its first batch."""
-    found: list[Rehearsal] = []
+    found: list[DryRun] = []
     trained = sg.Model(model(name), sg.MirroredStrategy(["cpu:0"]))
     trained.compile("adam", "cross_entropy")
     with instead_of_fit(found.append):
         try:
             trained.fit(torch.randn(BATCH, 784), torch.randint(0, 10, (BATCH,)), batch_size=BATCH)
-        except Handed:
+        except DryRunHandedOver:
             return found[0]
     raise AssertionError("fit handed nothing over")
 
@@ -67,25 +74,31 @@ def measured(
     name: str, rounds: int, replicas: list[int]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A profile, then rounds over all configurations; the median of each."""
-    rehearsal = trial(name)
-    profile = rehearse(rehearsal, say=print)
-    machine = measure()
+    dry_run = trial(name)
+    profile = rehearse(dry_run, say=print)
+    machine = measure_hardware()
     plan = choose(profile, machine)
     chosen = configurations(replicas)
-    taken: dict[Configuration, list[Row]] = {each: [] for each in chosen}
+    taken: dict[Configuration, list[ValidationRow]] = {each: [] for each in chosen}
     for _ in range(rounds):
-        for row in validate(plan, rehearsal, chosen):
+        for row in validate(plan, dry_run, chosen):
             taken[row.configuration].append(row)
             print(f"{name}, {row.configuration}: {row.error:+.0%}", flush=True)
     known = {1, *(n for n, _ in profile.crowd)}
     rows = []
     for each, seen in taken.items():
         step = statistics.median(row.measured for row in seen)
-        rows.append({
-            "model": name, "configuration": str(each), "replicas": each.replicas,
-            "held_out": each.replicas not in known, "predicted_ms": seen[0].predicted * 1e3,
-            "measured_ms": step * 1e3, "error": seen[0].predicted / step - 1,
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": name,
+                "configuration": str(each),
+                "replicas": each.replicas,
+                "held_out": each.replicas not in known,
+                "predicted_ms": seen[0].predicted * 1e3,
+                "measured_ms": step * 1e3,
+                "error": seen[0].predicted / step - 1,
+            }
+        )
     return rows, {"profile": profile.to_json(), "hardware": machine.to_json()}
 
 
@@ -96,21 +109,23 @@ def main() -> None:
     parser.add_argument("--replicas", default="1,2,3,4,6,8,12,16")
     parser.add_argument("--json")
     args = parser.parse_args()
-    print(f"{platform.machine()}, {cores()} cores, torch {torch.__version__}, "
-          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    print(
+        f"{platform.machine()}, {cores()} cores, torch {torch.__version__}, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
     rows: list[dict[str, Any]] = []
     about = {}
     for name in args.models.split(","):
-        found, about[name] = measured(
-            name, args.rounds, [int(n) for n in args.replicas.split(",")]
-        )
+        found, about[name] = measured(name, args.rounds, [int(n) for n in args.replicas.split(",")])
         rows += found
     print("| model | configuration | held out | predicted ms | measured ms | error |")
     print("| --- | --- | --- | --- | --- | --- |")
     for row in rows:
         out = "yes" if row["held_out"] else ""
-        print(f"| {row['model']} | {row['configuration']} | {out} | {row['predicted_ms']:.2f} | "
-              f"{row['measured_ms']:.2f} | {row['error']:+.0%} |")  # fmt: skip
+        print(
+            f"| {row['model']} | {row['configuration']} | {out} | {row['predicted_ms']:.2f} | "
+            f"{row['measured_ms']:.2f} | {row['error']:+.0%} |"
+        )
     for title, some in (("all", rows), ("held out", [r for r in rows if r["held_out"]])):
         if some:
             sizes = [abs(row["error"]) for row in some]

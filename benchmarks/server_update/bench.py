@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.state.assembly import cut_values
-from stratagem.state.partition import partition
-from stratagem.state.recipe import describe
+from stratagem.state.optimizer_recipe import describe
+from stratagem.state.partition import cut_values, partition
 from stratagem.state.store import Store
 
 
@@ -74,9 +73,7 @@ def measure(million: float, rounds: int) -> list[dict[str, Any]]:
         {
             "arm": name,
             "ms": round(statistics.median(took), 2),
-            "ratio": round(
-                statistics.median(a / b for a, b in zip(took, peer, strict=True)), 3
-            ),
+            "ratio": round(statistics.median(a / b for a, b in zip(took, peer, strict=True)), 3),
         }
         for name, took in times.items()
     ]

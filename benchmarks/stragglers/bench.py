@@ -119,18 +119,26 @@ def run(arm: Arm) -> dict[str, float]:
     took, stats = clock[-1] - clock[0], strategy.stats()
     assert stats.lost == 0
     return {
-        "seconds": took, "updates/s": stats.updates / took, "updates": stats.updates,
-        "examples/s": arm.epochs * len(x) / took, "received": stats.received,
-        "dropped": stats.dropped, "abandoned": stats.abandoned, "requeued": stats.requeued,
-    }  # fmt: skip
+        "seconds": took,
+        "updates/s": stats.updates / took,
+        "updates": stats.updates,
+        "examples/s": arm.epochs * len(x) / took,
+        "received": stats.received,
+        "dropped": stats.dropped,
+        "abandoned": stats.abandoned,
+        "requeued": stats.requeued,
+    }
 
 
 def measure(arm: Arm) -> dict[str, float]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, __file__, "--child", json.dumps(arm)],
-        capture_output=True, env=environ, timeout=TIMEOUT, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        env=environ,
+        timeout=TIMEOUT,
+        text=True,
+    )
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         done.check_returncode()
@@ -160,31 +168,57 @@ def main() -> None:
     import torch
 
     cores = len(os.sched_getaffinity(0))
-    print(f"{platform.machine()}, {cores} cores, torch {torch.__version__}; {args.workers} "
-          f"workers, a step of {args.step * 1e3:g} ms, {args.chance:.0%} of them {args.times:g} "
-          f"times slower; {args.epochs} epochs of {args.updates} updates, median of "
-          f"{args.rounds} rounds; load {os.getloadavg()[0]:.1f} before")  # fmt: skip
+    print(
+        f"{platform.machine()}, {cores} cores, torch {torch.__version__}; {args.workers} "
+        f"workers, a step of {args.step * 1e3:g} ms, {args.chance:.0%} of them {args.times:g} "
+        f"times slower; {args.epochs} epochs of {args.updates} updates, median of "
+        f"{args.rounds} rounds; load {os.getloadavg()[0]:.1f} before"
+    )
     rows = []
     for where in args.where.split(","):
-        print(f"\nwaiting in the {where}\n{'spares':>7}{'seconds':>9}{'updates/s':>11}"
-              f"{'to the first':>14}{'dropped':>9}{'abandoned':>11}{'requeued':>10}")  # fmt: skip
+        print(
+            f"\nwaiting in the {where}\n{'spares':>7}{'seconds':>9}{'updates/s':>11}"
+            f"{'to the first':>14}{'dropped':>9}{'abandoned':>11}{'requeued':>10}"
+        )
         spares = [int(n) for n in args.spares.split(",")]
         found: list[dict[int, dict[str, float]]] = []
         for number in range(args.rounds):
             order = spares if number % 2 == 0 else spares[::-1]
-            found.append({
-                n: measure(Arm(n, args.workers, where, args.step, args.chance, args.times,
-                               args.updates, args.epochs, number))
-                for n in order
-            })  # fmt: skip
+            found.append(
+                {
+                    n: measure(
+                        Arm(
+                            n,
+                            args.workers,
+                            where,
+                            args.step,
+                            args.chance,
+                            args.times,
+                            args.updates,
+                            args.epochs,
+                            number,
+                        )
+                    )
+                    for n in order
+                }
+            )
         for n in spares:
             row = {key: statistics.median(r[n][key] for r in found) for key in found[0][n]}
             ratio = statistics.median(r[n]["updates/s"] / r[spares[0]]["updates/s"] for r in found)
-            print(f"{n:7}{row['seconds']:9.2f}{row['updates/s']:11.2f}{ratio:14.2f}"
-                  f"{row['dropped']:9.0f}{row['abandoned']:11.0f}{row['requeued']:10.0f}",
-                  flush=True)  # fmt: skip
-            rows.append({"where": where, "spares": n, "to the first": ratio, **row,
-                         "rounds": [r[n] for r in found]})  # fmt: skip
+            print(
+                f"{n:7}{row['seconds']:9.2f}{row['updates/s']:11.2f}{ratio:14.2f}"
+                f"{row['dropped']:9.0f}{row['abandoned']:11.0f}{row['requeued']:10.0f}",
+                flush=True,
+            )
+            rows.append(
+                {
+                    "where": where,
+                    "spares": n,
+                    "to the first": ratio,
+                    **row,
+                    "rounds": [r[n] for r in found],
+                }
+            )
     print(f"load {os.getloadavg()[0]:.1f} afterwards")
     if args.json:
         with open(args.json, "w") as file:

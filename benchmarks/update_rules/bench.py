@@ -56,30 +56,36 @@ def main() -> None:
         data = [part[order] for part in (pixels, labels)]
         for name, rule in rules(args.workers).items():
             table.setdefault(name, []).append(one(args, rule, data, seed))
-    print(f"{args.workers} workers, rate {args.rate}, momentum {args.momentum}, "
-          f"batch {args.batch}, {args.epochs} epochs, {args.seeds} seeds\n")  # fmt: skip
+    print(
+        f"{args.workers} workers, rate {args.rate}, momentum {args.momentum}, "
+        f"batch {args.batch}, {args.epochs} epochs, {args.seeds} seeds\n"
+    )
     print("| rule | accuracy | worst | age of gradients | dropped | updates/s |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, rows in table.items():
         accuracy, age, dropped, speed = zip(*rows, strict=True)
-        print(f"| {name.strip()} | {statistics.mean(accuracy):.3f} | {min(accuracy):.3f} | "
-              f"{statistics.mean(age):.1f} | {statistics.mean(dropped):.0%} | "
-              f"{statistics.mean(speed):.0f} |")  # fmt: skip
+        print(
+            f"| {name.strip()} | {statistics.mean(accuracy):.3f} | {min(accuracy):.3f} | "
+            f"{statistics.mean(age):.1f} | {statistics.mean(dropped):.0%} | "
+            f"{statistics.mean(speed):.0f} |"
+        )
 
 
 def one(args: Any, rule: Any, data: list[Any], seed: int) -> tuple[float, float, float, float]:
     """Train once; accuracy, mean age, share dropped, updates a second."""
     (x, y), split = data, 1400
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(),
-                        nn.Linear(64, 10))  # fmt: skip
-    strategy = sg.ParameterServerStrategy(
-        sg.LocalCluster(workers=args.workers, ps=1), updates=rule
+    net = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
     )
+    strategy = sg.ParameterServerStrategy(sg.LocalCluster(workers=args.workers, ps=1), updates=rule)
     try:
         model = sg.Model(net, strategy)
-        model.compile(lambda p: torch.optim.SGD(p, lr=args.rate, momentum=args.momentum),
-                      "cross_entropy", ["accuracy"])  # fmt: skip
+        model.compile(
+            lambda p: torch.optim.SGD(p, lr=args.rate, momentum=args.momentum),
+            "cross_entropy",
+            ["accuracy"],
+        )
         log = model.fit(x[:split], y[:split], epochs=args.epochs, batch_size=args.batch, verbose=0)
         books = strategy.stats()
         found = model.evaluate(x[split:], y[split:], verbose=0)["accuracy"]

@@ -4,12 +4,15 @@
     magic, version, nonce c      ->
                                  <-         magic, version, nonce s
     HMAC(secret, "client" c s)   ->
-                                 <-         HMAC(secret, "server" c s)
+                                 <-         HMAC(secret, "server" c s), or 32 zeros: refused
 
 Every message has a fixed size, and nothing of a peer is parsed before its proof holds. The
 client proves first, so that a stranger who knocks learns nothing. The role and both nonces are
 inside each MAC, so a message sent back to its sender, or kept from another day, proves nothing.
 The proof guards the door; it neither encrypts nor signs what follows (wire/tls.py does).
+
+A server that does not believe a client says so, in 32 zeros. A connection that ends before is no
+answer: the process there was ended, or had no place for one more, and can be tried again.
 """
 
 from __future__ import annotations
@@ -19,25 +22,39 @@ import functools
 import hashlib
 import hmac
 import json
+import logging
 import math
 import os
 import socket
-import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from stratagem.errors import HandshakeError, UsageError
+from stratagem.cluster.framing import (
+    HEAD,
+    FrameReader,
+    Malformed,
+    decode_head,
+    decode_header,
+    encode,
+)
+from stratagem.cluster.sockets import is_loopback
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.waiting import listing
+from stratagem.errors import ClusterError, HandshakeError
+
+log = logging.getLogger("stratagem")
 
 SECRET_VARIABLE = "STRATAGEM_SECRET"
 NOTE_LIMIT = 1 << 20
 
 _MAGIC = b"STRATGM"
-_VERSION = 2
+_VERSION = 4
 _SALT = b"stratagem secret 2"
 _GREETING = _MAGIC + bytes([_VERSION])
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
-_LENGTH = struct.Struct("!I")
+_REFUSAL = bytes(_MAC_BYTES)
+_IN_GREETING, _IN_NOTES = "during the greeting", "where a note belongs"
 
 
 class Stranger(HandshakeError):
@@ -46,6 +63,10 @@ class Stranger(HandshakeError):
 
 class WrongSecret(HandshakeError):
     """The peer speaks the protocol but holds another secret: another job, or a setting missed."""
+
+
+class Ended(HandshakeError):
+    """The peer hung up during the greeting, without an answer: its process ended, or is full."""
 
 
 def job_secret(environ: Mapping[str, str], spec_json: str) -> bytes:
@@ -58,6 +79,27 @@ def job_secret(environ: Mapping[str, str], spec_json: str) -> bytes:
     if chosen:
         return _stretched(os.fsencode(chosen))
     return hashlib.sha256(b"stratagem cluster\0" + _canonical(spec_json)).digest()
+
+
+def secret_for(
+    spec: ClusterSpec, ports: Iterable[str], *, insecure: bool, option: str = "insecure=True"
+) -> bytes:
+    """Return the secret of a job that listens at `ports`; ClusterError if it needs a chosen one.
+
+    Without STRATAGEM_SECRET, whoever knows the cluster can join the job: that is refused where
+    others than this machine reach a port, unless `insecure`. `option` is how to say so.
+    """
+    abroad = [port for port in ports if not is_loopback(port)]
+    if abroad and not os.environ.get(SECRET_VARIABLE):
+        open_to = f"whoever reaches {listing(abroad)} and knows this cluster can join the job"
+        if not insecure:
+            raise ClusterError(
+                f"{SECRET_VARIABLE} is not set, and without it {open_to}. Set it to the same long "
+                f"random text on every task (openssl rand -hex 32). Where only the job's own tasks "
+                f"reach these addresses, {option} does without."
+            )
+        log.warning("%s is not set: %s", SECRET_VARIABLE, open_to)
+    return job_secret(os.environ, spec.to_json())
 
 
 @functools.lru_cache(maxsize=8)
@@ -85,52 +127,93 @@ def prove(sock: socket.socket, secret: bytes, *, server: bool, limit: float) -> 
 
 
 def _prove(sock: socket.socket, secret: bytes, server: bool, deadline: float) -> None:
-    mine = os.urandom(_NONCE_BYTES)
     if server:
-        theirs = _take_greeting(sock, deadline)
-        _send(sock, _GREETING + mine, deadline)
-        _take_proof(sock, _mac(secret, b"client", theirs, mine), deadline)
-        _send(sock, _mac(secret, b"server", theirs, mine), deadline)
+        proof = Proof(secret, peer_name(sock))
+        try:
+            while not proof.holds:
+                _send(sock, proof.feed(_receive(sock, proof.wants, deadline)), deadline)
+        except WrongSecret:
+            with contextlib.suppress(HandshakeError):  # it has hung up itself
+                _send(sock, Proof.refusal, deadline)
+            raise
         return
+    peer, mine = peer_name(sock), os.urandom(_NONCE_BYTES)
     _send(sock, _GREETING + mine, deadline)
-    theirs = _take_greeting(sock, deadline)
+    _check_greeting(_receive(sock, len(_GREETING), deadline), peer)
+    theirs = _receive(sock, _NONCE_BYTES, deadline)
     if hmac.compare_digest(mine, theirs):
-        raise WrongSecret(_refusal(sock, "it only repeats what it is sent"))
+        raise WrongSecret(_refusal(peer, "it only repeats what it is sent"))
     _send(sock, _mac(secret, b"client", mine, theirs), deadline)
-    _take_proof(sock, _mac(secret, b"server", mine, theirs), deadline, hung_up="refused our proof")
+    answer = _receive(sock, _MAC_BYTES, deadline)
+    if answer == _REFUSAL:
+        raise WrongSecret(_refusal(peer, "it refused our proof"))
+    if not hmac.compare_digest(answer, _mac(secret, b"server", mine, theirs)):
+        raise WrongSecret(_refusal(peer, "it holds another secret"))
+
+
+class Proof:
+    """The server's part of the greeting, for whoever reads the socket.
+
+    It keeps one message of fixed size at a time. The magic comes first: a stranger's short banner
+    is then recognised without a wait.
+    """
+
+    #: what to send to a client before hanging up on WrongSecret
+    refusal = _REFUSAL
+
+    def __init__(self, secret: bytes, peer: str) -> None:
+        self._secret, self._peer = secret, peer
+        self._mine = os.urandom(_NONCE_BYTES)
+        self._theirs = b""
+        self._sizes = [_MAC_BYTES, _NONCE_BYTES, len(_GREETING)]
+        self._message = bytearray()
+
+    @property
+    def holds(self) -> bool:
+        """Whether the client has proved the secret."""
+        return not self._sizes
+
+    @property
+    def wants(self) -> int:
+        """How many bytes may be read now; what comes after the proof is not for us."""
+        return self._sizes[-1] - len(self._message) if self._sizes else 0
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take at most `wants` bytes; return what to answer. Raises Stranger or WrongSecret."""
+        self._message += piece
+        if self.wants:
+            return b""
+        self._sizes.pop()
+        message, self._message = bytes(self._message), bytearray()
+        if len(self._sizes) == 2:
+            _check_greeting(message, self._peer)
+            return b""
+        if len(self._sizes) == 1:
+            self._theirs = message
+            return _GREETING + self._mine
+        if not hmac.compare_digest(message, self._mac(b"client")):
+            raise WrongSecret(_refusal(self._peer, "it holds another secret"))
+        return self._mac(b"server")
+
+    def _mac(self, role: bytes) -> bytes:
+        return _mac(self._secret, role, self._theirs, self._mine)
 
 
 def _mac(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     return hmac.digest(secret, _GREETING + role + client_nonce + server_nonce, "sha256")
 
 
-def _take_greeting(sock: socket.socket, deadline: float) -> bytes:
-    """Read the magic first: a stranger's short banner is then recognised without a wait."""
-    greeting = _receive(sock, len(_GREETING), deadline)
+def _check_greeting(greeting: bytes, peer: str) -> None:
     if greeting[:-1] != _MAGIC:
-        raise Stranger(_refusal(sock, "something else than stratagem answers there"))
+        raise Stranger(_refusal(peer, "something else than stratagem answers there"))
     if greeting != _GREETING:
         found = f"it speaks version {greeting[-1]} of the protocol, this task version {_VERSION}"
-        raise Stranger(_refusal(sock, found + "; install the same stratagem on every task"))
-    return _receive(sock, _NONCE_BYTES, deadline)
+        raise Stranger(_refusal(peer, found + "; install the same stratagem on every task"))
 
 
-def _take_proof(sock: socket.socket, expected: bytes, deadline: float, hung_up: str = "") -> None:
-    try:
-        proof = _receive(sock, _MAC_BYTES, deadline)
-    except HandshakeError as problem:
-        # A server that does not believe us hangs up without a word; so the end of the stream
-        # here, and only here, is its answer. A timeout is not.
-        if hung_up and not isinstance(problem.__cause__, TimeoutError):
-            raise WrongSecret(_refusal(sock, f"it {hung_up}")) from problem
-        raise
-    if not hmac.compare_digest(proof, expected):
-        raise WrongSecret(_refusal(sock, "it holds another secret"))
-
-
-def _refusal(sock: socket.socket, why: str) -> str:
+def _refusal(peer: str, why: str) -> str:
     return (
-        f"{peer_name(sock)} did not prove that it belongs to this job: {why}. Set the same "
+        f"{peer} did not prove that it belongs to this job: {why}. Set the same "
         f"{SECRET_VARIABLE} on every task and give every task the same cluster."
     )
 
@@ -145,25 +228,8 @@ def peer_name(sock: socket.socket) -> str:
 
 
 def encode_note(note: Mapping[str, object]) -> bytes:
-    """Frame a JSON object: its length in 4 bytes, big-endian, and its text."""
-    body = json.dumps(note, separators=(",", ":")).encode()
-    if len(body) > NOTE_LIMIT:
-        raise UsageError(
-            f"a note of {len(body)} bytes is over the limit of {NOTE_LIMIT}: notes carry facts "
-            "about the job; tensors and data travel over the wire"
-        )
-    return _LENGTH.pack(len(body)) + body
-
-
-def decode_note(body: bytes) -> dict[str, object]:
-    """Read a JSON object; anything else is a HandshakeError."""
-    try:
-        note = json.loads(body)
-    except (ValueError, RecursionError) as problem:
-        raise HandshakeError(f"a peer sent a note that is not JSON: {problem}") from problem
-    if not isinstance(note, dict):
-        raise HandshakeError(f"a peer sent a {type(note).__name__} where a JSON object belongs")
-    return note
+    """Frame a JSON object."""
+    return encode(note, limit=NOTE_LIMIT)
 
 
 def send_note(sock: socket.socket, note: Mapping[str, object], limit: float | None = None) -> None:
@@ -175,34 +241,17 @@ def send_note(sock: socket.socket, note: Mapping[str, object], limit: float | No
 def recv_note(sock: socket.socket, limit: float | None = None) -> dict[str, object]:
     """Receive exactly one note; HandshakeError or ConnectionError if it is no note."""
     with _deadline(sock, limit) as deadline:
-        size = _checked_length(_receive(sock, _LENGTH.size, deadline))
-        return decode_note(_receive(sock, size, deadline))
+        try:
+            head = _receive(sock, HEAD.size, deadline, _IN_NOTES)
+            size, _ = decode_head(head, NOTE_LIMIT, 0)
+            return decode_header(_receive(sock, size, deadline, _IN_NOTES))
+        except Malformed as problem:
+            raise HandshakeError(f"{peer_name(sock)} sent no note: {problem}") from problem
 
 
-class NoteReader:
-    """Cuts a stream that arrives in pieces into notes."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, piece: bytes) -> Iterator[dict[str, object]]:
-        """Yield the notes that this piece completes."""
-        self._buffer += piece
-        while len(self._buffer) >= _LENGTH.size:
-            end = _LENGTH.size + _checked_length(self._buffer[: _LENGTH.size])
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[_LENGTH.size : end])
-            del self._buffer[:end]
-            yield decode_note(body)
-
-
-def _checked_length(header: bytes | bytearray) -> int:
-    """Read a note's length, refusing a long one before any memory is taken for it."""
-    size: int = _LENGTH.unpack(header)[0]
-    if size > NOTE_LIMIT:
-        raise HandshakeError(f"a peer announced a note of {size} bytes; {NOTE_LIMIT} is the limit")
-    return size
+def note_reader() -> FrameReader:
+    """Return what cuts a stream into notes."""
+    return FrameReader(NOTE_LIMIT, 0)
 
 
 @contextlib.contextmanager
@@ -221,10 +270,11 @@ def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
         _limit_wait(sock, deadline)
         sock.sendall(data)
     except OSError as problem:
-        raise HandshakeError(f"{peer_name(sock)} does not listen to us: {problem}") from problem
+        kind = Ended if isinstance(problem, ConnectionError) else HandshakeError
+        raise kind(f"{peer_name(sock)} does not listen to us: {problem}") from problem
 
 
-def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
+def _receive(sock: socket.socket, size: int, deadline: float, when: str = _IN_GREETING) -> bytes:
     """Read exactly `size` bytes; the deadline is for all of them, against a peer that drips."""
     data = bytearray()
     try:
@@ -235,12 +285,24 @@ def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
                 raise ConnectionResetError("it hung up")
             data += piece
     except OSError as problem:
-        said = f"after {len(data)} of {size} bytes" if data else "without a word"
-        raise HandshakeError(
-            f"no answer from {peer_name(sock)} ({problem} {said}): is the same stratagem running "
-            "there, and is the machine awake?"
-        ) from problem
+        raise no_answer(peer_name(sock), problem, len(data), size, when) from problem
     return bytes(data)
+
+
+def no_answer(
+    peer: str, problem: OSError, received: int, wanted: int, when: str = _IN_GREETING
+) -> HandshakeError:
+    """Return what to raise where a peer's next message did not come, because of `problem`."""
+    said = f"after {received} of {wanted} bytes" if received else "without a word"
+    if not isinstance(problem, TimeoutError):
+        return Ended(
+            f"{peer} ended the connection {when}, {said} ({problem}): its process was "
+            "ended, or hears too many others. The log there says which."
+        )
+    return HandshakeError(
+        f"no answer from {peer} ({problem} {said}): is the same stratagem running there, and is "
+        "the machine awake?"
+    )
 
 
 def _limit_wait(sock: socket.socket, deadline: float) -> None:

@@ -16,20 +16,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from stratagem.cluster.pulse import GIVE_UP
-from stratagem.cluster.rounds import Rounds, as_sent
+from stratagem.cluster.failure import DEPARTURES, Failure, Member, shorten
+from stratagem.cluster.heartbeat import GIVE_UP
+from stratagem.cluster.message_router import MessageRouter, RouterOutputs
+from stratagem.cluster.note_gather import HubNotes, KeyValues, NoteGather, as_sent
 from stratagem.cluster.star import Star
-from stratagem.cluster.switchboard import Outlets, Switchboard
-from stratagem.cluster.trouble import Member, Trouble, shorten
 from stratagem.errors import UsageError
 
-__all__ = ["Member", "Membership", "Trouble"]
+__all__ = ["Failure", "Member", "Membership"]
 
 log = logging.getLogger("stratagem")
 
 FLUSH = 1.0  # seconds that a report may take to leave this process
 
-Callback = Callable[[Trouble], object]
+Callback = Callable[[Failure], object]
 
 
 class Membership:
@@ -45,12 +45,19 @@ class Membership:
         self.members = tuple(members)
         self.rank = rank
         self._changed = threading.Condition()
-        self._trouble: Trouble | None = None
+        self._trouble: Failure | None = None
         self._callbacks: list[Callback] = []
+        #: small notes for the hub alone
+        self.to_hub = HubNotes(rank, self._tell)
         self._left = False
-        self._rounds = Rounds(self.members, self._changed)
-        outlets = Outlets(self._tell, self._hang_up, self._become, self._quiet)
-        board = Switchboard(self.members, rank, sockets, self._rounds, outlets, give_up)
+        #: names of those who died, fell silent or came too late, with the first trouble and after
+        self._gone: set[str] = set()
+        self._rounds = NoteGather(self.members, self._changed)
+        self.board = KeyValues(self._changed)
+        outlets = RouterOutputs(self._tell, self._hang_up, self._become, self._quiet, self._hear)
+        board = MessageRouter(
+            self.members, rank, sockets, self._rounds, self.board, outlets, give_up
+        )
         self._star = Star(sockets, board) if sockets else None
         if self._star is not None:
             self._star.start()
@@ -98,12 +105,17 @@ class Membership:
         self._tell({"t": "note", "rank": self.rank, "turn": turn, "note": own})
         return self._rounds.gather(turn, limit, lambda: self._trouble)
 
+    def publish(self, key: str, word: str) -> None:
+        """Write a word on every member's board; each key has one writer."""
+        if not self._left and self.board.keep(key, word):
+            self._tell({"t": "word", "rank": self.rank, "key": key, "word": word})
+
     @property
-    def trouble(self) -> Trouble | None:
+    def trouble(self) -> Failure | None:
         """The first trouble, or None; one attribute is read, for loops that spin."""
         return self._trouble
 
-    def await_trouble(self, seconds: float) -> Trouble | None:
+    def await_trouble(self, seconds: float) -> Failure | None:
         """Wait for trouble that may be on its way: the cause of an error seen elsewhere."""
         with self._changed:
             self._changed.wait_for(lambda: self._trouble, seconds)
@@ -119,11 +131,18 @@ class Membership:
         self.raise_if_trouble()
         self._rounds.raise_if_departed()
 
+    @property
+    def still_here(self) -> frozenset[str]:
+        """The names of the members of whom nothing bad is known."""
+        with self._changed:
+            left = {self.members[rank].name for rank in self._rounds.departed()}
+            return frozenset({each.name for each in self.members} - self._gone - left)
+
     def report_failure(self, detail: str) -> None:
         """Tell everybody that this member raised; `detail` is its traceback."""
-        self.announce(Trouble(self.rank, self.members[self.rank], "failed", shorten(detail)))
+        self.announce(Failure(self.rank, self.members[self.rank], "failed", shorten(detail)))
 
-    def announce(self, trouble: Trouble) -> None:
+    def announce(self, trouble: Failure) -> None:
         """Tell everybody of a trouble learnt elsewhere, as of a worker's own replica."""
         self._become(trouble)
         if self._star is not None:
@@ -150,9 +169,11 @@ class Membership:
                 self._tell({"t": "bye", "rank": self.rank})
             self._star.stop()
 
-    def _become(self, trouble: Trouble) -> None:
+    def _become(self, trouble: Failure) -> None:
         """Take the first trouble, pass it on, and call back with no lock held."""
         with self._changed:
+            if trouble.kind in DEPARTURES:
+                self._gone.add(trouble.member.name)
             if self._trouble is not None or self._left:
                 return
             self._trouble = trouble
@@ -170,6 +191,9 @@ class Membership:
         if self._star is not None:
             self._star.post(note, but=but)
 
+    def _hear(self, note: Mapping[str, object]) -> None:
+        self.to_hub.give(note)  # which may be another membership's by now
+
     def _hang_up(self, rank: int) -> None:
         if self._star is not None:
             self._star.drop(rank)
@@ -178,7 +202,7 @@ class Membership:
         return self._trouble is not None or self._left
 
 
-def _call_back(callback: Callback, trouble: Trouble) -> None:
+def _call_back(callback: Callback, trouble: Failure) -> None:
     try:
         callback(trouble)
     except Exception:

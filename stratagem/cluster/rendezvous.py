@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from stratagem.cluster.dial import connect, listen
-from stratagem.cluster.handshake import Stranger, WrongSecret, prove, recv_note, send_note
+from stratagem.cluster.acceptor import GREETING, Acceptor
+from stratagem.cluster.failure import Member
+from stratagem.cluster.handshake import (
+    Stranger,
+    WrongSecret,
+    peer_name,
+    prove,
+    recv_note,
+    send_note,
+)
+from stratagem.cluster.heartbeat import GIVE_UP, STALL
 from stratagem.cluster.membership import Membership
-from stratagem.cluster.pulse import GIVE_UP, STALL
-from stratagem.cluster.reception import GREETING, Reception
+from stratagem.cluster.sockets import connect, listen
 from stratagem.cluster.spec import ClusterSpec, Task
-from stratagem.cluster.trouble import Member
 from stratagem.cluster.waiting import FIRST, Wait, missing_error, say_missing
 from stratagem.errors import ClusterError, ReplicaMissing
 
+log = logging.getLogger("stratagem")
+
+UPDATE = 1.0  # seconds between two words to those who wait
 RETRY = 0.2  # seconds between two tries to connect
 CONNECT = 2.0  # seconds for one try
 REFUSALS = 3  # in a row, until a refusal is no accident of a chief that is being restarted
+
+_PAUSE = 0.1
+_SEND = 1.0
+
+_Arrival = tuple[socket.socket, dict[str, object]]
 
 
 def form(
@@ -40,22 +57,184 @@ def form(
         return Membership.alone(members[0])
     if rank == 0:
         listener = listen(members[0].where, members[0].name)
-        sockets = Reception(members, secret, limit).gather(listener)
+        sockets = Gathering(members, secret, limit).gather(listener)
         return Membership.hub(members, sockets, give_up=give_up)
-    sock = _Visitor(members, rank, secret, limit).arrive()
+    sock = Visitor(members, rank, secret, limit).arrive()
     return Membership.spoke(members, rank, sock, give_up=give_up)
 
 
-class _Visitor:
+class Gathering:
+    """The chief's side: knows who is here, says who is missing, gathers a connection to each."""
+
+    def __init__(self, members: Sequence[Member], secret: bytes, limit: float) -> None:
+        self._members = members
+        self._secret = secret
+        self._patience = Wait(limit, first=FIRST)
+        self._present: dict[int, socket.socket] = {}
+        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._open = True
+        self._update = 0.0
+
+    def gather(self, listener: socket.socket) -> dict[int, socket.socket]:
+        """Return the connections by rank once all are here; closes the listener."""
+        door = Acceptor(listener, self._secret, self._greet, str(self._members[0]))
+        door.open()
+        try:
+            return self.attend(door.close)
+        finally:
+            self._open = False
+            door.close()
+            self._turn_away_the_rest()
+
+    def attend(self, before_go: Callable[[], object]) -> dict[int, socket.socket]:
+        """Wait until all are here, and tell them."""
+        done = False
+        try:
+            with selectors.DefaultSelector() as selector:
+                while self._waits() or self._some_left(selector):
+                    self._attend(selector)
+            before_go()
+            self._tell({"go": True, "present": sorted(self._present)})
+            done = True
+            return dict(self._present)
+        except ReplicaMissing as problem:
+            self._tell({"failed": str(problem), "who": problem.who})
+            raise
+        finally:
+            if not done:
+                for conn in self._present.values():
+                    conn.close()
+
+    def _attend(self, selector: selectors.BaseSelector) -> None:
+        """One round: whoever came in, whoever hung up, and a word to those who wait."""
+        for key, _ in selector.select(_PAUSE):
+            self._left(selector, key.data)
+        while not self._arrivals.empty():
+            conn, hello = self._arrivals.get()
+            before = dict(self._present)
+            rank = self._admit(conn, hello)
+            if rank is not None:
+                if rank in before:  # one that has hung up
+                    selector.unregister(before[rank])
+                    before[rank].close()
+                selector.register(conn, selectors.EVENT_READ, rank)
+        missing = self._missing()
+        if missing and self._patience.over:
+            raise missing_error([self._members[rank] for rank in missing], self._patience.waited)
+        say_missing([self._members[rank] for rank in missing], self._patience)
+        if time.monotonic() >= self._update:
+            self._update = time.monotonic() + UPDATE
+            self._tell({"missing": missing})
+
+    def _some_left(self, selector: selectors.BaseSelector) -> bool:
+        """Whether one that waited has hung up just now."""
+        gone = selector.select(0)
+        for key, _ in gone:
+            self._left(selector, key.data)
+        return bool(gone)
+
+    def _waits(self) -> bool:
+        return bool(self._missing())
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, len(self._members)) if rank not in self._present]
+
+    def _greet(self, conn: socket.socket) -> None:
+        """Hear who has proved the secret, in a thread of its own: a slow one holds up nobody."""
+        try:
+            hello = recv_note(conn, limit=GREETING)
+        except OSError as problem:
+            log.warning("refused a connection from %s: %s", peer_name(conn), problem)
+            conn.close()
+            return
+        self._arrivals.put((conn, hello))
+        if not self._open:
+            self._turn_away_the_rest()
+
+    def _turn_away_the_rest(self) -> None:
+        while not self._arrivals.empty():
+            try:
+                self._arrivals.get(block=False)[0].close()
+            except queue.Empty:
+                return
+
+    def _admit(self, conn: socket.socket, hello: Mapping[str, object]) -> int | None:
+        """Let a member in, or tell it in a sentence why not."""
+        rank = hello.get("rank")
+        reason = self._objection(hello, conn)
+        try:
+            if reason is None and isinstance(rank, int):
+                send_note(conn, {"missing": self._missing()}, limit=_SEND)
+                self._present[rank] = conn
+                return rank
+            if hello.get("purpose") == "train":
+                log.warning("refused %s: %s", peer_name(conn), reason)
+            send_note(conn, {"refused": reason, "training": True}, limit=_SEND)
+        except OSError as problem:
+            log.warning("%s hung up: %s", peer_name(conn), problem)
+        conn.close()
+        return None
+
+    def _objection(self, hello: Mapping[str, object], conn: socket.socket) -> str | None:
+        """Say why a peer that belongs to the job cannot come in as what it claims to be."""
+        if hello.get("purpose") != "train":
+            return "the training itself is listening here, waiting for its tasks"
+        if hello.get("members") != [[member.name, member.where] for member in self._members]:
+            return (
+                f"its cluster is not the chief's, which has {len(self._members)} training tasks: "
+                "give every task the same cluster"
+            )
+        rank = hello.get("rank")
+        if not isinstance(rank, int) or not 0 < rank < len(self._members):
+            return f"there is no rank {rank!r} to take, among {len(self._members)} training tasks"
+        if rank in self._present and not _hung_up(self._present[rank]):
+            return (
+                f"{self._members[rank].name} is already here, from "
+                f"{peer_name(self._present[rank])}: two processes were started as the same task. "
+                "Give each its own task index"
+            )
+        return None
+
+    def _left(self, selector: selectors.BaseSelector, rank: int) -> None:
+        """A member that waited hung up (it has nothing to say yet): wait for it anew."""
+        conn = self._present.pop(rank)
+        selector.unregister(conn)
+        conn.close()
+        log.warning("%s left before everybody was here", self._members[rank])
+
+    def _tell(self, note: Mapping[str, object]) -> None:
+        for conn in self._present.values():
+            try:
+                send_note(conn, note, limit=_SEND)
+            except OSError:
+                continue  # the selector, or later the membership, finds it gone
+
+
+class JobRuns(Exception):
+    """The job that a task wants to take part in runs already; it says with how many replicas."""
+
+
+class Visitor:
     """A member on its way to the chief."""
 
-    def __init__(self, members: Sequence[Member], rank: int, secret: bytes, limit: float) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        rank: int,
+        secret: bytes,
+        limit: float,
+        more: Mapping[str, object] | None = None,
+    ) -> None:
+        """`more` goes with the greeting."""
         self._members = members
         self._rank = rank
+        self._more = dict(more or {})
         self._secret = secret
         self._limit = limit
         self._patience = Wait(limit, first=FIRST)
         self._refusals = 0
+        #: the ranks of those who are here, once the chief has said so
+        self.present: list[int] = []
 
     def arrive(self) -> socket.socket:
         """Return the connection to the chief once the chief says that all are here."""
@@ -82,7 +261,8 @@ class _Visitor:
         prove(sock, self._secret, server=False, limit=GREETING)
         self._refusals = 0
         members = [[member.name, member.where] for member in self._members]
-        send_note(sock, {"purpose": "train", "rank": self._rank, "members": members}, GREETING)
+        hello = {"purpose": "train", "rank": self._rank, "members": members, **self._more}
+        send_note(sock, hello, GREETING)
         missing, heard = [0], time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
@@ -90,6 +270,7 @@ class _Visitor:
                 if selector.select(RETRY):
                     note = recv_note(sock, limit=GREETING)
                     if note.get("go"):
+                        self.present = _ranks(note.get("present"), len(self._members))
                         return sock
                     missing, heard = self._hear(note), time.monotonic()
                 silent = time.monotonic() - heard > STALL
@@ -106,6 +287,8 @@ class _Visitor:
             raise ClusterError(
                 f"{chief} refused {self._members[self._rank].name}: {note['refused']}"
             )
+        if "later" in note:
+            raise JobRuns(str(note["later"]))
         if "again" in note:
             raise ConnectionError(str(note["again"]))
         missing = note.get("missing")
@@ -121,3 +304,20 @@ class _Visitor:
         if self._patience.waited >= self._limit + extra:
             raise missing_error(members or self._members[:1], self._patience.waited, why)
         say_missing(members, self._patience)
+
+
+def _hung_up(conn: socket.socket) -> bool:
+    """Whether a peer that has nothing to say has closed its connection."""
+    try:
+        return not conn.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _ranks(told: object, count: int) -> list[int]:
+    """Ranks, the chief's first; all of them where the chief names none."""
+    if not isinstance(told, list):
+        return list(range(count))
+    return [0, *sorted({rank for rank in told if rank in range(1, count)})]

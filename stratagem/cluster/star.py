@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import selectors
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from stratagem.cluster.handshake import encode_note
-from stratagem.cluster.link import Link
-from stratagem.cluster.pulse import BEAT, OVERSLEPT
+from stratagem.cluster.handshake import encode_note, note_reader
+from stratagem.cluster.heartbeat import BEAT, OVERSLEPT
+from stratagem.cluster.sockets import not_in_children
 
 log = logging.getLogger("stratagem")
 
@@ -26,7 +24,7 @@ BUSY = 10.0  # seconds that the end waits for a callback
 _BEAT = encode_note({"t": "beat"})
 
 
-class Listener(Protocol):
+class StarHandler(Protocol):
     """What a Star calls, always from its thread and never with a lock held."""
 
     def alive(self, rank: int, now: float) -> None:
@@ -45,17 +43,47 @@ class Listener(Protocol):
         """A heartbeat's time has passed."""
 
 
+class BufferedSocket:
+    """The connection to one rank: what is still to be written, what was read in part."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.rank = rank
+        self.sock = not_in_children(sock)
+        self.pending = bytearray()
+        self.notes = note_reader()
+        self.broken = False
+
+    def queue(self, data: bytes) -> None:
+        """Take bytes to be written."""
+        if not self.broken:
+            self.pending += data
+
+    def write(self) -> None:
+        """Send what the kernel takes at once."""
+        try:
+            while self.pending:
+                del self.pending[: self.sock.send(self.pending)]
+        except BlockingIOError:
+            pass  # the rest when there is room again
+        except OSError:
+            # The peer is gone, but its last words may still wait to be read: reading, which
+            # comes to the same end, is what reports it.
+            self.broken = True
+            self.pending.clear()
+
+
 class Star:
     """Connections by rank, served by one daemon thread."""
 
-    def __init__(self, sockets: Mapping[int, socket.socket], listener: Listener) -> None:
-        self._links = {rank: Link(rank, sock) for rank, sock in sockets.items()}
-        self._dirty: set[Link] = set()  # those with something to write
+    def __init__(self, sockets: Mapping[int, socket.socket], listener: StarHandler) -> None:
+        self._links = {rank: BufferedSocket(rank, sock) for rank, sock in sockets.items()}
+        self._dirty: set[BufferedSocket] = set()  # those with something to write
         self._listener = listener
         self._calls: deque[Callable[[], object]] = deque()
         self._flushes: list[threading.Event] = []
         self._last_call: float | None = None
-        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in, self._wake_out = map(not_in_children, socket.socketpair())
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -63,7 +91,6 @@ class Star:
         for link in self._links.values():
             self._selector.register(link.sock, selectors.EVENT_READ, link)
         self._thread = threading.Thread(target=self._run, name="stratagem-membership", daemon=True)
-        _stars.add(self)
 
     def start(self) -> None:
         """Begin to serve."""
@@ -104,7 +131,6 @@ class Star:
             self._thread.join(LINGER + BUSY)
             if self._thread.is_alive():
                 log.warning("the membership's thread is still busy with a callback; not waiting")
-        _stars.discard(self)
 
     def _begin_to_stop(self) -> None:
         if self._last_call is None:
@@ -183,7 +209,7 @@ class Star:
                 done.set()
             self._flushes.clear()
 
-    def _read(self, link: Link | None, now: float) -> None:
+    def _read(self, link: BufferedSocket | None, now: float) -> None:
         if link is None:
             with contextlib.suppress(BlockingIOError):
                 self._wake_in.recv(4096)
@@ -195,7 +221,7 @@ class Star:
             if not piece:
                 raise ConnectionResetError("its connection closed without a goodbye")
             self._listener.alive(link.rank, now)
-            for note in link.notes.feed(piece):
+            for note, _ in link.notes.feed(piece):
                 self._listener.heard(link.rank, note)
         except BlockingIOError:
             pass  # woken for nothing
@@ -212,26 +238,8 @@ class Star:
         self._wake_in.close()
         self._wake_out.close()
 
-    def abandon(self) -> None:
-        """Let go of the connections in a forked child, without a word to the peers."""
-        self._close()
-
 
 def _why(problem: Exception) -> str:
     if isinstance(problem, OSError) and problem.strerror:
         return f"its connection ended ({problem.strerror})"
     return str(problem) or repr(problem)
-
-
-_stars: weakref.WeakSet[Star] = weakref.WeakSet()
-
-
-def _abandon_in_child() -> None:
-    # A child (a DataLoader's worker, say) that inherits a connection would keep it open after
-    # its parent was killed, and nobody would notice the death.
-    for star in list(_stars):
-        star.abandon()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_in_child)

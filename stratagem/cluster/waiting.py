@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from stratagem.cluster.trouble import Member
+from stratagem.cluster.failure import Member
 from stratagem.errors import ReplicaMissing
 
 log = logging.getLogger("stratagem")

@@ -1,4 +1,8 @@
-"""A DataLoader whose every batch is this replica's share of the global batch."""
+"""A DataLoader whose every batch is this replica's share of the global batch.
+
+Each replica puts its own share together, so a collate function that pads to the longest may make
+shares of one batch unequally wide; a mask makes up for that.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from stratagem.data.shard import (
+from stratagem.data.passes import PassJournal, dice_of
+from stratagem.data.shares import (
     Ordering,
     agreed_batches,
-    count_rows,
-    rows,
-    rows_of,
+    own_rows,
     share,
 )
 from stratagem.data.streams import mixed
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.wire.collective import Alone, Collective
+from stratagem.figures.meter import loading
+from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree
 
 #: what fetches the shares of loaders whose workers persist, for as long as the loaders are there:
@@ -42,6 +46,8 @@ class ShareSampler:
         #: given while an iteration begins
         self.collective: Collective | None = None
         self.ordering: Ordering = nullcontext
+        self.journal = PassJournal()
+        self.dice: list[torch.Generator] = []
         #: of the batches that the latest iteration has yielded and nobody has got
         self.sizes: deque[tuple[int, int]] = deque()
 
@@ -50,12 +56,26 @@ class ShareSampler:
         assert collective is not None
         sizes: deque[tuple[int, int]] = deque()
         self.sizes = sizes
+        if collective.rank == 0:
+            with self.ordering():
+                self.journal.begin(self.dice)
         if collective.size == 1:
             with self.ordering():
                 source = iter(self.batches)
-            return _whole(in_order(source, self.ordering), sizes)
+            return _whole(self._unseen(in_order(source, self.ordering)), sizes)
         batches = agreed_batches(self.batches, collective, self.ordering)
-        return _shares(batches, collective.size, collective.rank, sizes)
+        return _shares(self._unseen(batches), collective.size, collective.rank, sizes)
+
+    def _unseen(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches that were not seen before this pass was gone on with."""
+        ordering, journal = self.ordering, self.journal
+
+        def first() -> Iterator[Any]:
+            with ordering():
+                journal.before_first()
+            yield from batches
+
+        return journal.rest(first())
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -98,17 +118,25 @@ class ShareLoader(Around):
     """Iterates like the loader it was made from, over shares of the same global batches."""
 
     def __init__(
-        self, loader: DataLoader[Any], collective: Collective, announce: Announce,
-        at_end: Callable[[], None] = lambda: None, ordering: Ordering = nullcontext,
-    ) -> None:  # fmt: skip
+        self,
+        loader: DataLoader[Any],
+        collective: Collective,
+        announce: Announce,
+        at_end: Callable[[], None] = lambda: None,
+        ordering: Ordering = nullcontext,
+        journal: PassJournal | None = None,
+    ) -> None:
         super().__init__(loader)
         self.collective = collective
+        self.journal = PassJournal() if journal is None else journal
         self._announce = announce
         self._at_end = at_end
         self._ordering = ordering
         self._inner: DataLoader[Any] | None = None
         check_sampler(loader)
-        if not isinstance(loader.dataset, IterableDataset):
+        own_way = loader.batch_sampler is None or type(loader).__iter__ is not DataLoader.__iter__
+        # one device takes loaders that put batches together in a way of their own
+        if not is_stream(loader) and not (collective.size == 1 and own_way):
             if loader.batch_sampler is None:
                 raise NotDistributable(
                     "the DataLoader has batch_size=None, so there is no global batch to split; "
@@ -118,13 +146,14 @@ class ShareLoader(Around):
             self._sampler: Any = self._inner.batch_sampler
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._mapped() if self._inner is not None else self._streamed()
+        yield from loading(self._mapped() if self._inner is not None else self._streamed())
         self._at_end()
 
     def _mapped(self) -> Iterator[Any]:
         assert self._inner is not None
         sampler = self._sampler
         sampler.collective, sampler.ordering = self.collective, self._ordering
+        sampler.journal, sampler.dice = self.journal, dice_of(self.loader)
         try:
             with self._ordering():  # a loader draws a seed for its workers
                 batches = iter(self._inner)
@@ -132,46 +161,22 @@ class ShareLoader(Around):
             sampler.collective, sampler.ordering = None, nullcontext
         sizes = sampler.sizes
         for batch in batches:
-            self._announce(*sizes.popleft())
+            examples, total = sizes.popleft()
+            self._announce(examples, total)
             yield batch
 
     def _streamed(self) -> Iterator[Any]:
-        """The chief reads the stream; everybody gets each batch and keeps its share."""
-        size, rank = self.collective.size, self.collective.rank
-        for batch in stream(self.loader, self.collective, self._ordering):
-            total = rows_of(batch)
-            start, end = share(total, size, rank)
-            self._announce(end - start, total)
-            yield rows(batch, start, end) if end > start else rows(batch, 0, 1)
+        """The chief reads the stream; every replica gets each batch and keeps its share."""
+        collective = self.collective
+        for batch in stream(self.loader, collective, self._ordering, self.journal):
+            mine, examples, total = own_rows(batch, collective.size, collective.rank)
+            self._announce(examples, total)
+            yield mine
 
 
-class WholeLoader(Around):
-    """One device, and a loader that puts batches together in a way of its own: as they come."""
-
-    def __init__(
-        self, loader: DataLoader[Any], announce: Announce, ordering: Ordering = nullcontext
-    ) -> None:
-        super().__init__(loader)
-        self._announce, self._ordering = announce, ordering
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in stream(self.loader, Alone(), self._ordering):
-            total = count_rows(batch)
-            total = total if total >= 0 else 1  # nobody can tell
-            self._announce(total, total)
-            yield batch
-
-
-def shares_of(
-    loader: DataLoader[Any], collective: Collective, announce: Announce,
-    at_end: Callable[[], None] = lambda: None, ordering: Ordering = nullcontext,
-) -> ShareLoader | WholeLoader:  # fmt: skip
-    """What deals a loader out; one device takes loaders, too, that cannot be dealt out."""
-    streamed = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
-    own_way = streamed or type(loader).__iter__ is not DataLoader.__iter__
-    if collective.size == 1 and own_way:
-        return WholeLoader(loader, announce, ordering)
-    return ShareLoader(loader, collective, announce, at_end, ordering)
+def is_stream(loader: DataLoader[Any]) -> bool:
+    """Whether its rows have no numbers, so that only one process can read them."""
+    return isinstance(loader.dataset, IterableDataset)
 
 
 def in_order(source: Iterator[Any], ordering: Ordering) -> Iterator[Any]:
@@ -186,14 +191,21 @@ def in_order(source: Iterator[Any], ordering: Ordering) -> Iterator[Any]:
 
 
 def stream(
-    source: Iterable[Any], collective: Collective, ordering: Ordering = nullcontext
+    source: Iterable[Any],
+    collective: Collective,
+    ordering: Ordering = nullcontext,
+    journal: PassJournal | None = None,
 ) -> Iterator[Any]:
     """The chief's batches, whole, on every replica. Collective; no two readers, no pickle."""
+    journal = PassJournal() if journal is None else journal
     batches: Iterator[Any] = iter(())
     if collective.rank == 0:
         with ordering():
+            journal.begin(dice_of(source) if isinstance(source, DataLoader) else [])
             batches = iter(source)
-        batches = in_order(batches, ordering)
+        batches = journal.rest(in_order(batches, ordering))
+    else:
+        journal.leave()
     if collective.size == 1:
         yield from batches
         return
@@ -249,8 +261,13 @@ def _like(loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
             "multiprocessing_context": loader.multiprocessing_context,
         }
     return DataLoader(
-        loader.dataset, batch_sampler=ShareSampler(loader.batch_sampler),
-        collate_fn=loader.collate_fn, num_workers=loader.num_workers, pin_memory=loader.pin_memory,
-        timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,
-        generator=_own_dice(loader.generator, rank), **extra,
-    )  # fmt: skip
+        loader.dataset,
+        batch_sampler=ShareSampler(loader.batch_sampler),
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        generator=_own_dice(loader.generator, rank),
+        **extra,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,8 @@ from torch.optim import Optimizer
 
 from stratagem.data.streams import RandomStreams
 from stratagem.errors import NotDistributable
-from stratagem.state.digest import digest
-from stratagem.strategies import setup
-from stratagem.strategies.replica import Replica
-from stratagem.wire.tree import broadcast_tree, gather_tree
+from stratagem.training import setup
+from stratagem.training.replica import Replica
 
 
 @contextmanager
@@ -45,28 +44,10 @@ def align(module: nn.Module, replica: Replica) -> None:
     setup.align(module, replica)
 
 
-def align_state(optimizer: Optimizer, replica: Replica) -> None:
-    """The chief's state of the optimizer on every replica, where another process has none, or
-    another one: it may not have loaded what the chief has. Collective."""
-    if replica.count == 1:
-        return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [optimizer.state.get(p, {}) for p in params]
-    looks = [
-        {name: digest(v) if isinstance(v, Tensor) else v for name, v in state.items()}
-        for state in states
-    ]
-    everybody = gather_tree(replica.collective, looks)
-    if all(look == everybody[0] for look in everybody):
-        return
-    told = broadcast_tree(replica.collective, [dict(state) for state in states])
-    if replica.is_chief:
-        return
-    for param, state in zip(params, told, strict=True):
-        optimizer.state[param] = {
-            name: v.to(param.device) if isinstance(v, Tensor) and v.shape == param.shape else v
-            for name, v in state.items()
-        }
+def align_loss(loss: Any, replica: Replica) -> None:
+    """The same for a loss that is a module, and not torch's. Collective."""
+    if loss.own and isinstance(loss.function, nn.Module):
+        setup.align(loss.function, replica)
 
 
 def move(module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:

@@ -3,19 +3,17 @@ a number that means nothing, gets a sentence before anything is done."""
 
 from __future__ import annotations
 
-import inspect
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable
-from difflib import get_close_matches
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 
+from stratagem import arguments
+from stratagem.arguments import Args, Result
 from stratagem.errors import UsageError
-
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
+from stratagem.state.checkpoint_folder import Checkpoints
 
 _LOADER = "a DataLoader reads with workers: DataLoader(..., num_workers=4)"
 _AS_X = "give the DataLoader in place of x"
@@ -23,47 +21,48 @@ _RATE = "it is the optimizer's: optimizer=lambda params: torch.optim.SGD(params,
 _OUT = "there is nothing like it here; leave it out"
 #: what they are called in Keras or Lightning, and what to do instead
 _ELSEWHERE = {
-    "max_epochs": "it is epochs", "nb_epoch": "it is epochs",
-    "workers": _LOADER, "use_multiprocessing": _LOADER, "max_queue_size": _LOADER,
-    "num_workers": _LOADER, "train_dataloaders": _AS_X, "train_dataloader": _AS_X,
-    "dataloaders": _AS_X, "val_dataloaders": "it is validation_data",
-    "val_dataloader": "it is validation_data", "check_val_every_n_epoch": "it is validation_freq",
-    "limit_train_batches": "it is steps_per_epoch", "limit_val_batches": "it is validation_steps",
-    "accumulate_grad_batches": "it is accumulate", "gradient_clip_val": "it is clip_norm",
-    "lr": _RATE, "learning_rate": _RATE, "run_eagerly": _OUT, "steps_per_execution": _OUT,
-    "auto_scale_loss": _OUT, "devices": "devices are the strategy's: sg.MirroredStrategy([...])",
+    "max_epochs": "it is epochs",
+    "nb_epoch": "it is epochs",
+    "workers": _LOADER,
+    "use_multiprocessing": _LOADER,
+    "max_queue_size": _LOADER,
+    "num_workers": _LOADER,
+    "train_dataloaders": _AS_X,
+    "train_dataloader": _AS_X,
+    "dataloaders": _AS_X,
+    "val_dataloaders": "it is validation_data",
+    "val_dataloader": "it is validation_data",
+    "check_val_every_n_epoch": "it is validation_freq",
+    "limit_train_batches": "it is steps_per_epoch",
+    "limit_val_batches": "it is validation_steps",
+    "accumulate_grad_batches": "it is accumulate",
+    "gradient_clip_val": "it is clip_norm",
+    "lr": _RATE,
+    "learning_rate": _RATE,
+    "run_eagerly": _OUT,
+    "steps_per_execution": _OUT,
+    "auto_scale_loss": _OUT,
+    "devices": "devices are the strategy's: sg.MirroredStrategy([...])",
     "loss_weights": "add up the parts, each with its weight, in a loss of your own",
     "weighted_metrics": "sample weights apply to the loss only; give metrics",
-}  # fmt: skip
+}
 
 
 def by_name(method: Callable[Args, Result]) -> Callable[Args, Result]:
-    """The method, with a sentence for arguments that it does not have."""
-    parameters = list(inspect.signature(method).parameters.values())[1:]
-    named = [p.name for p in parameters]
-    placed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-    @wraps(method)
-    def checked(*args: Args.args, **options: Args.kwargs) -> Result:
-        if len(args) > len(placed) + 1:
-            raise UsageError(
-                f"{method.__name__} takes {' and '.join(placed)} by their place, and "
-                f"{len(args) - 1} were given; give the others by name: {', '.join(named)}."
-            )
-        for name in options:
-            if name not in named:
-                raise UsageError(f"{method.__name__} has no {name}: {_instead(name, named)}.")
-        return method(*args, **options)
-
-    return checked
+    """Return the method, with a sentence for arguments that it does not have."""
+    return arguments.by_name(method, _ELSEWHERE)
 
 
-def _instead(name: str, named: list[str]) -> str:
-    if name in _ELSEWHERE:
-        return _ELSEWHERE[name]
-    if alike := get_close_matches(name, named, 1):
-        return f"perhaps it is {alike[0]}"
-    return f"there are {', '.join(named)}"
+def checkpoints(
+    given: Checkpoints | str | os.PathLike[str] | None, *, resume: bool
+) -> Checkpoints | None:
+    """Where checkpoints go: a folder will do."""
+    if given is None and resume:
+        raise UsageError(
+            'resume=True goes on from a folder of checkpoints; name it: fit(..., checkpoint="run/",'
+            " resume=True)."
+        )
+    return given if given is None or isinstance(given, Checkpoints) else Checkpoints(given)
 
 
 def whole(least: int, **numbers: Any) -> None:

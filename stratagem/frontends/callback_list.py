@@ -12,20 +12,27 @@ import torch
 
 from stratagem.errors import UsageError
 from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress, takes
-from stratagem.frontends.changes import Changes
+from stratagem.frontends.change_tracker import ChangeTracker
 
 #: Lightning's names, and those for the same here
 _NEVER = {
-    "on_fit_start": "on_train_begin", "on_fit_end": "on_train_end",
-    "on_train_start": "on_train_begin", "on_train_epoch_start": "on_epoch_begin",
-    "on_train_epoch_end": "on_epoch_end", "on_train_batch_start": "on_train_batch_begin",
-    "on_validation_start": "on_test_begin", "on_validation_end": "on_test_end",
-    "on_validation_epoch_start": "on_test_begin", "on_validation_epoch_end": "on_test_end",
+    "on_fit_start": "on_train_begin",
+    "on_fit_end": "on_train_end",
+    "on_train_start": "on_train_begin",
+    "on_train_epoch_start": "on_epoch_begin",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_train_batch_start": "on_train_batch_begin",
+    "on_validation_start": "on_test_begin",
+    "on_validation_end": "on_test_end",
+    "on_validation_epoch_start": "on_test_begin",
+    "on_validation_epoch_end": "on_test_end",
     "on_validation_batch_start": "on_test_batch_begin",
     "on_validation_batch_end": "on_test_batch_end",
-    "on_test_start": "on_test_begin", "on_test_batch_start": "on_test_batch_begin",
-    "on_predict_start": "on_predict_begin", "on_predict_batch_start": "on_predict_batch_begin",
-}  # fmt: skip
+    "on_test_start": "on_test_begin",
+    "on_test_batch_start": "on_test_batch_begin",
+    "on_predict_start": "on_predict_begin",
+    "on_predict_batch_start": "on_predict_batch_begin",
+}
 
 
 def overrides(callback: Callback, name: str) -> bool:
@@ -64,8 +71,7 @@ class CallbackList:
         self._test_end = self._who("on_test_batch_end")
         self._predict_begin = self._who("on_predict_batch_begin")
         self._predict_end = self._who("on_predict_batch_end")
-        #: what was told of the last batch, as long as somebody keeps it
-        self._told: Callable[[], RunningLogs | None] = lambda: None
+        self._logs = LastLogs()
         #: whether anybody does something between two batches of a validation, or of `predict`
         self.between_tests = bool(self._test_begin + self._test_end)
         self.between_predictions = bool(self._predict_begin + self._predict_end)
@@ -77,7 +83,7 @@ class CallbackList:
             isinstance(c, LambdaCallback) or not type(c).__module__.startswith("stratagem.")
             for c in self.callbacks
         )
-        self.changes = Changes(model if self.callbacks else None, own=own)
+        self.changes = ChangeTracker(model if self.callbacks else None, own=own)
 
     def _who(self, *names: str) -> list[Callback]:
         """Those that do something at one of these."""
@@ -131,14 +137,14 @@ class CallbackList:
 
     @torch.enable_grad()
     def test_batch_begin(self, batch: int) -> None:
-        self._keep()
+        self._logs.keep()
         for callback in self._test_begin:
             _with_logs(callback.on_test_batch_begin, 1)(batch)
 
     @torch.enable_grad()
     def test_batch_end(self, batch: int, tally: Any) -> None:
         self.changes.settle()
-        logs = self._running(tally)
+        logs = self._logs.of(tally)
         for callback in self._test_end:
             callback.on_test_batch_end(batch, logs)
 
@@ -162,7 +168,7 @@ class CallbackList:
             callback.on_predict_batch_end(batch, {"outputs": outputs})
 
     def batch_begin(self, batch: int) -> None:
-        self._keep()
+        self._logs.keep()
         for begun in self._begun:
             begun(batch)
 
@@ -171,19 +177,9 @@ class CallbackList:
             self.changes.settle()
         if not self._end:
             return
-        logs = self._running(tally)
+        logs = self._logs.of(tally)
         for callback in self._end:
             callback.on_train_batch_end(batch, logs)
-
-    def _running(self, tally: Any) -> RunningLogs:
-        logs = RunningLogs(tally)
-        self._told = weakref.ref(logs)
-        return logs
-
-    def _keep(self) -> None:
-        """Before the next batch counts: logs that somebody has kept stay those of theirs."""
-        if (kept := self._told()) is not None:
-            kept.keys()
 
 
 def _no_callback(given: Any) -> str:
@@ -252,3 +248,20 @@ class RunningLogs(dict[str, Any]):
 
     def __repr__(self) -> str:
         return repr(self.copy())
+
+
+class LastLogs:
+    """The logs of the last batch, as long as somebody keeps them."""
+
+    def __init__(self) -> None:
+        self._told: Callable[[], RunningLogs | None] = lambda: None
+
+    def of(self, tally: Any) -> RunningLogs:
+        logs = RunningLogs(tally)
+        self._told = weakref.ref(logs)
+        return logs
+
+    def keep(self) -> None:
+        """Before the next batch counts: logs that somebody has kept stay those of their batch."""
+        if (kept := self._told()) is not None:
+            kept.keys()

@@ -4,8 +4,8 @@
         def on_epoch_end(self, epoch, logs=None):
             print(epoch, logs["loss"], self.model.optimizer.param_groups[0]["lr"])
 
-A callback may change weights, the optimizer's settings, or numbers and switches of the model
-(traits.py), or set `self.model.stop_training`; every replica follows.
+A callback may change weights, the optimizer's settings, or plain attributes of the model
+(change_tracker.py), or set `self.model.stop_training`; every replica follows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -25,19 +25,6 @@ from stratagem.errors import UsageError
 log = logging.getLogger("stratagem")
 
 Logs = dict[str, Any]
-
-
-class Trained(Protocol):
-    """What callbacks see of a model."""
-
-    stop_training: bool
-    module: Any
-    optimizer: Any
-    loss: Any
-
-    def rises(self, name: str) -> bool | None: ...
-
-    def save(self, path: str | Path) -> Path: ...
 
 
 class Callback:
@@ -164,18 +151,40 @@ def _direction(monitor: str, model: Any) -> str:
 
 _FALL = ("loss", "error", "mae", "mse", "rmse", "mape", "perplexity", "entropy", "distance")
 _RISE = (
-    "acc", "auc", "auroc", "f1", "precision", "recall", "iou", "jaccard", "dice", "r2", "corr",
-    "kappa", "score", "sensitivity", "specificity", "psnr", "ssim", "bleu", "per_second",
-)  # fmt: skip
+    "acc",
+    "auc",
+    "auroc",
+    "f1",
+    "precision",
+    "recall",
+    "iou",
+    "jaccard",
+    "dice",
+    "r2",
+    "corr",
+    "kappa",
+    "score",
+    "sensitivity",
+    "specificity",
+    "psnr",
+    "ssim",
+    "bleu",
+    "per_second",
+)
 
 
 class EarlyStopping(Callback):
     """Stop when the monitored number has not improved for `patience` epochs."""
 
     def __init__(
-        self, monitor: str = "val_loss", *, patience: int = 0, min_delta: float = 0.0,
-        mode: str = "auto", restore_best_weights: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        monitor: str = "val_loss",
+        *,
+        patience: int = 0,
+        min_delta: float = 0.0,
+        mode: str = "auto",
+        restore_best_weights: bool = False,
+    ) -> None:
         self._monitor, self._mode, self._min_delta = monitor, mode, min_delta
         self.patience = patience
         self.restore = restore_best_weights
@@ -215,9 +224,14 @@ class ModelCheckpoint(Callback):
     reads_optimizer_state = True
 
     def __init__(
-        self, path: str | Path, *, monitor: str = "val_loss", save_best_only: bool = False,
-        mode: str = "auto", every_steps: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | Path,
+        *,
+        monitor: str = "val_loss",
+        save_best_only: bool = False,
+        mode: str = "auto",
+        every_steps: int | None = None,
+    ) -> None:
         if every_steps is not None and (every_steps < 1 or save_best_only):
             raise UsageError(
                 f"every_steps={every_steps}: it is 1 or more, and without save_best_only, which "
@@ -303,9 +317,14 @@ class ReduceLROnPlateau(Callback):
     """Multiply the learning rate by `factor` when the monitored number stops improving."""
 
     def __init__(
-        self, monitor: str = "val_loss", *, factor: float = 0.1, patience: int = 10,
-        mode: str = "auto", min_lr: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        monitor: str = "val_loss",
+        *,
+        factor: float = 0.1,
+        patience: int = 10,
+        mode: str = "auto",
+        min_lr: float = 0.0,
+    ) -> None:
         self._monitor, self._mode = monitor, mode
         self.factor, self.patience, self.min_lr = factor, patience, min_lr
 

@@ -11,17 +11,18 @@ import torch
 from torch import nn
 
 from stratagem.errors import UsageError
-from stratagem.frontends import loss_buffers, outputs, traits
-from stratagem.frontends.alignment import align, own_streams
+from stratagem.frontends import outputs
+from stratagem.frontends.adapter import TorchAdapter
+from stratagem.frontends.alignment import align, align_loss, own_streams
 from stratagem.frontends.callback_list import CallbackList
-from stratagem.frontends.feeds import Feed, Portion
-from stratagem.frontends.followed import Listen, heed, news
-from stratagem.frontends.meter import Meter
-from stratagem.frontends.proof import Proof
+from stratagem.frontends.change_tracker import Listen, heed, news
+from stratagem.frontends.loss_sum import LossSum
+from stratagem.frontends.progress_meter import ProgressMeter
 from stratagem.frontends.recipe import Recipe
-from stratagem.frontends.solo import Solo
-from stratagem.frontends.tally import Tally
-from stratagem.strategies.replica import Replica, current_replica
+from stratagem.frontends.row_check import RowCheck
+from stratagem.frontends.sources import Portion, Source
+from stratagem.training import fingerprint
+from stratagem.training.replica import Replica, current_replica
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
@@ -31,27 +32,37 @@ class Evaluation:
 
     module: nn.Module
     recipe: Recipe
-    feed: Feed
+    source: Source
     steps: int | None = None
-    #: whether the loss has been tried: `fit` has done so when it validates
+    #: whether rows have been tried: `fit` has done so when it validates
     tried: bool = False
     #: on the chief only
-    meter: Meter | None = None
+    meter: ProgressMeter | None = None
     callbacks: CallbackList = field(default_factory=CallbackList.none)
     #: whether callbacks act between batches, so that replicas must listen there
     between: bool = False
-    #: as in `Fit`
-    names: list[Any] = field(default_factory=list)
+
+    def done(self) -> int:
+        """Nothing that would count: where replicas leave and join, all is done again."""
+        return 0
 
     def for_followers(self) -> Evaluation:
         return replace(
-            self, feed=self.feed.without_source(), meter=None, callbacks=CallbackList.none(),
-            names=traits.names(self.module, self.recipe.loss),
-        )  # fmt: skip
+            self,
+            source=self.source.for_followers(),
+            meter=None,
+            callbacks=CallbackList.none(),
+        )
+
+    def look(self, call: str) -> fingerprint.Look:
+        """What must be the same on every worker."""
+        found = fingerprint.of_module(self.module)
+        found |= self.recipe.look() if call != "predict" else {}
+        return found | {"number of steps": str(self.steps)} | self.source.look("the data")
 
     def portions(self, replica: Replica) -> Iterator[Portion]:
         examples = 0
-        for number, portion in enumerate(islice(self.feed.portions(replica, 0), self.steps), 1):
+        for number, portion in enumerate(islice(self.source.portions(replica, 0), self.steps), 1):
             yield portion
             examples += portion.total
             if self.meter is not None:
@@ -63,9 +74,8 @@ def evaluate(job: Evaluation) -> dict[str, float]:
     replica = current_replica()
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
-    traits.adopt(job.module, job.recipe.loss, job.names)
     align(job.module, replica)
-    loss_buffers.align(job.recipe.loss, replica)
+    align_loss(job.recipe.loss, replica)
     with own_streams(replica, renew=True):
         return evaluate_here(job, replica, _listener(job, replica))
 
@@ -75,13 +85,13 @@ def _listener(job: Evaluation, replica: Replica) -> Listen:
     # other workers may have been given other callbacks, or none
     job.between = bool(broadcast_tree(replica.collective, job.between))
     changes = job.callbacks.changes
-    changes.alone, changes.feed = replica.count == 1, job.feed
+    changes.alone = replica.count == 1
 
     def listen() -> None:
         mine = None
         if replica.is_chief:
-            changes.check_data()
-            mine = news(job, replica, changes.weights_changed())
+            changes.check_layout()
+            mine = news(job, written=bool(changes.written()))
         heed(job, replica, broadcast_tree(replica.collective, mine))
 
     return listen
@@ -93,16 +103,19 @@ def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str
     metrics = job.recipe.metrics
     job.module.eval()
     metrics.reset()
-    runner = Solo(job.module, None, job.recipe, replica)
-    proof = None if job.tried else Proof(job.recipe.loss, replica)
+    adapter = TorchAdapter(job.module, None, job.recipe, replica)
+    check = RowCheck(job.module, job.recipe, replica, "evaluate")
+    check.open = check.open and not job.tried
     if job.between:
         job.callbacks.changes.settle()
-    sums, tally = [], Tally()
+    sums, tally = [], LossSum()
     for number, portion in enumerate(job.portions(replica)):
         if job.between:
             job.callbacks.test_batch_begin(number)
             listen()
-        sums.append([*_losses(runner, portion, proof), float(portion.total)])
+        if check.open:
+            check.before(portion)
+        sums.append([*_losses(adapter, portion), float(portion.total)])
         if job.between:
             loss = _mean_loss(sums[-1:], replica)
             tally.add(loss, portion.total)
@@ -120,20 +133,16 @@ def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str
     return results
 
 
-def _losses(runner: Solo, portion: Portion, proof: Proof | None) -> tuple[float, float]:
+def _losses(adapter: TorchAdapter, portion: Portion) -> tuple[float, float]:
     """Numerator and denominator of this share's loss; metrics take it in."""
-    recipe = runner.recipe
-    if recipe.metrics:
-        recipe.metrics.next_batch(portion, runner.replica)
+    recipe = adapter.recipe
     if portion.examples == 0:
         return 0.0, 0.0
-    with runner.autocast():
-        output, y, weight = runner.forward(portion)
+    with adapter.autocast():
+        output, y, weight = adapter.forward(portion)
         numerator, denominator = recipe.loss.terms(output, y, weight, portion.examples)
-        if proof is not None and proof.open:
-            proof.settle(portion, output, y, numerator)
     if recipe.metrics:
-        recipe.metrics.update(output, y)
+        recipe.metrics.update(output, y, part=portion.examples < portion.total)
     if denominator is None:
         denominator = portion.examples / portion.total
     return float(numerator), float(denominator)
@@ -152,7 +161,6 @@ def predict(job: Evaluation) -> Any:
     """Outputs for every example, in order, on the CPU."""
     replica = current_replica()
     job.module.to(replica.device)
-    traits.adopt(job.module, job.recipe.loss, job.names)
     align(job.module, replica)
     job.module.eval()
     listen = _listener(job, replica)
@@ -173,7 +181,8 @@ def _in_one(parts: list[Any], replica: Replica) -> Any:
 
 def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]:
     """Outputs for this replica's shares, and how many rows they are of; None for empty ones."""
-    runner = Solo(job.module, None, job.recipe, replica)
+    adapter = TorchAdapter(job.module, None, job.recipe, replica)
+    check = RowCheck(job.module, job.recipe, replica, "predict")
     if job.between:
         job.callbacks.changes.settle()
     mine: list[Any] = []
@@ -181,7 +190,9 @@ def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]
         if job.between:
             job.callbacks.predict_batch_begin(number)
             listen()
-        mine.append(_own_output(runner, portion))
+        if check.open:
+            check.before(portion)
+        mine.append(_own_output(adapter, portion))
         if number == 0 and mine[0] is not None and replica.count > 1:  # before the others are made
             outputs.check_rows([mine[0][0]], [portion.examples])
         if job.between:
@@ -192,8 +203,8 @@ def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]
     return mine
 
 
-def _own_output(runner: Solo, portion: Portion) -> Any:
+def _own_output(adapter: TorchAdapter, portion: Portion) -> Any:
     if portion.examples == 0:
         return None
-    with runner.autocast():
-        return [outputs.on_cpu(runner.forward(portion)[0]), portion.examples]
+    with adapter.autocast():
+        return [outputs.on_cpu(adapter.forward(portion)[0]), portion.examples]

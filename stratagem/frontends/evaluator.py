@@ -28,9 +28,12 @@ NEEDS = (
 
 
 def watch(
-    model: Any, callbacks: Sequence[Callback], validation: Any, evaluate: Callable[[], Any],
+    model: Any,
+    callbacks: Sequence[Callback],
+    validation: Any,
+    evaluate: Callable[[], Any],
     over: Callable[[], bool],
-) -> History:  # fmt: skip
+) -> History:
     """Evaluate checkpoints as they come, until the job is over and the last has been seen.
 
     The history has what was found here, and what the chief had written down when it last saved.

@@ -1,32 +1,32 @@
-"""Hooks on parameters and optimizers: `fit` on several replicas refuses them.
+"""What `fit` on several replicas refuses: hooks, memory that parameters share, autocast around it.
 
-They are not sent with a model. Where every worker has put its own in place they still see a part
-of the gradient, and what one clips of a part is not what one would clip of the whole.
+Hooks on parameters and optimizers are not sent with a model. Where every worker has put its own in
+place they still see a part of the gradient, and what one clips of a part is not what one would clip
+of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.errors import NotDistributable
+from stratagem.compat.torch_names import OPTIMIZER_HOOKS, TENSOR_HOOKS
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.updates import Asynchronous
 from stratagem.strategies.strategy import Strategy
-
-_ON_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_ON_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def refuse_on_parameters(strategy: Strategy, module: nn.Module) -> None:
     """Refuse hooks of the user's on a gradient that is put together from several replicas."""
-    if strategy.team.size == 1 or _everybody_for_himself(strategy):
+    if strategy.replica_group.size == 1 or _everybody_for_himself(strategy):
         return
     for name, param in module.named_parameters():
-        if param.requires_grad and _has(param, _ON_PARAMETERS):
+        if param.requires_grad and _has(param, TENSOR_HOOKS):
             raise NotDistributable(
                 f"parameter {name!r} has a hook, which would see the gradient of one replica only, "
                 "and does not reach the other replicas; use hooks on modules, clip_norm or "
@@ -37,14 +37,14 @@ def refuse_on_parameters(strategy: Strategy, module: nn.Module) -> None:
 
 def refuse_on_optimizer(strategy: Strategy, optimizer: Optimizer) -> None:
     """Refuse hooks of the user's on an optimizer whose steps are made elsewhere, too."""
-    elsewhere = strategy.served or len(strategy.team.devices) > 1
+    elsewhere = strategy.served or len(strategy.replica_group.devices) > 1
     step = vars(optimizer).get("step")
     if elsewhere and step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise NotDistributable(
             "the optimizer's step() was replaced, which does not reach the replicas or servers "
             "that make its steps; make a subclass of the optimizer, or use a callback of fit."
         )
-    if elsewhere and _has(optimizer, _ON_OPTIMIZERS):
+    if elsewhere and _has(optimizer, OPTIMIZER_HOOKS):
         raise NotDistributable(
             "the optimizer has a hook (register_step_pre_hook or register_step_post_hook), which "
             "does not reach the replicas or servers that make its steps; use a callback of fit, "
@@ -54,8 +54,8 @@ def refuse_on_optimizer(strategy: Strategy, optimizer: Optimizer) -> None:
 
 def _everybody_for_himself(strategy: Strategy) -> bool:
     """Whether each worker ran the script itself, and its gradient alone makes an update."""
-    team, served = strategy.team, strategy.settings.served
-    alone = team.place is not None and len(team.devices) == 1
+    replica_group, served = strategy.replica_group, strategy.settings.served
+    alone = replica_group.place is not None and len(replica_group.devices) == 1
     return alone and served is not None and isinstance(served.updates, Asynchronous)
 
 
@@ -69,3 +69,42 @@ def _ours(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith("stratagem.")
+
+
+def refuse_autocast() -> None:
+    """Refuse a fit inside of torch.autocast, in which the other replicas would not be."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise UsageError(
+            "fit was called inside of torch.autocast, which the other replicas know nothing of; "
+            'call it outside, and say compile(..., precision="bfloat16").'
+        )
+
+
+def refuse_shared(module: nn.Module) -> None:
+    """Refuse a trained parameter that lies in the memory of another, or of a buffer: replicas
+    would part them. What is only read may share."""
+    whose = {False: (0, ""), True: (0, "")}  # the furthest end so far, by whether it is trained
+    for start, end, trained, name in sorted(_spans(module)):
+        reach, other = max(whose.values()) if trained else whose[True]
+        if start < reach:
+            raise NotDistributable(
+                f"{other!r} and {name!r} share memory without being the same parameter, and "
+                "replicas keep each of them apart; use one parameter in both places, and transpose "
+                "or cut it in forward, or a loop of your own with strategy.prepare."
+            )
+        whose[trained] = max(whose[trained], (end, name))
+
+
+def _spans(module: nn.Module) -> Iterator[tuple[int, int, bool, str]]:
+    """First and one past the last address of each, and whether it is trained; a tied parameter
+    counts once."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if _has_memory(tensor):
+            length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            end = start + (length + 1) * tensor.element_size()
+            yield start, end, tensor.requires_grad, name
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not nn.parameter.is_lazy(tensor) and tensor.numel() > 0 and tensor.data_ptr() != 0

@@ -14,21 +14,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stratagem.data.shard import count_rows
+from stratagem.compat.torch_names import MODULE_HOOKS
+from stratagem.data.shares import count_rows
 from stratagem.errors import NotDistributable, UsageError
 
 _ALIASES = {
-    "mse": "mse_loss", "mean_squared_error": "mse_loss", "mae": "l1_loss",
-    "mean_absolute_error": "l1_loss", "huber": "huber_loss", "nll": "nll_loss",
+    "mse": "mse_loss",
+    "mean_squared_error": "mse_loss",
+    "mae": "l1_loss",
+    "mean_absolute_error": "l1_loss",
+    "huber": "huber_loss",
+    "nll": "nll_loss",
     "binary_crossentropy": "binary_cross_entropy_with_logits",
     "sparse_categorical_crossentropy": "cross_entropy",
-}  # fmt: skip
+}
 _COUNTED = (F.cross_entropy, F.nll_loss)
+#: of probabilities, and of their logarithms, for which no share is within 0 and 1
+_NO_LOGITS = (F.binary_cross_entropy, F.nll_loss)
 #: losses that compare output and target number by number, whatever must be repeated for that
 _NUMBER_BY_NUMBER = (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.poisson_nll_loss,
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.KLDivLoss, nn.PoissonNLLLoss,
-)  # fmt: skip
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.kl_div,
+    F.poisson_nll_loss,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.KLDivLoss,
+    nn.PoissonNLLLoss,
+)
 
 
 class Loss(Protocol):
@@ -51,8 +68,8 @@ class Loss(Protocol):
 class Meaning(NamedTuple):
     """What a loss takes the model's outputs for; metrics by name mean the same."""
 
-    #: a single output is a logit, 0 where both classes are alike
-    logits: bool = False
+    #: outputs are logits, of which metrics make probabilities first; None: that is not known
+    logits: bool | None = None
     #: a row has a value for each class, also where its target has one for each
     classes: bool = False
     #: a class that stands for "leave this target out"
@@ -220,9 +237,13 @@ class CountedLoss:
 
     def _value(self, output: Any, target: Any, by_class: Tensor | None, reduction: str) -> Tensor:
         value: Tensor = self._torchs(
-            output, target, weight=by_class, reduction=reduction,
-            **_only_integers(target, ignore_index=self.ignore_index), **self.options,
-        )  # fmt: skip
+            output,
+            target,
+            weight=by_class,
+            reduction=reduction,
+            **_only_integers(target, ignore_index=self.ignore_index),
+            **self.options,
+        )
         return value
 
     def _weight_on(self, device: torch.device) -> Tensor | None:
@@ -270,8 +291,7 @@ def _is_own(function: Any) -> bool:
 
 
 def _is_hooked(function: Any) -> bool:
-    hooks = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-             "_backward_pre_hooks")  # fmt: skip
+    hooks = ("forward", *MODULE_HOOKS)
     return isinstance(function, nn.Module) and any(vars(function).get(name) for name in hooks)
 
 
@@ -298,19 +318,23 @@ def resolve(loss: Any) -> Loss:
         return SummedLoss(loss)
     if not callable(loss):
         raise UsageError(
-            f"loss={loss!r} is not callable; give a name such as \"cross_entropy\", a torch loss, "
+            f'loss={loss!r} is not callable; give a name such as "cross_entropy", a torch loss, '
             "or a function of (output, target)."
         )
     return RowLoss(loss, _unreduced(loss))
 
 
-def meaning(loss: Any) -> Meaning:
-    """What this loss takes outputs for; nothing is known of those of one's own."""
+def meaning(loss: Any, from_logits: bool | None = None) -> Meaning:
+    """What this loss takes outputs for; of other losses than torch's the user may say it."""
     if isinstance(loss, str):
         loss = _by_name(loss)
     by_label = loss is F.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss)
     by_class = loss is F.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
-    return Meaning(by_label, by_class, _ignored(loss))
+    if from_logits is None and (by_label or by_class):
+        from_logits = True
+    elif from_logits is None and (loss in _NO_LOGITS or isinstance(loss, nn.BCELoss | nn.NLLLoss)):
+        from_logits = False
+    return Meaning(from_logits, by_class, _ignored(loss))
 
 
 def _ignored(loss: Any) -> int | None:
@@ -347,4 +371,3 @@ def _by_name(name: str) -> Callable[..., Tensor]:
             f"and {', '.join(sorted(_ALIASES))}."
         )
     return function  # type: ignore[no-any-return]
-

@@ -5,19 +5,27 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torchmetrics
-from torchmetrics.classification import BinaryAccuracy
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    MulticlassConfusionMatrix,
+    MulticlassExactMatch,
+    MulticlassStatScores,
+)
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends.halves import halves, ways_of
 from stratagem.frontends.losses import Meaning, examples
-from stratagem.frontends.proof import check_mean, check_values
 
 log = logging.getLogger("stratagem")
+
+#: they look for the largest value of a row, whatever it is
+_BY_RANK = (MulticlassConfusionMatrix, MulticlassExactMatch, MulticlassStatScores)
 
 #: from the number of classes (0: none), and what outputs are to the loss
 Maker = Callable[[int, Meaning], torchmetrics.Metric]
@@ -103,42 +111,71 @@ class FunctionMetric(torchmetrics.MeanMetric):
         super().update(value if value.dim() else value.expand(max(1, examples(output, target))))
 
 
+@torch.no_grad()
+def counted(name: str, metric: FunctionMetric, output: Any, target: Any) -> torch.Tensor | None:
+    """How many values a function has for these, and their mean; None if it fails."""
+    fresh = FunctionMetric(copy.copy(metric.function)).to(metric.device)
+    try:
+        fresh.update(output, target)
+    except Exception as error:
+        log.warning(
+            'the metric "%s" cannot be tried on a part of a batch (%s: %s), so its number is taken '
+            "for the mean over the rows, unchecked.",
+            name,
+            type(error).__name__,
+            error,
+        )
+        return None
+    return torch.stack([torch.as_tensor(fresh.weight), fresh.compute()]).double()
+
+
 def check_function(
-    name: str, metric: torchmetrics.Metric, output: Any, target: Any, count: int
+    name: str, whole: torch.Tensor, parts: Sequence[torch.Tensor], rounding: float
 ) -> None:
-    """Raise if the function's number for a share of so many rows is not the mean over them; or
-    its numbers, if it returns several, are not those of the halves: all are averaged alike."""
-    assert isinstance(metric, FunctionMetric)
-    function, device = copy.copy(metric.function), metric.device
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        whole, again = (torch.as_tensor(function(output, target)) for _ in range(2))
-        if whole.shape != again.shape or not ((whole == again) | whole.isnan()).all():
-            return  # it draws random numbers, and nothing can be compared
-        check = check_values if whole.dim() else check_mean
-        pair = [output, target]
-        try:
-            check(function, pair, count, whole)
-            while count >= 4:  # the halves of many rows may be alike by chance
-                pair = halves(pair, count, ways_of(function, pair, count, whole))[0]
-                count //= 2
-                whole = torch.as_tensor(function(*pair))
-                check(function, pair, count, whole)
-        except NotDistributable as error:
-            what = (
-                "several numbers that are not those of its rows" if whole.dim()
-                else "one number that is not the mean over the rows"
-            )  # fmt: skip
-            raise NotDistributable(
-                f'the metric "{name}" returns {what}, so the shares of replicas do not add up to '
-                "the value of one device; return a value for each row, give a torchmetrics metric "
-                "that counts what is needed (such as MeanSquaredError(squared=False)), or use one "
-                "device."
-            ) from error
-        except Exception as error:
-            log.warning(
-                'the metric "%s" cannot be tried on a part of a batch (%s: %s), so its number is '
-                "taken for the mean over the rows, unchecked.", name, type(error).__name__, error,
-            )  # fmt: skip
+    """Raise if the function counts something else for some rows than for parts of them."""
+    number = sum(part[0] for part in parts)
+    mean = sum(part[0] * part[1] for part in parts if part[0]) / number
+    together = torch.stack([torch.as_tensor(number), torch.as_tensor(mean)]).to(whole)
+    if not torch.allclose(whole, together, rtol=rounding, atol=1e-6, equal_nan=True):
+        raise NotDistributable(
+            f'the metric "{name}" returns one number that is not the mean over the rows, or '
+            "several that are not those of its rows, so the shares of replicas do not add up to "
+            "the value of one device; return a value for each row, give a torchmetrics metric that "
+            "counts what is needed (such as MeanSquaredError(squared=False)), or use one device."
+        )
+
+
+def asking(metrics: Iterable[torchmetrics.Metric]) -> list[torchmetrics.Metric]:
+    """Those of torchmetrics' own, and parts of others, to which it matters whether outputs are
+    logits, and which read that off the values of an update."""
+    parts = {id(part): part for metric in metrics for part in metric.modules()}
+    return [
+        part
+        for part in parts.values()
+        if isinstance(part, torchmetrics.Metric)
+        and type(part).__module__.startswith("torchmetrics.classification.")
+        and not isinstance(part, _BY_RANK)
+    ]
+
+
+@contextmanager
+def from_logits(parts: Sequence[torchmetrics.Metric]) -> Iterator[None]:
+    """While these metrics are given logits, of which they get the probabilities."""
+    plain = [part.update for part in parts]
+
+    def update(part: Any, whole: Callable[..., Any], preds: Any, *args: Any, **named: Any) -> None:
+        if preds.is_floating_point():
+            several = type(part).__name__.startswith("Multiclass")
+            preds = preds.softmax(1) if several else preds.sigmoid()
+        whole(preds, *args, **named)
+
+    try:
+        for part, whole in zip(parts, plain, strict=True):
+            vars(part)["update"] = partial(update, part, whole)
+        yield
+    finally:
+        for part, whole in zip(parts, plain, strict=True):
+            vars(part)["update"] = whole
 
 
 def listed(metrics: Any) -> list[tuple[str, torchmetrics.Metric | Maker]]:

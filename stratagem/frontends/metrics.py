@@ -5,24 +5,28 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from stratagem.data.shard import same_kind
+from stratagem.data.shares import same_kind
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends.feeds import Portion
-from stratagem.frontends.losses import Meaning, examples
-from stratagem.replicas.pool import ZygoteProcess
-from stratagem.strategies.replica import Replica, current_replica
+from stratagem.frontends.losses import Meaning
+from stratagem.frontends.metric_progress import (
+    counts_of,
+    own_counts,
+    refuse_means,
+    take_counts,
+)
+from stratagem.replicas.zygote import ZygoteProcess
+from stratagem.training.replica import Replica, current_replica
 from stratagem.wire.tree import gather_tree
 
 if TYPE_CHECKING:
     import torchmetrics
 
-    from stratagem.frontends.doubts import Doubts
     from stratagem.frontends.metric_kinds import Maker
 
 #: brings the like of a tensor from everybody
@@ -37,27 +41,20 @@ class MetricSet:
         self._meaning = meaning
         #: whether anything has been taken in since the last reset
         self.counted = False
-        self._doubts: Doubts | None = None
-        #: whether updates are of shares of batches, not of whole ones
-        self._shares = False
+        #: whether states are to be such that others can go on from them
+        self.saves = False
         self._makers: dict[str, Maker] = {}
         self._metrics: dict[str, torchmetrics.Metric] = {}
         for name, metric in _named(metrics):
             if name in self._makers or name in self._metrics:
                 raise UsageError(f'two metrics are called "{name}"; give them names: a dict.')
-            kept: dict[str, Any] = (
-                self._metrics if isinstance(metric, nn.Module) else self._makers
-            )
+            kept: dict[str, Any] = self._metrics if isinstance(metric, nn.Module) else self._makers
             kept[name] = metric
-        self._untried = [name for name, metric in self._metrics.items() if _is_function(metric)]
-        #: somebody's own, which may count in what is no state
-        self._unseen = [m for m in self._metrics.values() if _runs_own(type(m))]
-        if self:
-            from stratagem.frontends.doubts import Doubts, may_ask
-            from stratagem.frontends.metric_kinds import accuracy
-
-            later = not meaning.logits and accuracy in self._makers.values()
-            self._doubts = Doubts() if later or may_ask(self._metrics) else None
+        #: functions that cannot be tried
+        self._untried: list[str] = []
+        #: parts of metrics that take outputs for logits or for probabilities, by their values
+        self._asking: list[torchmetrics.Metric] = []
+        self._find_asking()
 
     @property
     def names(self) -> list[str]:
@@ -77,69 +74,69 @@ class MetricSet:
         found = {each.lower(): metric for each, metric in self._metrics.items()}.get(name)
         return getattr(found, "higher_is_better", None)
 
-    def next_batch(self, portion: Portion, replica: Replica) -> None:
-        """Before each batch, also where this replica's share of it is empty. Collective."""
-        self._shares = portion.examples < portion.total
-        if self._doubts is not None and replica.count > 1:
-            self._doubts.next_batch(replica)
+    def _find_asking(self) -> None:
+        if self._metrics and self._meaning.logits is not False:
+            from stratagem.frontends.metric_kinds import asking
+
+            self._asking = asking(self._metrics.values())
 
     def update(self, output: Any, target: Any, *, part: bool = False) -> None:
-        """Take one share in; `part`: of a batch that others have the rest of, some other time."""
+        """Take rows in; `part`: of a batch that others have the rest of."""
         if self._makers:
             _check_tensors(next(iter(self._makers)), output, target)
-            self._make(self._classes(output, target), output.device)
+            self._make(_classes_in(output, target, self._meaning), output.device)
+        if part and self._asking and self._meaning.logits is None:
+            raise _not_known(self._asking[0])
         self.counted = True
-        doubts = self._doubts if self._shares else None
-        part = part or self._shares
-        with (
-            torch.no_grad(), doubts.watching(self._metrics) if doubts else nullcontext(),
-            self._watching() if part and self._unseen else nullcontext(),
-        ):  # fmt: skip
+        with torch.no_grad(), self._from_logits():
             for metric in self._metrics.values():
                 metric.update(_detached(output), target)
-        if self._untried and part:
-            self._try(_detached(output), target)
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Whether metrics of one's own count in more than their states: seen by the chief, once."""
-        from stratagem.frontends.metric_counters import counters, warn
+    def _from_logits(self) -> AbstractContextManager[None]:
+        if not self._asking or not self._meaning.logits:
+            return nullcontext()
+        from stratagem.frontends.metric_kinds import from_logits
 
-        unseen, self._unseen = self._unseen, []
-        before = [counters(metric) for metric in unseen]
-        yield
-        if current_replica().is_chief:
-            for metric, seen in zip(unseen, before, strict=True):
-                warn(metric, seen)
+        return from_logits(self._asking)
 
-    def _try(self, output: Any, target: Any) -> None:
-        """Whether functions of one's own are means over rows: seen by the chief, once."""
-        from stratagem.frontends.metric_kinds import check_function
+    @property
+    def functions(self) -> dict[str, Any]:
+        """Those that are plain functions, and can be tried."""
+        functions = {name: each for name, each in self._metrics.items() if _is_function(each)}
+        return {name: each for name, each in functions.items() if name not in self._untried}
 
-        count = examples(output, target)
-        if not current_replica().is_chief:
-            self._untried = []
-        elif count > 1:
-            names, self._untried = self._untried, []
-            for name in names:
-                check_function(name, self._metrics[name], output, target, count)
+    def try_functions(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """What each of them would count, for `check_functions`."""
+        found = {}
+        for name, metric in self.functions.items():
+            from stratagem.frontends.metric_kinds import counted
 
-    def _classes(self, output: Any, target: Any) -> int:
-        """How many there are; 0 where outputs are compared with targets one by one."""
-        several = output.dim() > 1 if self._meaning.classes else output.dim() > target.dim()
-        return int(output.shape[1]) if several else 0
+            values = counted(name, metric, _detached(output), target)
+            if values is None:
+                self._untried.append(name)
+            else:
+                found[name] = values
+        return found
+
+    def check_functions(
+        self, whole: dict[str, Tensor], parts: list[dict[str, Tensor]], rounding: float
+    ) -> None:
+        """Raise if what functions count for rows is not what they count for parts of them."""
+        for name in self.functions:
+            from stratagem.frontends.metric_kinds import check_function
+
+            check_function(name, whole[name], [part[name] for part in parts], rounding)
 
     def _make(self, classes: int, device: torch.device) -> None:
         for name, maker in self._makers.items():
             self._metrics[name] = maker(classes, self._meaning).to(device)
         self._makers = {}
+        self._find_asking()
 
     def compute(self, replica: Replica) -> dict[str, float]:
         """Values over all examples of all replicas. Collective."""
         if replica.count > 1:
             self._agree(replica)
-            if self._doubts is not None:
-                self._doubts.settle(replica)
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             values.update(_flat(name, _joined(metric, replica)))
@@ -151,7 +148,8 @@ class MetricSet:
         for metric in self._metrics.values():
             with _synced(metric, lambda t: (taken.append(t.clone()), [t])[1]):  # type: ignore[func-returns-value]
                 pass
-        return {"classes": self._known_classes(), "tensors": taken}
+        found = {"classes": _known_classes(self._metrics), "tensors": taken}
+        return found | ({"progress": self.progress()} if self.saves else {})
 
     def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Values over all that the states have counted."""
@@ -162,32 +160,50 @@ class MetricSet:
         rows = zip(*(state["tensors"] for state in states), strict=True)
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            for part in _parts(metric):
+            for part in metric_parts(metric):
                 part._update_count = part._update_count or 1  # it may have counted nothing itself
             device = metric.device
-            values.update(_flat(name, _compute(
-                metric, lambda t: [part.to(device) for part in next(rows)]  # noqa: B023
-            )))  # fmt: skip
+            values.update(
+                _flat(
+                    name,
+                    _compute(
+                        metric,
+                        lambda t: [part.to(device) for part in next(rows)],  # noqa: B023
+                    ),
+                )
+            )
         return values
 
-    def _known_classes(self) -> int:
-        known = next((m for m in self._metrics.values() if hasattr(m, "num_classes")), None)
-        return 0 if known is None else int(getattr(known, "num_classes"))  # noqa: B009
+    def progress(self, *, copied: bool = True) -> dict[str, Any]:
+        """What was counted here in the epoch under way, for `go_on`."""
+        counts = counts_of if copied else own_counts
+        counted = [counts(part) for part in _counting(self._metrics)]
+        return {"classes": _known_classes(self._metrics), "counted": counted, "any": self.counted}
+
+    def go_on(self, saved: Sequence[dict[str, Any]], replica: Replica) -> None:
+        """Go on from what replicas have counted: each from its own where as many are here, else
+        the first from that of all."""
+        alike = len(saved) == replica.count
+        chosen = [saved[replica.index]] if alike else [each for each in saved if each["any"]]
+        self.counted = bool(chosen) and (alike or replica.leads) and chosen[0]["any"]
+        if not self.counted:
+            return
+        if self._makers:
+            self._make(max(int(each["classes"]) for each in chosen), replica.device)
+        counts = zip(*(each["counted"] for each in chosen), strict=True)
+        for part, each in zip(_counting(self._metrics), counts, strict=True):
+            take_counts(part, each)
 
     def _agree(self, replica: Replica) -> None:
         """A replica without a single example learns from the others what it would have made."""
-        mine = -1 if self._makers else self._known_classes()
-        told = max(gather_tree(replica.collective, mine)) if self._has_lazy(replica) else -1
+        lazy = any(gather_tree(replica.collective, bool(self._makers)))
+        mine = -1 if self._makers else _known_classes(self._metrics)
+        told = max(gather_tree(replica.collective, mine)) if lazy else -1
         if self._makers and told >= 0:
             self._make(told, replica.device)
 
-    def _has_lazy(self, replica: Replica) -> bool:
-        return any(gather_tree(replica.collective, bool(self._makers)))
-
     def reset(self) -> None:
-        self.counted = self._shares = False
-        if self._doubts is not None:
-            self._doubts.forget()
+        self.counted = False
         for metric in self._metrics.values():
             metric.reset()
 
@@ -195,8 +211,28 @@ class MetricSet:
         """Onto a replica's device: where a call begins, so what cannot be joined ends it here."""
         for metric in self._metrics.values():
             if current_replica().count > 1:
-                _parts(metric)
+                metric_parts(metric)
             metric.to(device)
+
+
+def refuse_means_of(metrics: MetricSet) -> None:
+    """Refuse states that are averaged: they do not add up, update by update."""
+    refuse_means(_counting(metrics._metrics))
+
+
+def _counting(metrics: Mapping[str, torchmetrics.Metric]) -> list[torchmetrics.Metric]:
+    return [part for metric in metrics.values() for part in metric_parts(metric)]
+
+
+def _known_classes(metrics: Mapping[str, torchmetrics.Metric]) -> int:
+    known = next((m for m in metrics.values() if hasattr(m, "num_classes")), None)
+    return 0 if known is None else int(getattr(known, "num_classes"))  # noqa: B009
+
+
+def _classes_in(output: Any, target: Any, meaning: Meaning) -> int:
+    """How many there are; 0 where outputs are compared with targets one by one."""
+    several = output.dim() > 1 if meaning.classes else output.dim() > target.dim()
+    return int(output.shape[1]) if several else 0
 
 
 def _joined(metric: torchmetrics.Metric, replica: Replica) -> Any:
@@ -221,7 +257,7 @@ def _synced(metric: torchmetrics.Metric, gather: Gather) -> Iterator[None]:
     torchmetrics would have each sync itself when it is computed, if it is asked to; then the order
     of collective calls would follow from what the outermost does with the others.
     """
-    parts = _parts(metric)
+    parts = metric_parts(metric)
     before = [(part._to_sync, part._should_unsync) for part in parts]
     try:
         for part in parts:
@@ -241,7 +277,7 @@ def _filled(parts: list[Tensor]) -> list[Tensor]:
     return [part for part in parts if part.shape != (0,)] or parts
 
 
-def _parts(metric: nn.Module) -> list[torchmetrics.Metric]:
+def metric_parts(metric: nn.Module) -> list[torchmetrics.Metric]:
     """The metric and those inside it that count something themselves; raises if one of them has
     nothing to join, or wraps another in a way that shares of the rows do not add up to."""
     from torchmetrics import Metric
@@ -326,6 +362,14 @@ def _check_tensors(name: str, output: Any, target: Any) -> None:
         "a function that picks what is compared, {"
         f'"{name}": lambda output, target: (output[0].argmax(1) == target).float()'
         "}, say, or a torchmetrics metric of your own that does."
+    )
+
+
+def _not_known(metric: nn.Module) -> NotDistributable:
+    return NotDistributable(
+        f"the metric {type(metric).__name__} takes outputs for probabilities where all of a batch "
+        "are within 0 and 1, else for logits; a replica sees a share of the batch, and this loss "
+        "does not tell. Say it: compile(..., from_logits=True) or from_logits=False."
     )
 
 

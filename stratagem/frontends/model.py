@@ -17,30 +17,45 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
-from stratagem.frontends import alike, asked, evaluation, evaluator, hooks, loop, losses, served
-from stratagem.frontends.arrays import prepared
+from stratagem.frontends import (
+    asked,
+    evaluation,
+    evaluator,
+    fit_checkpoints,
+    hooks,
+    inputs,
+    losses,
+    server_fit,
+)
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import Callback, History
-from stratagem.frontends.feeds import Feed, feed, in_batches, unpack
-from stratagem.frontends.meter import Meter, Verbosity, check_verbose
+from stratagem.frontends.dry_run_fit import rehearse
+from stratagem.frontends.fit import fit
+from stratagem.frontends.fit_job import Fit
+from stratagem.frontends.fit_journal import FitJournal
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.optimizers import make_optimizer
 from stratagem.frontends.progress import ProgressBar
-from stratagem.frontends.recipe import Recipe
-from stratagem.frontends.rehearse import rehearse
-from stratagem.frontends.surroundings import refuse_autocast, refuse_shared
-from stratagem.state import checkpoint
-from stratagem.strategies import rehearsal
-from stratagem.strategies.gpu_memory import explain_out_of_memory
+from stratagem.frontends.progress_meter import ProgressMeter, Verbosity, check_verbose
+from stratagem.frontends.recipe import Recipe, describe, in_words
+from stratagem.frontends.sources import Source
+from stratagem.state import checkpoint as files
+from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.strategies.mirrored import single_device
-from stratagem.strategies.setup import refuse_renormed
-from stratagem.strategies.strategy import Strategy, get_strategy, here
-from stratagem.strategies.sync_batchnorm import check_statistics
+from stratagem.strategies.strategy import Strategy, checks_rows, get_strategy, here
+from stratagem.training import dry_run, fingerprint
+from stratagem.training.gpu_memory import explain_out_of_memory
+from stratagem.training.setup import refuse_renormed
+from stratagem.training.sync_batchnorm import check_statistics
+from stratagem.training.termination import EXIT_CODE
 
 _CHIEF_WRITES = 10.0  # seconds that another task may find one of two files written
 _PRECISION = {
-    None: None, "float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
+    None: None,
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 Callbacks = Sequence[Callback] | Callback | None
 
@@ -72,6 +87,9 @@ class Model:
         #: brings what is kept elsewhere up to date here, before it is saved in mid-training
         self.bring_home: Callable[[], int] | None = None
 
+    def __repr__(self) -> str:
+        return describe(self.module, self.optimizer, self._recipe, self.strategy)
+
     @asked.by_name
     def compile(
         self,
@@ -84,6 +102,8 @@ class Model:
         accumulate: int = 1,
         precision: str | None = None,
         jit_compile: bool = False,
+        check: bool = True,
+        from_logits: bool | None = None,
     ) -> None:
         """Say how to train.
 
@@ -99,6 +119,9 @@ class Model:
             precision: "bfloat16" or "float16" run the forward pass under autocast; "float16" with
                 a gradient scaler.
             jit_compile: run the module through torch.compile, on each replica.
+            check: before the first batch of a call, try on a few rows that shares of a batch add
+                up to what one device makes of it; False takes that on trust.
+            from_logits: whether outputs are logits, for metrics; known of torch's cross entropies.
         """
         if precision not in _PRECISION:
             known = ", ".join(repr(name) for name in _PRECISION if name)
@@ -112,9 +135,16 @@ class Model:
         given = isinstance(optimizer, Optimizer)
         self.optimizer = None if frozen and not given else make_optimizer(optimizer, self.module)
         self._recipe = Recipe(
-            losses.resolve(loss), MetricSet(metrics, losses.meaning(loss)), clip_norm, clip_value,
-            accumulate, _PRECISION[precision], jit_compile,
-        )  # fmt: skip
+            losses.resolve(loss),
+            MetricSet(metrics, losses.meaning(loss, from_logits)),
+            clip_norm,
+            clip_value,
+            accumulate,
+            _PRECISION[precision],
+            jit_compile,
+            check and checks_rows(),
+            in_words(loss, metrics),
+        )
 
     @asked.by_name
     def fit(
@@ -136,6 +166,8 @@ class Model:
         validation_freq: int | Collection[int] = 1,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
+        checkpoint: Checkpoints | str | os.PathLike[str] | None = None,
+        resume: bool = False,
     ) -> History:
         """Train; `batch_size` is the global batch, split over the replicas.
 
@@ -152,6 +184,10 @@ class Model:
             validation_freq: validate after every so many epochs, or after those, counted from 1.
             validation_steps: end a validation after so many batches.
             validation_batch_size: of arrays and datasets; `batch_size` if it is not given.
+            checkpoint: a folder for checkpoints, one after each epoch; `sg.Checkpoints(folder,
+                seconds=60)` says how often, and how many are kept.
+            resume: go on from the newest checkpoint of that folder, with the next batch that was
+                not seen; begin where there is none.
         """
         recipe, optimizer = self._compiled("fit"), self.optimizer
         if optimizer is None:
@@ -164,25 +200,45 @@ class Model:
         asked.whole(1, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
         asked.whole(1, validation_batch_size=validation_batch_size)
         asked.whole(0, epochs=epochs, initial_epoch=initial_epoch)
-        sizes = (validation_batch_size, batch_size)
         if (audience := self.strategy.audience) is not None:
+            sizes = (validation_batch_size, batch_size)
             self.history = self._attend(
                 audience.over, callbacks, validation_data, sizes, validation_steps
             )
             return self.history
         validated = asked.epochs_to_validate(validation_freq)
-        data, validation_data = prepared(
-            (x, y, sample_weight), validation_data, validation_split, class_weight
+        source, held_out = inputs.to_train_on(
+            (x, y, sample_weight),
+            validation_data,
+            validation_split,
+            class_weight,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            validation_batch_size=validation_batch_size,
         )
-        source = feed(*data, batch_size=batch_size, shuffle=shuffle, seed=_draw_seed())
-        if rehearsal.wanted():
+        if dry_run.wanted():
             rehearse(self.module, optimizer, recipe, source, self.strategy)
         steps = _fewer(source.steps, steps_per_epoch)
-        job = loop.Fit(
-            self.module, optimizer, recipe, self.strategy.settings, source,
-            self._validation(validation_data, *sizes), range(initial_epoch, epochs),
-            steps_per_epoch, self._fits, validated=validated, validation_steps=validation_steps,
-        )  # fmt: skip
+        job = Fit(
+            self.module,
+            optimizer,
+            recipe,
+            self.strategy.settings,
+            source,
+            held_out,
+            range(initial_epoch, epochs),
+            steps_per_epoch,
+            self._fits,
+            validated=validated,
+            validation_steps=validation_steps,
+            checkpoints=asked.checkpoints(checkpoint, resume=resume),
+            journal=FitJournal() if self.strategy.settings.elastic else None,
+        )
+        job.saves = job.checkpoints is not None
+        if resume and job.checkpoints is not None and self.strategy.is_chief:
+            job.resumed = fit_checkpoints.load(self, job.checkpoints)
+            if job.resumed is not None and job.resumed["seed"] is not None:
+                source.seed = int(job.resumed["seed"])
         bar = ProgressBar(epochs, steps, verbose) if verbose and self.strategy.is_chief else None
         known = {"validated": None if job.validation is None else validated}
         history = self._invite(job, callbacks, bar, {"epochs": epochs, "steps": steps, **known})
@@ -190,16 +246,22 @@ class Model:
         self._fits += 1
         try:
             with _busy(self):
-                self._everywhere(served.fit if self.strategy.served else loop.fit, job)
+                self._everywhere(fit, job)
         finally:
             if bar is not None:
                 bar.close()
+        if job.terminated:
+            log.warning("SIGTERM: the training is saved, and goes on with resume=True")
+            raise SystemExit(EXIT_CODE)
         return history
 
     def _invite(
-        self, job: loop.Fit, callbacks: Sequence[Callback], bar: ProgressBar | None,
+        self,
+        job: Fit,
+        callbacks: Sequence[Callback],
+        bar: ProgressBar | None,
         params: dict[str, Any],
-    ) -> History:  # fmt: skip
+    ) -> History:
         """The chief's callbacks, and what every replica must know of them."""
         self.stop_training, self.history = False, (history := History())
         given = CallbackList(callbacks, self, params)
@@ -211,27 +273,32 @@ class Model:
         job.callbacks = CallbackList(invited, self, params)
         return history
 
-    def _check(self, job: loop.Fit) -> None:
+    def _check(self, job: Fit) -> None:
         """Refuse what the strategy's replicas, or its servers, cannot do as one device does."""
         hooks.refuse_on_parameters(self.strategy, self.module)
         hooks.refuse_on_optimizer(self.strategy, job.optimizer)
-        several, by_servers = self.strategy.team.size > 1, self.strategy.served
+        several, by_servers = self.strategy.replica_group.size > 1, self.strategy.served
+        self._refuse_once(job.source, job.validation)
         if several:
-            refuse_shared(self.module)
-            refuse_autocast()
+            hooks.refuse_shared(self.module)
+            hooks.refuse_autocast()
         if several or by_servers:
             refuse_renormed(self.module)
         if by_servers:
-            served.check(job)
+            server_fit.check(job)
 
     def _attend(
-        self, over: Callable[[], bool], callbacks: Sequence[Callback], validation: Any,
-        sizes: tuple[int | None, int | None], steps: int | None,
-    ) -> History:  # fmt: skip
+        self,
+        over: Callable[[], bool],
+        callbacks: Sequence[Callback],
+        validation: Any,
+        sizes: tuple[int | None, int | None],
+        steps: int | None,
+    ) -> History:
         """As the evaluator: look at every checkpoint."""
 
         def evaluate() -> dict[str, float]:
-            source = self._validation(validation, *sizes)
+            source = inputs.to_validate_on(validation, *sizes)
             assert source is not None
             recipe = self._compiled("fit")
             results: dict[str, float] = self._everywhere(
@@ -243,10 +310,17 @@ class Model:
 
     @asked.by_name
     def evaluate(
-        self, x: Any, y: Any = None, *, batch_size: int | None = None, sample_weight: Any = None,
-        steps: int | None = None, callbacks: Callbacks = None, verbose: Verbosity = "auto",
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        verbose: Verbosity = "auto",
         return_dict: Literal[True] = True,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Loss and metrics over every example, once.
 
         Args:
@@ -262,51 +336,61 @@ class Model:
                 "is list(model.evaluate(...).values())."
             )
         recipe = self._compiled("evaluate")
-        source = feed(x, y, sample_weight, batch_size=batch_size, shuffle=False, seed=0)
-        given = self._guests(callbacks, _fewer(source.steps, steps))
-        with _busy(self):
-            given.test_begin()
-        meter = self._meter("evaluate", _fewer(source.steps, steps), verbose)
-        job = evaluation.Evaluation(
-            self.module, recipe, source, steps, meter=meter, callbacks=given,
-            between=given.between_tests,
-        )  # fmt: skip
-        results: dict[str, float] = self._watched(evaluation.evaluate, job)
-        if meter is not None:
-            meter.finish(results)
-        with _busy(self):
-            given.test_end(results)
+        source = inputs.source_of(x, y, sample_weight, batch_size=batch_size)
+        results: dict[str, float] = self._watched(
+            evaluation.evaluate, source, recipe, steps, callbacks, verbose
+        )
         return results
 
     @asked.by_name
     def predict(
-        self, x: Any, *, batch_size: int | None = None, steps: int | None = None,
-        callbacks: Callbacks = None, verbose: Verbosity = "auto",
-    ) -> Any:  # fmt: skip
+        self,
+        x: Any,
+        *,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        verbose: Verbosity = "auto",
+    ) -> Any:
         """Outputs for every example, in order, on the CPU; `steps` and `verbose` as in `evaluate`,
         and of `callbacks` their `on_predict_...` methods."""
         asked.whole(1, steps=steps)
         recipe = self._recipe or Recipe(losses.resolve("mse"), MetricSet(None))
-        source = feed(x, batch_size=batch_size, shuffle=False, seed=0)
-        given = self._guests(callbacks, _fewer(source.steps, steps))
-        with _busy(self):
-            given.predict_begin()
-        meter = self._meter("predict", _fewer(source.steps, steps), verbose)
-        job = evaluation.Evaluation(
-            self.module, recipe, source, steps, meter=meter, callbacks=given,
-            between=given.between_predictions,
-        )  # fmt: skip
-        outputs = self._watched(evaluation.predict, job)
-        if meter is not None:
-            meter.finish({})
-        with _busy(self):
-            given.predict_end()
-        return outputs
+        source = inputs.source_of(x, batch_size=batch_size)
+        return self._watched(evaluation.predict, source, recipe, steps, callbacks, verbose)
 
-    def _guests(self, callbacks: Callbacks, steps: int | None) -> CallbackList:
-        """The chief's callbacks of `evaluate` or `predict`; others have none."""
-        given = CallbackList(asked.listed(callbacks), self, {"steps": steps})
-        return given if self.strategy.is_chief else CallbackList.none()
+    def _watched(
+        self,
+        function: Callable[[Any], Any],
+        source: Source,
+        recipe: Recipe,
+        steps: int | None,
+        callbacks: Callbacks,
+        verbose: Verbosity,
+    ) -> Any:
+        """`evaluate` or `predict`, with callbacks and something to watch on the chief."""
+        tests = function is evaluation.evaluate
+        known = _fewer(source.steps, steps)
+        given = CallbackList(asked.listed(callbacks), self, {"steps": known})
+        given = given if self.strategy.is_chief else CallbackList.none()
+        with _busy(self):
+            given.test_begin() if tests else given.predict_begin()
+        meter = self._meter(function.__name__, known, verbose)
+        between = given.between_tests if tests else given.between_predictions
+        job = evaluation.Evaluation(
+            self.module, recipe, source, steps, meter=meter, callbacks=given, between=between
+        )
+        try:
+            results = self._evaluated(function, job)
+        except BaseException:
+            if meter is not None:
+                meter.close()
+            raise
+        if meter is not None:
+            meter.finish(results if tests else {})
+        with _busy(self):
+            given.test_end(results) if tests else given.predict_end()
+        return results
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write weights (safetensors) and, beside them, what is needed to go on.
@@ -314,11 +398,11 @@ class Model:
         Only the chief writes. The files load with no stratagem installed.
         """
         if not self.strategy.is_chief:
-            return checkpoint.paths(path)[0]
+            return files.paths(path)[0]
         progress: dict[str, Any] = {"history": dict(self.history.history) if self.history else {}}
         if self.bring_home is not None:
             progress["updates"] = self.bring_home()
-        return checkpoint.save(path, self.module, self.optimizer, progress)
+        return files.save(path, self.module, self.optimizer, progress)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read what `save` wrote: weights, and the optimizer's state once compiled.
@@ -326,41 +410,59 @@ class Model:
         Other workers than the chief may not have the file: what the chief has read they get
         when training, evaluation or prediction begins.
         """
-        if not self.strategy.is_chief and not checkpoint.paths(path)[0].is_file():
+        if not self.strategy.is_chief and not files.paths(path)[0].is_file():
             log.info("%s is not here; what the chief reads there comes from it later", path)
             return
         patience = 0.0 if self.strategy.is_chief else _CHIEF_WRITES
-        checkpoint.load(path, self.module, self.optimizer, patience=patience)
+        files.load(path, self.module, self.optimizer, patience=patience)
 
     def _everywhere(self, function: Callable[[Any], Any], job: Any) -> Any:
-        team = self.strategy.team
-        alike.check(self.strategy, function.__name__, job)
-        sent = (job.for_followers(),) if len(team.devices) > 1 else None
-        with explain_out_of_memory(team.devices):
-            return team.call(function, (job,), sent)[0]
+        replica_group = self.strategy.replica_group
+        verb, look = function.__name__, None
+        elastic = self.strategy.settings.elastic
+        several = replica_group.size > len(replica_group.devices)
+        if not self.strategy.served and (several or (elastic and replica_group.place is not None)):
+            look = job.look(verb)  # other workers run the script by themselves
+        if look is not None and not elastic:
+            told = replica_group.call(fingerprint.tell, (verb, look), (verb, None))[0]
+            fingerprint.compare(verb, told)
+        with explain_out_of_memory(replica_group.devices):
+            if not elastic:
+                followers = len(replica_group.devices) > 1
+                sent = (job.for_followers(),) if followers else None
+                return replica_group.call(function, (job,), sent)[0]
+            return replica_group.call(
+                _compared,
+                (function, look, job),
+                lambda: (function, look and {}, job.for_followers()),
+                job.done,
+            )[0]
 
-    def _meter(self, verb: str, steps: int | None, verbose: Verbosity) -> Meter | None:
+    def _meter(self, verb: str, steps: int | None, verbose: Verbosity) -> ProgressMeter | None:
         """Something to watch, on the chief."""
         check_verbose(verbose)
         if not verbose or not self.strategy.is_chief:
             return None
         title = None if verbose == "auto" else verb
-        return Meter(verb, steps, title=title, moves=verbose != 2)
+        return ProgressMeter(verb, steps, title=title, moves=verbose != 2)
 
-    def _watched(self, function: Callable[[Any], Any], job: evaluation.Evaluation) -> Any:
-        try:
-            if self.strategy.settings.sync_batchnorm and self.strategy.num_replicas_in_sync > 1:
-                check_statistics(self.module)
-            if getattr(_training, "model", None) is not None:
-                return self._meanwhile(function, job)
-            with _busy(self):
-                if self.strategy.served:
-                    return here(self.strategy, function, job)
-                return self._everywhere(function, job)
-        except BaseException:
-            if job.meter is not None:
-                job.meter.close()
-            raise
+    def _refuse_once(self, *sources: Source | None) -> None:
+        if self.strategy.settings.elastic and any(each and each.once for each in sources):
+            raise UsageError(
+                "the data is a generator, which cannot give a batch again when a replica dies; "
+                "give elastic=True arrays, a dataset, a DataLoader or a list of batches."
+            )
+
+    def _evaluated(self, function: Callable[[Any], Any], job: evaluation.Evaluation) -> Any:
+        self._refuse_once(job.source)
+        if self.strategy.settings.sync_batchnorm and self.strategy.num_replicas_in_sync > 1:
+            check_statistics(self.module)
+        if getattr(_training, "model", None) is not None:
+            return self._meanwhile(function, job)
+        with _busy(self):
+            if self.strategy.served:
+                return here(self.strategy, function, job)
+            return self._everywhere(function, job)
 
     def _meanwhile(self, function: Callable[[Any], Any], job: evaluation.Evaluation) -> Any:
         """In a callback, while the others wait: on this replica alone, and training goes on as if
@@ -392,16 +494,14 @@ class Model:
             )
         return self._recipe
 
-    def _validation(self, data: Any, own: int | None, batch_size: int | None) -> Feed | None:
-        """What to validate on, with a batch size of its own, or that of the training."""
-        if data is None:
-            return None
-        batch_size = batch_size if own is None else own
-        batches = in_batches(data)
-        if isinstance(data, tuple) or (isinstance(data, list) and not batches):
-            return feed(*unpack(data), batch_size=batch_size, shuffle=False, seed=0)
-        size = own if batches else batch_size
-        return feed(data, batch_size=size, shuffle=False, seed=0)
+
+def _compared(function: Callable[[Any], Any], look: fingerprint.Look | None, job: Any) -> Any:
+    """Run it; tasks compare what they were given each time that they come together."""
+    if look is not None:
+        told = fingerprint.tell(function.__name__, look or None)
+        if look:
+            fingerprint.compare(function.__name__, told)
+    return function(job)
 
 
 @contextmanager
@@ -414,12 +514,5 @@ def _busy(model: Model) -> Iterator[None]:
         _training.model = around
 
 
-def _draw_seed() -> int:
-    """From torch's generator, so that `torch.manual_seed` decides the shuffling too."""
-    return int(torch.empty((), dtype=torch.int64).random_().item()) >> 2
-
-
 def _fewer(known: int | None, asked: int | None) -> int | None:
     return min(known, asked) if known is not None and asked is not None else known or asked
-
-

@@ -35,7 +35,7 @@ def make_optimizer(
         made = make(params) if callable(make) else None
     if not isinstance(made, Optimizer):
         raise UsageError(
-            f"optimizer={choice!r} gives no torch optimizer; use a name such as \"adam\", a class "
+            f'optimizer={choice!r} gives no torch optimizer; use a name such as "adam", a class '
             "of torch.optim, a function of the parameters, or an instance."
         )
     _check_parameters(made, module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stratagem.frontends.callbacks import Logs, Progress
-from stratagem.frontends.meter import Meter, Verbosity
+from stratagem.frontends.progress_meter import ProgressMeter, Verbosity
 
 
 class ProgressBar(Progress):
@@ -11,11 +11,11 @@ class ProgressBar(Progress):
 
     def __init__(self, epochs: int, steps: int | None, verbose: Verbosity) -> None:
         self._epochs, self._steps, self._moves = epochs, steps, verbose != 2
-        self._meter: Meter | None = None
+        self._meter: ProgressMeter | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         name = f"{epoch + 1}/{self._epochs}"
-        self._meter = Meter(name, self._steps, title=f"epoch {name}", moves=self._moves)
+        self._meter = ProgressMeter(name, self._steps, title=f"epoch {name}", moves=self._moves)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self._meter is not None and logs is not None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
-from stratagem.frontends.losses import Loss
+from stratagem.frontends.losses import CountedLoss, Loss
 from stratagem.frontends.metrics import MetricSet
+from stratagem.strategies.strategy import Strategy
+from stratagem.training.fingerprint import Look
 
 
 @dataclass
@@ -21,3 +28,69 @@ class Recipe:
     accumulate: int = 1
     autocast: torch.dtype | None = None
     jit_compile: bool = False
+    #: whether it is tried that rows do not depend on each other
+    check: bool = True
+    #: loss and metrics, as `compile` was told them
+    words: str = ""
+
+    def look(self) -> Look:
+        """What must be the same on every worker."""
+        plain = {
+            "clip_norm": self.clip_norm,
+            "clip_value": self.clip_value,
+            "accumulate": self.accumulate,
+            "precision": self.autocast,
+            "check": self.check,
+        }
+        options = {name: str(value) for name, value in plain.items()}
+        names = ", ".join(sorted(self.metrics.names))
+        return {"loss": _look_of_loss(self.loss), "list of metrics": names or "none", **options}
+
+
+def _look_of_loss(loss: Any) -> str:
+    kind = f"{type(loss).__name__} {_function_name(loss.function)}"
+    if not isinstance(loss, CountedLoss):
+        return kind
+    weight = loss.class_weight
+    told = None if weight is None else [round(float(w), 4) for w in weight.reshape(-1)[:8]]
+    return f"{kind} (ignore_index={loss.ignore_index}, weight={told}, {loss.options})"
+
+
+def _function_name(function: Any) -> str:
+    """What it is called; of a lambda also what it calls."""
+    if isinstance(function, partial):
+        return f"partial of {_function_name(function.func)}"
+    if isinstance(function, nn.Module) or not hasattr(function, "__qualname__"):
+        reduction = getattr(function, "reduction", None)
+        return type(function).__name__ + (f" ({reduction})" if reduction else "")
+    name = str(function.__qualname__).rpartition(".")[2]
+    code = getattr(function, "__code__", None)
+    return f"{name} of {', '.join(code.co_names)}" if name == "<lambda>" and code else name
+
+
+def in_words(loss: Any, metrics: Any) -> str:
+    """Name a loss and metrics, whatever they were given as."""
+    several = isinstance(metrics, Iterable) and not isinstance(metrics, str)
+    return ", ".join(map(_name, [loss, *(metrics if several else [metrics] if metrics else [])]))
+
+
+def _name(given: Any) -> str:
+    if isinstance(given, str):
+        return given
+    return str(getattr(given, "__name__", type(given).__name__))
+
+
+def describe(
+    module: nn.Module, optimizer: object, recipe: Recipe | None, strategy: Strategy
+) -> str:
+    """A model in a line: what is trained, how, and where."""
+    sizes = [p.numel() for p in module.parameters() if not is_lazy(p)]
+    how = "not compiled"
+    if recipe is not None:
+        by = f"{_name(optimizer)}, " if optimizer is not None else ""
+        how = f"compiled with {by}{recipe.words}"
+    kind = "one device" if type(strategy) is Strategy else type(strategy).__name__
+    return (
+        f"<sg.Model of {type(module).__name__}, {sum(sizes):,} parameters; {how}; "
+        f"{kind} on {', '.join(strategy.devices)}>"
+    )

@@ -1,37 +1,52 @@
 """One training step on one replica, in forms that give the same result.
 
-    Solo         one replica: the loop that one would write by hand              solo.py
-    Searching    one replica with LBFGS, which asks for the loss several times a step
-    Replicated   gradients all-reduced, every replica updates its own copy       replicated.py
-    Sliced       CPU replicas of one machine: parameters shared, each updates its slice
+OneDevice    one replica: the loop that one would write by hand
+Searching    one replica with LBFGS, which asks for the loss several times a step
+Replicated   gradients all-reduced, every replica updates its own copy
+Sliced       CPU replicas of one machine: parameters shared, each updates its slice
+Pushed       a worker of servers, which update; in server_steps.py
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.data.shares import share
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends.feeds import Portion
+from stratagem.frontends.adapter import TorchAdapter
+from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.recipe import Recipe
-from stratagem.frontends.replicated import Replicated, Sliced
-from stratagem.frontends.solo import Searching, Solo
-from stratagem.frontends.tally import Tally
-from stratagem.state.sliced import can_slice
-from stratagem.strategies.replica import Replica
-from stratagem.strategies.settings import Settings
+from stratagem.frontends.sources import Portion
+from stratagem.state.factors import Factors, worth_factoring
+from stratagem.state.sliced import SlicedUpdate, can_slice
+from stratagem.training import setup, sync_batchnorm
+from stratagem.training.exchange import GradientExchange, open_exchange
+from stratagem.training.gradient_placement import PlacedGradients, is_kept, is_unseen
+from stratagem.training.replica import Replica
+from stratagem.training.settings import Settings
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
 
 class Step(Protocol):
-    """What the loop asks of any of them."""
+    """What the loop asks of a form that updates here."""
 
-    tally: Tally
+    tally: LossSum
     #: with precision="float16"
     scaler: Any
+    #: takes in outputs and targets for the metrics
+    take_in: Callable[..., None]
+    #: called before an update, where all replicas make one
+    before_commit: Callable[[], None]
+
+    @property
+    def settled(self) -> bool:
+        """Whether no gradient waits for those of other batches."""
 
     def take(self, portion: Portion, last: bool) -> None:
         """Train on one share; `last` means that accumulated gradients must be applied now."""
@@ -59,17 +74,286 @@ def choose(
             'LBFGS evaluates the loss several times a step, so accumulate and precision="float16" '
             "cannot go with it; leave them out, or use another optimizer."
         )
+    if settings.elastic and settings.committer is not None:
+        raise NotDistributable(
+            "elastic=True does a step again when a replica dies, which a committer of your own may "
+            "not take; use one of the two."
+        )
     if replica.count == 1:
-        return (Searching if searches else Solo)(module, optimizer, recipe, replica)
+        return (Searching if searches else OneDevice)(module, optimizer, recipe, replica)
     if searches:
         raise NotDistributable(
             "LBFGS evaluates the loss several times a step, which replicas cannot follow; use "
             "another optimizer, or one device."
         )
-    plain = settings.wire in (None, "float32") and settings.op != "auto"
+    plain = settings.wire in (None, "float32") and settings.op != "auto" and not settings.committer
     shared = isinstance(replica.collective, SharedMemoryCollective)
     params = [p for p in module.parameters() if p.requires_grad]
     half = recipe.autocast is torch.float16
-    if plain and shared and not half and params and can_slice(optimizer, params):
+    whole = not settings.elastic  # a replica that dies in mid-update leaves a slice half written
+    if plain and shared and whole and not half and params and can_slice(optimizer, params):
         return Sliced(module, optimizer, recipe, replica, settings)
     return Replicated(module, optimizer, recipe, replica, settings)
+
+
+class OneDevice(TorchAdapter):
+    """One replica."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica
+    ) -> None:
+        super().__init__(module, optimizer, recipe, replica)
+        self.tally = LossSum()
+        #: takes in outputs and targets for the metrics
+        self.take_in: Callable[..., None] = recipe.metrics.update
+        #: called before gradients are added up
+        self.before_commit: Callable[[], None] = lambda: None
+        self._waiting = 0
+
+    @property
+    def settled(self) -> bool:
+        return not self._waiting
+
+    def take(self, portion: Portion, last: bool) -> None:
+        recipe = self.recipe
+        with self.autocast():
+            output, y, weight = self.forward(portion)
+            loss = recipe.loss.mean(output, y, weight)
+        self.backward(loss if recipe.accumulate == 1 else loss / recipe.accumulate)
+        if recipe.metrics:
+            self.take_in(output, y)
+        self.tally.add(loss, portion.total)
+        self._waiting += 1
+        if last or self._waiting == recipe.accumulate:
+            self._waiting = 0
+            self.before_commit()
+            self.update()
+
+    def follow_settings(self) -> None:
+        return None
+
+    def take_back(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        self.forget_gradients()  # of batches that were to be added up with others
+
+
+class Searching(OneDevice):
+    """One replica with an optimizer that evaluates the loss several times a step."""
+
+    def take(self, portion: Portion, last: bool) -> None:
+        seen: list[tuple[Any, Any]] = []
+
+        def evaluate() -> Tensor:
+            self.forget_gradients()
+            with self.autocast():
+                output, y, weight = self.forward(portion)
+                loss = self.recipe.loss.mean(output, y, weight)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.clip()
+            if not seen:  # later evaluations are trials on the way to the next weights
+                seen.append((output, y))
+            return loss
+
+        loss: Any = self.optimizer.step(evaluate)  # type: ignore[arg-type]
+        self.forget_gradients()
+        if self.recipe.metrics:
+            self.take_in(*seen[0])
+        self.before_commit()
+        self.tally.add(loss, portion.total)
+
+
+class Replicated(OneDevice):
+    """Several replicas with a copy of the parameters each."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        replica: Replica,
+        settings: Settings,
+    ) -> None:
+        super().__init__(module, optimizer, recipe, replica)
+        self._sync_norm = settings.sync_batchnorm
+        self._pair: Tensor | None = None
+        self._unsync = sync_batchnorm.install(module, replica, self._sync_norm)
+        named = list(module.named_parameters())
+        try:
+            self.committer: GradientExchange = open_exchange(named, replica, settings, notes=2)
+        except BaseException:
+            self._unsync()
+            raise
+        buckets = self.committer.buckets
+        homes = () if recipe.jit_compile else zip(buckets.params, buckets.views, strict=True)
+        self._placed = PlacedGradients(module, homes)
+
+    def take(self, portion: Portion, last: bool) -> None:
+        recipe = self.recipe
+        self._waiting += 1
+        apply = last or self._waiting == recipe.accumulate
+        self.replica.share.set(portion.examples, portion.total, float(portion.examples > 0))
+        self.committer.armed = apply
+        numerator, denominator = self._gradients(portion)
+        if recipe.accumulate > 1:
+            self._count_now(portion, numerator, denominator)
+        if portion.total < self.replica.count and not self._sync_norm:
+            setup.take_iterated(self.module, self.replica)  # some had no rows, and no forward
+        if apply:
+            self._waiting = 0
+            # Gradients of earlier, non-empty shares count even when this last share is empty.
+            if recipe.accumulate > 1:
+                self.replica.share.weight = 1.0
+            self.before_commit()
+            self._finish(portion, numerator, denominator)
+
+    def _gradients(self, portion: Portion) -> tuple[Any, Any]:
+        """Backward of this share's part of the global loss; returns what it adds to the notes."""
+        recipe = self.recipe
+        if portion.examples == 0 and not self._sync_norm:
+            self._divisor(portion, 0.0)
+            return 0.0, 0.0
+        with self.autocast():
+            output, y, weight = self.forward(portion)
+            count = max(portion.examples, 1)  # a share without examples has borrowed one
+            numerator, denominator = recipe.loss.terms(output, y, weight, count)
+        scale = 1.0 / recipe.accumulate
+        if denominator is not None:
+            scale /= self._divisor(portion, denominator if portion.examples else 0.0)
+        if portion.examples == 0:
+            scale = 0.0
+        self.backward(numerator * scale)
+        if portion.examples == 0:
+            return 0.0, 0.0
+        if recipe.metrics:
+            self.take_in(output, y, part=portion.examples < portion.total)
+        if denominator is None:
+            return numerator.detach(), float(portion.examples) / portion.total
+        return numerator.detach(), denominator
+
+    def forward(self, portion: Portion) -> tuple[Any, Any, Any]:
+        with self._placed.forward():
+            return super().forward(portion)
+
+    def backward(self, loss: Tensor) -> None:
+        with self._placed.backward():
+            super().backward(loss)
+
+    def _divisor(self, portion: Portion, denominator: Any) -> float:
+        """What the sum of numerators is divided by before backward."""
+        if self.recipe.loss.counted and self.recipe.accumulate > 1:
+            # Micro-batches are added up before anything travels, so each needs its own count.
+            return self._add_up(float(denominator), 0.0)[0] or float("nan")
+        return float(portion.total)
+
+    def _add_up(self, *numbers: float) -> list[float]:
+        """Two numbers, summed over the replicas. Collective."""
+        if self._pair is None:
+            kind = self.committer.buckets.notes.dtype
+            self._pair = self.replica.collective.buffer(2, kind, self.device)
+        self._pair.copy_(torch.tensor(numbers, dtype=torch.float64))
+        self.replica.collective.all_reduce(self._pair).wait()
+        return self._pair.tolist()
+
+    def _count_now(self, portion: Portion, numerator: Any, denominator: Any) -> None:
+        above, below = self._add_up(float(numerator), float(denominator))
+        self.tally.add(_ratio(above, below), portion.total)
+
+    def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
+        notes = self.committer.commit([numerator, denominator]).notes
+        if self.recipe.accumulate == 1:
+            if self.recipe.loss.counted:
+                self.committer.buckets.scale(_per_target(portion, notes))
+            self.tally.add(notes[0] / notes[1], portion.total)
+        self.update()
+
+    def update(self) -> None:
+        super().update()
+        self.committer.sync()
+
+    def leave(self) -> None:
+        self.committer.close()
+        self._unsync()
+
+
+class Sliced(Replicated):
+    """CPU replicas of one machine: one set of parameters, each replica updates its slice."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        replica: Replica,
+        settings: Settings,
+    ) -> None:
+        super().__init__(module, optimizer, recipe, replica, settings)
+        assert isinstance(replica.collective, SharedMemoryCollective)
+        buckets = self.committer.buckets
+        factored = self._factored(buckets.params)
+        self.sliced = SlicedUpdate(optimizer, buckets, replica.collective, factored)
+        self._factors = self.sliced.factors
+        # later only somebody's own code could hook into nodes, and there are no factors with that
+        watched = any(map(is_kept, buckets.params)) if self._factors else False
+        self._by_weight: dict[Tensor, Factors] = (
+            {} if watched else {buckets.params[i]: factors for i, factors in self._factors.items()}
+        )
+
+    def _factored(self, params: Sequence[nn.Parameter]) -> list[int]:
+        """Weights of which replicas tell each other the factors of the gradient.
+
+        Not where somebody's own code runs before the update: it would find no gradient there.
+        """
+        recipe = self.recipe
+        if recipe.accumulate > 1 or recipe.loss.own or recipe.metrics.own:
+            return []
+        at: dict[Tensor, int] = {p: i for i, p in enumerate(params)}
+        weights = self._placed.weights()
+        return [at[w] for w in weights if worth_factoring(w, self.replica.count)]
+
+    def _gradients(self, portion: Portion) -> tuple[Any, Any]:
+        mine = share(portion.total, self.replica.count, self.replica.index)
+        for factors in self._factors.values():
+            factors.expect(*mine)
+        if self._by_weight:
+            unseen = is_unseen(self.committer.buckets.params)
+            self._placed.factors = self._by_weight if unseen else {}
+        return super()._gradients(portion)
+
+    def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
+        self.committer.stage([numerator, denominator], self._factors)
+        above, below = self.sliced.add_up()
+        scale = 1.0
+        if self.recipe.accumulate == 1:
+            if self.recipe.loss.counted and below:
+                scale = portion.total / below  # as _per_target
+            self.tally.add(_ratio(above, below), portion.total)
+        self.sliced.step(scale, self.recipe.clip_norm, self.recipe.clip_value)
+        self.forget_gradients()
+
+    def follow_settings(self) -> None:
+        self.sliced.follow_settings()
+
+    def take_back(self) -> None:
+        self.sliced.take_back()
+
+    def close(self) -> None:
+        self.sliced.close()
+        super().close()
+
+
+def _ratio(above: float, below: float) -> float:
+    """A loss; where nothing counts it is no number, as on one device."""
+    return above / below if below else math.nan
+
+
+def _per_target(portion: Portion, notes: Any) -> Tensor:
+    """From a mean over all rows to one over the targets that count; where none does, gradients are
+    zero as they are, which is torch's answer, too."""
+    counted = notes[1]
+    total = torch.full_like(counted, portion.total)  # a number / a tensor is not the nearest one
+    return torch.where(counted == 0, torch.ones_like(counted), total / counted)

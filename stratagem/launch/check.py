@@ -7,33 +7,186 @@ at the address of every other task, and says of each one it does not reach what 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import logging
 import os
+import socket
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from stratagem.cluster import tf_config
-from stratagem.cluster.dial import is_loopback
-from stratagem.cluster.environment import detect
-from stratagem.cluster.handshake import SECRET_VARIABLE, job_secret
+from stratagem.cluster.acceptor import Acceptor
+from stratagem.cluster.environment import TF_CONFIG_EXAMPLE, TF_ROLES, detect, read_tf_config
+from stratagem.cluster.failure import Member
+from stratagem.cluster.handshake import peer_name, secret_for
+from stratagem.cluster.sockets import connect, listen
 from stratagem.cluster.spec import ClusterSpec, Task
+from stratagem.cluster.waiting import FIRST, Wait, say_missing
 from stratagem.errors import ClusterError, StratagemError
-from stratagem.launch.diagnosis import Row
-from stratagem.launch.probe import Speed
-from stratagem.launch.round_call import RoundCall
+from stratagem.launch.probe import (
+    CheckRow,
+    Speed,
+    answer,
+    answered,
+    broke_off,
+    diagnose,
+    introduce,
+    measure,
+    measured,
+    own,
+)
+
+log = logging.getLogger("stratagem")
+
+CONNECT = 3.0  # seconds for one try to connect
+RETRY = 0.3  # seconds between two tries
+REFUSALS = 5  # failures in a row, from the first certain one on, until we believe it
+
+
+class CheckRound:
+    """One run of a check: a caller for each other task, and an answering thread a visitor."""
+
+    def __init__(self, spec: ClusterSpec, task: Task | None, secret: bytes, size: int) -> None:
+        self._me = "" if task is None else str(task)
+        self._places = {str(each): spec.address(each) for each in spec.tasks()}
+        self._others = [name for name in self._places if name != self._me]
+        self._secret = secret
+        self._size = size
+        self._rows: dict[str, CheckRow] = {}
+        self._visited_by: set[str] = set()
+        self._changed = threading.Condition()
+        self._measuring = threading.Lock()
+        self._over = threading.Event()
+
+    def run(self, wait: float) -> list[CheckRow]:
+        """Call until every task is reached and has reached us, or `wait` seconds are over."""
+        door = self._listen() if self._me in self._places else None
+        try:
+            for name in self._others:
+                _thread(self._call_on, name)
+            self._wait(Wait(wait, first=FIRST), listening=door is not None)
+        finally:
+            self._over.set()
+            if door is not None:
+                door.close()
+        with self._changed:
+            return [self._final(name, door is not None) for name in self._places]
+
+    def _wait(self, patience: Wait, listening: bool) -> None:
+        while True:
+            with self._changed:
+                missing = self._unfinished(listening)
+                if not missing or patience.over:
+                    return
+                self._changed.wait(patience.pause)
+            say_missing([Member(name, self._places[name]) for name in missing], patience)
+
+    def _unfinished(self, listening: bool) -> list[str]:
+        """Tasks not yet tried to an end, and those that we reached but that did not reach us."""
+        rows = self._rows
+        return [
+            name
+            for name in self._others
+            if name not in rows
+            or not rows[name].certain
+            or (listening and rows[name].speed is not None and name not in self._visited_by)
+        ]
+
+    def _final(self, name: str, listening: bool) -> CheckRow:
+        row = self._rows.get(name)
+        if row is None:
+            problem = TimeoutError("timed out")
+            return diagnose(name, self._places[name], problem)
+        if listening and row.speed is not None and name not in self._visited_by:
+            _, _, port = self._places[self._me].rpartition(":")
+            remedy = (
+                f"but it has not reached this task: is TCP port {port} open from there to here?"
+            )
+            return dataclasses.replace(row, remedy=remedy)
+        return row
+
+    def _record(self, row: CheckRow) -> None:
+        with self._changed:
+            self._rows[row.task] = row
+            self._changed.notify_all()
+
+    def _call_on(self, name: str) -> None:
+        """Try one task until it is measured, or certainly cannot be, or the check is over."""
+        refusal, refusals = None, 0
+        while not self._over.is_set():
+            row = self._try(name)
+            if row.certain and not row.ok:
+                refusal = row
+            if refusal is not None and not row.ok:
+                # A peer that refused us and is gone now says no less than one that refuses still.
+                row, refusals = refusal, refusals + 1
+            certain = row.certain and (row.ok or refusals >= REFUSALS)
+            if not self._over.is_set():
+                self._record(dataclasses.replace(row, certain=certain))
+            if certain:
+                return
+            self._over.wait(RETRY)
+
+    def _try(self, name: str) -> CheckRow:
+        address = self._places[name]
+        try:
+            with connect(address, CONNECT) as sock:
+                row = answered(name, address, introduce(sock, self._secret, self._me))
+                if not row.ok or row.certain:
+                    return row
+                self._record(row)
+                return self._measure(name, sock)
+        except OSError as problem:
+            return diagnose(name, address, problem)
+
+    def _measure(self, name: str, sock: socket.socket) -> CheckRow:
+        try:
+            with self._measuring:  # two at once would halve each other's bandwidth
+                speed = measure(sock, self._size)
+        except OSError as problem:
+            return broke_off(name, self._places[name], problem)
+        return measured(name, self._places[name], speed)
+
+    def _listen(self) -> Acceptor | None:
+        """Open this task's own port; a port that cannot be opened is a finding like others."""
+        address = self._places[self._me]
+        try:
+            listener = listen(address, self._me)
+        except ClusterError as problem:
+            self._record(own(self._me, address, problem))
+            return None
+        self._record(own(self._me, address, None))
+        door = Acceptor(listener, self._secret, self._answer, f"{self._me} at {address}")
+        door.open()
+        return door
+
+    def _answer(self, conn: socket.socket) -> None:
+        with conn:
+            try:
+                visitor = answer(conn, self._me)
+            except OSError as problem:
+                log.warning("refused a connection from %s: %s", peer_name(conn), problem)
+                return
+        with self._changed:
+            self._visited_by.add(visitor)
+            self._changed.notify_all()
+
+
+def _thread(action: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=action, args=args, name="stratagem-check", daemon=True).start()
+
 
 WIDE = 130  # columns from which the remedies have room inside the table
-
-__all__ = ["Row", "add_arguments", "check", "main"]
 
 
 def check(
     spec: ClusterSpec, task: Task | None, *, secret: bytes, wait: float, size_bytes: int
-) -> list[Row]:
-    """Try every task of the cluster, answering the checks of the others; one row a task."""
-    return RoundCall(spec, task, secret, size_bytes).run(wait)
+) -> list[CheckRow]:
+    """Try every task of the cluster, answering the checks of the other tasks; one row a task."""
+    return CheckRound(spec, task, secret, size_bytes).run(wait)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +202,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--megabytes", type=float, default=16.0, metavar="M", help="sent each way to measure"
     )
     parser.add_argument(
+        "--insecure", action="store_true", help="listen on a network without STRATAGEM_SECRET"
+    )
+    parser.add_argument(
         "--json", metavar="FILE", help="the table for programs; stratagem plan --network reads it"
     )
 
@@ -58,11 +214,11 @@ def main(args: argparse.Namespace) -> int:
     try:
         spec, task = _cluster(args.cluster)
         task = _task(args.task, spec) if args.task else task
+        ports = [spec.address(each) for each in spec.tasks()]
+        secret = secret_for(spec, ports, insecure=args.insecure, option="--insecure")
     except (StratagemError, OSError) as problem:
         print(f"stratagem check: {problem}", file=sys.stderr)
         return 2
-    _warn_of_open_door(spec)
-    secret = job_secret(os.environ, spec.to_json())
     size = max(1, int(args.megabytes * 1e6))
     try:
         rows = check(spec, task, secret=secret, wait=args.wait, size_bytes=size)
@@ -91,9 +247,9 @@ def _cluster(file: str | None) -> tuple[ClusterSpec, Task | None]:
     spec = _bare_cluster(text, file)
     if spec is not None:
         return spec, None
-    written = tf_config.read(text, tf_config.NAMES, file, tf_config.EXAMPLE)
+    written = read_tf_config(text, TF_ROLES, file, TF_CONFIG_EXAMPLE)
     if written is None:
-        raise ClusterError(f"{file}: its cluster is empty; correct: {tf_config.EXAMPLE}")
+        raise ClusterError(f"{file}: its cluster is empty; correct: {TF_CONFIG_EXAMPLE}")
     return written.spec, written.task if written.task in written.spec else None
 
 
@@ -120,18 +276,7 @@ def _task(text: str, spec: ClusterSpec) -> Task:
     return task
 
 
-def _warn_of_open_door(spec: ClusterSpec) -> None:
-    if not os.environ.get(SECRET_VARIABLE) and not all(
-        is_loopback(spec.address(task)) for task in spec.tasks()
-    ):
-        print(
-            f"{SECRET_VARIABLE} is not set: whoever knows this cluster can join the job. Set it to "
-            "the same long random text on every task.",
-            file=sys.stderr,
-        )
-
-
-def _print(rows: Sequence[Row]) -> None:
+def _print(rows: Sequence[CheckRow]) -> None:
     # rich takes a while to import, which `--help` should not.
     from rich.box import SIMPLE
     from rich.console import Console

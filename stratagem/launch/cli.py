@@ -9,25 +9,100 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from types import FrameType, ModuleType
 from typing import NoReturn
 
 from stratagem import __version__
 from stratagem.errors import StratagemError, UsageError
-from stratagem.launch.apart import apart
+from stratagem.launch.tether import die_with
+
+
+def below(limit: float, what: str) -> Callable[[str], float]:
+    """A reader of numbers from 0 to less than `limit`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < limit:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return read
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A reader of whole numbers from `least` on."""
+
+    def read(text: str) -> int:
+        if text.strip().isdecimal() and int(text) >= least:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} or more")
+
+    return read
+
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Killed(StratagemError):
+    """The system ended a process that did nothing wrong."""
+
+
+def apart(work: Callable[[], int]) -> int:
+    """The exit code of `work`, done in a child: signals are passed on, and its death is told."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        die_with(parent)
+        return work()
+    return _wait(child)
+
+
+def _wait(child: int) -> int:
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        os.kill(child, number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells both
+    try:
+        _, status = os.waitpid(child, 0)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL:
+        raise Killed(
+            "the script was killed, by the system if nobody else: its model, data and gradients "
+            "most likely take more memory than there is; try a smaller model or --batch, or a "
+            "machine with more."
+        )
+    return 128 - code if code < 0 else code
+
 
 COMMANDS = {
     "run": ("stratagem.launch.run", "start a cluster on this machine"),
+    "top": ("stratagem.launch.top", "show a run as it goes: who is slow, who is dead"),
+    "report": ("stratagem.launch.report_command", "write a run down as one HTML page"),
     "check": ("stratagem.launch.check", "see whether every task can reach every other"),
     "plan": ("stratagem.launch.plan", "predict which strategy pays on how many machines"),
-    "simulate": ("stratagem.launch.simulate", "run a training in virtual time, at any size"),
+    "simulate": (
+        "stratagem.launch.simulate_command",
+        "run a training in virtual time, at any size",
+    ),
 }
 
 _DESCRIPTION = "Spread neural-network training over devices and machines."
 _EXAMPLES = """examples:
   stratagem run --replicas 2 train.py --epochs 10   two workers on this machine
+  stratagem top runs/first                          what every task does, live
   stratagem check --wait 10                         on each machine, in place of the training
   stratagem plan --link 10Gbit train.py             how many machines are worth having
   stratagem run --help                              every option, with examples
@@ -46,7 +121,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; the exit code of the process."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = argv is None  # else a test, or somebody's own program
+    command = argv is None  # else a test, or another program
     name = next((word for word in words if not word.startswith("-")), "")
     try:
         return _dispatch(words, name, command)
@@ -83,9 +158,7 @@ def _unknown(word: str, name: str, options: Sequence[str]) -> str:
     return f"there is no option {word}{meant} (see stratagem {name} --help)"
 
 
-def _parser(
-    chosen: str, module: ModuleType | None
-) -> tuple[argparse.ArgumentParser, list[str]]:
+def _parser(chosen: str, module: ModuleType | None) -> tuple[argparse.ArgumentParser, list[str]]:
     """All the sub-commands, and the options of the chosen one, which are also listed."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(

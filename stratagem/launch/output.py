@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import selectors
 import threading
@@ -13,8 +14,74 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TextIO
 
-from stratagem.launch.lines import Lines
 from stratagem.launch.processes import Process
+
+PATIENCE = 2.0  # seconds that an unfinished line or a progress bar waits to be shown as it stands
+_LONGEST = 1 << 16  # bytes; a line beyond it is cut
+
+
+class Lines:
+    """Cuts a stream of bytes into lines; of a bar redrawn by carriage returns the last state."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._since = 0.0
+        self._continued = False
+
+    def feed(self, data: bytes, now: float) -> list[bytes]:
+        """Return the lines that are complete by now."""
+        self._since = self._since if self._rest else now
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = [line for raw in whole for line in self._finish(raw)]
+        return lines + (self.flush() if len(self._rest) > _LONGEST else [])
+
+    def stale(self, now: float) -> list[bytes]:
+        """Return what has waited too long for the end of its line."""
+        return self.flush() if self._rest and now - self._since >= PATIENCE else []
+
+    def flush(self) -> list[bytes]:
+        """Return the unfinished line as it stands; what follows begins a new one."""
+        state, self._rest = _state(self._rest), b""
+        self._continued = self._continued or bool(state)
+        return [state] if state else []
+
+    def _finish(self, raw: bytes) -> list[bytes]:
+        state, continued = _state(raw), self._continued
+        self._continued = False
+        return [state] if state or not continued else []
+
+
+def _state(raw: bytes) -> bytes:
+    """What a terminal would show after these bytes, roughly: the text since the last return."""
+    return next((text for text in reversed(raw.split(b"\r")) if text.strip()), b"")
+
+
+_INSIDE = re.compile(rb"\s|Traceback \(most recent|During handling of|The above exception|$")
+
+
+class Interrupts:
+    """Leaves out the tracebacks of tasks that were interrupted: that they were is known."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+
+    def feed(self, lines: list[bytes]) -> list[bytes]:
+        """Return what is to be shown of these lines by now."""
+        shown: list[bytes] = []
+        for line in lines:
+            if line.startswith(b"Traceback (most recent") or (self._held and _INSIDE.match(line)):
+                self._held.append(line)
+            elif self._held and line.startswith(b"KeyboardInterrupt"):
+                self._held.clear()
+            else:
+                shown += [*self.flush(), line]
+        return shown
+
+    def flush(self) -> list[bytes]:
+        """Return what was held back."""
+        held, self._held = self._held, []
+        return held
+
 
 TAIL = 10  # lines of stderr that are kept to explain a failure
 _PIPE = 1 << 20  # bytes; the most that a pipe holds
@@ -62,6 +129,7 @@ class _Source:
     sink: Sink
     tail: deque[bytes]
     lines: Lines = field(default_factory=Lines)
+    interrupts: Interrupts = field(default_factory=Interrupts)
 
 
 class Relay:
@@ -72,15 +140,18 @@ class Relay:
 
     def __init__(self, out: Sink, err: Sink) -> None:
         self.broken = threading.Event()
+        #: set after Ctrl-C, unless whole tracebacks are wanted
+        self.interrupted = threading.Event()
         self._out, self._err = out, err
         self._tails: dict[int, deque[bytes]] = {}
         self._notes: SimpleQueue[str] = SimpleQueue()
+        self._coming: SimpleQueue[_Source] = SimpleQueue()
         self._closing = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="stratagem-output", daemon=True)
 
     def add(self, process: Process, number: int) -> None:
-        """Read this task's streams; before `start`."""
+        """Read this task's streams from now on."""
         kept: deque[bytes] = deque(maxlen=TAIL)
         self._tails[process.pid] = kept
         for fd, sink, tail in (
@@ -89,7 +160,7 @@ class Relay:
         ):
             os.set_blocking(fd, False)
             source = _Source(fd, sink.prefix(str(process.task), number), sink, tail)
-            self._selector.register(fd, selectors.EVENT_READ, source)
+            self._coming.put(source)
 
     def start(self) -> None:
         self._thread.start()
@@ -113,6 +184,7 @@ class Relay:
 
     def _run(self) -> None:
         while not self._closing.is_set():
+            self._begin_to_read()
             notes = self._take_notes()  # before reading: a note follows the lines it speaks of
             for key, _ in self._selector.select(0 if notes else 0.05):
                 self._read(key.data, 1 << 16)
@@ -120,10 +192,17 @@ class Relay:
             now = time.monotonic()
             for source in self._sources():
                 self._show(source, source.lines.stale(now))
+        self._begin_to_read()
         for source in self._sources():
             self._read(source, _PIPE)
             self._show(source, source.lines.flush())
+            self._show(source, source.interrupts.flush())
         self._show_notes(self._take_notes())
+
+    def _begin_to_read(self) -> None:
+        while not self._coming.empty():
+            source = self._coming.get()
+            self._selector.register(source.fd, selectors.EVENT_READ, source)
 
     def _sources(self) -> list[_Source]:
         return [key.data for key in self._selector.get_map().values()]
@@ -145,6 +224,8 @@ class Relay:
     def _show(self, source: _Source, lines: Iterable[bytes]) -> None:
         lines = list(lines)
         source.tail.extend(lines)
+        if self.interrupted.is_set():
+            lines = source.interrupts.feed(lines)
         if lines:
             self._write(source.sink, b"".join(source.prefix + line + b"\n" for line in lines))
 

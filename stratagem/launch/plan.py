@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem.errors import UsageError
-from stratagem.launch.options import whole
+from stratagem.launch.cli import whole
 
 if TYPE_CHECKING:
     from stratagem.plan.choose import Plan
     from stratagem.plan.hardware import Hardware
     from stratagem.plan.profile import Profile
-    from stratagem.strategies.rehearsal import Rehearsal
+    from stratagem.training.dry_run import DryRun
 
-#: it runs somebody's script, which may be killed for the memory it takes
+#: it runs the user's script, which may be killed for the memory it takes
 APART = True
 _LINK, _LATENCY, _HOSTS = "10Gbit", "50us", 8
 
@@ -46,17 +46,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--latency", metavar="TIME", help=f"between hosts, one way: 50us, 2ms ({_LATENCY})")
     add("--network", metavar="FILE", help="what stratagem check --json saw, instead of both")
     add("--hosts", type=whole(1), metavar="H", help=f"how many there could be ({_HOSTS})")
-    add("--gpus-per-host", type=whole(1), metavar="G", help="devices of each host, CPU replicas "
-        "where there is no GPU (as many as this machine has)")  # fmt: skip
+    add(
+        "--gpus-per-host",
+        type=whole(1),
+        metavar="G",
+        help="devices of each host, CPU replicas "
+        "where there is no GPU (as many as this machine has)",
+    )
     add("--local", metavar="RATE", help="between devices of a host: 300GB/s (measured)")
     add("--max", type=whole(1), metavar="N", help="the most replicas to plan for (all)")
-    add("--batch", type=whole(1), metavar="B", help="examples that a replica computes at once "
-        "(what the script gives to each)")  # fmt: skip
-    add("--quick", action="store_true", help="do not measure replicas of this machine at once")
-    add("--from", dest="earlier", metavar="FILE", help="what an earlier --json has measured, "
-        "instead of running a script")  # fmt: skip
-    add("--rows", action="store_true", help="throughput, speedup and efficiency, one row each, "
-        "instead of the table of speedups")  # fmt: skip
+    add(
+        "--batch",
+        type=whole(1),
+        metavar="B",
+        help="examples that a replica computes at once (what the script gives to each)",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="do not measure_hardware replicas of this machine at once",
+    )
+    add(
+        "--from",
+        dest="earlier",
+        metavar="FILE",
+        help="what an earlier --json has measured, instead of running a script",
+    )
+    add(
+        "--rows",
+        action="store_true",
+        help="throughput, speedup and efficiency, one row each, instead of the table of speedups",
+    )
     add("--json", metavar="FILE", help="everything, for programs")
     add("--html", metavar="FILE", help="a page with the figures under the pointer")
     add("--png", metavar="FILE", help="a picture (needs the extra plots)")
@@ -77,12 +97,10 @@ def main(args: argparse.Namespace) -> int:
     from stratagem.launch.script import beside
 
     with beside(words[0]):
-        return _plan(args, outputs, _rehearsal(words, args.validate))
+        return _plan(args, outputs, _dry_run(words, args.validate))
 
 
-def _plan(
-    args: argparse.Namespace, outputs: Mapping[str, str | None], trial: Rehearsal | None
-) -> int:
+def _plan(args: argparse.Namespace, outputs: Mapping[str, str | None], trial: DryRun | None) -> int:
     from stratagem.plan.choose import choose
 
     profile, here = _earlier(args.earlier) if trial is None else _measured(args, trial)
@@ -92,14 +110,14 @@ def _plan(
     return _validate(plan, trial) if args.validate and trial is not None else 0
 
 
-def _measured(args: argparse.Namespace, trial: Rehearsal) -> tuple[Profile, Hardware]:
+def _measured(args: argparse.Namespace, trial: DryRun) -> tuple[Profile, Hardware]:
     """The model and this machine."""
-    from stratagem.plan.machine import measure
+    from stratagem.plan.machine import measure_hardware
     from stratagem.plan.measure import rehearse
 
     crowded = not args.quick and args.gpus_per_host != 1
     profile = rehearse(trial, batch=args.batch, crowded=crowded, say=_say)
-    return profile, measure(profile.device)
+    return profile, measure_hardware(profile.device)
 
 
 def _earlier(file: str) -> tuple[Profile, Hardware]:
@@ -130,7 +148,7 @@ def _script(words: Sequence[str]) -> list[str]:
 
 def _check_network(args: argparse.Namespace) -> None:
     """Before anything is run that takes long."""
-    from stratagem.plan.units import rate, seconds
+    from stratagem.plan.hardware import rate, seconds
 
     if args.network is not None:
         if args.link is not None or args.latency is not None:
@@ -155,7 +173,7 @@ def _check_outputs(outputs: Mapping[str, str | None]) -> None:
         if twin != option:
             raise UsageError(f"--{twin} and --{option} name the same file; give each its own.")
     if outputs["png"] is not None:
-        from stratagem.plan.plot import library
+        from stratagem.plan.page import library
 
         library()
 
@@ -169,7 +187,7 @@ def _try_out(file: str) -> None:
         raise UsageError(f"{file}: it cannot be written ({problem.strerror}).") from None
 
 
-def _rehearsal(words: Sequence[str], validate: bool) -> Rehearsal:
+def _dry_run(words: Sequence[str], validate: bool) -> DryRun:
     """Run the script, as `python script args` would, up to where it would train."""
     from stratagem.launch.script import run_to_fit
 
@@ -190,9 +208,12 @@ def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
     if args.gpus_per_host:
         counts["per_host"] = args.gpus_per_host
     planned = Hardware.of(
-        link=args.link or _LINK, latency=args.latency or _LATENCY, local=args.local, base=here,
+        link=args.link or _LINK,
+        latency=args.latency or _LATENCY,
+        local=args.local,
+        base=here,
         **counts,
-    )  # fmt: skip
+    )
     return planned if args.network is None else planned.from_check(*_seen(args.network))
 
 
@@ -219,9 +240,12 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     render(plan, Console(), rows=args.rows)
     if not args.rows:
         _say("--rows has examples/s and efficiency of every number, --json every configuration")
-    if args.earlier and args.gpus_per_host is None:
-        each = plan.hardware.per_host
-        _say(f"hosts of {each}, as in {args.earlier}; --gpus-per-host sets another number")
+    each, hosts = plan.hardware.per_host, plan.hardware.hosts
+    if args.gpus_per_host is None and (args.earlier or (each > 1 and hosts > 1)):
+        _say(
+            f"hosts of {each}, as {f'in {args.earlier}' if args.earlier else 'this machine'}, so "
+            f"{hosts * each} replicas at most; --gpus-per-host sets another number"
+        )
     assumed = {} if args.hosts or args.max else {"--hosts": str(_HOSTS)}
     if args.network is None and plan.hardware.hosts > 1:
         given = {"--link": (args.link, _LINK), "--latency": (args.latency, _LATENCY)}
@@ -233,8 +257,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
 
 def _write(plan: Plan, outputs: Mapping[str, str | None]) -> None:
     """Every file that was asked for; all are made before one is written."""
-    from stratagem.plan.page import page
-    from stratagem.plan.plot import png
+    from stratagem.plan.page import page, png
     from stratagem.plan.report import dumps, write
 
     make: dict[str, Callable[[Plan], str | bytes]] = {"json": dumps, "html": page, "png": png}
@@ -247,7 +270,7 @@ def _write(plan: Plan, outputs: Mapping[str, str | None]) -> None:
         _say(f"wrote {file}")
 
 
-def _validate(plan: Plan, trial: Rehearsal) -> int:
+def _validate(plan: Plan, trial: DryRun) -> int:
     from stratagem.launch.validate import compare
 
     return compare(plan, trial, _say)

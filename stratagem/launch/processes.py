@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
-from stratagem.cluster.blame import VARIABLE
+from stratagem.cluster.exit_cause import VARIABLE
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
 
@@ -41,9 +41,14 @@ class Process:
         hold = [*_TETHER, "hold", str(os.getpid()), *command]
         try:
             self._popen = subprocess.Popen(
-                hold, env={**environ, VARIABLE: str(blame)}, bufsize=0, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
+                hold,
+                env={**environ, VARIABLE: str(blame)},
+                bufsize=0,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
         except OSError as problem:
             raise UsageError(f"{task} cannot be started: {problem}") from problem
         self.pid = self._popen.pid
@@ -84,7 +89,7 @@ class Process:
             try:
                 os.killpg(self.pid, 0)
             except (ProcessLookupError, PermissionError):
-                self._gone = True  # remembered: from now on the number may be somebody else's
+                self._gone = True  # remembered: from now on the number may be another process's
         return self._gone
 
     def kill(self) -> None:
@@ -111,9 +116,13 @@ class Guard:
 
     def __init__(self, folder: Path) -> None:
         self._popen = subprocess.Popen(
-            [*_TETHER, "guard", str(folder)], bufsize=0, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [*_TETHER, "guard", str(folder)],
+            bufsize=0,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def add(self, process: Process) -> None:
         self._tell(f"+{process.pid}\n")

@@ -3,6 +3,8 @@
 Every process finds its place in TF_CONFIG; worker 0 is the chief. What they print appears line by
 line behind the name of the task. When one fails, the others have --grace seconds to end, then
 they are ended; the exit code is that of the first task that failed. Ctrl-C ends them all.
+With --restarts the whole job is started again after a failure, and trainings with checkpoints go
+on (docs/resume.md). SIGTERM reaches all tasks: those that save end with 75, and so does this.
 
 examples:
   stratagem run --replicas 2 train.py --epochs 10       two workers, one device each
@@ -11,27 +13,160 @@ examples:
   stratagem run --workers 4 --ps 2 --evaluator train.py
   stratagem run --replicas 2 --gpu-memory 50% train.py  two workers on one GPU
   CUDA_VISIBLE_DEVICES=2,3 stratagem run --replicas 2 train.py
+  stratagem run --record runs/first --replicas 2 train.py   then: stratagem top, stratagem report
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import re
+import shutil
+import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from stratagem.cluster.spec import ClusterSpec
-from stratagem.errors import UsageError
-from stratagem.launch import gpus
-from stratagem.launch.escalation import Inbox
-from stratagem.launch.job import Job, addresses, command
-from stratagem.launch.options import below, whole
-from stratagem.launch.output import Relay, Sink, wants_colour
-from stratagem.launch.processes import Guard, Process
-from stratagem.launch.supervise import Supervisor, ending
+from stratagem.cluster.parsing import MAX_PORT
+from stratagem.cluster.spec import ClusterSpec, Task
+from stratagem.errors import ClusterError, UsageError
+from stratagem.launch.cli import below, whole
+from stratagem.launch.local_job import Job, launch
+from stratagem.tracebacks import VARIABLE as TRACEBACK_VARIABLE
+from stratagem.training.termination import EXIT_CODE
+
+_PROC = Path("/proc/driver/nvidia/gpus")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?b)", re.IGNORECASE | re.ASCII)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?(%?)", re.ASCII)
+
+
+def visible(environ: Mapping[str, str]) -> list[str]:
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return [str(number) for number in range(_count_gpus())]
+    names = [name.strip() for name in chosen.split(",")]
+    # As in CUDA: an entry that names no device hides those after it.
+    bad = (i for i, name in enumerate(names) if not name or name.startswith("-"))
+    return names[: next(bad, len(names))]
+
+
+def _count_gpus() -> int:
+    smi = shutil.which("nvidia-smi")
+    if smi is not None:
+        try:
+            found = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            found = None
+        if found is not None and found.returncode == 0:
+            return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
+    return len(list(_PROC.iterdir())) if _PROC.is_dir() else 0
+
+
+def assign(
+    tasks: Sequence[Task], gpus: Sequence[str], *, one_each: bool
+) -> dict[Task, tuple[str, ...]]:
+    """Deal the GPUs out: one to each worker, or all of them in contiguous blocks.
+
+    Where there are fewer than workers, several share one. The evaluator takes the next one in
+    turn; a parameter server takes none.
+    """
+    workers = [task for task in tasks if task.type in ("chief", "worker")]
+    size = len(workers)
+    dealt: dict[Task, tuple[str, ...]] = dict.fromkeys(tasks, ())
+    for rank, task in enumerate([*workers, *(t for t in tasks if t.type == "evaluator")]):
+        if gpus and (one_each or len(gpus) < size or rank == size):
+            dealt[task] = (gpus[rank % len(gpus)],)
+        elif gpus:
+            dealt[task] = tuple(gpus[rank * len(gpus) // size : (rank + 1) * len(gpus) // size])
+    return dealt
+
+
+def memory_limit(text: str) -> str:
+    """A limit as "8GiB", "50%" or "0.5", in one spelling; ValueError if it is anything else."""
+    text = text.strip()
+    if (size := _SIZE.fullmatch(text)) and float(size[1]) > 0:
+        unit = size[2].upper().replace("I", "i")
+        return f"{size[1]}{unit}"
+    share = _SHARE.fullmatch(text)
+    if share and 0 < float(share[1]) <= (100 if share[2] else 1):
+        return f"{share[1]}{share[2]}"
+    raise ValueError(f"{text!r} is not an amount of GPU memory; write 8GiB, 50% or 0.5")
+
+
+_HOST = "127.0.0.1"
+
+
+def command(script: Sequence[str], module: Sequence[str] | None) -> tuple[str, ...]:
+    """The command line of a script or module, which must be there."""
+    if module is not None:
+        return sys.executable, "-m", *_checked([*module, *script])
+    words = list(script[1:] if script[:1] == ["--"] else script)
+    if not words:
+        raise UsageError("which script? As in: stratagem run --replicas 2 train.py")
+    if words[0].startswith("-"):
+        raise UsageError(f"there is no option {words[0]} (see stratagem run --help)")
+    if not Path(words[0]).exists():
+        raise UsageError(f"there is no script {words[0]!r} in {os.getcwd()}")
+    return sys.executable, *words
+
+
+def _checked(module: list[str]) -> list[str]:
+    if not module:
+        raise UsageError("-m needs the name of a module; as in: stratagem run -m mypackage.train")
+    if not _importable(module[0].partition(".")[0]):
+        raise UsageError(
+            f"there is no module {module[0]!r}, neither in {os.getcwd()} nor installed"
+        )
+    return module
+
+
+def _importable(package: str) -> bool:
+    """Whether python -m would find it; only the top name, for looking further imports it."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.pop(0)
+
+
+def addresses(roles: Mapping[str, int], base: int | None) -> dict[str, list[str]]:
+    """Addresses on this machine for so many tasks of each role."""
+    tasks = [Task(role, index) for role, count in roles.items() for index in range(count)]
+    if base is not None and base + len(tasks) - 1 > MAX_PORT:
+        raise ClusterError(
+            f"--port {base}: {len(tasks)} tasks need the ports up to {base + len(tasks) - 1}, and "
+            f"{MAX_PORT} is the last"
+        )
+    found: dict[str, list[str]] = {role: [] for role in roles}
+    with ExitStack() as held:  # all at once, so that no port is found twice
+        for number, task in enumerate(tasks):
+            sock = held.enter_context(socket.socket())
+            port = _bind(sock, task, None if base is None else base + number)
+            found[task.type].append(f"{_HOST}:{port}")
+    return found
+
+
+def _bind(sock: socket.socket, task: Task, port: int | None) -> int:
+    """Bind a free port, or the one that was asked for."""
+    if port is None:
+        sock.bind((_HOST, 0))
+        return int(sock.getsockname()[1])
+    # Connections of an earlier job that the kernel has not forgotten yet do no harm.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((_HOST, port))
+    except OSError as problem:
+        raise ClusterError(
+            f"{task} cannot listen at port {port} ({problem.strerror}): choose another --port, or "
+            "leave it out and free ports are found"
+        ) from None
+    return port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,18 +175,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "%(prog)s [options] train.py [args...]\n       %(prog)s [options] -m module [args...]"
     )
-    add("--replicas", type=whole(1), metavar="N", help="N workers of one GPU each (or the CPU); "
-        "where there are fewer GPUs, several share one")  # fmt: skip
-    add("--workers", type=whole(1), metavar="W", help="W workers, which divide the GPUs among "
-        "them (1 if neither this nor --replicas is given)")  # fmt: skip
+    add(
+        "--replicas",
+        type=whole(1),
+        metavar="N",
+        help="N workers of one GPU each (or the CPU); "
+        "where there are fewer GPUs, several share one",
+    )
+    add(
+        "--workers",
+        type=whole(1),
+        metavar="W",
+        help="W workers, which divide the GPUs among "
+        "them (1 if neither this nor --replicas is given)",
+    )
     add("--ps", type=whole(0), default=0, metavar="P", help="P parameter servers besides")
     add("--evaluator", action="store_true", help="an evaluator besides")
-    add("--port", type=whole(1), metavar="BASE", help="the tasks listen at BASE, BASE + 1, ... "
-        "(else at ports that are free)")  # fmt: skip
-    add("--gpu-memory", type=_limit, metavar="LIMIT", help="what each task may take of a GPU: "
-        "8GiB, 50%% or 0.5 (handed on as STRATAGEM_GPU_MEMORY)")  # fmt: skip
-    add("--grace", type=below(1e6, "a number of seconds"), default=5.0, metavar="SECONDS",
-        help="for the other tasks to end after one has failed, or after Ctrl-C (5)")  # fmt: skip
+    add(
+        "--port",
+        type=whole(1),
+        metavar="BASE",
+        help="the tasks listen at BASE, BASE + 1, ... (else at ports that are free)",
+    )
+    add(
+        "--gpu-memory",
+        type=_limit,
+        metavar="LIMIT",
+        help="what each task may take of a GPU: "
+        "8GiB, 50%% or 0.5 (handed on as STRATAGEM_GPU_MEMORY)",
+    )
+    add(
+        "--grace",
+        type=below(1e6, "a number of seconds"),
+        default=5.0,
+        metavar="SECONDS",
+        help="for the other tasks to end after one has failed, or after Ctrl-C (5)",
+    )
+    add(
+        "--restarts",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="start the job again up to N times after a failure (0)",
+    )
+    add(
+        "--task-restarts",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="start tasks that were killed again, up to N times in all, while the others go on: "
+        "for strategies with elastic=True or backups=1 (0)",
+    )
+    add(
+        "--record",
+        metavar="DIR",
+        help="have every task write its figures into DIR, a line a second, for `stratagem top` "
+        "and `stratagem report` (handed on as STRATAGEM_RECORD)",
+    )
+    add("--traceback", action="store_true", help="whole tracebacks, with the lines of stratagem")
     add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
     # Both take all that follows: options after the script are the script's own.
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module")
@@ -59,11 +240,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the job to its end; the exit code of the first task that failed."""
+    """Run the job to its end, again if it may be; the exit code of the first task that failed."""
+    for left in range(args.restarts, -1, -1):
+        code, stopped = _once(args)
+        if not code or stopped or not left:
+            break
+        what = "was asked to end, and saved" if code == EXIT_CODE else f"failed ({code})"
+        print(
+            f"stratagem run: the job {what}; starting it again, {left - 1} more times at most",
+            file=sys.stderr,
+        )
+    return code
+
+
+def _once(args: argparse.Namespace) -> tuple[int, bool]:
+    """Start the job, with ports of its own; its exit code, and whether a signal has ended it."""
     job = plan(args, os.environ)
     if args.gpu_memory and not any(job.gpus.values()):
         print("stratagem run: no GPU here: --gpu-memory has no effect", file=sys.stderr)
-    return launch(job, grace=args.grace, colour=not args.no_color)
+    whole = args.traceback or bool(os.environ.get(TRACEBACK_VARIABLE))
+    return launch(
+        job,
+        grace=args.grace,
+        colour=not args.no_color,
+        tracebacks=whole,
+        record=args.record and Path(args.record).absolute(),
+        task_restarts=args.task_restarts,
+    )
 
 
 def plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
@@ -77,65 +280,12 @@ def plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     workers = args.replicas or args.workers or 1
     roles = {"worker": workers, "ps": args.ps, "evaluator": int(args.evaluator)}
     spec = ClusterSpec(addresses(roles, args.port))
-    dealt = gpus.assign(spec.tasks(), gpus.visible(environ), one_each=bool(args.replicas))
+    dealt = assign(spec.tasks(), visible(environ), one_each=bool(args.replicas))
     return Job(spec, words, dealt, args.gpu_memory)
-
-
-def launch(job: Job, *, grace: float, colour: bool) -> int:
-    """Start the tasks, see them to their end, and say which failed first."""
-    out, err = (Sink(s, colour=colour and wants_colour(s, os.environ))
-                for s in (sys.stdout, sys.stderr))  # fmt: skip
-    relay = Relay(out, err)
-    with Inbox() as inbox, ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
-        guard = Guard(folder)
-        stack.callback(guard.close)
-        processes = _start(job, guard, relay, stack, folder)
-        supervisor = Supervisor(processes, guard, relay, inbox, grace)
-        supervisor.run()
-        _finish(relay, inbox, hurry=supervisor.stopped is not None)
-    if supervisor.first is not None:
-        err.write(_verdict(supervisor.first, relay.tail(supervisor.first)).encode())
-    return supervisor.code
-
-
-def _start(
-    job: Job, guard: Guard, relay: Relay, stack: ExitStack, folder: Path
-) -> list[Process]:
-    processes: list[Process] = []
-    for number, (task, environ) in enumerate(job.environments(os.environ).items()):
-        process = Process(task, job.command, environ, folder / str(number))
-        stack.callback(process.kill)
-        guard.add(process)
-        relay.add(process, number)
-        processes.append(process)
-    relay.start()
-    return processes
-
-
-def _finish(relay: Relay, inbox: Inbox, *, hurry: bool) -> None:
-    """Let everything out that was printed; whoever is interrupted waits a second at most."""
-    relay.close()
-    waited = 0.0
-    while not relay.join(0.1):
-        hurry = hurry or bool(inbox.arrived)
-        waited += 0.1
-        if hurry and waited > 1:
-            return
-
-
-def _verdict(first: Process, tail: Sequence[str]) -> str:
-    """The last word: who failed first, how and when, and what it said."""
-    assert first.code is not None
-    lived = first.ended - first.started
-    what = f"{first.task} failed first: {ending(first.code)} (pid {first.pid}) after {lived:.1f} s"
-    if not tail:
-        return f"{what}; it wrote nothing to stderr.\n"
-    return "\n".join([f"{what}; its last lines:", *(f"    {line}" for line in tail), ""])
 
 
 def _limit(text: str) -> str:
     try:
-        return gpus.memory_limit(text)
+        return memory_limit(text)
     except ValueError as flaw:
         raise argparse.ArgumentTypeError(str(flaw)) from None

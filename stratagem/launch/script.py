@@ -1,4 +1,4 @@
-"""Run somebody's script in this process, up to where it would train."""
+"""Run the user's script in this process, up to where it would train."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stratagem.errors import UsageError
-from stratagem.frontends.keras import unscoped  # noqa: F401 (it watches Keras)
-from stratagem.launch.own_loop import instead_of_step
-from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit
+from stratagem.frontends.keras import scope  # noqa: F401 (it watches Keras)
+from stratagem.launch.loop_recorder import instead_of_step
+from stratagem.training.dry_run import DryRun, DryRunHandedOver, instead_of_fit
 
 
 class _InsideStep(BaseException):
     """Ends a script whose optimizer computes inside of its step; no `except Exception` stops it."""
 
 
-def run_to_fit(words: Sequence[str]) -> Rehearsal:
+def run_to_fit(words: Sequence[str]) -> DryRun:
     """The first fit, or step, of `python script args`; it is handed over and does not train.
 
     `beside` has to be open.
     """
-    found: list[Rehearsal] = []
+    found: list[DryRun] = []
     inside: list[str] = []
     with instead_of_fit(found.append), instead_of_step(), _no_closures(inside), _as_main(words):
         try:
             runpy.run_path(words[0], run_name="__main__")
-        except Handed:
+        except DryRunHandedOver:
             return found[0]
         except _InsideStep:
             pass  # `inside` says whose, and it is told below
@@ -43,8 +43,10 @@ def run_to_fit(words: Sequence[str]) -> Rehearsal:
                     "arguments that it needs, after its name."
                 ) from None
     if found:
-        _say(f"{words[0]} caught the end of its training (a bare except:), and went on to its own "
-             "end; planned from the first step")  # fmt: skip
+        _say(
+            f"{words[0]} caught the end of its training (a bare except:), and went on to its own "
+            "end; planned from the first step"
+        )
         return found[0]
     if inside:
         raise UsageError(

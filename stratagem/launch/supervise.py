@@ -8,13 +8,84 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
+from types import FrameType, TracebackType
+from typing import Any
 
 from stratagem.cluster.spec import Task
-from stratagem.launch.escalation import Escalation, Inbox, steps_after
 from stratagem.launch.output import Relay
 from stratagem.launch.processes import Guard, Process
+from stratagem.training.termination import EXIT_CODE
+
+_KILL_AFTER = 3.0  # from SIGTERM to SIGKILL
+
+Step = tuple[float, signal.Signals]
+
+
+def steps_after(reason: signal.Signals | None, grace: float) -> tuple[Step, ...]:
+    """What to send when, in seconds from now; the reason None is a task that failed."""
+    if reason is None:
+        return (grace, signal.SIGTERM), (grace + _KILL_AFTER, signal.SIGKILL)
+    if reason is signal.SIGINT:
+        return (0.0, reason), *steps_after(None, grace)
+    return (0.0, signal.SIGTERM), (max(grace, _KILL_AFTER), signal.SIGKILL)
+
+
+class Escalation:
+    """The steps still to come."""
+
+    def __init__(self, steps: Sequence[Step], now: float) -> None:
+        self._steps = deque((now + delay, number) for delay, number in steps)
+        self.begun = False
+        self.over = float("inf")
+
+    def due(self, now: float) -> list[signal.Signals]:
+        """Take the steps whose time has come."""
+        taken: list[signal.Signals] = []
+        while self._steps and self._steps[0][0] <= now:
+            taken.append(self._steps.popleft()[1])
+            self.begun = True
+            if not self._steps:
+                self.over = now
+        return taken
+
+    def hurry(self, now: float) -> None:
+        """Do not wait for the next step."""
+        if self._steps:
+            early = self._steps[0][0] - now
+            self._steps = deque((when - early, number) for when, number in self._steps)
+
+
+class SignalQueue:
+    """The signals sent to the launcher while it supervises, in order of arrival."""
+
+    def __init__(self) -> None:
+        self.arrived: deque[signal.Signals] = deque()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> SignalQueue:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # `nohup` ignores SIGHUP on purpose; a background job's ignored SIGINT is an accident.
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
+        # Where it is ignored, exit codes are lost.
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.arrived.append(signal.Signals(number))
+
 
 _TICK = 0.05
 _CULPRIT = 3.0  # for a task to end that another one blames, however short the grace
@@ -26,14 +97,27 @@ class Supervisor:
     """Waits for the tasks; afterwards `first` is the one that failed first, if one did."""
 
     def __init__(
-        self, processes: Sequence[Process], guard: Guard, relay: Relay, inbox: Inbox, grace: float
+        self,
+        processes: Sequence[Process],
+        guard: Guard,
+        relay: Relay,
+        inbox: SignalQueue,
+        grace: float,
+        tracebacks: bool = False,
+        record: Callable[[str, Process | None, str], None] = lambda *_: None,
+        restart: Callable[[Process], Process | None] = lambda process: None,
     ) -> None:
+        """`record` is told what happens: "end" of a process, or an "action", and how.
+
+        `restart` is given a task that was killed, and may start it again; the others go on.
+        """
         #: those that failed of themselves, in the order in which they ended
         self._failed: list[Process] = []
         self.stopped: signal.Signals | None = None
-        self._left = list(processes)
+        self._all, self._left = list(processes), list(processes)
         self._swept: list[Process] = []
         self._guard, self._relay, self._inbox, self._grace = guard, relay, inbox, grace
+        self._tracebacks, self._record, self._restart = tracebacks, record, restart
         self._escalation = Escalation((), time.monotonic())
         self._ended: SimpleQueue[Process] = SimpleQueue()
         for process in processes:
@@ -57,11 +141,14 @@ class Supervisor:
 
     @property
     def code(self) -> int:
-        """The exit code of the job, as a shell counts: 128 + n for signal n."""
+        """The exit code of the job, as a shell counts: 128 + n for signal n; or that of tasks
+        which have saved before they ended."""
         first = self.first
         if first is not None:
             assert first.code is not None
             return first.code if first.code > 0 else 128 - first.code
+        if any(process.code == EXIT_CODE for process in self._all):
+            return EXIT_CODE
         return 128 + self.stopped if self.stopped is not None else 0
 
     def _hear(self) -> None:
@@ -77,7 +164,9 @@ class Supervisor:
         if self._escalation.begun:
             self._escalation.hurry(now)
         else:
-            self._relay.note(f"{number.name}: ending {_names(self._left)}.")
+            self._say(f"{number.name}: ending {_names(self._left)}.")
+            if number is signal.SIGINT and not self._tracebacks:
+                self._relay.interrupted.set()
             self._escalation = Escalation(steps_after(number, self._grace), now)
         self.stopped = self.stopped or number
 
@@ -88,7 +177,14 @@ class Supervisor:
         except Empty:
             return
         code = process.reap()
+        self._record("end", process, ending(code) if code else "")
         if not code or self.stopped is not None or self._escalation.begun:
+            return
+        if code < 0 and not self._failed and (again := self._restart(process)) is not None:
+            self._relay.note(f"{process.task} was {ending(code)}, and is started again.")
+            self._record("action", process, "started again")
+            self._left.append(again)
+            again.watch(self._ended)
             return
         self._failed.append(process)
         if len(self._failed) == 1:
@@ -101,17 +197,21 @@ class Supervisor:
             grace, because = max(grace, _CULPRIT), f" because of {process.because_of}"
         self._escalation = Escalation(steps_after(None, grace), time.monotonic())
         if others := [each for each in self._left if each.code is None]:
-            self._relay.note(
+            self._say(
                 f"{process.task} failed{because} ({ending(code)}); {_names(others)} may take "
                 f"{grace:g} s to end."
             )
+
+    def _say(self, text: str) -> None:
+        self._relay.note(text)
+        self._record("action", None, text)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._left:
             process.signal(number)
         alive = [process for process in self._left if process.code is None]
         if alive and (number is signal.SIGKILL or self.stopped is None):
-            self._relay.note(f"{number.name} to {_names(alive)}, still running.")
+            self._say(f"{number.name} to {_names(alive)}, still running.")
 
     def _sweep(self, now: float) -> None:
         """Let go of tasks of which nothing is left; end what others have left behind."""
@@ -126,11 +226,11 @@ class Supervisor:
                 process.signal(signal.SIGKILL)
                 if process not in self._swept:
                     self._swept.append(process)
-                    self._relay.note(f"{process.task} left processes behind; they are killed.")
+                    self._say(f"{process.task} left processes behind; they are killed.")
 
     def _give_up(self) -> None:
         pids = ", ".join(f"{process.task} (pid {process.pid})" for process in self._left)
-        self._relay.note(f"the kernel holds {pids} in spite of SIGKILL; a driver may hang.")
+        self._say(f"the kernel holds {pids} in spite of SIGKILL; a driver may hang.")
         self._left.clear()
 
 

@@ -13,19 +13,19 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from stratagem.cluster.cores import cores
+from stratagem.cluster.environment import cores
 from stratagem.errors import UsageError
 from stratagem.plan.choose import Plan
 from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
 from stratagem.plan.cost import predict
 from stratagem.plan.measure import batch_of
 from stratagem.rules.updates import Asynchronous, Synchronous
+from stratagem.servers.local_cluster import LocalCluster
 from stratagem.strategies.central_storage import CentralStorageStrategy
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.parameter_server import ParameterServerStrategy
-from stratagem.strategies.parameters.local_cluster import LocalCluster
-from stratagem.strategies.rehearsal import Rehearsal
 from stratagem.strategies.strategy import Strategy
+from stratagem.training.dry_run import DryRun
 
 _SECONDS, _LEAST, _MOST = 1.0, 5, 100
 _RESTLESS = 0.15  # by how much one device may differ from itself on a quiet machine
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class ValidationRow:
     """Seconds of a step, both ways."""
 
     configuration: Configuration
@@ -46,9 +46,11 @@ class Row:
 
 
 def validate(
-    plan: Plan, trial: Rehearsal, chosen: Sequence[Configuration] | None = None,
+    plan: Plan,
+    trial: DryRun,
+    chosen: Sequence[Configuration] | None = None,
     say: Say = lambda text: None,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[ValidationRow]:
     """Run these configurations, or all that this machine can hold, one after the other."""
     train = trainer(trial)
     chosen = fitting(plan) if chosen is None else chosen
@@ -61,10 +63,10 @@ def validate(
         batch = batch_of(trial, rows, torch.device("cpu"))
         with _strategy(each, plan.profile.device) as strategy, _threads(plan, each):
             rate = train(strategy, batch, steps)
-        yield Row(each, said.step, each.counted * plan.profile.batch / rate)
+        yield ValidationRow(each, said.step, each.counted * plan.profile.batch / rate)
 
 
-def trainer(trial: Rehearsal) -> Callable[[Strategy, Any, int], float]:
+def trainer(trial: DryRun) -> Callable[[Strategy, Any, int], float]:
     """What trains a copy, if the script's training can be repeated at all."""
     if trial.train is None:
         raise UsageError(
@@ -123,7 +125,7 @@ def _threads(plan: Plan, cfg: Configuration) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def restless(rows: Sequence[Row]) -> str:
+def restless(rows: Sequence[ValidationRow]) -> str:
     """A sentence, if one device is not as fast as it was: then the errors are the machine's, too.
 
     What one device is predicted to take is what it took when it was profiled.
@@ -138,7 +140,7 @@ def restless(rows: Sequence[Row]) -> str:
     return ""
 
 
-def compare(plan: Plan, trial: Rehearsal, say: Say) -> int:
+def compare(plan: Plan, trial: DryRun, say: Say) -> int:
     """Print the table of `validate`."""
     console = Console()
     table = Table("configuration", box=SIMPLE, title="predicted against measured, ms a step")
@@ -147,8 +149,12 @@ def compare(plan: Plan, trial: Rehearsal, say: Say) -> int:
     found = []
     for row in validate(plan, trial, say=say):
         found.append(row)
-        table.add_row(str(row.configuration), f"{row.predicted * 1e3:.2f}",
-                      f"{row.measured * 1e3:.2f}", f"{row.error:+.0%}")  # fmt: skip
+        table.add_row(
+            str(row.configuration),
+            f"{row.predicted * 1e3:.2f}",
+            f"{row.measured * 1e3:.2f}",
+            f"{row.error:+.0%}",
+        )
     console.print(table)
     errors = [abs(row.error) for row in found]
     if errors:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from stratagem.plan.choose import BETTER, CLOSE, Plan, choose
 from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
 from stratagem.plan.cost import Prediction, predict
+from stratagem.plan.hardware import rate, say_rate
 from stratagem.plan.profile import Profile
-from stratagem.plan.units import rate, say_rate
 
 #: where one process has several devices
 _LOOP = ["# your loop goes into a function, and strategy.run(function): docs/own-loop.md"]
@@ -34,8 +34,11 @@ def sentence(plan: Plan) -> str:
         f"{best.efficiency:.0%} of each{_beyond(plan, best)}."
     )
     more = (
-        _link(plan, best), _placement(plan, best), _asynchronous(plan, best), _doubt(plan),
-    )  # fmt: skip
+        _link(plan, best),
+        _placement(plan, best),
+        _asynchronous(plan, best),
+        _doubt(plan),
+    )
     return " ".join([text, *(each for part in more for each in part)])
 
 
@@ -59,12 +62,15 @@ def code(plan: Plan) -> str:
     each += f", in {parts} micro-batches" if parts > 1 else ""
     threads = _threads(plan.profile, cfg)
     lines = [
-        *(["import torch", ""] if threads else []), "import stratagem as sg", "", *threads,
+        *(["import torch", ""] if threads else []),
+        "import stratagem as sg",
+        "",
+        *threads,
         *_cluster(cfg),
         f"strategy = {_constructor(cfg, plan.profile.device, plan.hardware.per_host)}",
         f"batch_size = {size}  # {each}: for {'your DataLoader' if own else 'fit'}",
         *(_LOOP if own and cfg.per_host > 1 and cfg.strategy != SERVERS else []),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)
 
 
@@ -100,13 +106,17 @@ def _apart(plan: Plan, best: Prediction, here: str) -> list[str]:
     for name in _SOLD:
         if rate(name) > plan.hardware.link:
             faster = choose(
-                plan.profile, replace(plan.hardware, link=rate(name)), most=plan.most,
+                plan.profile,
+                replace(plan.hardware, link=rate(name)),
+                most=plan.most,
                 calibration=plan.calibration,
-            ).recommendation  # fmt: skip
+            ).recommendation
             if faster.configuration.hosts > 1 and faster.rate > best.rate / CLOSE:
-                return [f"{here} is too slow for more hosts: with {name}, "
-                        f"{faster.configuration.hosts} of them would make it "
-                        f"{faster.speedup:.1f}x."]  # fmt: skip
+                return [
+                    f"{here} is too slow for more hosts: with {name}, "
+                    f"{faster.configuration.hosts} of them would make it "
+                    f"{faster.speedup:.1f}x."
+                ]
     return []
 
 
@@ -133,10 +143,8 @@ def _constructor(cfg: Configuration, device: str, per_host: int) -> str:
         words = [*(local if cfg.hosts == 1 else []), rule, *wire, *some]
         return f"sg.ParameterServerStrategy({', '.join(words)})"
     many = [f"devices={here}"] if named else []
-    if cfg.hierarchical:
-        words = [*many, 'cross_device_ops="hierarchical"', *wire]
-        return f"sg.MirroredStrategy({', '.join(words)})"
-    return f"sg.MultiWorkerMirroredStrategy({', '.join([*many, *wire])})"
+    how = ['"hierarchical"'] if cfg.hierarchical else []
+    return f"sg.MultiWorkerMirroredStrategy({', '.join([*how, *many, *wire])})"
 
 
 def _devices(count: int, device: str) -> str:
@@ -208,9 +216,10 @@ def _refused(plan: Plan) -> list[str]:
     top = max(free, key=lambda each: each.rate)
     cfg = top.configuration
     why = (
-        "this machine was too restless to trust that" if plan.profile.restless else
-        f"they are recommended from {BETTER:.1f}x on"
-    )  # fmt: skip
+        "this machine was too restless to trust that"
+        if plan.profile.restless
+        else f"they are recommended from {BETTER:.1f}x on"
+    )
     return [
         f"Asynchronous updates on {cfg.replicas} replicas ({cfg.placement}{_servers(cfg)}) would "
         f"take in {top.speedup:.1f}x the examples, but are not the equals of synchronous ones: "
@@ -221,15 +230,18 @@ def _refused(plan: Plan) -> list[str]:
 def _placement(plan: Plan, best: Prediction) -> list[str]:
     """Where it matters how the replicas are placed."""
     others = [
-        each for each in plan.placements(best.configuration)
+        each
+        for each in plan.placements(best.configuration)
         if each.configuration.hosts != best.configuration.hosts
-    ]  # fmt: skip
+    ]
     if not others or best.rate < others[0].rate * 1.02:
         return []
     other = others[0]
     here = best.configuration.placement
-    return [f"{here[0].upper()}{here[1:]} beat {other.configuration.placement} by "
-            f"{best.rate / other.rate:.1f}x."]  # fmt: skip
+    return [
+        f"{here[0].upper()}{here[1:]} beat {other.configuration.placement} by "
+        f"{best.rate / other.rate:.1f}x."
+    ]
 
 
 def _asynchronous(plan: Plan, best: Prediction) -> list[str]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stratagem.errors import UsageError
-from stratagem.plan.calibration import Calibration
 from stratagem.plan.configuration import CENTRAL, MIRRORED, MULTI_WORKER, SERVERS, Configuration
 from stratagem.plan.cost import Prediction, predict
+from stratagem.plan.formulas import Calibration
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Profile
 
@@ -73,10 +73,13 @@ class Plan:
     def worth(self) -> list[Prediction]:
         """One device, and whatever pays for what it adds to that."""
         return [self.one] + [
-            each for name, row in self.families.items() for each in row
+            each
+            for name, row in self.families.items()
+            for each in row
             if each.configuration.replicas <= self.saturations[name].replicas
-            and each.speedup >= 1 / CLOSE and _gain(self.one, each) >= WORTH
-        ]  # fmt: skip
+            and each.speedup >= 1 / CLOSE
+            and _gain(self.one, each) >= WORTH
+        ]
 
     @cached_property
     def recommendation(self) -> Prediction:
@@ -92,17 +95,21 @@ class Plan:
     def placements(self, like: Configuration) -> list[Prediction]:
         """The other ways to place as many replicas, the best first."""
         alike = [
-            each for each in self.predictions
+            each
+            for each in self.predictions
             if each.configuration.family == like.family
             and each.configuration.replicas == like.replicas
-        ]  # fmt: skip
+        ]
         return sorted(alike, key=lambda each: -each.rate)
 
 
 def choose(
-    profile: Profile, hardware: Hardware, *, most: int | None = None,
+    profile: Profile,
+    hardware: Hardware,
+    *,
+    most: int | None = None,
     calibration: Calibration | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Predict every strategy from one replica to `most`: by default, all that the hardware has."""
     check_most(most)
     most = most or hardware.size
@@ -145,9 +152,10 @@ def sizes(most: int) -> list[int]:
 def _placements(n: int, hardware: Hardware) -> list[tuple[int, int]]:
     """Hosts and replicas on each, all alike, the fewest hosts first; none if n cannot be split."""
     return [
-        (n // each, each) for each in range(min(n, hardware.per_host), 0, -1)
+        (n // each, each)
+        for each in range(min(n, hardware.per_host), 0, -1)
         if n % each == 0 and n // each <= hardware.hosts
-    ]  # fmt: skip
+    ]
 
 
 def _mirrored(hosts: int, per_host: int) -> Iterator[Configuration]:

@@ -1,6 +1,6 @@
 """Predict a step: the closed forms, put together for one configuration.
 
-    predict(profile, hardware, Configuration(MULTI_WORKER, hosts=4)).step
+predict(profile, hardware, Configuration(MULTI_WORKER, hosts=4)).step
 """
 
 from __future__ import annotations
@@ -8,18 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from stratagem.errors import UsageError
-from stratagem.plan.calibration import Calibration
 from stratagem.plan.configuration import SERVERS, Configuration
-from stratagem.plan.formulas import largest_share, overlapped, ring, transfer
-from stratagem.plan.hardware import Hardware
+from stratagem.plan.formulas import (
+    Calibration,
+    added,
+    between,
+    largest_share,
+    overlapped,
+    ring_by_cause,
+    sampled,
+    shared_transfer,
+    transfer,
+)
+from stratagem.plan.hardware import Hardware, say_rate, say_seconds
 from stratagem.plan.profile import Profile
-from stratagem.plan.stragglers import sampled
-from stratagem.plan.units import say_rate, say_seconds
-from stratagem.strategies.parameters.plan import sends_at_once
-from stratagem.wire.turns import Rule
+from stratagem.servers.training_plan import sends_at_once
+from stratagem.wire.send_queue import TurnRule
 
 #: beyond so many, threads copy no faster
 _MEMORY_THREADS = 4
@@ -52,63 +60,67 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "configuration": self.configuration.to_json(), "name": str(self.configuration),
-            "replicas": self.configuration.replicas, "step_s": self.step,
-            "examples_per_s": self.rate, "speedup": self.speedup, "efficiency": self.efficiency,
-            "updates_per_s": self.updates, "parts_s": dict(self.parts), "limit": self.limit,
+            "configuration": self.configuration.to_json(),
+            "name": str(self.configuration),
+            "replicas": self.configuration.replicas,
+            "step_s": self.step,
+            "examples_per_s": self.rate,
+            "speedup": self.speedup,
+            "efficiency": self.efficiency,
+            "updates_per_s": self.updates,
+            "parts_s": dict(self.parts),
+            "limit": self.limit,
             "step_within_s": list(self.within),
-        }  # fmt: skip
+        }
 
 
 def predict(
-    profile: Profile, hardware: Hardware, configuration: Configuration,
+    profile: Profile,
+    hardware: Hardware,
+    configuration: Configuration,
     calibration: Calibration | None = None,
-) -> Prediction:  # fmt: skip
+) -> Prediction:
     """One configuration on this hardware; the number of hosts may be more than it has."""
-    case = _Case(profile, hardware, configuration, calibration or Calibration())
+    given = (profile, hardware, configuration, calibration or Calibration())
     if configuration.replicas == 1 and configuration.strategy != SERVERS:
         parts = {"compute": profile.compute, "optimizer": profile.optimizer}
-        return case.told(parts, sum(parts.values()))
-    if configuration.strategy == SERVERS or (configuration.served and not case.shares):
-        return case.asynchronous() if configuration.asynchronous else case.synchronous()
-    _check(profile, configuration)
-    return case.mirrored()
-
-
-def single(profile: Profile) -> float:
-    """Examples a second of one device."""
-    return profile.batch / max(profile.compute + profile.optimizer, 1e-12)
-
-
-def _check(profile: Profile, configuration: Configuration) -> None:
+        return _PredictedStep(*given).prediction(parts)
+    free = configuration.asynchronous or configuration.spares
+    in_memory = profile.device == "cpu" and configuration.hosts == 1
+    if configuration.strategy == SERVERS or (configuration.served and (free or not in_memory)):
+        served = _ServerStep(*given)
+        return served.asynchronous() if configuration.asynchronous else served.synchronous()
     if profile.sparse:
         raise UsageError(
             f"{profile.name} has sparse gradients, which {configuration.strategy} cannot add up; "
             "plan ParameterServerStrategy."
         )
+    mirrored = _MirroredStep(*given)
+    if in_memory and configuration.wire is None:
+        return mirrored.shared_memory()
+    return mirrored.all_reduced()
 
 
-class _Case:
-    """One prediction on its way."""
+class _PredictedStep:
+    """What every configuration has in common: computing, and waiting for stragglers."""
 
     def __init__(
-        self, profile: Profile, hardware: Hardware, configuration: Configuration,
+        self,
+        profile: Profile,
+        hardware: Hardware,
+        configuration: Configuration,
         calibration: Calibration,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.profile, self.hw = profile, hardware
         self.cfg, self.cal = configuration, calibration
         self.on_cpu = profile.device == "cpu"
         self.scale = self._crowded() / profile.compute if profile.compute > 0 else 1.0
         self.link = hardware.link * calibration.goodput
-        #: of what travels between a worker and the servers, the part of the fullest of them
-        self.share = self._share() if configuration.served else 1.0
         #: bytes of one worker's gradient, and of the values that it fetches for the next
         self.pushes = profile.travels(1, configuration.travelling)
         self.pulls = profile.travels(configuration.replicas, configuration.travelling)
         self.forward = profile.forward * self.scale
         self.compute = profile.compute * self.scale
-
-    # --- computing ----------------------------------------------------------------------------
 
     def _crowded(self) -> float:
         """Forward and backward while the other replicas of the host compute, too."""
@@ -117,7 +129,7 @@ class _Case:
             return profile.compute
         known = dict(profile.crowd)
         if known:  # among others nobody is faster than alone: that was the machine's unrest
-            seen = _between(here, {1: profile.compute, **known}, self.hw.cores)
+            seen = between(here, {1: profile.compute, **known}, self.hw.cores)
             return max(seen, profile.compute)
         cores = self.hw.cores
         alone = profile.with_threads(max(1, cores // here)) * max(1.0, here / cores)
@@ -131,41 +143,51 @@ class _Case:
             factor /= sampled(n, n, spread)  # the slowest of all is in what was measured
         return self.compute * max(0.0, factor - 1)
 
-    # --- mirrored -----------------------------------------------------------------------------
+    def prediction(
+        self, parts: dict[str, float], within: tuple[float, float] | None = None
+    ) -> Prediction:
+        """Return the prediction for a step of these parts."""
+        cfg, step = self.cfg, sum(parts.values())
+        rate = cfg.counted * self.profile.batch / max(step, 1e-12)
+        single = self.profile.batch / max(self.profile.compute + self.profile.optimizer, 1e-12)
+        return Prediction(
+            cfg,
+            step,
+            rate,
+            rate / single,
+            (cfg.replicas if cfg.asynchronous else 1) / max(step, 1e-12),
+            parts,
+            max(parts, key=lambda name: parts[name]),
+            within or (step, step),
+        )
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether gradients meet in memory that all replicas map."""
-        return self.on_cpu and self.cfg.hosts == 1
+    def _latency(self) -> str:
+        return f"latency between hosts ({say_seconds(self.hw.latency)})"
 
-    @property
-    def shares(self) -> bool:
-        """Whether central parameters lie in that memory, and no server is needed."""
-        return self.in_memory and not self.cfg.asynchronous and not self.cfg.spares
 
-    def mirrored(self) -> Prediction:
-        if self.in_memory and self.cfg.wire is None:
-            return self._shared_memory()
+class _MirroredStep(_PredictedStep):
+    """Replicas that all-reduce, or share memory."""
+
+    def all_reduced(self) -> Prediction:
         profile, cal = self.profile, self.cal
         slow = self.waiting()
         end = self.compute + slow
         sizes = [(b.size * self.cfg.travelling, b.ready) for b in profile.buckets]
         ready = [(s, self.forward + slow + t * self.scale) for s, t in sizes[:-1]]
         ready += [(s, end) for s, _ in sizes[-1:]]  # its notes are known when backward has ended
-        exposed = max(0.0, overlapped(ready, self.all_reduce) - end)
+        exposed = max(0.0, overlapped(ready, lambda s: math.fsum(self._carried(s).values())) - end)
         cast = 2 * profile.dense_bytes / cal.cast if self.cfg.wire and self.on_cpu else 0.0
-        times = profile.accumulated  # in a loop of one's own the gradient of each travels
+        times = profile.accumulated  # in a custom loop the gradient of each travels
         cast *= times
         parts = {
-            "compute": self.compute, "stragglers": slow, **self._exposed(exposed * times),
-            "optimizer": profile.optimizer, "overhead": cal.step * times,
+            "compute": self.compute,
+            "stragglers": slow,
+            **self._exposed(exposed * times),
+            "optimizer": profile.optimizer,
+            "overhead": cal.step * times,
             **({"rounding to 16 bits": cast} if cast else {}),
-        }  # fmt: skip
-        return self.told(parts, sum(parts.values()))
-
-    def all_reduce(self, size: float) -> float:
-        """Seconds of one bucket."""
-        return math.fsum(self._carried(size).values())
+        }
+        return self.prediction(parts)
 
     def _carried(self, size: float) -> dict[str, float]:
         """Seconds of one bucket, by what they are spent on."""
@@ -174,21 +196,22 @@ class _Case:
         inside = self._inside()
         here = {_MESSAGES: (hw.local_latency + message / 4, 0.0), _INSIDE: (0.0, inside)}
         there = {
-            _MESSAGES: (message / 4, 0.0), self._latency(): (hw.latency, 0.0),
+            _MESSAGES: (message / 4, 0.0),
+            self._latency(): (hw.latency, 0.0),
             self._between(): (0.0, min(self.link, inside)),
-        }  # fmt: skip
+        }
         if cfg.hosts == 1:
-            rings = [_ring(size, cfg.replicas, here)]
+            rings = [ring_by_cause(size, cfg.replicas, here)]
         elif cfg.hierarchical:
-            rings = [_ring(size, cfg.per_host, here), _ring(size, cfg.hosts, there)]
+            rings = [ring_by_cause(size, cfg.per_host, here), ring_by_cause(size, cfg.hosts, there)]
         else:
             many = 1 - 2 / cfg.replicas if cfg.wire and self.on_cpu else 0.0
-            rings = [_ring(size, cfg.replicas, there, 1 + self.cal.half * many)]
-        return _added({_MESSAGES: message}, *rings)
+            rings = [ring_by_cause(size, cfg.replicas, there, 1 + self.cal.half * many)]
+        return added({_MESSAGES: message}, *rings)
 
     def _exposed(self, seconds: float) -> dict[str, float]:
         """What is left of it behind backward, as all of it is spent."""
-        whole = _added(*(self._carried(b.size * self.cfg.travelling) for b in self.profile.buckets))
+        whole = added(*(self._carried(b.size * self.cfg.travelling) for b in self.profile.buckets))
         total = math.fsum(whole.values())
         return {name: seconds * (part / total if total else 0.0) for name, part in whole.items()}
 
@@ -202,10 +225,7 @@ class _Case:
             return "what a host's sockets carry"
         return f"links between hosts ({say_rate(self.hw.link)})"
 
-    def _latency(self) -> str:
-        return f"latency between hosts ({say_seconds(self.hw.latency)})"
-
-    def _shared_memory(self) -> Prediction:
+    def shared_memory(self) -> Prediction:
         """Every replica copies its gradient, adds up its slice of all, and updates that slice."""
         profile, n = self.profile, self.cfg.replicas
         size = profile.dense_bytes
@@ -213,10 +233,13 @@ class _Case:
         adding = size * (2 + 1 / n) / (self.hw.local * threads)
         times = profile.accumulated
         parts = {
-            "compute": self.compute, "stragglers": self.waiting(), "memory": adding * times,
-            "optimizer": profile.optimizer / n * self.crowding, "overhead": self.cal.step * times,
-        }  # fmt: skip
-        return self.told(parts, sum(parts.values()))
+            "compute": self.compute,
+            "stragglers": self.waiting(),
+            "memory": adding * times,
+            "optimizer": profile.optimizer / n * self.crowding,
+            "overhead": self.cal.step * times,
+        }
+        return self.prediction(parts)
 
     @property
     def crowding(self) -> float:
@@ -225,10 +248,13 @@ class _Case:
             return max(1.0, self._crowded() / (self.profile.single_thread or self.profile.compute))
         return 1 + self.cal.contention * (min(self.cfg.per_host, self.hw.cores) - 1)
 
-    # --- servers ------------------------------------------------------------------------------
 
-    def _share(self) -> float:
-        """Of a gradient, the part of the fullest server."""
+class _ServerStep(_PredictedStep):
+    """Workers that push to servers and pull from them."""
+
+    @cached_property
+    def share(self) -> float:
+        """The part of a gradient that the fullest server takes."""
         profile, size = self.profile, self.profile.itemsize
         tables = [(table.rows, max(1, table.row_bytes // size)) for table in profile.sparse]
         parts = [1.0] * len(profile.shapes) + [t.touched / t.rows for t in profile.sparse]
@@ -254,7 +280,7 @@ class _Case:
         are sent to all who ask.
         """
         cfg = self.cfg
-        if cfg.hosts == 1 or not Rule().waits(self.pulls * self.share):
+        if cfg.hosts == 1 or not TurnRule().waits(self.pulls * self.share):
             return cfg.replicas
         together = min(cfg.replicas, sends_at_once(cfg.replicas, cfg.servers, in_step=True))
         return together + (cfg.replicas - together) * (1 - self.cal.turns)
@@ -289,11 +315,13 @@ class _Case:
         pushed = self._pushed(slow, push / size if size else 0.0)
         adding = cfg.counted * size * self.share / self.hw.local if cfg.hosts == 1 else 0.0
         parts = {
-            "compute": self.compute, "stragglers": slow,
+            "compute": self.compute,
+            "stragglers": slow,
             self._server_link(cfg.replicas): max(0.0, pushed - end) + pull,
-            "the servers' update": self._update() + adding, **self._talk(),
-        }  # fmt: skip
-        return self.told(parts, sum(parts.values()))
+            "the servers' update": self._update() + adding,
+            **self._talk(),
+        }
+        return self.prediction(parts)
 
     def _pushed(self, slow: float, per_byte: float) -> float:
         """When the last gradient is with the servers; they travel while backward makes others."""
@@ -317,10 +345,14 @@ class _Case:
         here = 2 * size * self.share / self.hw.local if self.cfg.hosts == 1 else 0.0
         update, talk = self._update() + here, self._talk()
 
+        def carry(size: float, others: int, met: float) -> float:
+            worker, server = self._rates()
+            return shared_transfer(size / worker, size * self.share / server, others, met)
+
         def times(others: int, met: float, waiting: float) -> tuple[float, float, float]:
-            each = self._met(size, others, met) / size if size else 0.0
+            each = carry(size, others, met) / size if size else 0.0
             pushed = max(0.0, self._pushed(0.0, each) - self.compute)
-            return pushed, self._met(values, others, met), update * (1 + waiting)
+            return pushed, carry(values, others, met), update * (1 + waiting)
 
         def cycle(*spent: float) -> float:
             return self.compute + sum(spent) + sum(talk.values())
@@ -340,29 +372,13 @@ class _Case:
                 round_ = cycle(pushed, took, updated)
                 met, waiting = n * took / round_, n * updated / round_
         parts = {
-            "compute": self.compute, self._server_link(1 + met): pushed + took,
-            "the servers' update": updated, **talk,
-        }  # fmt: skip
+            "compute": self.compute,
+            self._server_link(1 + met): pushed + took,
+            "the servers' update": updated,
+            **talk,
+        }
         apart, in_step = cycle(*times(0, 0, 0)), cycle(*times(*[replicas - 1] * 3))
-        return self.told(parts, sum(parts.values()), (apart, in_step))
-
-    def _met(self, size: float, others: int, met: float) -> float:
-        """A transfer that meets so many of the others on average, each of them by chance.
-
-        Several servers are not full before several workers are there. So a crowd makes it slower,
-        and nobody there makes it no faster: the number that is met on average is not enough.
-        """
-        worker, server = self._rates()
-        alone, each = size / worker, size * self.share / server
-        chance = met / others if others else 0.0
-        if chance >= 1:
-            return max(alone, each * (1 + others))
-        took, likely, n = each * (1 + met), (1 - chance) ** others, 0
-        while n <= others and each * (1 + n) < alone:  # so few that the worker's own link binds
-            took += likely * (alone - each * (1 + n))
-            likely *= (others - n) / (n + 1) * chance / (1 - chance)
-            n += 1
-        return took
+        return self.prediction(parts, (apart, in_step))
 
     def _server_link(self, at_once: float) -> str:
         """Whose link binds with so many workers at a server."""
@@ -373,52 +389,3 @@ class _Case:
         if self.link > self.cal.cipher * (self.cfg.per_host if "worker" in whose else 1):
             return f"{whose} encryption"
         return f"{whose} link ({say_rate(self.hw.link)})"
-
-    # --- the result ---------------------------------------------------------------------------
-
-    def told(
-        self, parts: dict[str, float], step: float, within: tuple[float, float] | None = None
-    ) -> Prediction:
-        cfg = self.cfg
-        rate = cfg.counted * self.profile.batch / max(step, 1e-12)
-        updates = (cfg.replicas if cfg.asynchronous else 1) / max(step, 1e-12)
-        limit = max(parts, key=lambda name: parts[name])
-        return Prediction(
-            cfg, step, rate, rate / single(self.profile), updates, parts, limit,
-            within or (step, step),
-        )  # fmt: skip
-
-
-def _ring(
-    size: float, n: int, causes: Mapping[str, tuple[float, float]], longer: float = 1.0
-) -> dict[str, float]:
-    """A ring's seconds by cause: what a hop takes, or the rate of what is carried."""
-    return {
-        name: longer * (ring(size, n, 0.0, rate) if rate else ring(0.0, n, hop, 1.0))
-        for name, (hop, rate) in causes.items()
-    }
-
-
-def _added(*parts: Mapping[str, float]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in parts for name in each)
-    return {name: math.fsum(each.get(name, 0.0) for each in parts) for name in names}
-
-
-def _between(n: int, known: Mapping[int, float], cores: int) -> float:
-    """What n replicas take, from the nearest numbers of replicas that are known.
-
-    Each has its whole share of the cores as threads, so 12 of 16 cores take what 16 take, and
-    between two numbers it is the load of a thread that counts.
-    """
-    def load(m: int) -> float:
-        return max(1.0, m / cores) / max(1, cores // m)
-
-    alike = [m for m in known if load(m) == load(n)]
-    if alike:
-        return known[min(alike, key=lambda m: abs(m - n))]
-    points = sorted((load(m), seconds) for m, seconds in known.items())
-    if len(points) == 1:
-        return points[0][1]
-    right = next((i for i, (at, _) in enumerate(points) if at > load(n)), len(points) - 1)
-    (x0, y0), (x1, y1) = points[max(0, right - 1)], points[max(1, right)]
-    return max(y0 + (y1 - y0) * (load(n) - x0) / (x1 - x0), 0.0)

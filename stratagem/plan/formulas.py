@@ -1,18 +1,26 @@
 """The closed forms of a step's cost: sizes in bytes, rates in bytes a second, times in seconds.
 
-    ring              2(n-1) a + 2(n-1)/n * S/B
-    hierarchical      2(g-1)/g * S/B_inside + 2(h-1)/h * S/B_between, and a message for each hop
-    servers           push = pull = max(S/B_worker, n * S_largest/B_server)
-    overlap           c_j = max(c_{j-1}, ready_j) + T(S_j)
-    sparse rows       U = sum over rows of 1 - (1-p)^batch
+ring              2(n-1) a + 2(n-1)/n * S/B
+hierarchical      2(g-1)/g * S/B_inside + 2(h-1)/h * S/B_between, and a message for each hop
+servers           push = pull = max(S/B_worker, n * S_largest/B_server)
+overlap           c_j = max(c_{j-1}, ready_j) + T(S_j)
+stragglers        the k-th of n replicas: each measured sample times its chance of being the k-th
+
+`Calibration` has the constants that no formula gives, and `fit` fits them to measured steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
+
+from stratagem.errors import UsageError
 from stratagem.state.partition import partition
 
 
@@ -22,16 +30,77 @@ def ring(size: float, n: int, latency: float, rate: float) -> float:
 
 
 def hierarchical(
-    size: float, hosts: int, per_host: int, *, inside: tuple[float, float],
+    size: float,
+    hosts: int,
+    per_host: int,
+    *,
+    inside: tuple[float, float],
     between: tuple[float, float],
-) -> float:  # fmt: skip
+) -> float:
     """Inside every host, then between their leaders; each pair is (latency, rate)."""
     return ring(size, per_host, *inside) + ring(size, hosts, *between)
+
+
+def ring_by_cause(
+    size: float, n: int, causes: Mapping[str, tuple[float, float]], longer: float = 1.0
+) -> dict[str, float]:
+    """Return a ring's seconds by cause, given what a hop takes, or the rate of the bytes."""
+    return {
+        name: longer * (ring(size, n, 0.0, rate) if rate else ring(0.0, n, hop, 1.0))
+        for name, (hop, rate) in causes.items()
+    }
+
+
+def added(*parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the sum of each name over all parts."""
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {name: math.fsum(each.get(name, 0.0) for each in parts) for name in names}
+
+
+def between(n: int, known: Mapping[int, float], cores: int) -> float:
+    """Return what n replicas take, from the nearest numbers of replicas that are known.
+
+    Each replica has its whole share of the cores as threads, so 12 of 16 cores take what 16 take,
+    and between two numbers the load of a thread counts.
+    """
+
+    def load(m: int) -> float:
+        return max(1.0, m / cores) / max(1, cores // m)
+
+    alike = [m for m in known if load(m) == load(n)]
+    if alike:
+        return known[min(alike, key=lambda m: abs(m - n))]
+    points = sorted((load(m), seconds) for m, seconds in known.items())
+    if len(points) == 1:
+        return points[0][1]
+    right = next((i for i, (at, _) in enumerate(points) if at > load(n)), len(points) - 1)
+    (x0, y0), (x1, y1) = points[max(0, right - 1)], points[max(1, right)]
+    return max(y0 + (y1 - y0) * (load(n) - x0) / (x1 - x0), 0.0)
 
 
 def transfer(size: float, largest: float, workers: float, worker: float, server: float) -> float:
     """A push or a pull of all workers: theirs or the fullest server's link, whichever is slower."""
     return max(size / worker, workers * largest / server)
+
+
+def shared_transfer(alone: float, each: float, others: int, met: float) -> float:
+    """Return the seconds of a transfer that meets `met` of `others` on average, each by chance.
+
+    alone   seconds on the worker's own link
+    each    seconds on the fullest server's link, for every transfer there
+
+    Several servers are not full before several workers are there. So a crowd makes it slower, and
+    an idle server makes it no faster: the number that is met on average is not enough.
+    """
+    chance = met / others if others else 0.0
+    if chance >= 1:
+        return max(alone, each * (1 + others))
+    took, likely, n = each * (1 + met), (1 - chance) ** others, 0
+    while n <= others and each * (1 + n) < alone:  # so few that the worker's own link binds
+        took += likely * (alone - each * (1 + n))
+        likely *= (others - n) / (n + 1) * chance / (1 - chance)
+        n += 1
+    return took
 
 
 def overlapped(
@@ -44,21 +113,13 @@ def overlapped(
     return done
 
 
-def knee(compute: float, servers: int, rate: float, size: float) -> float:
-    """The number of workers from which servers take longer than computing, nothing overlapping."""
-    return compute * servers * rate / (2 * size)
-
-
-def rows_touched(chances: Iterable[float], batch: int) -> float:
-    """Rows that a batch touches, each with its chance of being in one example."""
-    return math.fsum(-math.expm1(batch * math.log1p(-min(p, 1 - 1e-16))) for p in chances)
-
-
 @lru_cache(maxsize=1024)
 def largest_share(
-    shapes: tuple[tuple[int, ...], ...], itemsize: int, servers: int,
+    shapes: tuple[tuple[int, ...], ...],
+    itemsize: int,
+    servers: int,
     parts: tuple[float, ...] = (),
-) -> float:  # fmt: skip
+) -> float:
     """Of all that travels, what the fullest server takes; `parts`: of each variable, if not all."""
     loads = [0.0] * servers
     for piece in partition(shapes, itemsize, servers):
@@ -67,3 +128,112 @@ def largest_share(
     return max(loads) / sum(loads) if sum(loads) else 1 / servers
 
 
+@lru_cache(maxsize=4096)
+def sampled(k: int, n: int, samples: tuple[float, ...]) -> float:
+    """The mean of the k-th of n draws from the samples, with replacement."""
+    _check(k, n)
+    ordered = np.sort(np.asarray(samples, dtype=np.float64))
+    edges = np.arange(len(ordered) + 1) / len(ordered)
+    return float(np.diff(_at_least(k, n, edges)) @ ordered)
+
+
+def _at_least(k: int, n: int, chance: np.ndarray) -> np.ndarray:
+    """The chance of k successes or more among n."""
+    some = np.arange(k, n + 1)
+    ways = [math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in some]
+    inside = np.clip(chance[1:-1, None], 1e-300, 1 - 1e-16)
+    logs = np.array(ways) + some * np.log(inside) + (n - some) * np.log1p(-inside)
+    middle = np.clip(np.exp(logs).sum(1), 0.0, 1.0)
+    return np.concatenate([[0.0], middle, [1.0]])
+
+
+def _check(k: int, n: int) -> None:
+    if not 1 <= k <= n:
+        raise UsageError(f"there is no number {k} among {n} replicas.")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Seconds and bytes a second of this library, on the machines it was measured on."""
+
+    #: starting one reduction, or one hop of it, besides the link's latency
+    message: float = 120e-6
+    #: the same between GPUs; an estimate, for want of several to measure
+    kernel: float = 20e-6
+    #: a step of mirrored replicas: meeting twice, the notes, the loop around
+    step: float = 250e-6
+    #: a worker's ticket, its push and the answers, besides latency
+    exchange: float = 1.2e-3
+    #: the part of a link's speed that is left for gradients: 1448 bytes of a frame of 1514
+    goodput: float = 0.956
+    #: what one replica slows down for each other one on its host
+    contention: float = 0.02
+    #: a ring through sockets of one host
+    sockets: float = 1.2e9
+    #: what encryption adds to a transfer: as if it went through this besides
+    cipher: float = 2e9
+    #: servers send values to one group of workers after the other: how far the first have pushed
+    #: when the last come to it
+    turns: float = 0.9
+    #: rounding gradients to 16 bits and back
+    cast: float = 2e9
+    #: how much longer than a ring 16-bit sums take between many hosts, where several send to one;
+    #: between two there is nobody else
+    half: float = 0.35
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+#: constants that are a part of something, and between what they lie
+_PARTS = {"goodput": (0.3, 1.0), "turns": (0.1, 1.0)}
+#: a constant is sought within this factor of where it starts
+_REACH = 30.0
+
+
+def fit(
+    measured: Sequence[tuple[float, Callable[[Calibration], float]]],
+    start: Calibration | None = None,
+    names: Sequence[str] = ("message", "step", "exchange", "goodput", "turns", "half"),
+) -> Calibration:
+    """The constants with the least squares of relative error.
+
+    measured: seconds that a step took, and what predicts it from a calibration.
+
+    One constant after the other is moved by a factor that shrinks: nothing is smooth here, since a
+    step is the longest of several ways.
+    """
+    best = first = start or Calibration()
+    error = _squares(measured, best)
+    factor = 3.0
+    while factor > 1.005:
+        before = error
+        for name in names:
+            for by in (factor, 1 / factor):
+                value = _kept(name, getattr(best, name) * by, getattr(first, name))
+                tried = replace(best, **{name: value})
+                now = _squares(measured, tried)
+                if now < error:
+                    best, error = tried, now
+        if error > before * 0.999:
+            factor = math.sqrt(factor)
+    return best
+
+
+def errors(
+    measured: Sequence[tuple[float, Callable[[Calibration], float]]], with_: Calibration
+) -> list[float]:
+    """Relative errors, signed: more than 0 is predicted too slow."""
+    return [predict(with_) / seconds - 1 for seconds, predict in measured]
+
+
+def _squares(
+    measured: Sequence[tuple[float, Callable[[Calibration], float]]], with_: Calibration
+) -> float:
+    return statistics.fmean(e * e for e in errors(measured, with_)) if measured else 0.0
+
+
+def _kept(name: str, value: float, first: float) -> float:
+    if name in _PARTS:
+        return min(max(value, _PARTS[name][0]), _PARTS[name][1])
+    return min(max(value, first / _REACH), first * _REACH)

@@ -1,22 +1,57 @@
-"""This machine, measured in well under a second: what replicas on one host share."""
+"""What is measured on this machine besides the model's own step.
+
+    measure_hardware()    what replicas on one host share: memory, loopback, processors
+    available()           how much memory is left
+    crowd()               the same step while other replicas of this machine compute, too
+    update_seconds()      the update of a real parameter server with this optimizer
+    measure_overhead()    the processor time of messages between a worker and servers
+
+Replicas share caches, memory and processors, and how much that costs depends on the model: a large
+matrix waits for memory, a convolution does not. So `crowd` measures with the strategies' own
+processes and threads, and nothing exchanged.
+
+Linux gives out memory that it does not have, and kills who uses it: so memory is counted before.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
 
-from stratagem.cluster.cores import cores
+from stratagem.cluster.environment import cores
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.plan.hardware import Hardware
+from stratagem.plan.simulation.scenario import Overhead
+from stratagem.servers.connections import SHARED_MEMORY
+from stratagem.servers.local_cluster import LocalCluster
+from stratagem.servers.worker_group import WorkerGroup
+from stratagem.state.optimizer_recipe import describe
+from stratagem.state.partition import Piece, partition
+from stratagem.state.store import Store
+from stratagem.strategies.mirrored import MirroredStrategy
+from stratagem.strategies.parameter_server import ParameterServerStrategy
+from stratagem.training.dry_run import DryRun
+from stratagem.training.replica import current_replica
 
 _FLOATS = 4 << 20
 _ROUNDS = 5
 
 
-def measure(device: str = "cpu") -> Hardware:
+def measure_hardware(device: str = "cpu") -> Hardware:
     """One host with this machine's processors, or GPUs if `device` is one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -27,9 +62,12 @@ def measure(device: str = "cpu") -> Hardware:
     gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
     local = _between_gpus(gpus) if gpus else adding
     return Hardware(
-        per_host=gpus or cores(), local=local, local_latency=_round_trip() / 2, update=updating,
+        per_host=gpus or cores(),
+        local=local,
+        local_latency=_round_trip() / 2,
+        update=updating,
         cores=cores(),
-    )  # fmt: skip
+    )
 
 
 def _adding() -> float:
@@ -87,3 +125,261 @@ def _round_trip() -> float:
             near.recv(1)
             times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+_LIMITS = (
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Return the bytes that can be used without taking them from other programs; None: unknown."""
+    found = [left for limit, used in _LIMITS if (left := _left(root / limit, root / used))]
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return min(found, default=None)
+    found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return min(found, default=None)
+
+
+def _left(limit: Path, used: Path) -> int | None:
+    """Return the bytes that a control group may still take; None where it has no limit."""
+    try:
+        most = limit.read_text().strip()
+        return None if most == "max" else max(0, int(most) - int(used.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def waited_for_processor() -> float:
+    """Return how long this thread was ready while another had its processor; 0 if unknown."""
+    file = Path("/proc/thread-self/schedstat")
+    return int(file.read_text().split()[1]) / 1e9 if file.exists() else 0.0
+
+
+def least(module: nn.Module, optimizer: Optimizer | None) -> int:
+    """Bytes of a training besides the parameters, without what forward keeps: a gradient, and of
+    most optimizers a state."""
+    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    group = optimizer.param_groups[0] if optimizer is not None else {}
+    states = ("betas" in group) * 2 or bool(group.get("momentum"))
+    known = bool(optimizer.state) if optimizer is not None else True
+    return trained * (1 + (0 if known else int(states)))
+
+
+_LEAST_STEPS, _MOST_STEPS = 5, 100
+
+
+def counts() -> list[int]:
+    """Return how many replicas to try: a few points of a curve that is nearly straight."""
+    most = cores()
+    return sorted({n for n in (2, most // 2, most) if 2 <= n <= most})
+
+
+def crowd(
+    trial: DryRun, batch: Any, many: Sequence[int], seconds: float = 1.0
+) -> tuple[tuple[int, float], ...]:
+    """(n, forward and backward) for these numbers of CPU replicas at once.
+
+    Of the slowest in each step: cores are not equal, and in lock step all go at its pace.
+    """
+    found = []
+    for n in many:
+        strategy = MirroredStrategy([f"cpu:{i}" for i in range(n)])
+        try:
+            times = strategy.run(_compute, trial.module, trial.loss, batch, seconds)
+        finally:
+            strategy.close()
+        found.append((n, statistics.fmean(max(step) for step in zip(*times, strict=False))))
+    return tuple(found)
+
+
+def _compute(
+    module: nn.Module, loss: Callable[[Any], Tensor], batch: Any, seconds: float
+) -> list[float]:
+    """Return the seconds of steps on one replica, which waits for no other."""
+    module.train()
+    times: list[float] = []
+    _timed_step(module, loss, batch)
+    current_replica().barrier()
+    end = time.perf_counter() + seconds
+    while len(times) < _LEAST_STEPS or (len(times) < _MOST_STEPS and time.perf_counter() < end):
+        times.append(_timed_step(module, loss, batch))
+    current_replica().barrier()
+    return times[1:]
+
+
+def _timed_step(module: nn.Module, loss: Callable[[Any], Tensor], batch: Any) -> float:
+    for param in module.parameters():
+        param.grad = None
+    start = time.perf_counter()
+    loss(batch).backward()  # type: ignore[no-untyped-call]
+    return time.perf_counter() - start
+
+
+#: elements that are tried at most; of larger models a part, and the rest by its size
+_MOST_ELEMENTS = 8 << 20
+
+
+def update_seconds(
+    params: Sequence[nn.Parameter], dense: Sequence[int], optimizer: Optimizer
+) -> float | None:
+    """Of one server that holds these variables of `params`, on one core.
+
+    None if no server takes that optimizer.
+    """
+    total = sum(params[i].numel() for i in dense)
+    if not total:
+        return None
+    shapes = [_cut(tuple(p.shape), min(1.0, _MOST_ELEMENTS / total)) for p in params]
+    pieces = [Piece(i, 0, shapes[i][0] if shapes[i] else 1, 0) for i in dense]
+    try:
+        store = Store(pieces, shapes, params[dense[0]].dtype, describe(optimizer, params))
+        return _median(store) * total / store.count
+    except (NotDistributable, UsageError):
+        return None
+
+
+def refusal(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
+    """Return why no server takes that optimizer; an empty text if one does."""
+    try:
+        describe(optimizer, params)
+    except (NotDistributable, UsageError) as problem:
+        return str(problem)
+    return ""
+
+
+def _cut(shape: tuple[int, ...], part: float) -> tuple[int, ...]:
+    """Return the shape with so much of its rows."""
+    return (math.ceil(shape[0] * part), *shape[1:]) if shape else ()
+
+
+def _median(store: Store) -> float:
+    """Return the seconds of an update."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        grad = torch.full((store.count,), 1e-3, dtype=store.values.dtype)
+        return statistics.median([_once(store, grad) for _ in range(_ROUNDS + 1)][1:])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _once(store: Store, grad: torch.Tensor) -> float:
+    store.add(grad, 1.0)
+    start = time.perf_counter()
+    store.apply(0.5)
+    return time.perf_counter() - start
+
+
+_SMALL, _LARGE = 16, 1 << 20  # parameters
+_WARM = 20  # steps before the clocks are read
+
+#: processor seconds: the worker's, and those of each server
+Clocks = npt.NDArray[np.float64]
+
+
+def measure_overhead(steps: int = 300) -> Overhead:
+    """What a message costs, a byte, and a step; with fewer steps faster and rougher."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with _over_sockets():
+            one, two = (_served(_SMALL, servers, steps) for servers in (1, 2))
+            large = _served(_LARGE, 1, max(10, steps // 5)) - _beside(_LARGE)
+        idle = _beside(_SMALL)
+    finally:
+        torch.set_num_threads(threads)
+    # the second server has two messages, too, and hears an order, which is half of one
+    message = np.array([(two[0] - one[0]) / 2, (two[2] - idle[1]) / 2.5])
+    byte = (large - one + idle) / (2 * 4 * (_LARGE - _SMALL))  # there and back
+    step = one - idle - message
+    return Overhead(*np.maximum(0.0, np.concatenate([message, byte, step])).tolist())
+
+
+def _served(count: int, servers: int, steps: int) -> Clocks:
+    """A step of one asynchronous worker."""
+    strategy = ParameterServerStrategy(LocalCluster(workers=1, ps=servers))
+    try:
+        found: list[Clocks] = strategy.run(_train, strategy, count, steps)
+    finally:
+        strategy.close()
+    return found[0]
+
+
+def _train(strategy: ParameterServerStrategy, count: int, steps: int) -> Clocks:
+    assert isinstance(strategy.replica_group, WorkerGroup)
+    servers = strategy.replica_group.server_pids
+    module = _Idle(count)
+    rows = TensorDataset(torch.zeros(_WARM + steps, 1))
+    model, optimizer, loader = strategy.prepare(
+        module, torch.optim.SGD(module.parameters(), 1e-3), DataLoader(rows, batch_size=1)
+    )
+    begun = _clocks(servers)
+    for number, (x,) in enumerate(loader):
+        if number == _WARM:
+            begun = _clocks(servers)
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    return (_clocks(servers) - begun) / steps
+
+
+def _beside(count: int) -> Clocks:
+    """Measure what of that is no message: the worker's computation, the server's update."""
+    module = _Idle(count)
+    optimizer = torch.optim.SGD(module.parameters(), 0.0)
+    params = list(module.parameters())
+    shapes = [tuple(p.shape) for p in params]
+    store = Store(partition(shapes, 4, 1), shapes, torch.float32, describe(optimizer, params))
+    gradient = torch.zeros(store.count)
+
+    def update() -> None:
+        store.add(gradient, 1.0, [True, True])
+        store.apply(1.0)
+
+    x = torch.zeros(1, 1)
+    return np.array([_typical(lambda: module(x).sum().backward()), _typical(update)])
+
+
+def _typical(work: Callable[[], Any]) -> float:
+    """Return the processor seconds of some work, after a warm-up."""
+    for _ in range(3):
+        work()
+    begun = time.process_time()
+    for _ in range(20):
+        work()
+    return (time.process_time() - begun) / 20
+
+
+class _Idle(nn.Module):
+    """Parameters whose gradient takes no computing to speak of."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.halves = nn.ParameterList(torch.zeros(count // 2, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([half * x[:1] for half in self.halves])
+
+
+def _clocks(servers: Sequence[int]) -> Clocks:
+    """Processor seconds of this process and of those so far."""
+    # the clocks that clock_getcpuclockid(3) names
+    return np.array([time.process_time(), *(time.clock_gettime(~pid << 3 | 2) for pid in servers)])
+
+
+@contextmanager
+def _over_sockets() -> Iterator[None]:
+    """As between hosts: nothing is passed in memory."""
+    before = os.environ.get(SHARED_MEMORY)
+    os.environ[SHARED_MEMORY] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SHARED_MEMORY]
+        else:
+            os.environ[SHARED_MEMORY] = before

@@ -1,4 +1,4 @@
-"""Measure a model's step on this machine: the Profile of a rehearsal."""
+"""Measure a model's step on this machine: the Profile of a dry run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from stratagem.data.shard import count_rows
+from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
-from stratagem.plan.crowd import counts, crowd
-from stratagem.plan.memory import available, least
-from stratagem.plan.profile import Bucket, Profile, Table, merged
-from stratagem.plan.server import refusal, update_seconds
-from stratagem.strategies.exchange import BUCKET_BYTES
-from stratagem.strategies.rehearsal import Rehearsal
+from stratagem.plan.machine import (
+    available,
+    counts,
+    crowd,
+    least,
+    refusal,
+    update_seconds,
+    waited_for_processor,
+)
+from stratagem.plan.profile import GradientPart, Profile, SparseTable, merged
+from stratagem.training.dry_run import DryRun
+from stratagem.training.exchange import BUCKET_BYTES
 from stratagem.wire.buckets import plan_buckets
 
 Say = Callable[[str], None]
@@ -35,44 +39,14 @@ _TELL = 0.1
 _SECONDS, _MOST = 4.0, 200
 
 
-def profile(
-    module: nn.Module,
-    batch: Any,
+def rehearse(
+    trial: DryRun,
     *,
-    loss: Callable[[Any, Any], Tensor],
-    optimizer: Optimizer,
+    batch: int | None = None,
     steps: int | None = None,
-    crowded: bool = False,
+    crowded: bool = True,
     say: Say = lambda text: None,
 ) -> Profile:
-    """Measure steps of `loss(module(x), y)` on batch (x, y); the module is left as it was."""
-    device = _device(module)
-
-    def value(given: Any) -> Tensor:
-        x, y = given
-        return loss(module(*x) if isinstance(x, tuple) else module(x), y)
-
-    trial = Rehearsal(module, batch, value, optimizer.step, optimizer, device=str(device))
-    return rehearse(trial, steps=steps, crowded=crowded, say=say)
-
-
-def _device(module: nn.Module) -> torch.device:
-    """Where it is, if it has parameters already."""
-    params = list(module.parameters())
-    if not params:
-        raise UsageError(_NOTHING)
-    if any(nn.parameter.is_lazy(each) for each in params):
-        raise UsageError(
-            f"{type(module).__name__} has lazy layers, whose parameters are not there yet; call "
-            "it with a batch once, before its optimizer is made."
-        )
-    return params[0].device
-
-
-def rehearse(
-    trial: Rehearsal, *, batch: int | None = None, steps: int | None = None,
-    crowded: bool = True, say: Say = lambda text: None,
-) -> Profile:  # fmt: skip
     """Measure `batch` examples a replica: by default what the script gives to each.
 
     crowded: also among other replicas on this machine, where they share its processors.
@@ -103,8 +77,8 @@ def rehearse(
     return measured
 
 
-def _room(trial: Rehearsal, wanted: list[int], say: Say) -> list[int]:
-    """As many replicas at once as memory is there for: each has parameters and gradients."""
+def _room(trial: DryRun, wanted: list[int], say: Say) -> list[int]:
+    """Return the numbers of replicas that memory suffices for, with parameters and gradients."""
     left, each = available(), 2 * least(trial.module, None)
     found = [n for n in wanted if left is None or n * each < left]
     if len(found) < len(wanted):
@@ -112,13 +86,13 @@ def _room(trial: Rehearsal, wanted: list[int], say: Say) -> list[int]:
     return found
 
 
-def batch_of(trial: Rehearsal, size: int, device: torch.device) -> Any:
-    """So many examples: the first of its batch, and again from the start if there are fewer."""
+def batch_of(trial: DryRun, size: int, device: torch.device) -> Any:
+    """Return so many examples of its batch, again from the start if there are fewer."""
     return _tensors_to(trial.batch, torch.arange(size) % count_rows(trial.batch), device)
 
 
 def _with_one_thread(runner: _Runner, measured: Profile, say: Say) -> Profile:
-    """The same with one thread, as CPU replicas that fill a machine have it.
+    """Measure the same with one thread, as CPU replicas that fill a machine have it.
 
     On small models, or beside other work, one thread is the faster: then that is one device.
     """
@@ -157,7 +131,7 @@ class _Runner:
     """Runs steps with hooks that note when each gradient is there."""
 
     def __init__(
-        self, trial: Rehearsal, batch: Any, device: torch.device, repeated: float = 1.0
+        self, trial: DryRun, batch: Any, device: torch.device, repeated: float = 1.0
     ) -> None:
         self.trial, self.batch, self.device = trial, batch, device
         #: how often the batch has each example, if it has one more than once
@@ -174,18 +148,18 @@ class _Runner:
         self.spent = self.waited = 0.0
 
     def forget(self) -> None:
-        """What was measured so far was warming up."""
+        """Drop what was measured so far: it was warming up."""
         self.taken.clear()
         self.spent = self.waited = 0.0
 
     def run(self, most: int, seconds: float, least: int = _LEAST) -> None:
-        """So many steps, or as many as the time allows, but a few."""
+        """Run `most` steps, or as many as the time allows, but at least `least`."""
         self.trial.module.train()
         handles = [
             p.register_post_accumulate_grad_hook(partial(self._ready, i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(self.params)
         ]
-        began, waited = time.perf_counter(), _waited()
+        began, waited = time.perf_counter(), waited_for_processor()
         end = began + seconds
         try:
             for number in range(most):
@@ -196,7 +170,7 @@ class _Runner:
             for handle in handles:
                 handle.remove()
         self.spent += time.perf_counter() - began
-        self.waited += _waited() - waited
+        self.waited += waited_for_processor() - waited
 
     def _ready(self, index: int, param: Tensor) -> None:
         if self.device.type != "cuda":
@@ -244,33 +218,37 @@ class _Runner:
             torch.mps.synchronize()
         return time.perf_counter()
 
-    def compute(self) -> float:
-        """The mean: that is what the speed of a long training comes from."""
-        return statistics.fmean(t.forward + t.backward for t in self.taken)
-
     def profile(self, size: int) -> Profile:
-        """What the steps say together."""
+        """Return the profile of all steps; the mean decides the speed of a long training."""
         taken = self.taken
-        compute, usual = self.compute(), statistics.median(t.forward + t.backward for t in taken)
+        samples = tuple(t.forward + t.backward for t in taken)
+        compute, usual = statistics.fmean(samples), statistics.median(samples)
         forward = compute * statistics.median(t.forward for t in taken) / max(usual, 1e-12)
         backward = max(0.0, compute - forward)
         # Whatever was ready when is told as a part of backward: medians and means do not mix.
         scale = backward / max(statistics.median(t.backward for t in taken), 1e-12)
         dense = self._dense()
         return Profile(
-            type(self.trial.module).__name__, size, forward, backward,
-            statistics.median(t.update for t in taken), self._buckets(dense, scale),
+            type(self.trial.module).__name__,
+            size,
+            forward,
+            backward,
+            statistics.median(t.update for t in taken),
+            self._buckets(dense, scale),
             tuple(tuple(self.params[i].shape) for i in dense),
             tuple(self._table(i) for i in self.touched),
-            tuple(t.forward + t.backward for t in taken), self.device.type,
+            samples,
+            self.device.type,
             torch.get_num_threads() if self.device.type == "cpu" else 1,
-            itemsize=self.params[0].element_size(), gradients=self._stream(dense, scale),
-            accumulated=self.trial.accumulated, notes=self._notes(size),
+            itemsize=self.params[0].element_size(),
+            gradients=self._stream(dense, scale),
+            accumulated=self.trial.accumulated,
+            notes=self._notes(size),
             own_loop=self.trial.own_loop,
-        )  # fmt: skip
+        )
 
     def with_server(self, measured: Profile) -> Profile:
-        """One server's update, with torch's optimizers."""
+        """Return the profile with one server's update, for torch's optimizers."""
         optimizer = self.trial.optimizer
         if optimizer is None:
             return measured
@@ -280,12 +258,12 @@ class _Runner:
     def _dense(self) -> list[int]:
         return [i for i in range(len(self.params)) if i not in self.touched]
 
-    def _table(self, index: int) -> Table:
+    def _table(self, index: int) -> SparseTable:
         param = self.params[index]
-        row = param[0].numel() * param.element_size()
-        seen = Table(len(param), row, statistics.fmean(self.touched[index]))
-        more = self.repeated > 1
-        return replace(seen, touched=seen.touched_by(self.repeated)) if more else seen
+        seen = SparseTable(len(param), param[0].nbytes, statistics.fmean(self.touched[index]))
+        if self.repeated == 1:
+            return seen
+        return replace(seen, touched=seen.touched_by(self.repeated))
 
     def _notes(self, size: int) -> tuple[str, ...]:
         notes = tuple(self.trial.notes)
@@ -304,41 +282,34 @@ class _Runner:
             "touched any row by chance. For rows as they are, give the script that batch size.",
         )
 
-    def _buckets(self, dense: list[int], scale: float) -> tuple[Bucket, ...]:
-        """The strategies' own layout, with the time at which each bucket is full."""
+    def _buckets(self, dense: list[int], scale: float) -> tuple[GradientPart, ...]:
+        """Return the strategies' own layout, with the time at which each bucket is full."""
         params = [self.params[i] for i in dense]
         found = []
         latest = 0.0
         for members in plan_buckets(params, BUCKET_BYTES) if params else ():
-            size = sum(params[i].numel() * params[i].element_size() for i in members)
+            size = sum(params[i].nbytes for i in members)
             times = [self._when(dense[i]) * scale for i in members]
             latest = max([latest, *times])  # buckets leave in order
-            found.append(Bucket(size, latest))
+            found.append(GradientPart(size, latest))
         return tuple(found)
 
-    def _stream(self, dense: list[int], scale: float) -> tuple[Bucket, ...]:
-        """Every variable's gradient by itself, in the order of backward."""
+    def _stream(self, dense: list[int], scale: float) -> tuple[GradientPart, ...]:
+        """Return every variable's gradient by itself, in the order of backward."""
         found = [
-            Bucket(self.params[i].numel() * self.params[i].element_size(), self._when(i) * scale)
-            for i in reversed(dense)
+            GradientPart(self.params[i].nbytes, self._when(i) * scale) for i in reversed(dense)
         ]
         return merged(sorted(found, key=lambda each: each.ready))
 
     def _when(self, index: int) -> float:
-        """Seconds after the beginning of a usual backward pass."""
+        """Return when a gradient is ready, in seconds after a usual backward pass began."""
         usual = statistics.median(t.backward for t in self.taken)
         seen = [t.ready[index] for t in self.taken if index in t.ready]
         return min(statistics.median(seen), usual) if seen else 0.0
 
 
-def _waited() -> float:
-    """Seconds that this thread was ready and another had its processor; 0 where nobody knows."""
-    file = Path("/proc/thread-self/schedstat")
-    return int(file.read_text().split()[1]) / 1e9 if file.exists() else 0.0
-
-
 @contextmanager
-def _undone(trial: Rehearsal) -> Iterator[None]:
+def _undone(trial: DryRun) -> Iterator[None]:
     """Put weights, gradients, optimizer state and random numbers back."""
     module, optimizer = trial.module, trial.optimizer
     training = module.training
@@ -370,21 +341,20 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 @contextmanager
 def _explained(module: nn.Module, size: int) -> Iterator[None]:
-    """One sentence where there is too little memory."""
+    """Raise one sentence where there is too little memory."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _too_big(module, size) from error
-    except RuntimeError as error:
-        if "not enough memory" not in str(error) and "allocate memory" not in str(error):
-            raise
-        raise _too_big(module, size) from error
+    except (MemoryError, RuntimeError) as error:
+        certain = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if certain or "not enough memory" in str(error) or "allocate memory" in str(error):
+            raise _too_big(module, size) from error
+        raise
 
 
-def _check_memory(trial: Rehearsal, device: torch.device, size: int) -> None:
-    """Of a device that does not say so itself."""
+def _check_memory(trial: DryRun, device: torch.device, size: int) -> None:
+    """Refuse what does not fit in a CPU's memory, which does not say so itself."""
     module, left = trial.module, available() if device.type == "cpu" else None
-    copied = sum(t.numel() * t.element_size() for _, t in _tensors(module))  # to be put back
+    copied = sum(t.nbytes for _, t in _tensors(module))  # to be put back
     if left is not None and copied + least(module, trial.optimizer) > left:
         raise _too_big(module, size)
 
@@ -397,7 +367,7 @@ def _too_big(module: nn.Module, size: int) -> UsageError:
 
 
 def _tensors_to(tree: Any, chosen: Tensor, device: torch.device) -> Any:
-    """The chosen rows of every tensor, on the device."""
+    """Return the chosen rows of every tensor, on the device."""
     if isinstance(tree, Tensor):
         return (tree[chosen.to(tree.device)] if tree.dim() else tree).to(device)
     if isinstance(tree, dict):

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shard import count_rows
+from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
 from stratagem.plan.advice import code, sentence
 from stratagem.plan.choose import Plan, check_most, choose
 from stratagem.plan.cost import Prediction
+from stratagem.plan.front_ends import open_front_ends
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.machine import measure
-from stratagem.plan.measure import profile, rehearse
-from stratagem.plan.page import fragment, page
-from stratagem.plan.plot import png
+from stratagem.plan.machine import measure_hardware
+from stratagem.plan.measure import rehearse
+from stratagem.plan.page import fragment, page, png
 from stratagem.plan.profile import Profile
 from stratagem.plan.report import dumps, text, to_json, write
-from stratagem.strategies.rehearsal import Handed, Rehearsal, instead_of_fit
+from stratagem.training.dry_run import DryRun, DryRunHandedOver, instead_of_fit
 
 
 @dataclass(frozen=True, repr=False)
-class Answer:
+class NotebookPlan:
     """A plan that shows itself; `plan` has the figures."""
 
     plan: Plan
@@ -52,8 +52,10 @@ class Answer:
     def save(self, path: str) -> None:
         """As plan.json, plan.html or plan.png."""
         make: dict[str, Callable[[Plan], str | bytes]] = {
-            ".json": dumps, ".html": page, ".png": png,
-        }  # fmt: skip
+            ".json": dumps,
+            ".html": page,
+            ".png": png,
+        }
         kind = Path(path).suffix
         if kind not in make:
             raise UsageError(f"{path!r}: a plan is saved as .json, .html or .png.")
@@ -81,7 +83,7 @@ def plan(
     hosts: int = 8,
     gpus_per_host: int | None = None,
     most: int | None = None,
-) -> Answer:
+) -> NotebookPlan:
     """Measure a model on one batch, and predict every strategy on this hardware.
 
     Args:
@@ -102,13 +104,14 @@ def plan(
     asked = Hardware.of(link=link, latency=latency, hosts=hosts)
     check_most(most)
     measured = _measured(model, batch, loss, optimizer)
-    here = measure(measured.device)
+    here = measure_hardware(measured.device)
     counts = {"hosts": hosts, "per_host": gpus_per_host or here.per_host}
     hardware = Hardware.of(link=asked.link, latency=asked.latency, base=here, **counts)
-    return Answer(choose(measured, hardware, most=most))
+    return NotebookPlan(choose(measured, hardware, most=most))
 
 
 def _measured(model: Any, batch: Any, loss: Any, optimizer: Any) -> Profile:
+    model_class = open_front_ends()
     ours = not isinstance(model, nn.Module) and hasattr(model, "fit")
     if ours or _of_keras(model):
         return _of_fit(model, batch)
@@ -123,20 +126,43 @@ def _measured(model: Any, batch: Any, loss: Any, optimizer: Any) -> Profile:
             'loss="cross_entropy", optimizer="adam"), as sg.Model.compile takes them.'
         )
     if not isinstance(optimizer, Optimizer) or isinstance(loss, type) or not callable(loss):
-        return _of_fit(_compiled(model, loss, optimizer), batch)
+        compiled = model_class(model)
+        compiled.compile(optimizer, loss)  # names and classes are `compile`'s to understand
+        return _of_fit(compiled, batch)
     _check_parameters(model, optimizer)
-    return profile(
-        model, _as_tensors(_pair(batch)), loss=loss, optimizer=optimizer, crowded=True
-    )
+    return profile(model, _as_tensors(_pair(batch)), loss=loss, optimizer=optimizer, crowded=True)
 
 
-def _compiled(module: nn.Module, loss: Any, optimizer: Any) -> Any:
-    """Names and classes are `compile`'s to understand."""
-    from stratagem import Model  # by the front door: plans and front ends do not know each other
+def profile(
+    module: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], Tensor],
+    optimizer: Optimizer,
+    steps: int | None = None,
+    crowded: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """Measure steps of `loss(module(x), y)` on batch (x, y); the module is left as it was."""
+    device = _device(module)
 
-    model = Model(module)
-    model.compile(optimizer, loss)
-    return model
+    def value(given: Any) -> Tensor:
+        x, y = given
+        return loss(module(*x) if isinstance(x, tuple) else module(x), y)
+
+    trial = DryRun(module, batch, value, optimizer.step, optimizer, device=str(device))
+    return rehearse(trial, steps=steps, crowded=crowded, say=say)
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Return the device of a module that has parameters already."""
+    params = list(module.parameters())
+    if any(nn.parameter.is_lazy(each) for each in params):
+        raise UsageError(
+            f"{type(module).__name__} has lazy layers, whose parameters are not there yet; call "
+            "it with a batch once, before its optimizer is made."
+        )
+    return params[0].device if params else torch.device("cpu")
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
@@ -157,7 +183,7 @@ def _of_keras(model: Any) -> bool:
 
 def _of_fit(model: Any, batch: Any) -> Profile:
     """Have the model's own `fit` say what a step is."""
-    found: list[Rehearsal] = []
+    found: list[DryRun] = []
     x, y = _pair(batch)
     if getattr(model, "compiled", True) is False:
         raise UsageError(
@@ -165,7 +191,7 @@ def _of_fit(model: Any, batch: Any) -> Profile:
         )
     plain = count_rows(x) if isinstance(x, dict | tuple) else len(x)
     size = max(1, next(_lengths(x), plain))
-    with instead_of_fit(found.append), suppress(Handed):
+    with instead_of_fit(found.append), suppress(DryRunHandedOver):
         model.fit(x, y, batch_size=size, verbose=0, shuffle=False)
     if found:
         return rehearse(found[0], batch=size)  # strategies start replicas again by now

@@ -1,17 +1,21 @@
-"""The plan as one HTML page that needs nothing else: drawn lines, and figures under the pointer."""
+"""The plan as a picture: an HTML page that needs nothing else, or a PNG, by matplotlib."""
 
 from __future__ import annotations
 
 import html
+import io
 import math
 from collections.abc import Sequence
+from typing import Any
 
+from stratagem.errors import UsageError
 from stratagem.plan.advice import code, sentence
 from stratagem.plan.choose import Plan
 from stratagem.plan.cost import Prediction
 from stratagem.plan.report import heading, shown, warnings
 
-_WIDTH, _HEIGHT, _LEFT, _LOW = 760, 420, 52, 40
+_WIDTH, _HEIGHT, _LEFT, _LOW, _RIGHT = 1030, 420, 52, 40, 350  # margins: axes, and names of lines
+_DOT, _LINE = 10, 16  # pixels between two points, and between two names
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5cb8", "#c77d0a", "#00798c", "#7a7a7a", "#b03a86")
 _LINES = 8
 
@@ -26,10 +30,10 @@ _OWN_STYLE = """.sgplan pre{background:#8882;color:inherit;padding:.8em;overflow
 .sgplan svg{max-width:100%;min-width:420px;height:auto}.sgplan div{overflow-x:auto}
 .sgplan text{fill:currentColor}.sgplan circle{cursor:pointer}
 .sgplan circle:hover{stroke:currentColor;stroke-width:2}
-.sgplan ul{padding:0;margin:.5em 0;columns:22em 2}
-.sgplan li{list-style:none;font-size:13px;break-inside:avoid}
-.sgplan li span{display:inline-block;width:1em;height:.25em;vertical-align:middle;
-margin-right:.4em}"""
+.sgplan table{border-collapse:collapse;font-size:13px;margin:1em 0}
+.sgplan th,.sgplan td{padding:.2em .6em;border-bottom:1px solid #8884;text-align:right}
+.sgplan th:first-child,.sgplan td:first-child,.sgplan .why{text-align:left}
+.sgplan caption{text-align:left}.sgplan mark{background:#8884;color:inherit;font-weight:bold}"""
 
 #: dots that lie on each other are told together, those of the line on top first
 _SCRIPT = """const tip=document.getElementById('tip');
@@ -59,31 +63,41 @@ def fragment(plan: Plan, titles: bool = True) -> str:
     titles: figures under the pointer without a script, which notebooks may not run.
     """
     say = html.escape
-    rows = shown(plan)[:_LINES]
     notes = "".join(f"<p>Note: {say(each)}</p>" for each in warnings(plan.profile))
     return (
         f"<style>{_OWN_STYLE}</style><section class=sgplan>"
         f"<h2>{say(plan.profile.name)}: how many replicas?</h2>"
         f"<p>{say(heading(plan.profile))}; on {say(str(plan.hardware))}.</p>{notes}"
         f"<p><b>{say(sentence(plan))}</b></p><pre>{say(code(plan))}</pre>"
-        f"<div>{drawing(plan, titles)}</div>{_key([name for name, _, _ in rows])}</section>"
+        f"<div>{svg(plan, titles)}</div><div>{_table(plan)}</div></section>"
     )
 
 
-def drawing(plan: Plan, titles: bool = True) -> str:
+def svg(plan: Plan, titles: bool = True) -> str:
     """Speedup over replicas, both doubling from line to line."""
     rows = [(name, row) for name, row, _ in shown(plan)[:_LINES]]
     most = max(each.configuration.replicas for _, row in rows for each in row)
     least = min(0.5, *(each.speedup for _, row in rows for each in row))
     axes = _Axes(math.log2(max(most, 2)), math.floor(math.log2(max(least, 1 / 64))))
     best = plan.recommendation.configuration
-    lines = "".join(reversed([  # the first is the best: it lies on top
-        _curve(row, axes, colour, best.replicas if name == best.family else 0, titles)
-        for (name, row), colour in zip(rows, _COLOURS, strict=False)
-    ]))  # fmt: skip
+    places = _apart(
+        [
+            [(axes.x(p.configuration.replicas), axes.y(max(p.speedup, 1 / 64))) for p in row]
+            for _, row in rows
+        ]
+    )
+    lines = "".join(
+        reversed(
+            [  # the first is the best: it lies on top
+                _curve(row, points, colour, best.replicas if name == best.family else 0, titles)
+                for (name, row), points, colour in zip(rows, places, _COLOURS, strict=False)
+            ]
+        )
+    )
+    names = _names([name for name, _ in rows], [points[-1] for points in places])
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role=img '
-        f'aria-label="speedup by number of replicas">{axes.grid()}{lines}</svg>'
+        f'aria-label="speedup by number of replicas">{axes.grid()}{lines}{names}</svg>'
     )
 
 
@@ -94,7 +108,7 @@ class _Axes:
         self.top, self.low = top, low
 
     def x(self, n: float) -> float:
-        return _LEFT + math.log2(n) / self.top * (_WIDTH - _LEFT - 20)
+        return _LEFT + math.log2(n) / self.top * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
         part = (math.log2(value) - self.low) / (self.top - self.low)
@@ -104,35 +118,107 @@ class _Axes:
         found = []
         for i in range(int(self.top) + 1):
             x = self.x(2**i)
-            found.append(f'<line x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{_HEIGHT - _LOW}" '
-                         f'stroke="#8884"/><text x="{x:.1f}" y="{_HEIGHT - _LOW + 18}" '
-                         f'font-size="12" text-anchor="middle">{2**i}</text>')  # fmt: skip
+            found.append(
+                f'<line x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{_HEIGHT - _LOW}" '
+                f'stroke="#8884"/><text x="{x:.1f}" y="{_HEIGHT - _LOW + 18}" '
+                f'font-size="12" text-anchor="middle">{2**i}</text>'
+            )
         for i in range(self.low, int(self.top) + 1):
             y = self.y(2.0**i)
             name = str(2**i) if i >= 0 else f"1/{2**-i}"
-            found.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - 20}" y2="{y:.1f}" '
-                         f'stroke="#8884"/><text x="{_LEFT - 8}" y="{y + 4:.1f}" '
-                         f'font-size="12" text-anchor="end">{name}</text>')  # fmt: skip
-        found.append(f'<line x1="{self.x(1):.1f}" y1="{self.y(1):.1f}" '
-                     f'x2="{self.x(2**self.top):.1f}" y2="{self.y(2**self.top):.1f}" '
-                     'stroke="#888" stroke-dasharray="4 4"/>')  # fmt: skip
-        found.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 4}" font-size="13" '
-                     f'text-anchor="middle">replicas</text><text x="{_LEFT - 20}" '
-                     'y="10" font-size="13">times one device (dashed: as many as there are '
-                     'replicas)</text>')  # fmt: skip
+            found.append(
+                f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" '
+                f'stroke="#8884"/><text x="{_LEFT - 8}" y="{y + 4:.1f}" '
+                f'font-size="12" text-anchor="end">{name}</text>'
+            )
+        found.append(
+            f'<line x1="{self.x(1):.1f}" y1="{self.y(1):.1f}" '
+            f'x2="{self.x(2**self.top):.1f}" y2="{self.y(2**self.top):.1f}" '
+            'stroke="#888" stroke-dasharray="4 4"/>'
+        )
+        found.append(
+            f'<text x="{(_WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 4}" font-size="13" '
+            f'text-anchor="middle">replicas</text><text x="{_LEFT - 20}" '
+            'y="10" font-size="13">times one device (dashed: as many as there are '
+            "replicas)</text>"
+        )
         return "".join(found)
 
 
+def _apart(rows: Sequence[Sequence[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
+    """Move points sideways that would lie on others, so that each is seen."""
+    taken: list[tuple[float, float]] = []
+    found = []
+    for row in rows:
+        moved = []
+        for x, y in row:
+            aside = (0, *(sign * _DOT * i for i in range(1, 2 * _LINES) for sign in (1, -1)))
+            free = (
+                x + by
+                for by in aside
+                if x + by >= _LEFT
+                and not any(math.hypot(x + by - a, y - b) < _DOT for a, b in taken)
+            )
+            taken.append((next(free, x), y))
+            moved.append(taken[-1])
+        found.append(moved)
+    return found
+
+
+def _names(names: Sequence[str], ends: Sequence[tuple[float, float]]) -> str:
+    """Each line's name at the right, as high as its end and joined to it, none on another."""
+    order = sorted(range(len(names)), key=lambda i: ends[i][1])
+    at, low = dict[int, float](), 10.0
+    for i in order:
+        at[i] = low = max(ends[i][1], low + _LINE)
+    over = max(0.0, low - (_HEIGHT - 8))
+    left = _WIDTH - _RIGHT + 24
+    return "".join(
+        f'<path d="M{ends[i][0] + 6:.1f},{ends[i][1]:.1f} L{left - 4},{at[i] - over:.1f}" '
+        f'fill="none" stroke="{_COLOURS[i % len(_COLOURS)]}" stroke-dasharray="1 3"/>'
+        f'<text x="{left}" y="{at[i] - over + 4:.1f}" font-size="12">'
+        f'<tspan style="fill:{_COLOURS[i % len(_COLOURS)]}">&#9632;</tspan> '
+        f"{html.escape(names[i])}</text>"
+        for i in order
+    )
+
+
+def _table(plan: Plan) -> str:
+    """The speedups, and why each strategy ends where it does."""
+    best, rows = plan.recommendation, shown(plan)
+    counts = sorted({each.configuration.replicas for _, row, _ in rows for each in row})
+    head = "".join(f"<th>{n}</th>" for n in counts)
+    lines = []
+    for name, row, at in rows:
+        by = {each.configuration.replicas: each for each in row}
+        cells = [f"{by[n].speedup:.1f}" if n in by else "" for n in counts]
+        marked = [
+            f"<mark>{cell}</mark>" if by.get(n) is best else cell
+            for cell, n in zip(cells, counts, strict=True)
+        ]
+        lines.append(
+            f"<tr><td>{html.escape(name)}</td>{''.join(f'<td>{cell}</td>' for cell in marked)}"
+            f"<td>{at.replicas}</td><td class=why>{html.escape(at.reason)}</td></tr>"
+        )
+    return (
+        "<table><caption>times one device, by number of replicas</caption><tr><th>strategy</th>"
+        f"{head}<th>worth it to</th><th class=why>then binds</th></tr>{''.join(lines)}</table>"
+    )
+
+
 def _curve(
-    row: Sequence[Prediction], axes: _Axes, colour: str, marked: int, titles: bool
+    row: Sequence[Prediction],
+    points: Sequence[tuple[float, float]],
+    colour: str,
+    marked: int,
+    titles: bool,
 ) -> str:
-    points = [(axes.x(p.configuration.replicas), axes.y(max(p.speedup, 1 / 64)), p) for p in row]
-    way = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
+    way = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dots = "".join(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{8 if p.configuration.replicas == marked else 5}" '
         f'fill="{colour}" data-say="{html.escape(_told(p))}">'
         f"{f'<title>{html.escape(_told(p))}</title>' if titles else ''}</circle>"
-        for x, y, p in points
+        for (x, y), p in zip(points, row, strict=True)
     )
     return f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="2"/>{dots}'
 
@@ -145,10 +231,89 @@ def _told(of: Prediction) -> str:
     )
 
 
-def _key(names: Sequence[str]) -> str:
-    items = "".join(
-        f'<li><span style="background:{_COLOURS[i % len(_COLOURS)]}"></span>'
-        f"{html.escape(name)}</li>"
-        for i, name in enumerate(names)
+_DOTS = {"marker": "o", "markersize": 3}
+#: over a line of the same speedups, which is seen between the dashes and in the rings
+_OVER = {"marker": "o", "markersize": 6, "markerfacecolor": "none", "linestyle": "--"}
+
+
+def library() -> Any:
+    """matplotlib, or a sentence that says how to get it."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError(
+            "a PNG needs matplotlib, which is not installed: pip install 'stratagem[plots]', or "
+            "ask for --html, which needs nothing."
+        ) from None
+    matplotlib.use("Agg", force=False)
+    return matplotlib
+
+
+def png(plan: Plan) -> bytes:
+    """The figure, for a file."""
+    out = io.BytesIO()
+    figure(plan).savefig(out, format="png")
+    return out.getvalue()
+
+
+def figure(plan: Plan) -> Any:
+    """Speedup over replicas, and where the time of a step goes at the recommended size."""
+    library()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.6), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    _speedups(plan, left)
+    _parts(plan, right)
+    return figure
+
+
+def _speedups(plan: Plan, axes: Any) -> None:
+    rows = shown(plan)[:_LINES]
+    drawn: set[tuple[int, float]] = set()
+    for name, row, _ in rows:
+        xs = [each.configuration.replicas for each in row]
+        ys = [each.speedup for each in row]
+        places = {(x, round(y, 2)) for x, y in zip(xs, ys, strict=True)}
+        axes.plot(xs, ys, label=name, **(_OVER if places & drawn else _DOTS))
+        drawn |= places
+    most = max(each.configuration.replicas for _, row, _ in rows for each in row)
+    axes.plot(
+        [1, most], [1, most], linestyle=":", color="0.6", label="as many as there are replicas"
     )
-    return f"<ul>{items}</ul>"
+    best = plan.recommendation
+    axes.plot(
+        [best.configuration.replicas],
+        [best.speedup],
+        marker="o",
+        markersize=10,
+        markerfacecolor="none",
+        color="black",
+        linestyle="none",
+        label="recommended",
+    )
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        scale("log", base=2)
+        axis.set_major_formatter("{x:g}")
+    axes.set_xlabel("replicas")
+    axes.set_ylabel("times one device")
+    axes.set_title(f"{plan.profile.name} on {plan.hardware}", fontsize=9)
+    axes.grid(True, color="0.92")
+    axes.legend(fontsize=7)
+
+
+def _parts(plan: Plan, axes: Any) -> None:
+    """One bar for each number of replicas of the recommended kind."""
+    row = plan.families.get(plan.recommendation.configuration.family, [plan.recommendation])
+    names = list(dict.fromkeys(name for each in row for name in each.parts))
+    low = [0.0] * len(row)
+    for name in names:
+        high = [each.parts.get(name, 0.0) * 1e3 for each in row]
+        axes.bar(range(len(row)), high, bottom=low, label=name)
+        low = [a + b for a, b in zip(low, high, strict=True)]
+    axes.set_xticks(range(len(row)), [str(each.configuration.replicas) for each in row])
+    axes.set_xlabel("replicas")
+    axes.set_ylabel("ms a step")
+    axes.set_title(plan.recommendation.configuration.family, fontsize=9)
+    axes.set_ylim(0, max(low) * (1.1 + 0.07 * len(names)))  # the legend covers no bar
+    axes.legend(fontsize=7, loc="upper left", reverse=True)

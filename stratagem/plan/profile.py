@@ -1,8 +1,8 @@
 """What one step of a model costs on this machine, and when each part of its gradient is ready.
 
-    forward   |==========|
-    backward             |==[b0]====[b1]========[b2]|      buckets, as they become full
-    optimizer                                       |===|
+forward   |==========|
+backward             |==[b0]====[b1]========[b2]|      buckets, as they become full
+optimizer                                       |===|
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FEW = 10
 
 
 @dataclass(frozen=True)
-class Table:
+class SparseTable:
     """A variable whose gradient is sparse: rows, their bytes, and how many a batch touches."""
 
     rows: int
@@ -38,18 +38,18 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientPart:
     """A part of the gradient, and when it is there, in seconds after backward began."""
 
     size: int
     ready: float
 
 
-def merged(gradients: Sequence[Bucket], most: int = 32) -> tuple[Bucket, ...]:
+def merged(gradients: Sequence[GradientPart], most: int = 32) -> tuple[GradientPart, ...]:
     """Neighbours put together: the gradients of a deep model in a short list."""
     group = -(-len(gradients) // most) if gradients else 1
     parts = [gradients[i : i + group] for i in range(0, len(gradients), group)]
-    return tuple(Bucket(sum(b.size for b in part), part[-1].ready) for part in parts)
+    return tuple(GradientPart(sum(b.size for b in part), part[-1].ready) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Profile:
     backward: float
     optimizer: float
     #: in the order in which backward makes them; the last one leaves when backward has ended
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[GradientPart, ...]
     #: of the dense variables, for cutting them up
     shapes: tuple[Shape, ...] = ()
-    sparse: tuple[Table, ...] = ()
+    sparse: tuple[SparseTable, ...] = ()
     #: measured forward and backward passes, for their spread; the mean is forward + backward
     samples: tuple[float, ...] = ()
     device: str = "cpu"
@@ -78,7 +78,7 @@ class Profile:
     crowd: tuple[tuple[int, float], ...] = ()
     itemsize: int = 4
     #: as `buckets`, for every dense variable by itself: servers take each as soon as it is there
-    gradients: tuple[Bucket, ...] = ()
+    gradients: tuple[GradientPart, ...] = ()
     #: one server's update of all dense variables with this optimizer, where that was measured
     server: float | None = None
     #: why no server takes this optimizer
@@ -99,7 +99,7 @@ class Profile:
             )
 
     @property
-    def stream(self) -> tuple[Bucket, ...]:
+    def stream(self) -> tuple[GradientPart, ...]:
         """Gradients as they leave for servers."""
         return self.gradients or self.buckets
 
@@ -166,8 +166,8 @@ class Profile:
             if given.keys() - known:
                 raise ValueError(f"unknown: {', '.join(sorted(given.keys() - known))}")
             for name in ("buckets", "gradients"):
-                given[name] = tuple(Bucket(**each) for each in given.get(name, ()))
-            given["sparse"] = tuple(Table(**each) for each in given.get("sparse", ()))
+                given[name] = tuple(GradientPart(**each) for each in given.get(name, ()))
+            given["sparse"] = tuple(SparseTable(**each) for each in given.get("sparse", ()))
             given["shapes"] = tuple(tuple(shape) for shape in given.get("shapes", ()))
             for name in ("samples", "notes"):
                 given[name] = tuple(given.get(name, ()))

@@ -8,34 +8,41 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from stratagem.errors import UsageError
 from stratagem.plan.advice import code, say_number, sentence
 from stratagem.plan.choose import Plan, Saturation, sizes
 from stratagem.plan.cost import Prediction
-from stratagem.plan.hardware import Hardware
+from stratagem.plan.hardware import Hardware, say_bytes, say_seconds
 from stratagem.plan.profile import Profile
-from stratagem.plan.units import say_bytes, say_seconds
+
+#: columns of a name or a reason, from wide to narrow
+_TEXT = (60, 30, 24, 20, 10)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """Everything that was measured and predicted."""
     best = plan.recommendation
     return {
-        "profile": plan.profile.to_json(), "hardware": plan.hardware.to_json(),
+        "profile": plan.profile.to_json(),
+        "hardware": plan.hardware.to_json(),
         "calibration": plan.calibration.to_json(),
         "predictions": [each.to_json() for each in plan.predictions],
         "saturation": [asdict(each) for each in plan.saturations.values()],
         "recommendation": {
-            **best.to_json(), "sentence": sentence(plan), "code": code(plan),
+            **best.to_json(),
+            "sentence": sentence(plan),
+            "code": code(plan),
         },
-    }  # fmt: skip
+    }
 
 
 def from_json(text: str) -> tuple[Profile, Hardware]:
@@ -101,7 +108,7 @@ def warnings(profile: Profile) -> list[str]:
         *left_out,
         f"{_unrest(profile)} Stragglers are predicted from that, so neither spares nor "
         "asynchronous updates are recommended on its account; measure again on a quiet machine, "
-        "or with a smaller --batch."
+        "or with a smaller --batch.",
     ]
 
 
@@ -124,41 +131,68 @@ def shown(plan: Plan) -> list[tuple[str, list[Prediction], Saturation]]:
         plan.families.items(), key=lambda item: (item[0] != best, -max(p.rate for p in item[1]))
     )
     first = {row[0].configuration.kind: name for name, row in reversed(rows)}
-    return [(name, row, plan.saturations[name]) for name, row in rows
-            if first[row[0].configuration.kind] == name]  # fmt: skip
+    return [
+        (name, row, plan.saturations[name])
+        for name, row in rows
+        if first[row[0].configuration.kind] == name
+    ]
 
 
 def render(plan: Plan, console: Console, *, rows: bool = False) -> None:
     """Print the table, or a row for each of its cells, and the recommendation."""
-    console.print(escape(heading(plan.profile)), soft_wrap=True)
+    soft = not console.is_terminal  # a terminal would break lines in the middle of words
+    console.print(escape(heading(plan.profile)), soft_wrap=soft)
     end = ":" if rows else "; times faster than one device:"
-    console.print(f"on {plan.hardware}{end}", soft_wrap=True)
-    console.print(_listing(plan) if rows else _table(plan))
+    console.print(f"on {plan.hardware}{end}", soft_wrap=soft)
+    console.print(_listing(plan) if rows else _fitting(plan, console))
     for each in warnings(plan.profile):
-        console.print(f"[yellow]note:[/] {escape(each)}", soft_wrap=True)
-    console.print(f"[bold]{escape(sentence(plan))}[/]", soft_wrap=True)
+        console.print(f"[yellow]note:[/] {escape(each)}", soft_wrap=soft)
+    console.print(f"[bold]{escape(sentence(plan))}[/]", soft_wrap=soft)
     console.print()
     for line in code(plan).splitlines():
         console.print(f"    {line}", soft_wrap=True, markup=False, highlight=False)
 
 
-def _table(plan: Plan) -> Table:
-    best = plan.recommendation.configuration
+def _fitting(plan: Plan, console: Console) -> Table:
+    """The widest table that fits: text in several lines, then fewer numbers of replicas, but no
+    word in two pieces."""
+    best = plan.recommendation.configuration.replicas
     ends = {at.replicas for _, _, at in shown(plan)}
-    counts = sorted({*sizes(plan.most), best.replicas, *ends})
+    counts = sorted({*sizes(plan.most), best, *ends})
+    wide = console.options.update(max_width=10_000)
+    while True:
+        for width in _TEXT:
+            table = _table(plan, counts, width)
+            if Measurement.get(console, wide, table).maximum <= console.width:
+                return table
+        spared = [n for n in counts if n != best]
+        if len(spared) < 2:
+            return table
+        counts.remove(spared[len(spared) // 2])
+
+
+def _table(plan: Plan, counts: Sequence[int], width: int) -> Table:
+    """Speedups at these numbers of replicas; names and reasons in lines of about `width`."""
+    best = plan.recommendation.configuration
     table = Table(box=SIMPLE, pad_edge=False)
-    table.add_column("strategy", overflow="fold")
+    table.add_column("strategy", no_wrap=True)
     for n in counts:
-        table.add_column(str(n), justify="right")
-    table.add_column("worth it to")
-    table.add_column("then binds")
+        table.add_column(str(n), justify="right", no_wrap=True)
+    table.add_column(_lines("worth it to", width), no_wrap=True)
+    table.add_column("then binds", no_wrap=True)
     for name, row, at in shown(plan):
+        chosen, called = name == best.family, _lines(name, width)
         table.add_row(
-            f"[bold]{name}[/]" if name == best.family else name, *_cells(row, counts, best.replicas
-            if name == best.family else 0),
-            f"{at.replicas}" if at.reached or at.replicas == 1 else f"all {at.replicas}", at.reason,
-        )  # fmt: skip
+            f"[bold]{called}[/]" if chosen else called,
+            *_cells(row, counts, best.replicas if chosen else 0),
+            f"{at.replicas}" if at.reached or at.replicas == 1 else f"all {at.replicas}",
+            _lines(at.reason, width),
+        )
     return table
+
+
+def _lines(words: str, width: int) -> str:
+    return fill(words, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _listing(plan: Plan) -> Table:
@@ -170,9 +204,13 @@ def _listing(plan: Plan) -> Table:
         for each in row:
             style = "reverse" if each is plan.recommendation else None
             table.add_row(
-                name if each is row[0] else "", str(each.configuration.replicas),
-                say_number(each.rate), f"{each.speedup:.2f}", f"{each.efficiency:.0%}", style=style,
-            )  # fmt: skip
+                name if each is row[0] else "",
+                str(each.configuration.replicas),
+                say_number(each.rate),
+                f"{each.speedup:.2f}",
+                f"{each.efficiency:.0%}",
+                style=style,
+            )
         table.add_section()
     return table
 
@@ -180,8 +218,10 @@ def _listing(plan: Plan) -> Table:
 def _cells(row: Sequence[Prediction], counts: Sequence[int], marked: int) -> list[str]:
     by = {each.configuration.replicas: each.speedup for each in row}
     cells = [f"{by[n]:.1f}" if n in by else "" for n in counts]
-    return [f"[reverse]{cell}[/]" if n == marked else cell
-            for cell, n in zip(cells, counts, strict=True)]  # fmt: skip
+    return [
+        f"[reverse]{cell}[/]" if n == marked else cell
+        for cell, n in zip(cells, counts, strict=True)
+    ]
 
 
 def text(plan: Plan, width: int = 120) -> str:

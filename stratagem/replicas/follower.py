@@ -8,18 +8,18 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from stratagem.errors import UsageError
-from stratagem.replicas import frames, graph_pickle
+from stratagem.replicas import graph_pickle, pipe_frames
+from stratagem.tracebacks import described
 
 
 @dataclass
-class Desk:
+class FollowerState:
     """What a follower keeps between calls: its membership socket, and whatever calls put there."""
 
     sock: socket.socket
@@ -29,11 +29,11 @@ class Desk:
 
 
 #: set in a follower's process, None everywhere else
-desk: Desk | None = None
+state: FollowerState | None = None
 
 
 @dataclass
-class Answer:
+class CallResult:
     """How a call went: a value, or the exception (None if it cannot be pickled) and its text."""
 
     value: Any = None
@@ -45,7 +45,7 @@ class Answer:
 def main(
     setting: dict[str, Any], control_fd: int, member_fd: int, output_fd: int, errors_fd: int
 ) -> None:
-    global desk
+    global state
     os.dup2(output_fd, 1)
     os.dup2(errors_fd, 2)
     os.close(output_fd)
@@ -60,24 +60,29 @@ def main(
     sys.argv[:] = setting["argv"]
     sys.modules["__main__"] = ModuleType("__main__")  # for names of the script, not of the zygote
     control = socket.socket(fileno=control_fd)
-    desk = Desk(socket.socket(fileno=member_fd))
+    state = FollowerState(socket.socket(fileno=member_fd))
     if sys.platform != "linux":
-        _die_with_socket(desk.sock)
-    while (data := frames.receive(control)) is not None:
-        frames.send(control, _answer(data))
+        _die_with_socket(state.sock)
+    while (data := pipe_frames.receive(control)) is not None:
+        try:
+            pipe_frames.send(control, _answer(data))
+        except ConnectionError:
+            return  # its owner has dropped it: nobody waits for the answer
 
 
 def _answer(data: bytes) -> bytes:
-    assert desk is not None
+    assert state is not None
     try:
         function, args, kwargs = graph_pickle.loads_call(data)
         del data
         answer = _packed(function(*args, **kwargs))
     except BaseException as error:
-        text = traceback.format_exc()
-        if desk.on_failure is not None:
-            desk.on_failure(text)
-        answer = graph_pickle.dumps_answer(Answer(failed=True, error=_portable(error), text=text))
+        text = described(error)
+        if state.on_failure is not None:
+            state.on_failure(text)
+        answer = graph_pickle.dumps_answer(
+            CallResult(failed=True, error=_portable(error), text=text)
+        )
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -86,7 +91,7 @@ def _answer(data: bytes) -> bytes:
 
 def _packed(value: Any) -> bytes:
     try:
-        return graph_pickle.dumps_answer(Answer(value))
+        return graph_pickle.dumps_answer(CallResult(value))
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         raise UsageError(
             f"the result, a {type(value).__name__}, cannot be sent back: {error}. Return tensors, "
@@ -98,8 +103,8 @@ def _portable(error: BaseException) -> BaseException | None:
     """The exception itself if it survives the journey there, else None."""
     try:
         graph_pickle.loads(graph_pickle.dumps_answer(error))
-    except Exception as trouble:
-        sys.stderr.write(f"(the exception itself cannot be pickled: {trouble})\n")
+    except Exception as problem:
+        sys.stderr.write(f"(the exception itself cannot be pickled: {problem})\n")
         return None
     return error
 

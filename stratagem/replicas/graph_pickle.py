@@ -22,9 +22,9 @@ import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.utils import parametrize
 
+from stratagem.compat.torch_names import OpOverload, OpOverloadPacket, parametrized
 from stratagem.errors import StratagemError, UsageError
 from stratagem.wire.segment import Segment
 from stratagem.wire.tree import SIGNED
@@ -88,7 +88,7 @@ class _Pickler(_AnswerPickler):
                 "which makes one on each replica."
             )
         if _is_parametrized(obj):
-            return _parametrized, _parts(obj), super(type(obj), obj).__getstate__()
+            return parametrized, _parts(obj), super(type(obj), obj).__getstate__()
         return super().reducer_override(obj)
 
 
@@ -139,15 +139,6 @@ def _is_parametrized(obj: Any) -> bool:
 def _parts(module: Any) -> tuple[type[nn.Module], list[str]]:
     """The class that such a module had, and the names of the tensors that are computed."""
     return type(module).__bases__[0], list(module.parametrizations)
-
-
-def _parametrized(original: type[nn.Module], names: list[str]) -> nn.Module:
-    """A module of that class, empty yet, as torch.nn.utils.parametrize makes it."""
-    module = original.__new__(original)
-    parametrize._inject_new_class(module)
-    for name in names:
-        parametrize._inject_property(module, name)
-    return module
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -3,130 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
+import selectors
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from stratagem.replicas import frames, graph_pickle
-from stratagem.replicas.follower import Answer
-from stratagem.replicas.output import Relay
-
-_START = """
-import sys
-sys.path[:] = {path!r}
-from stratagem.replicas.zygote import main
-main()
-"""
-
-
-#: imported while the user builds a model; making any optimizer imports torch._dynamo (1.6 s)
-_ALWAYS = ["torch", "torch._dynamo", "stratagem.replicas.follower"]
-#: slow imports that followers will need, too, once their owner has them
-_SLOW = ("stratagem", "torchmetrics", "keras")
-
-
-def _worth_sharing() -> list[str]:
-    """Modules that the zygote should import once, rather than every follower for itself."""
-    return sorted(
-        name for name in sys.modules
-        if name.partition(".")[0] in _SLOW and (name.startswith("stratagem.") or "." not in name)
-        and not (name.partition(".")[0] == "keras" and _has_cuda())
-        and ".keras" not in name  # ours that import Keras
-    )  # fmt: skip
-
-
-def _has_cuda() -> bool:
-    """Importing Keras looks for GPUs, after which a forked child could not use them."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_available())
-
-
-def _path() -> list[str]:
-    """Where modules are found, as text: people add Path objects, too."""
-    return [str(each) for each in sys.path]
-
-
-class ZygoteProcess:
-    """This process's zygote; all its strategies share one."""
-
-    _instance: ZygoteProcess | None = None
-    _guard = threading.Lock()
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START.format(path=_path()), str(theirs.fileno()),
-             ",".join([*_ALWAYS, *(name for name in _worth_sharing() if name in _SLOW[1:])])],
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
-        self._channel = ours
-        self._lock = threading.Lock()
-        self._asked = 0
-        self._owner = os.getpid()
-
-    @classmethod
-    def get(cls) -> ZygoteProcess:
-        """Start it if it does not run; returns at once, while it still imports."""
-        with cls._guard:
-            self = cls._instance
-            alive = (
-                self is not None and self._owner == os.getpid() and self._process.poll() is None
-            )
-            if not alive:
-                cls._instance = cls()
-            assert cls._instance is not None
-            return cls._instance
-
-    @classmethod
-    def prepare(cls, module: str) -> None:
-        """Have it import what followers will need, while the caller does so itself."""
-        with cls._guard:
-            self = cls._instance
-        if self is not None and self._owner == os.getpid():
-            with self._lock, contextlib.suppress(OSError):  # who forks next sees that it is gone
-                frames.send_with_fds(self._channel, json.dumps({"import": module}).encode(), [])
-
-    def fork(self, fds: list[int]) -> int:
-        setting = {
-            "cwd": os.getcwd(), "environ": dict(os.environ), "path": _path(), "argv": sys.argv,
-        }  # fmt: skip
-        request = {"fork": setting, "modules": _worth_sharing()}
-        return int(self._ask(request, fds)["pid"])
-
-    def end(self, pids: list[int]) -> dict[int, int | None]:
-        """Kill those that still run; every exit status (negative: a signal's number)."""
-        try:
-            answer = self._ask({"end": pids}, [])
-        except (ChildProcessError, ConnectionError):
-            return {}  # it is gone, and its followers with it
-        return {int(pid): status for pid, status in answer["status"].items()}
-
-    def _ask(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-        with self._lock:
-            self._asked += 1
-            number = self._asked
-            request = {**request, "number": number}
-            frames.send_with_fds(self._channel, json.dumps(request).encode(), fds)
-            while True:
-                data = frames.receive(self._channel)
-                if data is None:
-                    raise ChildProcessError(
-                        "the helper process that starts replicas has ended; its own message stands "
-                        "above this one. Most often the package cannot be imported by a fresh "
-                        "interpreter."
-                    )
-                answer: dict[str, Any] = json.loads(data)
-                if answer["number"] == number:  # not that to a question cut short by Ctrl-C
-                    return answer
+from stratagem.errors import ReplicaLost
+from stratagem.replicas import graph_pickle, pipe_frames
+from stratagem.replicas.follower import CallResult
+from stratagem.replicas.zygote import ZygoteGone, ZygoteProcess
 
 
 class Follower:
@@ -134,15 +25,18 @@ class Follower:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._failure: Answer | None = None
+        self._failure: CallResult | None = None
         self.control, control = socket.socketpair()
-        self._inbox = frames.Inbox(self.control)
+        self._inbox = pipe_frames.PipeReader(self.control)
         self.member, member = socket.socketpair()
         self.output, output = os.pipe()
         self.errors, errors = os.pipe()
         fds = [control.fileno(), member.fileno(), output, errors]
+        zygote = ZygoteProcess.get()
         try:
-            self.pid = ZygoteProcess.get().fork(fds)
+            self.pid = zygote.fork(fds)
+        except ZygoteGone:
+            raise zygote.why_gone([name]) from None
         finally:
             control.close()
             member.close()
@@ -152,9 +46,9 @@ class Follower:
     def send(self, data: bytes, watch: Callable[[], None]) -> None:
         """A call; ConnectionError if it is gone."""
         self._failure = None
-        frames.send(self.control, data, watch)
+        pipe_frames.send(self.control, data, watch)
 
-    def answer(self, seconds: float, watch: Callable[[], None] | None = None) -> Answer | None:
+    def answer(self, seconds: float, watch: Callable[[], None] | None = None) -> CallResult | None:
         """Its answer to the last call, if it comes in time; a failure may be read again.
 
         Once an answer has begun, `watch` is called while the rest does not come, and may raise;
@@ -171,7 +65,7 @@ class Follower:
         data = None
         with contextlib.suppress(ConnectionError, TimeoutError):
             data = self._inbox.receive(watch or give_up)
-        answer: Answer | None = None if data is None else graph_pickle.loads(data)
+        answer: CallResult | None = None if data is None else graph_pickle.loads(data)
         if answer is not None and answer.failed:
             self._failure = answer
         return answer
@@ -181,13 +75,71 @@ class Follower:
         self.member.close()
 
 
+class FollowerRelay:
+    """Copies lines from the followers' pipes, each behind its replica's name.
+
+    A pipe has the replica's name and that of the stream it leads to: "stdout" or "stderr".
+    """
+
+    def __init__(self, pipes: dict[int, tuple[str, str]]) -> None:
+        self._pipes = pipes
+        self._partial = dict.fromkeys(pipes, b"")
+        self._selector = selectors.DefaultSelector()
+        for fd in pipes:
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="stratagem-output", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._open and self._selector.get_map():
+            if self._selector.select(0.2):
+                self.drain()
+
+    def drain(self) -> None:
+        """Show everything that has arrived by now."""
+        with self._lock:
+            for fd in [key for key in self._selector.get_map() if isinstance(key, int)]:
+                self._read(fd)
+
+    def _read(self, fd: int) -> None:
+        while True:
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self._selector.unregister(fd)
+                return
+            *lines, self._partial[fd] = (self._partial[fd] + data).split(b"\n")
+            for line in lines:
+                self._show(fd, line)
+
+    def _show(self, fd: int, line: bytes) -> None:
+        name, stream = self._pipes[fd]
+        getattr(sys, stream).write(f"[{name}] {line.decode(errors='replace')}\n")
+
+    def close(self) -> None:
+        self.drain()
+        self._open = False
+        self._thread.join()
+        for fd, line in self._partial.items():
+            if line:
+                self._show(fd, line)  # the last words of one that died in mid-sentence
+        self._selector.close()
+        for fd in self._pipes:
+            os.close(fd)
+
+
 class Pool:
     """Followers that run what they are told, one call at a time."""
 
     def __init__(self, names: list[str]) -> None:
         self._zygote = ZygoteProcess.get()
         self.followers = [Follower(name) for name in names]
-        self._relay = Relay(
+        self._relay = FollowerRelay(
             {f.output: (f.name, "stdout") for f in self.followers}
             | {f.errors: (f.name, "stderr") for f in self.followers}
         )
@@ -198,9 +150,11 @@ class Pool:
         return [follower.pid for follower in self.followers]
 
     def submit(
-        self, function: Callable[..., Any], arguments: list[tuple[Any, ...]],
+        self,
+        function: Callable[..., Any],
+        arguments: list[tuple[Any, ...]],
         watch: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Have follower i run `function(*arguments[i])`; `collect` brings the answers."""
         last: tuple[Any, bytes] | None = None
         for follower, args in zip(self.followers, arguments, strict=True):
@@ -211,21 +165,19 @@ class Pool:
             try:
                 follower.send(last[1], watch)
             except ConnectionError:
-                _mourn(follower, watch)
+                _raise_ended(follower, watch)
 
-    def collect(self, watch: Callable[[], None]) -> list[Answer]:
+    def collect(self, watch: Callable[[], None]) -> list[CallResult]:
         """Every follower's answer; `watch` is called while waiting and may raise."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, CallResult] = {}
         while len(answers) < len(self.followers):
-            waiting = {
-                f.control: i for i, f in enumerate(self.followers) if i not in answers
-            }
+            waiting = {f.control: i for i, f in enumerate(self.followers) if i not in answers}
             ready, _, _ = select.select(list(waiting), [], [], 0.05)
             for sock in ready:
                 one = self.followers[waiting[sock]]
                 answer = one.answer(0.0, watch)
                 if answer is None:
-                    _mourn(one, watch)
+                    _raise_ended(one, watch)
                 answers[waiting[sock]] = answer
             if not ready:
                 watch()
@@ -236,6 +188,13 @@ class Pool:
     def drain(self) -> None:
         """Let everything out that followers have printed so far."""
         self._relay.drain()
+
+    def orphaned(self) -> ReplicaLost | None:
+        """Return the error to raise if the zygote has ended, and these followers with it."""
+        status = self._zygote.ended()
+        if status is None:
+            return None
+        return self._zygote.lost([follower.name for follower in self.followers], status)
 
     def end(self) -> dict[int, int | None]:
         """Kill all followers; returns how each ended. A second Ctrl-C cannot cut this short."""
@@ -248,8 +207,8 @@ class Pool:
         return status
 
 
-def _mourn(one: Follower, watch: Callable[[], None]) -> NoReturn:
-    """A closed socket says that somebody died; the membership says who: give it a moment."""
+def _raise_ended(one: Follower, watch: Callable[[], None]) -> NoReturn:
+    """Wait a moment for the membership to name who died: a closed socket says only that one did."""
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
         watch()

@@ -5,22 +5,30 @@ notebooks and standard input work. It lives in a session of its own, so Ctrl-C r
 process at the keyboard. When that process ends, however it ends, the zygote's socket closes and
 it takes every follower with it.
 
-Requests are JSON over a socketpair; a fork request carries the follower's four descriptors.
+`Zygote` is the process itself, `ZygoteProcess` is its owner's handle. Requests are JSON over a
+socketpair; a fork request carries the follower's four descriptors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
+import logging
 import os
 import select
 import signal
 import socket
+import subprocess
 import sys
-from typing import Any
+import threading
+from typing import Any, NoReturn
 
-from stratagem.replicas import frames
+from stratagem.errors import ReplicaLost
+from stratagem.replicas import pipe_frames
+
+log = logging.getLogger("stratagem")
 
 _PR_SET_PDEATHSIG = 1
 
@@ -45,11 +53,10 @@ class Zygote:
         while True:
             ready, _, _ = select.select([self.channel], [], [], 0.5)
             self._reap()
-            data, fds = frames.receive_with_fds(self.channel, 4) if ready else (b"", [])
+            data, fds = pipe_frames.receive_with_fds(self.channel, 4) if ready else (b"", [])
             # The owner's own children may hold its end of the socket open: look for it, too.
             if data is None or os.getppid() != self.owner:
-                self._end(list(self.children))
-                os._exit(0)
+                self._leave()
             if not ready:
                 continue
             request = json.loads(data)
@@ -67,7 +74,10 @@ class Zygote:
 
     def _reply(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
         answer["number"] = request["number"]
-        frames.send(self.channel, json.dumps(answer).encode())
+        try:
+            pipe_frames.send(self.channel, json.dumps(answer).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            self._leave()  # the owner has ended without waiting for it
 
     def _fork(self, setting: dict[str, Any], fds: list[int]) -> int:
         parent = os.getpid()
@@ -89,6 +99,11 @@ class Zygote:
                 done, code = os.waitpid(pid, os.WNOHANG)
                 if done:
                     self.children[pid] = os.waitstatus_to_exitcode(code)
+
+    def _leave(self) -> NoReturn:
+        """End with all children: the owner is gone."""
+        self._end(list(self.children))
+        os._exit(0)
 
     def _end(self, pids: list[int]) -> None:
         """Kill and reap; SIGKILL also ends a stopped process."""
@@ -112,5 +127,180 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-if __name__ == "__main__":
-    main()
+# --- the owner's side ---------------------------------------------------------------------------
+
+
+_START = """
+import sys
+sys.path[:] = {path!r}
+from stratagem.replicas.zygote import main
+main()
+"""
+
+
+#: imported while the user builds a model; making any optimizer imports torch._dynamo (1.6 s)
+_ALWAYS = ["torch", "torch._dynamo", "stratagem.replicas.follower"]
+#: slow imports that followers will need, too, once their owner has them
+_SLOW = ("stratagem", "torchmetrics", "keras")
+_REAPED = 5.0  # seconds until a process whose socket has closed is known to be dead
+
+
+def _worth_sharing() -> list[str]:
+    """Modules that the zygote should import once, rather than every follower for itself."""
+    return sorted(
+        name
+        for name in sys.modules
+        if name.partition(".")[0] in _SLOW
+        and (name.startswith("stratagem.") or "." not in name)
+        and not (name.partition(".")[0] == "keras" and _has_cuda())
+        and ".keras" not in name  # ours that import Keras
+    )
+
+
+def _has_cuda() -> bool:
+    """Importing Keras looks for GPUs, after which a forked child could not use them."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_available())
+
+
+def _path() -> list[str]:
+    """Where modules are found, as text: people add Path objects, too."""
+    return [str(each) for each in sys.path]
+
+
+class ZygoteProcess:
+    """This process's zygote; all its strategies share one."""
+
+    _instance: ZygoteProcess | None = None
+    _guard = threading.Lock()
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                _START.format(path=_path()),
+                str(theirs.fileno()),
+                ",".join([*_ALWAYS, *(name for name in _worth_sharing() if name in _SLOW[1:])]),
+            ],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._channel = ours
+        self._lock = threading.Lock()
+        self._asked = 0
+        self._owner = os.getpid()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @classmethod
+    def get(cls) -> ZygoteProcess:
+        """Start it if it does not run; returns at once, while it still imports."""
+        with cls._guard:
+            self = cls._instance
+            alive = self is not None and self._owner == os.getpid() and self._process.poll() is None
+            if not alive:
+                cls._instance = cls()
+            assert cls._instance is not None
+            return cls._instance
+
+    @classmethod
+    def prepare(cls, module: str) -> None:
+        """Have it import what followers will need, while the caller does so itself."""
+        with cls._guard:
+            self = cls._instance
+        if self is not None and self._owner == os.getpid():
+            with self._lock, contextlib.suppress(OSError):  # who forks next sees that it is gone
+                pipe_frames.send_with_fds(
+                    self._channel, json.dumps({"import": module}).encode(), []
+                )
+
+    def fork(self, fds: list[int]) -> int:
+        setting = {
+            "cwd": os.getcwd(),
+            "environ": dict(os.environ),
+            "path": _path(),
+            "argv": sys.argv,
+        }
+        request = {"fork": setting, "modules": _worth_sharing()}
+        return int(self._ask(request, fds)["pid"])
+
+    def ended(self) -> int | None:
+        """Return the exit status of the zygote; None while it runs.
+
+        Its socket closes before its followers are killed: whoever sees one of them dead knows.
+        """
+        try:
+            if self._channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return None  # an answer that is still to be read
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            log.debug("the zygote has hung up with something unread")
+        return self._process.wait(_REAPED)
+
+    def why_gone(self, names: list[str]) -> ReplicaLost | ChildProcessError:
+        """Return the error for those who cannot be, now that its socket has closed."""
+        status = self._process.wait(_REAPED)
+        if status >= 0:
+            return ChildProcessError(
+                "the helper process that starts replicas has ended; its own message stands above "
+                "this one. Most often the package cannot be imported by a fresh interpreter."
+            )
+        return self.lost(names, status)
+
+    def lost(self, names: list[str], status: int) -> ReplicaLost:
+        """Return the error for followers that its end has taken along, or kept from starting."""
+        how, hint = how_it_ended(status)
+        return ReplicaLost(
+            f"{', '.join(names)} ended because the helper process (pid {self.pid}) that starts the "
+            f"others {how}. {hint} The strategy can be used again.",
+            names[0],
+        )
+
+    def end(self, pids: list[int]) -> dict[int, int | None]:
+        """Kill those that still run; every exit status (negative: a signal's number)."""
+        try:
+            answer = self._ask({"end": pids}, [])
+        except ZygoteGone:
+            return {}  # and its followers with it
+        return {int(pid): status for pid, status in answer["status"].items()}
+
+    def _ask(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        with self._lock:
+            self._asked += 1
+            number = self._asked
+            request = {**request, "number": number}
+            try:
+                pipe_frames.send_with_fds(self._channel, json.dumps(request).encode(), fds)
+            except ConnectionError as problem:
+                raise ZygoteGone from problem
+            while True:
+                data = pipe_frames.receive(self._channel)
+                if data is None:
+                    raise ZygoteGone
+                answer: dict[str, Any] = json.loads(data)
+                if answer["number"] == number:  # not that to a question cut short by Ctrl-C
+                    return answer
+
+
+class ZygoteGone(Exception):
+    """The zygote has closed its socket."""
+
+
+def how_it_ended(status: int | None) -> tuple[str, str]:
+    """What an exit status means (negative: a signal's number; None: unknown), and what to do."""
+    output = "Its last lines of output stand above."
+    if status is None or status >= 0:
+        return "ended" if status is None else f"ended with exit code {status}", output
+    if status == -signal.SIGKILL:
+        output = (
+            "If nobody did that on purpose, the machine ran out of memory (see `dmesg`): use "
+            "fewer replicas or a smaller batch."
+        )
+    return f"was killed by {signal.Signals(-status).name}", output

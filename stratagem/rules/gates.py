@@ -1,79 +1,92 @@
-"""Gates: who may start on more work now, and whether what has come in makes an update.
+"""Gates: who may start on more work now, what a push counts, and whether an update is due.
 
     AllOf     all parts of one global batch                 Synchronous()
     FirstOf   the first N of N + b                          Synchronous(spares=b)
     Buffered  any K                                         Asynchronous(buffer=K)
     Bounded   another gate, nobody far ahead of the last    Asynchronous(bound=s)
 
-Every gate keeps this promise: while the epoch is not over and somebody is here, somebody may act.
-A worker has a ticket, or may take one, or the gate is open, or more work is still to be dealt.
+Every gate keeps this promise: while the epoch is not over and a worker is here, a worker may act.
+A worker has a ticket, or may take one, or the gate is open, or more work is still to be queued.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from stratagem.errors import UsageError
-from stratagem.rules.crew import Member
-from stratagem.rules.push import Ticket
-from stratagem.rules.table import Hand, Table
-from stratagem.rules.updates import Synchronous, Updates
+from stratagem.rules.ticket_states import ActiveWorker, HeldTicket, TicketStates
+from stratagem.rules.tickets import Push, Ticket, Verdict
+from stratagem.rules.updates import Policy, Synchronous, Updates
+
+#: the verdict on what is kept in step: all of it
+_WHOLE = Verdict(True, 0, 1.0, 1.0, "")
 
 
 class Gate(ABC):
-    """Two decisions about a table; a gate changes nothing and remembers nothing."""
+    """Decisions about the states of tickets; a gate changes nothing and remembers nothing."""
 
     #: whether only gradients of the current version count
     synchronous = True
-    #: whether somebody waits for the lowest clock to rise
+    #: whether workers wait for the lowest clock to rise
     by_clock = False
 
     @abstractmethod
-    def admits(self, table: Table, member: Member) -> bool:
-        """Whether a free member may draw the front ticket of the deck, which is not empty."""
+    def admits(self, states: TicketStates, member: ActiveWorker) -> bool:
+        """Return whether a free member may draw the front ticket of the queue, which has one."""
 
     @abstractmethod
-    def opens(self, table: Table) -> bool:
-        """Whether the pushes kept make an update."""
+    def opens(self, states: TicketStates) -> bool:
+        """Return whether the pushes kept make an update."""
 
-    def backup(self, table: Table) -> Ticket | None:
-        """A ticket that a free member may do a second time, now that the deck is empty."""
+    def backup(self, states: TicketStates) -> Ticket | None:
+        """Return a ticket that a free member may do a second time, now that the queue is empty."""
         return None
+
+    def judge(self, states: TicketStates, push: Push, tau: int) -> Verdict:
+        """Return the verdict on a push whose ticket is the worker's own, `tau` updates old."""
+        if tau < 0:
+            return dropped(tau, f"of version {push.version}, which has not been yet")
+        if tau:
+            return dropped(tau, f"of version {push.version}, not {states.version}")
+        if self.opens(states):
+            return dropped(tau, "the step was complete without it")
+        return _WHOLE
 
 
 class AllOf(Gate):
     """All parts of one global batch: the answer of one device.
 
     Every member that is here has a part of each batch, worker 0 first of all: it has callbacks and
-    schedules, which count its parts as batches. Parts of those that died or are missing are done
-    by the others, at the same version, and by worker 0 only if it is alone. Nobody starts on the
-    next batch before the version has grown.
+    schedules, which count its parts as batches. Parts of members that died or are missing are done
+    by the other members, at the same version, and by worker 0 only if it is alone. Nobody starts on
+    the next batch before the version has grown.
     """
 
-    def admits(self, table: Table, member: Member) -> bool:
-        deck, batch = table.deck, table.batch
-        begun = deck.batch == batch
-        if not begun and (table.hands or table.kept):
+    def admits(self, states: TicketStates, member: ActiveWorker) -> bool:
+        queue, batch = states.queue, states.batch
+        begun = queue.batch == batch
+        if not begun and (states.held or states.kept):
             return False
-        members = table.crew.members
+        members = states.active_workers.members
         if begun and member.batch == batch:  # one that had its part
             here = len(members)
-            return deck.of_front > here - table.had and (member.worker != 0 or here == 1)
+            return queue.of_front > here - states.had and (member.worker != 0 or here == 1)
         first = members.get(0, member)
         waits = first is not member and not (begun and first.batch == batch)
-        return not waits or deck.of_front > 1  # a part is there for certain
+        return not waits or queue.of_front > 1  # a part is there for certain
 
-    def opens(self, table: Table) -> bool:
-        return not table.hands and bool(table.kept) and table.deck.batch != table.batch
+    def opens(self, states: TicketStates) -> bool:
+        return not states.held and bool(states.kept) and states.queue.batch != states.batch
 
 
 class FirstOf(Gate):
     """The first N = workers - spares; the rest of the step is not waited for.
 
-    N + spares tickets are given out at a version, one to a member; when some are missing, those
-    who are here draw theirs too. When a closed deck runs empty, at most `spares` idle members do
-    a second time what others have in hand. So as long as no more than `spares` members stand
-    still, and one does not, the epoch goes on to its end.
+    N + spares tickets are given out at a version, one to a member; when members are missing, those
+    who are here draw their tickets too. When a closed queue runs empty, at most `spares` idle
+    members do a second time what other members hold. So as long as no more than `spares` members
+    stand still, and one does not, the epoch goes on to its end.
 
     workers: how many are expected; 0: as many as are here.
     """
@@ -86,33 +99,32 @@ class FirstOf(Gate):
             )
         self.workers = workers
         self.spares = spares
-        self._number = workers - spares  # more than 0, if workers are expected
 
-    def number(self, table: Table) -> int:
-        """N: how many gradients make an update."""
-        return self._number if self.workers else max(1, len(table.crew) - self.spares)
+    def number(self, states: TicketStates) -> int:
+        """Return N: how many gradients make an update."""
+        return max(1, (self.workers or len(states.active_workers)) - self.spares)
 
-    def admits(self, table: Table, member: Member) -> bool:
-        number = self.number(table)
-        if _enough(table, number):
+    def admits(self, states: TicketStates, member: ActiveWorker) -> bool:
+        number = self.number(states)
+        if _enough(states, number):
             return False
-        given = len(table.hands) + len(table.kept)
+        given = len(states.held) + len(states.kept)
         wanted = number + self.spares
-        members = len(table.crew.members)
-        if member.stamp != table.version:
+        members = len(states.active_workers.members)
+        if member.stamp != states.version:
             return given < wanted or given < members
         # one that had its ticket leaves enough for those who had none
-        return given + members - table.served < wanted
+        return given + members - states.served < wanted
 
-    def opens(self, table: Table) -> bool:
-        return _enough(table, self.number(table))
+    def opens(self, states: TicketStates) -> bool:
+        return _enough(states, self.number(states))
 
-    def backup(self, table: Table) -> Ticket | None:
-        if not table.deck.closed or table.copies >= self.spares or self.opens(table):
+    def backup(self, states: TicketStates) -> Ticket | None:
+        if not states.queue.closed or states.copies >= self.spares or self.opens(states):
             return None
-        if not table.hands:
+        if not states.held:
             return None
-        return min(table.hands.values(), key=_copies_then_age).ticket
+        return min(states.held.values(), key=_copies_then_age).ticket
 
 
 class Buffered(Gate):
@@ -120,47 +132,61 @@ class Buffered(Gate):
 
     synchronous = False
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, policies: Sequence[Policy] = ()) -> None:
+        self.number, self._policies = number, policies
 
-    def admits(self, table: Table, member: Member) -> bool:
+    def admits(self, states: TicketStates, member: ActiveWorker) -> bool:
         return True
 
-    def opens(self, table: Table) -> bool:
-        return _enough(table, self.number)
+    def opens(self, states: TicketStates) -> bool:
+        return _enough(states, self.number)
+
+    def judge(self, states: TicketStates, push: Push, tau: int) -> Verdict:
+        if tau < 0:
+            return super().judge(states, push, tau)
+        factor = rate = 1.0
+        workers = states.active_workers.admitted
+        for policy in self._policies:
+            times = policy.factor(tau, workers)
+            if times is None:
+                return dropped(tau, f"{tau} updates old: {policy}")
+            factor *= times
+            rate *= policy.rate(tau, workers)
+        return Verdict(True, tau, factor, rate, "")
 
 
-class Bounded(Gate):
+class Bounded(Buffered):
     """A member waits while its clock is more than `bound` ahead of the lowest."""
 
     by_clock = True
 
-    def __init__(self, inner: Gate, bound: int) -> None:
-        self.inner = inner
+    def __init__(self, number: int, policies: Sequence[Policy], bound: int) -> None:
+        super().__init__(number, policies)
         self.bound = bound
-        self.synchronous = inner.synchronous
 
-    def admits(self, table: Table, member: Member) -> bool:
-        ahead = member.clock - table.crew.clocks.low
-        return ahead <= self.bound and self.inner.admits(table, member)
-
-    def opens(self, table: Table) -> bool:
-        return self.inner.opens(table)
+    def admits(self, states: TicketStates, member: ActiveWorker) -> bool:
+        return member.clock - states.active_workers.clocks.low <= self.bound
 
 
 def gate_of(updates: Updates, workers: int) -> Gate:
-    """The gate that a user's choice of updates means."""
+    """Return the gate that a user's choice of updates means."""
     if isinstance(updates, Synchronous):
         return FirstOf(workers, updates.spares) if updates.spares else AllOf()
-    gate = Buffered(updates.buffer)
-    return gate if updates.bound is None else Bounded(gate, updates.bound)
+    if updates.bound is None:
+        return Buffered(updates.buffer, updates.staleness)
+    return Bounded(updates.buffer, updates.staleness, updates.bound)
 
 
-def _enough(table: Table, number: int) -> bool:
-    """Whether `number` pushes are kept, or all that the rest of the epoch can give."""
-    kept = len(table.kept)
-    return kept >= number or (kept > 0 and table.deck.closed and kept == table.left)
+def dropped(tau: int, why: str) -> Verdict:
+    """Return the verdict on a push that does not count."""
+    return Verdict(False, tau, 0.0, 1.0, why)
 
 
-def _copies_then_age(hand: Hand) -> tuple[int, int]:
-    return len(hand.members), hand.ticket.serial
+def _enough(states: TicketStates, number: int) -> bool:
+    """Return whether `number` pushes are kept, or all that the rest of the epoch can give."""
+    kept = len(states.kept)
+    return kept >= number or (kept > 0 and states.queue.closed and kept == states.left)
+
+
+def _copies_then_age(held: HeldTicket) -> tuple[int, int]:
+    return len(held.members), held.ticket.serial

@@ -1,4 +1,4 @@
-"""The books: every push that was received was applied, was dropped, or waits for the gate."""
+"""Statistics: every push that was received was applied, was dropped, or waits for the gate."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stratagem.rules.push import Push
+from stratagem.rules.tickets import Push
 
 
 @dataclass(frozen=True)
 class Stats:
-    """A moment of the books. received = applied + dropped + buffered, here and by worker.
+    """Counts so far: received = applied + dropped + buffered, here and by worker.
 
     abandoned   late workers stopped computing; nothing was pushed
-    requeued    tickets that went back to the deck, for whatever reason
+    requeued    tickets that went back to the queue, for whatever reason
     lost        tickets that did not, since requeue=False
     skipped     tickets whose worker went past them without a gradient
     staleness   how many pushes of which tau were received
@@ -54,8 +54,8 @@ class Stats:
 
 
 @dataclass(slots=True)
-class Line:
-    """One worker's line in the books."""
+class WorkerStats:
+    """The counts of one worker."""
 
     received: int = 0
     applied: int = 0
@@ -64,7 +64,7 @@ class Line:
     waiting: float = 0.0
 
 
-class Books:
+class StatsRecorder:
     """Stats in the making."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Books:
         self.lost = 0
         self.skipped = 0
         self.updates = 0
-        self._lines: defaultdict[int, Line] = defaultdict(Line)
+        self._lines: defaultdict[int, WorkerStats] = defaultdict(WorkerStats)
         self._staleness: defaultdict[int, int] = defaultdict(int)
 
     def open(self, worker: int) -> None:
@@ -106,15 +106,11 @@ class Books:
         self._lines[worker].waiting += seconds
 
     def stats(self) -> Stats:
-        """The books as they stand."""
+        """Return the counts so far."""
         lines = {worker: _line(line) for worker, line in sorted(self._lines.items())}
-        sums = {name: sum(line[name] for line in lines.values()) for name in _line(Line())}
+        sums = {name: sum(line[name] for line in lines.values()) for name in _line(WorkerStats())}
         return Stats(
-            received=sums["received"],
-            applied=sums["applied"],
-            dropped=sums["dropped"],
-            buffered=sums["buffered"],
-            abandoned=sums["abandoned"],
+            **sums,
             requeued=self.requeued,
             lost=self.lost,
             skipped=self.skipped,
@@ -125,7 +121,7 @@ class Books:
         )
 
 
-def _line(line: Line) -> dict[str, int]:
+def _line(line: WorkerStats) -> dict[str, int]:
     return {
         "received": line.received,
         "applied": line.applied,

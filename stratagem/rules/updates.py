@@ -1,15 +1,279 @@
-"""When the parameters are updated: what users write and tasks tell each other."""
+"""When the parameters are updated, and what becomes of stale gradients: what users write.
+
+    Synchronous()                                    the result of one device
+    Synchronous(spares=1)                            the last worker of every step is not waited for
+    Asynchronous(staleness=[ScaleDown(), Drop()])    every gradient is applied when it arrives
+    Asynchronous(warmup=Ramp(steps=500))             workers begin one after the other
+
+A gradient's staleness tau is the number of updates made since its worker pulled the weights. With
+W workers at the same pace it is W - 1. A policy may scale the gradient, drop it, lower the rate of
+its update, or correct it by how far the weights have moved. Factors and rates are multiplied; one
+policy that drops is enough. With tau = 0 every policy leaves the gradient as it is; with a single
+worker every policy is plain SGD.
+
+All settings are frozen dataclasses that travel as plain dictionaries.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, fields
+from math import sqrt
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from stratagem.errors import UsageError
-from stratagem.rules.ramp import Ramp
-from stratagem.rules.record import Record, flag, settings, whole
-from stratagem.rules.staleness import Policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Record:
+    """Base of what users write. `kind` in its JSON is the name of the class."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Its settings as plain values."""
+        return {"kind": type(self).__name__} | {
+            field.name: getattr(self, field.name) for field in fields(self)
+        }
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Self:
+        """What `to_json` wrote; a name that is not known is refused."""
+        return cls(**settings(plain, cls.__name__, {field.name for field in fields(cls)}))
+
+
+def settings(plain: Mapping[str, Any], kind: str, known: set[str]) -> dict[str, Any]:
+    """The settings in `plain`, which must be those of a `kind`."""
+    given = dict(plain)
+    if given.pop("kind", None) != kind:
+        raise UsageError(f"{plain!r} does not describe a {kind}; its kind must be {kind!r}.")
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise UsageError(
+            f"{kind} has no setting {', '.join(map(repr, unknown))}; "
+            f"it has {', '.join(sorted(known)) or 'none'}. Do all tasks run one version?"
+        )
+    return given
+
+
+def whole(what: str, value: object, least: int) -> None:
+    """Refuse anything but a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{what} is a whole number of at least {least}, not {value!r}.")
+
+
+def flag(what: str, value: object) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{what} is True or False, not {value!r}.")
+
+
+def positive(what: str, value: object) -> None:
+    """Refuse anything but a number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UsageError(f"{what} is a number above 0, not {value!r}.")
+
+
+@dataclass(frozen=True)
+class Ramp(Record):
+    """From one worker to all of them over `steps` updates.
+
+    Asynchronous(warmup=Ramp(steps=500))
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        whole("steps of Ramp", self.steps, 0)
+
+    def allowed(self, version: int, workers: int) -> int:
+        """How many of `workers` may work after `version` updates."""
+        if version >= self.steps or workers <= 1:
+            return workers
+        return 1 + (workers - 1) * version // self.steps
+
+
+@dataclass(frozen=True)
+class Policy(Record):
+    """The interface, and the policy that does nothing."""
+
+    #: the engine must keep the weights that the worker pulled
+    needs_then: ClassVar[bool] = False
+    #: the engine must measure norm(w_now - w_then) over all shards
+    needs_gap: ClassVar[bool] = False
+
+    def factor(self, tau: int, workers: int) -> float | None:
+        """What the gradient is multiplied by; None drops it."""
+        return 1.0
+
+    def rate(self, tau: int, workers: int) -> float:
+        """What the learning rate of its update is multiplied by."""
+        return 1.0
+
+    def compensate(
+        self, grad: Tensor, now: Tensor, then: Tensor, memory: dict[str, Tensor]
+    ) -> None:
+        """Correct `grad` in place, by element; `memory` is this shard's, kept by the engine."""
+
+    def gap_factor(self, gap: float, step_norm: float) -> float:
+        """What the gradient is multiplied by, for weights that moved by `gap` since."""
+        return 1.0
+
+    def step_norm(self) -> StepNorm:
+        """What is to keep the usual length of an update for it."""
+        return StepNorm()
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Self:
+        """A policy of any kind; on a subclass, of that kind."""
+        found = _KINDS.get(str(plain.get("kind")))
+        if found is None or not issubclass(found, cls):
+            raise UsageError(
+                f"there is no {cls.__name__} of the kind {plain.get('kind')!r}; "
+                f"there are {', '.join(k for k, v in _KINDS.items() if issubclass(v, cls))}."
+            )
+        return found(**settings(plain, found.__name__, set(found().to_json()) - {"kind"}))
+
+
+@dataclass(frozen=True, init=False)
+class LowerRate(Policy):
+    """Multiply the learning rate by `factor`; left out, by 1 / sqrt(workers).
+
+    A worker alone has no staleness, so its rate is left as it is.
+    """
+
+    times: float | None
+
+    def __init__(self, factor: float | None = None) -> None:
+        # Policy.factor is a method: the setting that users call `factor` needs another attribute
+        if factor is not None:
+            positive("factor of LowerRate", factor)
+        object.__setattr__(self, "times", factor)
+
+    def rate(self, tau: int, workers: int) -> float:
+        if workers <= 1:
+            return 1.0
+        return 1 / sqrt(workers) if self.times is None else self.times
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "LowerRate", "factor": self.times}
+
+
+@dataclass(frozen=True)
+class Drop(Policy):
+    """Drop gradients with tau > `older_than`; left out, twice the number of workers."""
+
+    older_than: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.older_than is not None and self.older_than != 0:
+            positive("older_than of Drop", self.older_than)
+
+    def factor(self, tau: int, workers: int) -> float | None:
+        limit = 2 * workers if self.older_than is None else self.older_than
+        return None if tau > limit else 1.0
+
+
+@dataclass(frozen=True)
+class ScaleDown(Policy):
+    """Scale by age: g / (1 + tau)**power, or g / max(1, tau) with `linear`.
+
+    References: Zhang et al. 2015, arXiv 1511.05950 (linear); Nguyen et al. 2021, arXiv 2106.06639
+    (the square root).
+    """
+
+    power: float = 0.5
+    linear: bool = False
+
+    def __post_init__(self) -> None:
+        positive("power of ScaleDown", self.power)
+        flag("linear of ScaleDown", self.linear)
+
+    def factor(self, tau: int, workers: int) -> float | None:
+        return 1 / max(1, tau) if self.linear else (1 + tau) ** -self.power
+
+
+@dataclass(frozen=True)
+class DelayCompensated(Policy):
+    """Correct for the way the weights have gone since: g + lam * g * g * (w_now - w_then).
+
+    Adaptive: lam = strength / sqrt(MS + 1e-7), MS a running mean (.95) of g * g; strength 2.
+    Constant: lam = strength, .04.
+
+    Reference: Zheng et al. 2017, arXiv 1609.08326.
+    """
+
+    strength: float | None = None
+    adaptive: bool = True
+    needs_then: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.strength is not None and self.strength != 0:
+            positive("strength of DelayCompensated", self.strength)
+        flag("adaptive of DelayCompensated", self.adaptive)
+
+    def compensate(
+        self, grad: Tensor, now: Tensor, then: Tensor, memory: dict[str, Tensor]
+    ) -> None:
+        strength = self.strength
+        if strength is None:
+            strength = 2.0 if self.adaptive else 0.04
+        # in this order: where the weights have not moved, a huge g * g cannot make inf * 0
+        change = (now - then).mul_(grad)
+        if not self.adaptive:
+            grad.addcmul_(change, grad, value=strength)
+            return
+        if "mean_square" not in memory:
+            memory["mean_square"] = grad.new_zeros(grad.shape)
+        mean_square = memory["mean_square"].mul_(0.95).addcmul_(grad, grad, value=0.05)
+        grad.addcdiv_(change.mul_(grad), (mean_square + 1e-7).sqrt_(), value=strength)
+
+
+@dataclass(frozen=True)
+class GapAware(Policy):
+    """Scale by how far the weights have moved: g / (1 + norm(w_now - w_then) / C).
+
+    C is the usual length of a step, a running mean that forgets with `memory` (see StepNorm).
+
+    Reference: Barkai et al. 2019, arXiv 1909.10802.
+    """
+
+    memory: float = 0.9
+    needs_then: ClassVar[bool] = True
+    needs_gap: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.memory != 0:
+            positive("memory of GapAware", self.memory)
+        if self.memory >= 1:
+            raise UsageError(f"memory of GapAware is below 1, not {self.memory!r}.")
+
+    def gap_factor(self, gap: float, step_norm: float) -> float:
+        return 1 / (1 + gap / step_norm) if gap > 0 and step_norm > 0 else 1.0
+
+    def step_norm(self) -> StepNorm:
+        return StepNorm(self.memory)
+
+
+class StepNorm:
+    """The usual length of an update: a running mean of norms, 0.0 before the first."""
+
+    def __init__(self, memory: float = 0.9) -> None:
+        self.value = 0.0
+        self._memory = memory
+        self._empty = True
+
+    def add(self, norm: float) -> None:
+        """The norm of one more update."""
+        keep = 0.0 if self._empty else self._memory
+        self.value = keep * self.value + (1 - keep) * norm
+        self._empty = False
+
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (LowerRate, Drop, ScaleDown, DelayCompensated, GapAware)
+}
 
 
 @dataclass(frozen=True)

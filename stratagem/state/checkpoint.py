@@ -4,72 +4,113 @@
     model.state.pt         optimizer state, progress, and what modules keep beside tensors
                            (get_extra_state); torch.load(..., weights_only=True)
 
-Both are written beside their final name and then moved there: a reader never sees half a file. A
-number that both have (safetensors' metadata, "pair" of the state) tells that they belong together.
+Both are replaced together (state/file_pair.py): a process that ends while it saves leaves the last
+checkpoint or the new one. A number that both have (safetensors' metadata, "pair" of the state)
+tells that they belong together.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import secrets
-import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
+from stratagem.figures.recorder import event
+from stratagem.state.file_pair import FilePair
 
-_PLAIN = (bool, int, float, complex, str, bytes)
+log = logging.getLogger("stratagem")
+
+_WHOLE_COPY = "Put a whole copy in its place"
+_STATE_REMEDY = f"{_WHOLE_COPY}, or move it away to load the weights alone"
+_ROUNDS = 5  # readings that others have cut short, before they are kept out
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes)
 
 
 def paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """The weights' file and the state's file for a name with or without its ending."""
+    """Return the weights' file and the state's file for a name with or without its ending."""
     weights = Path(path)
     if weights.suffix != ".safetensors":
         weights = weights.with_name(weights.name + ".safetensors")
     return weights, weights.with_name(weights.name.removesuffix(".safetensors") + ".state.pt")
 
 
+def _pair(path: str | os.PathLike[str]) -> FilePair:
+    return FilePair(*paths(path), _number)
+
+
 def save(
-    path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None,
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizer | None,
     progress: dict[str, Any],
-) -> Path:  # fmt: skip
+) -> Path:
     """Write both files; returns the weights' path."""
-    weights, state = paths(path)
-    weights.parent.mkdir(parents=True, exist_ok=True)
+    files = _pair(path)
+    files.weights.parent.mkdir(parents=True, exist_ok=True)
+    taken = snapshot(module, optimizer, progress)
+    try:
+        files.replace(taken.write)
+    except (OSError, RuntimeError, SafetensorError) as problem:
+        raise OSError(
+            f"{files.weights} could not be saved: {problem}. What was saved there before is as it "
+            "was."
+        ) from problem
+    event("save", str(files.weights))
+    return files.weights
+
+
+@dataclass(frozen=True)
+class CheckpointCopy:
+    """What one saving writes: the module's tensors, and everything else."""
+
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+    def write(self, weights: Path, state: Path, number: str) -> None:
+        """Write both files, with the number by which they know each other."""
+        torch.save({**self.state, "pair": number}, state)
+        save_file(self.tensors, str(weights), {"pair": number})
+
+
+def snapshot(
+    module: nn.Module, optimizer: Optimizer | None, progress: dict[str, Any], *, copy: bool = False
+) -> CheckpointCopy:
+    """Return what a saving writes; with `copy` nothing that is trained later changes it."""
     tensors, others = _state(module)
-    saved = _plain_numbers(optimizer.state_dict()) if optimizer is not None else None
-    pair = secrets.token_hex(8)
-    extra = {"optimizer": saved, **progress, "pair": pair}
+    saved = _plain(optimizer.state_dict(), copy) if optimizer is not None else None
+    state = {"optimizer": saved, **progress}
     if optimizer is not None:
-        extra["optimizer_type"] = type(optimizer).__name__
+        state["optimizer_type"] = type(optimizer).__name__
     if others:
-        extra["extra_state"] = others
-    with (
-        _whole(state, lambda target: torch.save(extra, target)),
-        _whole(weights, lambda target: save_file(tensors, str(target), {"pair": pair})),
-    ):
-        pass  # both are moved when both are written
-    return weights
+        state["extra_state"] = _plain(others, copy)
+    return CheckpointCopy(tensors, state)
 
 
-def _plain_numbers(tree: Any) -> Any:
+def _plain(tree: Any, copy: bool) -> Any:
     """The same with Python's numbers for numpy's, which torch reads by code from the file only."""
     if isinstance(tree, np.generic):
         return tree.item()
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True) if copy else tree
     if type(tree) is dict:
-        return {key: _plain_numbers(value) for key, value in tree.items()}
-    return type(tree)(map(_plain_numbers, tree)) if type(tree) in (list, tuple) else tree
+        return {key: _plain(value, copy) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_plain(value, copy) for value in tree)
+    return tree
 
 
 def _state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -100,74 +141,123 @@ def _check_plain(name: str, tree: object) -> None:
         parts: Any = [*tree, *tree.values()] if isinstance(tree, dict) else tree
         for part in parts:
             _check_plain(name, part)
-    elif tree is not None and not isinstance(tree, Tensor) and type(tree) not in _PLAIN:
+    elif tree is not None and not isinstance(tree, Tensor) and type(tree) not in _PLAIN_TYPES:
         raise UsageError(
             f"{name!r} holds a {type(tree).__name__}, which cannot be saved; have get_extra_state "
             "return plain values only: numbers, text, tensors, and lists, tuples or dicts of them."
         )
 
 
-@contextmanager
-def _whole(path: Path, write: Callable[[Path], object]) -> Iterator[None]:
-    """Write a file beside its name, and move it there at the end."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.touch()
-        rights = part.stat().st_mode  # those of any new file here; safetensors makes its own 0600
-        write(part)
-        if part.stat().st_mode != rights:
-            part.chmod(stat.S_IMODE(rights))
-        yield
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def load(
-    path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizer | None,
-    *, patience: float = 0.0,
-) -> dict[str, Any]:  # fmt: skip
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    patience: float = 0.0,
+) -> dict[str, Any]:
     """Read weights, and the optimizer's state if both sides have one; returns the progress.
 
-    `patience`: how many seconds to wait where somebody else has just written one of two files.
+    `patience`: how many seconds to wait where two files of another machine arrive one by one.
     """
-    weights, state = paths(path)
-    if not weights.is_file():
-        raise UsageError(f"there is no saved model at {weights}.")
-    until = time.monotonic() + patience
-    while (pair := _read_pair(weights, state)) is None:
-        if time.monotonic() >= until:
-            raise UsageError(
-                f"{weights.name} and {state.name} were not saved together: whoever saved them last "
-                f"was ended between the two. Take both from one copy, or move {state.name} away to "
-                "load the weights alone."
-            )
-        time.sleep(0.05)
-    tensors, extra = pair
+    files = _pair(path)
+    if not files.weights.is_file():
+        raise UsageError(f"there is no saved model at {files.weights}.")
+    tensors, extra = _read(files, patience)
     found = {**tensors, **extra.pop("extra_state", {})}
-    if not state.is_file():
-        _check_complete(module, found, state)
+    if not extra:
+        _check_complete(module, found, files.state)
     kind, saved = extra.pop("optimizer_type", None), extra.pop("optimizer", None)
     if optimizer is not None and saved is not None:
-        _check_optimizer(optimizer, kind, state)
+        _check_optimizer(optimizer, kind, files.state)
+        _load_optimizer(optimizer, saved, files.state)  # first: the weights are as they were
     module.load_state_dict(found)
-    if optimizer is not None and saved is not None:
-        optimizer.load_state_dict(saved)
     return extra
 
 
-def _read_pair(weights: Path, state: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Both files; None if they are of two savings. Those of older versions, or of others, have no
-    number."""
-    extra: dict[str, Any] = {}
-    if state.is_file():
-        extra = torch.load(state, map_location="cpu", weights_only=True)
-    pair = extra.pop("pair", None)
-    with safe_open(str(weights), framework="pt") as file:
-        mine = (file.metadata() or {}).get("pair")
-        if mine is not None and pair is not None and mine != pair:
-            return None
-        return {name: file.get_tensor(name) for name in file.keys()}, extra  # noqa: SIM118
+def _read(files: FilePair, patience: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read both files of one saving, however many others are made meanwhile."""
+    until, rounds = time.monotonic() + patience, 0
+    while True:
+        with nullcontext() if rounds < _ROUNDS else files.undisturbed():
+            found = _read_once(files)
+        if found is None:
+            rounds += 1
+            if rounds == _ROUNDS:
+                log.info("%s is replaced while it is read; keeping others out", files.weights)
+            continue
+        number, tensors, extra = found
+        if extra.pop("pair", number) == number:  # a state of others has none
+            return tensors, extra
+        if time.monotonic() >= until:
+            raise UsageError(
+                f"{files.weights.name} and {files.state.name} were not saved together. Take both "
+                f"from one copy (where they were saved there may be a folder *.part-{number} with "
+                f"this state), or move {files.state.name} away to load the weights alone."
+            )
+        time.sleep(0.05)
+
+
+def _read_once(
+    files: FilePair,
+) -> tuple[str | None, dict[str, Tensor], dict[str, Any]] | None:
+    """Read the weights' number and both files; None if others have replaced them meanwhile."""
+    number, damage = _number(files.weights), None
+    try:
+        tensors, extra = _read_weights(files.weights), _read_state(files, number)
+    except FileNotFoundError:
+        return None  # the state has just been moved to its name
+    except UsageError as problem:
+        damage = problem
+    if _number(files.weights) != number:
+        return None  # mixed perhaps: safetensors opens a name twice
+    if damage is not None:
+        raise damage
+    return number, tensors, extra
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    with _named(path, _WHOLE_COPY):
+        return load_file(path)
+
+
+def _read_state(files: FilePair, number: str | None) -> dict[str, Any]:
+    path = files.state_of(number)
+    if path == files.state and not path.is_file():
+        return {}
+    with _named(path, _STATE_REMEDY):
+        extra: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        parts = [extra, extra.get("extra_state") or {}, extra.get("optimizer") or {}]
+        if not all(isinstance(part, dict) and all(map(_is_name, part)) for part in parts):
+            raise TypeError("not what save writes")
+    return extra
+
+
+def _number(path: Path) -> str | None:
+    """Return the number of the saving that wrote these weights; None for those of others."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return (file.metadata() or {}).get("pair")
+    except SafetensorError:
+        return None
+
+
+def _is_name(key: object) -> bool:
+    return isinstance(key, str)
+
+
+@contextmanager
+def _named(path: Path, remedy: str) -> Iterator[None]:
+    """Name a file that cannot be read. What torch says of it is left out: it advises to load the
+    file with weights_only=False, which runs code from it."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError, UsageError):
+        raise
+    except Exception as problem:  # whatever a reader meets in a damaged file
+        log.debug("%s cannot be read", path, exc_info=problem)
+        raise UsageError(
+            f"{path} is damaged, or is no file that `save` wrote; nothing in it was run. {remedy}."
+        ) from None
 
 
 def _check_optimizer(optimizer: Optimizer, kind: str | None, state: Path) -> None:
@@ -179,6 +269,18 @@ def _check_optimizer(optimizer: Optimizer, kind: str | None, state: Path) -> Non
             f"{state.name} holds the state of {kind}, and the model is compiled with {own}; "
             f"compile it with {kind}, or load before compile, which reads the weights alone."
         )
+
+
+def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], state: Path) -> None:
+    with _named(state, _STATE_REMEDY):
+        try:
+            optimizer.load_state_dict(saved)
+        except ValueError as problem:  # torch's word for parameter groups of another size
+            raise UsageError(
+                f"{state} does not fit the model's optimizer ({problem}): it was saved with other "
+                "parameters, or other groups of them. Load before compile reads the weights alone, "
+                "and says what differs in them."
+            ) from None
 
 
 def _check_complete(module: nn.Module, found: dict[str, Any], state: Path) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stratagem.wire.shared_memory import SharedMemoryCollective, Table, sum_rows
+from stratagem.wire.shared_memory import SharedMemoryCollective, SharedTable, sum_rows
 
 #: rows of the weight that a replica must have for its product to be an efficient one
 _ROWS = 16
@@ -31,10 +31,8 @@ def worth_factoring(weight: Tensor, replicas: int) -> bool:
     return weight.dim() == 2 and len(weight) >= _ROWS * replicas
 
 
-def make_factors(
-    weights: Sequence[Tensor], collective: SharedMemoryCollective
-) -> list[Factors]:
-    """Those of some weights, all in one piece of shared memory. Made collectively."""
+def make_factors(weights: Sequence[Tensor], collective: SharedMemoryCollective) -> list[Factors]:
+    """Return the factors of some weights, in one piece of shared memory. Made collectively."""
     if not weights:
         return []
     sizes = [_most_rows(w, collective.size) * sum(w.shape) for w in weights]
@@ -53,7 +51,7 @@ def _most_rows(weight: Tensor, replicas: int) -> int:
 
 
 class Factors:
-    """Those of one weight."""
+    """The factors of one weight's gradient."""
 
     def __init__(
         self, weight: Tensor, memory: Tensor, marks: Sequence[memoryview], rank: int
@@ -89,12 +87,12 @@ class Factors:
         return True
 
     def mark(self, product: bool) -> None:
-        """Before the others look: what of this replica's gradient lies where."""
+        """Say, before the other replicas look, where this replica's gradient lies."""
         self._mark[0], self._mark[1] = self._mine if self.kept else (0, 0)
         self._mark[2] = product
 
     def add_up(
-        self, lo: int, hi: int, scale: float, products: tuple[Table, int], total: Tensor
+        self, lo: int, hi: int, scale: float, products: tuple[SharedTable, int], total: Tensor
     ) -> None:
         """Rows lo..hi of the gradient, over all replicas, into `total`.
 

@@ -15,13 +15,22 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.state.recipe import OptimizerRecipe
+from stratagem.state.optimizer_recipe import OptimizerRecipe
 
 State = dict[str, Any]
 #: these update every element by itself, so that a variable may be cut between rows
 _BY_ROWS = {
-    "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Lion", "Ftrl",
-}  # fmt: skip
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "Nadam",
+    "Lion",
+    "Ftrl",
+}
 _WRAPPERS = {"LossScaleOptimizer", "MultiOptimizer"}
 #: lists of an optimizer that hold something else than its state by variable
 _NO_SLOTS = {"_variables", "_trainable_variables"}
@@ -42,14 +51,17 @@ def describe(optimizer: Any, variables: Sequence[Any]) -> OptimizerRecipe:
         )
     constraints = [_named(v.constraint, keras.constraints, "constraint") for v in variables]
     about = {
-        "paths": [v.path for v in variables], "constraints": constraints,
+        "paths": [v.path for v in variables],
+        "constraints": constraints,
         "decays": [bool(optimizer._use_weight_decay(v)) for v in variables],
-    }  # fmt: skip
+    }
     by_rows = name in _BY_ROWS and not optimizer.clipnorm and not any(constraints)
     group = {
-        "config": settings(optimizer), "about": json.dumps(about), "by_rows": by_rows,
+        "config": settings(optimizer),
+        "about": json.dumps(about),
+        "by_rows": by_rows,
         "variables": list(range(len(variables))),
-    }  # fmt: skip
+    }
     return OptimizerRecipe("keras", name, (group,))
 
 
@@ -75,8 +87,9 @@ def settings(optimizer: Any) -> str:
     config = dict(optimizer.get_config())
     rate = config["learning_rate"]
     if isinstance(rate, dict):
-        config["learning_rate"] = _named(optimizer._learning_rate, keras.optimizers.schedules,
-                                         "schedule of the learning rate")  # fmt: skip
+        config["learning_rate"] = _named(
+            optimizer._learning_rate, keras.optimizers.schedules, "schedule of the learning rate"
+        )
     try:
         return json.dumps(config)
     except TypeError as problem:
@@ -110,7 +123,7 @@ def make(recipe: OptimizerRecipe) -> Any:
 
 
 def read_settings(text: str) -> dict[str, Any]:
-    """The config again; the lead clips by the global norm, since a server sees its share only."""
+    """The config again; the coordinator clips by the global norm: a server sees a share."""
     config: dict[str, Any] = json.loads(text)
     config.pop("global_clipnorm", None)
     return config
@@ -147,8 +160,11 @@ def states(optimizer: Any, variables: Sequence[Any]) -> list[State]:
     found = []
     for variable in variables:
         i = optimizer._get_variable_index(variable)
-        own = {name: slot[i].value.detach().clone()
-               for name, slot in slots.items() if slot[i] is not None}  # fmt: skip
+        own = {
+            name: slot[i].value.detach().clone()
+            for name, slot in slots.items()
+            if slot[i] is not None
+        }
         found.append({**common, **own})
     return found
 
@@ -175,9 +191,11 @@ def _kept(optimizer: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         if isinstance(value, keras.Variable):
             scalars[name] = value
         elif (
-            isinstance(value, list) and len(value) == count and name not in _NO_SLOTS
+            isinstance(value, list)
+            and len(value) == count
+            and name not in _NO_SLOTS
             and any(isinstance(each, keras.Variable) for each in value)
-        ):  # fmt: skip
+        ):
             slots[name] = value
     known = {id(v) for v in scalars.values()}
     known |= {id(v) for slot in slots.values() for v in slot}

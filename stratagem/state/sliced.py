@@ -11,14 +11,22 @@ optimizer step on that 1/N alone, so that the update costs N times less, too.
                                                      replica 0
 
 Weights of large linear layers have their gradients in factors (factors.py), which each replica
-multiplies for its slice. The optimizer's state lies in shared memory, too (shared_state.py), each
-replica's part beside the others'. Only optimizers that treat every element by itself can be
-sliced; `can_slice` knows which.
+multiplies for its slice. The optimizer's state lies in shared memory, too, each replica writing its
+own part:
+
+    exp_avg      [ replica 0 | replica 1 | replica 2 ]
+    exp_avg_sq   [ replica 0 | replica 1 | replica 2 ]
+    step         a number a parameter, from the replica that has its first element
+
+So every replica sees the whole state at any time: when a checkpoint is due, when a fit ends, and
+also after another replica has died or the user has pressed Ctrl-C.
+
+Only optimizers that treat every element by itself can be sliced; `can_slice` knows which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +34,106 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.state.elementwise import ELEMENTWISE
+from stratagem.figures.meter import METER
 from stratagem.state.factors import make_factors
-from stratagem.state.shared_state import MORE_STATE, SharedState
+from stratagem.state.optimizer_recipe import ELEMENTWISE
 from stratagem.wire.buckets import Buckets
 from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_rows
+
+#: settings that add to the state and may be changed on the way
+MORE_STATE = {"momentum": 0.9, "amsgrad": True, "centered": True}
+
+
+class SharedState:
+    """The state of one optimizer over some parameters. Made collectively."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params: Sequence[nn.Parameter],
+        collective: SharedMemoryCollective,
+    ) -> None:
+        self._params = list(params)
+        self._starts = [0]
+        for param in params:
+            self._starts.append(self._starts[-1] + param.numel())
+        elements, numbers, dtype = _kinds(optimizer)
+        self._elements = _rows(elements, self._starts[-1], torch.float32, collective)
+        self._numbers = _rows(numbers, len(params), dtype, collective)
+        #: by name, which parameters have such a state
+        self._there = _rows([*elements, *numbers], len(params), torch.bool, collective)
+
+    def move_in(self, state: dict[str, Any], index: int, lo: int, hi: int) -> None:
+        """Have the state of elements lo..hi of a parameter live here from now on."""
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            if name in self._elements:
+                start = self._starts[index]
+                state[name] = self._elements[name][start + lo : start + hi]
+            elif name in self._numbers and lo == 0:
+                state[name] = self._numbers[name][index]
+            else:
+                continue  # a number that another replica has here
+            if state[name].data_ptr() != value.data_ptr():
+                state[name].copy_(value)
+            if lo == 0:
+                self._there[name][index] = True
+
+    def part(self, whole: Mapping[str, Any], index: int, lo: int, hi: int) -> dict[str, Any]:
+        """Of a parameter's state, that of elements lo..hi, in memory of its own."""
+        shape = self._params[index].shape
+        state: dict[str, Any] = {}
+        for name, value in whole.items():
+            if name in self._elements and isinstance(value, Tensor) and value.shape == shape:
+                state[name] = value.reshape(-1)[lo:hi].clone()
+            elif name in self._numbers and isinstance(value, Tensor):
+                state[name] = value.clone()
+        return state
+
+    def give(self, optimizer: Optimizer, *, copy: bool) -> None:
+        """All of it to an optimizer of whole parameters; without `copy` it goes on living here."""
+        for index, param in enumerate(self._params):
+            state = optimizer.state[param] if self._has(index) else {}
+            for name, row in self._elements.items():
+                if self._there[name][index]:
+                    lo, hi = self._starts[index], self._starts[index + 1]
+                    mine = row[lo:hi].view(param.shape)
+                    state[name] = mine.clone() if copy else mine
+            for name, row in self._numbers.items():
+                if self._there[name][index]:
+                    state[name] = row[index].clone() if copy else row[index]
+
+    def _has(self, index: int) -> bool:
+        return any(bool(row[index]) for row in self._there.values())
+
+
+def _rows(
+    names: Sequence[str], count: int, dtype: torch.dtype, collective: SharedMemoryCollective
+) -> dict[str, Tensor]:
+    if not names:
+        return {}
+    made = collective.table(count, dtype, rows=len(names))
+    return dict(zip(names, made.rows, strict=True))
+
+
+def _kinds(optimizer: Optimizer) -> tuple[list[str], list[str], torch.dtype]:
+    """What a step leaves in its state: tensors like the parameter, numbers, and their type."""
+    elements, numbers = set(), {}
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        settings |= {key: value for key, value in MORE_STATE.items() if key in settings}
+        probe = torch.zeros(2, dtype=torch.float32)
+        probe.grad = torch.zeros_like(probe)
+        tried: Any = type(optimizer)([{**settings, "params": [probe]}])  # type: ignore[call-arg]
+        tried.step()
+        for name, value in tried.state[probe].items():
+            if isinstance(value, Tensor) and value.shape == probe.shape:
+                elements.add(name)
+            elif isinstance(value, Tensor):
+                numbers[name] = value.dtype
+    dtype = next(iter(numbers.values()), torch.float32)
+    return sorted(elements), sorted(numbers), dtype
 
 
 def can_slice(optimizer: Optimizer, params: list[nn.Parameter]) -> bool:
@@ -39,7 +142,7 @@ def can_slice(optimizer: Optimizer, params: list[nn.Parameter]) -> bool:
 
 
 @dataclass
-class Piece:
+class SlicePiece:
     """Elements lo..hi of parameter `index`, which this replica updates; they begin at `at`."""
 
     index: int
@@ -54,9 +157,12 @@ class SlicedUpdate:
     """One replica's slice of the parameters and of the optimizer's state. Made collectively."""
 
     def __init__(
-        self, optimizer: Optimizer, buckets: Buckets, collective: SharedMemoryCollective,
+        self,
+        optimizer: Optimizer,
+        buckets: Buckets,
+        collective: SharedMemoryCollective,
         factored: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`factored`: parameters whose gradients come in factors."""
         (bucket,) = buckets.buckets
         self.optimizer, self.buckets, self.collective = optimizer, buckets, collective
@@ -83,6 +189,7 @@ class SlicedUpdate:
 
     def add_up(self) -> list[float]:
         """Wait for every replica's gradients; returns the notes added up."""
+        METER.bytes += self.table.rows[0].nbytes
         self.collective.meet("gradient")
         numbers: list[float] = self._tails.sum(0).tolist()
         notes = len(numbers) - len(self.buckets.params)
@@ -160,7 +267,7 @@ class SlicedUpdate:
             if param.data_ptr() != view.data_ptr():
                 param.data = view.copy_(param.detach())
 
-    def _cut(self, members: list[int]) -> list[Piece]:
+    def _cut(self, members: list[int]) -> list[SlicePiece]:
         """What this replica updates: some rows of each factored weight, since these are work, and
         one slice of all the rest."""
         rank, size = self.collective.rank, self.collective.size
@@ -180,7 +287,7 @@ class SlicedUpdate:
         self._total = torch.empty(sum(hi - lo for _, lo, hi, _ in ranges), dtype=torch.float32)
         grads = torch.split(self._total, [hi - lo for _, lo, hi, _ in ranges])
         return [
-            Piece(i, lo, hi, at, self._flat[at : at + hi - lo], grad)
+            SlicePiece(i, lo, hi, at, self._flat[at : at + hi - lo], grad)
             for (i, lo, hi, at), grad in zip(ranges, grads, strict=True)
         ]
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from stratagem.errors import UsageError
-from stratagem.state.recipe import OptimizerRecipe, build, settings_of, tuned
+from stratagem.state.optimizer_recipe import OptimizerRecipe, build, settings_of, tuned
 
 #: their step is no multiple of the learning rate: it is state, or bounded
 _OWN_RATE = {"ASGD", "Rprop", "Adafactor"}
@@ -146,12 +146,18 @@ class Stepper:
         mixed = [
             group
             for group in self.optimizer.param_groups
-            if self.name == "SGD" and group.get("fused") and group["momentum"]
-            and len({
-                self.optimizer.state.get(p, {}).get("momentum_buffer") is None
-                for p in group["params"] if p.grad is not None
-            }) > 1
-        ]  # fmt: skip
+            if self.name == "SGD"
+            and group.get("fused")
+            and group["momentum"]
+            and len(
+                {
+                    self.optimizer.state.get(p, {}).get("momentum_buffer") is None
+                    for p in group["params"]
+                    if p.grad is not None
+                }
+            )
+            > 1
+        ]
         with _changed(mixed, "fused", lambda fused: False):
             yield
 

@@ -3,8 +3,8 @@
     push -> add -> [ sum ] -> apply -> [ values ], version + 1 -> changed_since -> pull
 
 The values of all pieces lie one after the other in one flat tensor, which may be memory that other
-processes see; the optimizer works on views of it, and it is never allocated again. The store does
-what it is told: which gradients count, and when the sum is applied, is decided elsewhere.
+processes see; the optimizer works on views of it, and it is never allocated again. The store
+decides nothing: the coordinator says which gradients count, and when the sum is applied.
 
 Every method holds `lock`; hold it yourself to read several things of one version.
 """
@@ -12,6 +12,7 @@ Every method holds `lock`; hold it yourself to read several things of one versio
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +20,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.codecs.codec import PLAIN, Codec
 from stratagem.errors import UsageError
-from stratagem.state.assembly import assemble as assemble
-from stratagem.state.assembly import cut as cut
-from stratagem.state.layout import Layout
+from stratagem.state.optimizer_recipe import OptimizerRecipe
 from stratagem.state.partition import Piece
-from stratagem.state.recipe import OptimizerRecipe
-from stratagem.state.row_versions import RowVersions
 from stratagem.state.stepper import Steps, stepper_for
-from stratagem.state.sums import GradientSum, distance_squared
+from stratagem.state.sums import GradientSum, PieceLayout, distance_squared
+
+_RECENT = 64  # updates are kept, while they are no more than
+_ROOM = 0.5  # of the piece's rows: copies must not take more memory than it does
+_MANY = 16  # updates and more may name the same rows again and again
+
+#: rows, and what they became; None: what they are by now
+Change = tuple[Tensor, Tensor | None]
+
+
+class RowVersions:
+    """The changes of the rows of one piece; versions only grow."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._table = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._recent: deque[tuple[int, Tensor, Tensor]] = deque()
+        self._kept = 0  # rows in them
+        self._forgotten = 0  # the version of the last change that is in the table alone
+
+    def note(self, version: int, rows: Tensor, piece: Tensor) -> None:
+        """These rows changed, and this is the version after it, and the piece."""
+        self._table[rows] = version
+        rows = rows.clone()  # they may be a part of memory for all that came
+        self._recent.append((version, rows, piece.index_select(0, rows)))
+        self._kept += len(rows)
+        while len(self._recent) > _RECENT or self._kept > _ROOM * len(self._table):
+            self._forgotten, forgotten, _ = self._recent.popleft()
+            self._kept -= len(forgotten)
+
+    def since(self, version: int) -> list[Change]:
+        """The rows that changed after `version`, in the order of changes."""
+        if version < self._forgotten:
+            return [((self._table > version).nonzero().flatten(), None)]
+        changes: list[Change] = [
+            (rows, new) for changed, rows, new in self._recent if changed > version
+        ]
+        if len(changes) <= _MANY:
+            return changes
+        return [(torch.unique(torch.cat([rows for rows, _ in changes])), None)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +80,7 @@ class Delta:
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class StoreSnapshot:
     """A copy of the values and of the optimizer's state by piece, all of one version."""
 
     version: int
@@ -66,21 +102,23 @@ class Store:
     ) -> None:
         """`pieces` are this server's, in order; `values` is memory to live in."""
         self.pieces, self.lock, self.version = list(pieces), threading.RLock(), 0
-        self.layout = Layout([piece.shape(shapes[piece.variable]) for piece in pieces])
+        self.layout = PieceLayout([piece.shape(shapes[piece.variable]) for piece in pieces])
         self.count = self.layout.count
         if values is None:
             values = torch.zeros(self.count, dtype=dtype, device=device)
         elif (
-            values.shape != (self.count,) or values.dtype is not dtype
-            or not values.is_contiguous() or values.device.type != torch.device(device).type
-        ):  # fmt: skip
+            values.shape != (self.count,)
+            or values.dtype is not dtype
+            or not values.is_contiguous()
+            or values.device.type != torch.device(device).type
+        ):
             raise UsageError(
                 f"the pieces need a flat, contiguous tensor of {self.count} {dtype} on {device}, "
                 f"not {tuple(values.shape)}, {values.dtype} on {values.device}."
             )
         self.values = values.detach()
         self.views = self.layout.views(self.values)
-        self._sum = GradientSum(self.layout, dtype, values.device)
+        self.sum = GradientSum(self.layout, dtype, values.device)
         named = [(p.variable, v) for p, v in zip(pieces, self.views, strict=True)]
         self._stepper = stepper_for(recipe, named, self.values) if recipe is not None else None
         stepper = self._stepper
@@ -95,15 +133,21 @@ class Store:
     # --- gradients ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def add(self, grad: Tensor, factor: float, used: Sequence[bool] | None = None) -> None:
+    def add(
+        self,
+        grad: Tensor,
+        factor: float,
+        used: Sequence[bool] | None = None,
+        codec: Codec = PLAIN,
+    ) -> None:
         """Add factor * grad to the sum that waits.
 
-        `grad` is flat, of any floating-point type: all pieces one after the other or, where
-        `used` leaves some out, just the used ones.
+        `grad` is flat, encoded by `codec` or of any floating-point type: all pieces one after the
+        other or, where `used` leaves some out, just the used ones.
         """
         with self.lock:
             self._refuse_dense(used)
-            self._sum.add(grad, factor, used)
+            self.sum.add(grad, factor, used, codec)
 
     @torch.no_grad()
     def add_rows(self, piece: int, rows: Tensor, values: Tensor, factor: float) -> None:
@@ -112,13 +156,13 @@ class Store:
         No rows at all still mean that the piece was used: its optimizer counts the step.
         """
         with self.lock:
-            self._sum.add_rows(piece, rows, values, factor)
+            self.sum.add_rows(piece, rows, values, factor)
 
     @torch.no_grad()
     def norm_squared(self, scale: float) -> float:
         """Of the sum that waits, times `scale`."""
         with self.lock:
-            return self._sum.norm_squared(scale)
+            return self.sum.norm_squared(scale)
 
     @torch.no_grad()
     def distance_squared(self, then: Tensor) -> float:
@@ -133,13 +177,17 @@ class Store:
         """Step with the sum times `scale`; `rate` times the learning rate, for this step only."""
         with self.lock:
             stepper = self._optimizer()
-            self._step(stepper, self._sum.take(scale, clip_value), rate)
+            self._step(stepper, self.sum.take(scale, clip_value), rate)
 
     @torch.no_grad()
     def apply_one(
-        self, grad: Tensor, factor: float, used: Sequence[bool] | None = None, rate: float = 1.0,
+        self,
+        grad: Tensor,
+        factor: float,
+        used: Sequence[bool] | None = None,
+        rate: float = 1.0,
         clip_value: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`add` and `apply` of one gradient, in its own memory, which may be changed.
 
         (Gradients of another type, or of many small pieces, are copied after all.) Rows that
@@ -148,13 +196,13 @@ class Store:
         with self.lock:
             stepper = self._optimizer()
             self._refuse_dense(used)
-            grads = self._sum.take_one(grad, factor, used, clip_value)
+            grads = self.sum.take_one(grad, factor, used, clip_value)
             self._step(stepper, grads, rate)
 
     def forget(self) -> None:
         """Throw away the sum that waits."""
         with self.lock:
-            self._sum.clear()
+            self.sum.clear()
 
     def _step(self, stepper: Steps, grads: list[Tensor | None], rate: float) -> None:
         moved = stepper.step(grads, rate)
@@ -184,7 +232,7 @@ class Store:
 
     @torch.no_grad()
     def changed_since(self, version: int) -> list[Delta]:
-        """What somebody with the values of `version` (-1: with none) lacks, by piece."""
+        """Return what a worker with the values of `version` (-1: with none) lacks, by piece."""
         with self.lock:
             deltas = []
             for i, changed in enumerate(self._changed):
@@ -230,11 +278,11 @@ class Store:
             self._optimizer().set_settings(groups)
 
     @torch.no_grad()
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> StoreSnapshot:
         """Copies, so that training may go on. A sum that waits is not part of it."""
         with self.lock:
             states = self._stepper.states() if self._stepper else [{} for _ in self.pieces]
-            return Snapshot(self.version, self.values.clone(), states)
+            return StoreSnapshot(self.version, self.values.clone(), states)
 
     @torch.no_grad()
     def restore_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -244,9 +292,11 @@ class Store:
 
     @torch.no_grad()
     def restore(
-        self, values: Tensor | None, states: Sequence[Mapping[str, Any]] | None,
+        self,
+        values: Tensor | None,
+        states: Sequence[Mapping[str, Any]] | None,
         version: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take over copies of values, of the optimizer's state by piece, or of both.
 
         Everybody must fetch all values again. `version` goes on from a saved job's; it never falls.
@@ -264,4 +314,4 @@ class Store:
                 self.values.copy_(values)
                 # one more than now: who holds this very version has it from before
                 self._changed = [self.version + 1] * len(self.pieces)
-            self._sum.clear()
+            self.sum.clear()

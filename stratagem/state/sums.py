@@ -1,20 +1,98 @@
-"""Gradients added up until the next update.
+"""Gradients added up until the next update, and where each piece lies in flat memory.
 
 Dense gradients meet in one flat block of memory, in float32 at least whatever they came in. Which
 pieces have something in them is kept beside it: the first gradient of a piece is written, not
 added, so that nothing is ever filled with zeros. Sparse gradients wait as rows.
+
+The pieces of one server lie one after the other. A gradient may also come with the pieces that were
+not used left out; then the remaining pieces move up:
+
+    all pieces        [ 0 0 0 | 1 1 | 2 2 2 2 ]
+    just the used     [ 0 0 0 | 2 2 2 2 ]            used = [True, False, True]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from stratagem.codecs.codec import PLAIN, Codec
 from stratagem.errors import UsageError
-from stratagem.state.layout import Layout
+
+
+class PieceRun(NamedTuple):
+    """Neighbouring pieces to be treated alike: lo..hi here, from `at` on in what was given."""
+
+    lo: int
+    hi: int
+    at: int
+    alike: bool
+
+
+class PieceLayout:
+    """Shapes, sizes and places of pieces."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.shapes = list(shapes)
+        self.sizes = [math.prod(shape) for shape in shapes]
+        self.starts = list(accumulate(self.sizes, initial=0))
+        self.count = self.starts.pop()
+        self._strides = [
+            tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))) for shape in shapes
+        ]
+
+    def flags(self, used: Sequence[bool] | None) -> list[bool]:
+        """Which pieces are used; all of them if nothing is said."""
+        if used is None:
+            return [True] * len(self.sizes)
+        if len(used) != len(self.sizes):
+            raise UsageError(f"{len(used)} flags for {len(self.sizes)} pieces of a gradient.")
+        return [bool(flag) for flag in used]
+
+    def places(self, grad: Tensor, flags: Sequence[bool]) -> list[int]:
+        """Where each piece begins in `grad`, which holds all pieces or just the used ones."""
+        sizes = [size if flag else 0 for size, flag in zip(self.sizes, flags, strict=True)]
+        few = sum(sizes)
+        if grad.dim() != 1 or not grad.is_floating_point() or grad.numel() not in (self.count, few):
+            raise UsageError(
+                f"a gradient of shape {tuple(grad.shape)}, {grad.dtype}, came for pieces of "
+                f"{self.count} elements, {few} of them used: it must be flat and floating point."
+            )
+        if grad.numel() == self.count:
+            return self.starts
+        return list(accumulate(sizes, initial=0))[:-1]
+
+    def view(self, flat: Tensor, piece: int, at: int) -> Tensor:
+        """The piece in a contiguous flat tensor; a single call, since there may be hundreds."""
+        return flat.as_strided(self.shapes[piece], self._strides[piece], flat.storage_offset() + at)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        return [self.view(flat, i, start) for i, start in enumerate(self.starts)]
+
+    def runs(
+        self, flags: Sequence[bool], places: Sequence[int], alike: Sequence[bool]
+    ) -> Iterator[PieceRun]:
+        """The flagged pieces, neighbours together as long as they are alike."""
+        lo = hi = at = -1
+        kind = False
+        for start, size, flag, place, this in zip(
+            self.starts, self.sizes, flags, places, alike, strict=True
+        ):
+            if not flag:
+                continue
+            if start != hi or this is not kind:
+                if hi > lo:
+                    yield PieceRun(lo, hi, at, kind)
+                lo, at, kind = start, place, this
+            hi = start + size
+        if hi > lo:
+            yield PieceRun(lo, hi, at, kind)
+
 
 _CHUNK, _ROW = 1 << 16, 1 << 10
 #: pieces of so few elements are copied in the time that a view of one takes to make
@@ -24,7 +102,7 @@ _SMALL = 1 << 13
 class GradientSum:
     """The sum of weighted gradients of one server's pieces."""
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: PieceLayout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self.dtype = torch.float64 if dtype is torch.float64 else torch.float32
         self._memory: tuple[Tensor, list[Tensor]] | None = None
@@ -51,17 +129,24 @@ class GradientSum:
 
     # --- adding -----------------------------------------------------------------------------
 
-    def add(self, grad: Tensor, factor: float, used: Sequence[bool] | None = None) -> None:
+    def add(
+        self,
+        grad: Tensor,
+        factor: float,
+        used: Sequence[bool] | None = None,
+        codec: Codec = PLAIN,
+    ) -> None:
         flags = self.layout.flags(used)
         places = self.layout.places(grad, flags)
         for lo, hi, at, filled in self.layout.runs(flags, places, self._filled):
             given, into = grad[at : at + hi - lo].to(self.device), self.flat[lo:hi]
             if filled:
-                into.add_(given, alpha=factor)
+                codec.decode_add(given, into, factor)
             elif factor != 1.0 and given.dtype is self.dtype:
                 torch.mul(given, factor, out=into)
             else:
-                _scale(into.copy_(given), factor, None)
+                codec.decode(given, into)
+                _scale(into, factor, None)
         self._filled = [a or b for a, b in zip(self._filled, flags, strict=True)]
 
     def add_rows(self, piece: int, rows: Tensor, values: Tensor, factor: float) -> None:
@@ -85,6 +170,25 @@ class GradientSum:
     def _sparse(self, piece: int, rows: Tensor, values: Tensor) -> Tensor:
         shape = self.layout.shapes[piece]
         return torch.sparse_coo_tensor(rows.unsqueeze(0), values, shape, check_invariants=False)
+
+    def copy(self) -> list[Any]:
+        """All that waits, as a tree."""
+        rows = {
+            str(piece): [[part._indices()[0].cpu(), part._values().cpu()] for part in parts]
+            for piece, parts in self._rows.items()
+        }
+        dense = self.flat.clone().cpu() if any(self._filled) else None
+        return [dense, list(self._filled), rows]
+
+    def take_over(self, copy: Sequence[Any]) -> None:
+        """Go on with what waits in another sum."""
+        dense, filled, rows = copy
+        if dense is not None:
+            self.flat.copy_(dense)
+        self._filled = list(filled)
+        for piece, parts in rows.items():
+            for numbers, values in parts:
+                self.add_rows(int(piece), numbers, values, 1.0)
 
     # --- what waits ---------------------------------------------------------------------------
 

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
+from stratagem.arguments import by_name
 from stratagem.rules.updates import Synchronous, Updates
-from stratagem.strategies import devices
-from stratagem.strategies.agreement import Patience
-from stratagem.strategies.company import Company
-from stratagem.strategies.parameters.crew import Crew
-from stratagem.strategies.parameters.local_cluster import LocalCluster
-from stratagem.strategies.served import ServedStrategy, check_spares
-from stratagem.strategies.settings import Served, Settings
-from stratagem.strategies.team import Team
+from stratagem.servers.local_cluster import LocalCluster
+from stratagem.servers.worker_group import WorkerGroup
+from stratagem.strategies.server_strategy import ServerStrategy, check_spares
+from stratagem.strategies.task_group import TaskGroup
+from stratagem.training import devices
+from stratagem.training.agreement import Patience
+from stratagem.training.replica_group import ReplicaGroup
+from stratagem.training.settings import Served, Settings
 
 
-class CentralStorageStrategy(ServedStrategy):
+class CentralStorageStrategy(ServerStrategy):
     """One set of parameters on one machine.
 
     Args:
@@ -31,6 +32,7 @@ class CentralStorageStrategy(ServedStrategy):
     them. Otherwise a server of this machine keeps the parameters, and memory is shared with it.
     """
 
+    @by_name
     def __init__(
         self,
         compute_devices: Sequence[str | torch.device] | str | None = None,
@@ -46,15 +48,15 @@ class CentralStorageStrategy(ServedStrategy):
         patience = patience or Patience()
         in_step = updates == Synchronous()
         on_cpu = all(name.startswith("cpu") for name in (*compute, home))
-        team: Company
+        replica_group: TaskGroup
         if in_step and (on_cpu or compute == (home,)):
             settings = Settings()
-            team = Team(compute, settings, None, patience)
+            replica_group = ReplicaGroup(compute, settings, None, patience)
         else:
             settings = Settings(served=Served(updates, None, len(compute), 1))
             cluster = LocalCluster(workers=len(compute), ps=1)
-            team = Crew(compute, None, cluster, patience, parameter_device=home)
-        super().__init__(team, settings)
+            replica_group = WorkerGroup(compute, None, cluster, patience, parameter_device=home)
+        super().__init__(replica_group, settings)
         self.parameter_device = home
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from enum import StrEnum
+from functools import partial
 
 import torch
 
+from stratagem.arguments import by_name
 from stratagem.cluster.environment import detect
 from stratagem.cluster.spec import Place
-from stratagem.codecs.reducer import wire_type
+from stratagem.codecs.codec import wire_type
 from stratagem.errors import UsageError
-from stratagem.strategies import cross_device, devices
-from stratagem.strategies.agreement import Patience
-from stratagem.strategies.cross_device import CrossDeviceOps
-from stratagem.strategies.settings import Settings
 from stratagem.strategies.strategy import Strategy
-from stratagem.strategies.team import Team
+from stratagem.training import cross_device, devices
+from stratagem.training.agreement import Patience
+from stratagem.training.cross_device import CrossDeviceOps
+from stratagem.training.elastic import Elastic
+from stratagem.training.replica_group import ReplicaGroup
+from stratagem.training.settings import Settings
 
 
 class MirroredStrategy(Strategy):
@@ -25,17 +29,22 @@ class MirroredStrategy(Strategy):
     Args:
         devices: `["/gpu:0", "/gpu:1"]`, `["cuda:0"]`, `["cpu:0", "cpu:1"]`; by default every GPU,
             else the CPU.
-        cross_device_ops: how gradients are added up; see `stratagem.strategies.cross_device`.
+        cross_device_ops: how gradients are added up; see `stratagem.training.cross_device`.
             None takes the usual one, "auto" measures and takes the fastest.
         wire: "bfloat16" halves the bytes that travel; sums stay in fp32.
         sync_batchnorm: normalise over the global batch instead of each replica's share.
         cluster: a `Place` to use instead of the one in the environment.
         patience: how long to wait for tasks.
+        insecure: train over a network without STRATAGEM_SECRET; see docs/security.md.
+        elastic: replicas may die and join while `fit` goes on with the same result; see
+            docs/elastic.md.
+        min_replicas: with elastic, how many processes of a cluster must be left to go on.
 
     With a cluster in the environment (TF_CONFIG, torchrun, Slurm, Kubernetes, Vertex AI) the
     replicas of all its workers train together.
     """
 
+    @by_name
     def __init__(
         self,
         devices: Sequence[str | torch.device] | str | None = None,
@@ -45,23 +54,58 @@ class MirroredStrategy(Strategy):
         sync_batchnorm: bool = False,
         cluster: Place | None = None,
         patience: Patience | None = None,
+        insecure: bool = False,
+        elastic: bool = False,
+        min_replicas: int = 1,
     ) -> None:
         wire_type(wire)  # raises at once if there is no such type
-        settings = Settings(cross_device.named(cross_device_ops), wire, sync_batchnorm)
+        op = cross_device.named(cross_device_ops)
+        settings = Settings(op, wire, sync_batchnorm, elastic=elastic)
         place = cluster if cluster is not None else detect(os.environ)
         _check_role(place)
-        team = Team(_devices(devices, place), settings, place, patience or Patience())
-        super().__init__(team, settings)
+        found, patience = _devices(devices, place), patience or Patience()
+        replica_group = ReplicaGroup(
+            found,
+            settings,
+            place,
+            patience,
+            insecure=insecure,
+            elastic=Elastic(min_replicas) if elastic else None,
+        )
+        super().__init__(replica_group, settings)
+
+
+class CollectiveCommunication(StrEnum):
+    """What `communication` of a MultiWorkerMirroredStrategy may be."""
+
+    AUTO = "auto"
+    RING = "ring"
+    NCCL = "nccl"
+    HIERARCHICAL = "hierarchical"
+
+
+#: what tf.distribute calls them
+_ELSEWHERE = {
+    "cross_device_ops": 'it is communication="ring", "nccl", "hierarchical" or "auto"; '
+    "sg.MirroredStrategy takes any of cross_device_ops, over the workers of a cluster, too",
+    "communication_options": 'it is communication="ring", "nccl", "hierarchical" or "auto"',
+    "cluster_resolver": "the cluster is read from the environment (TF_CONFIG, torchrun, Slurm, "
+    "...), or given as cluster=sg.Place(...)",
+}
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
     """`MirroredStrategy` over the workers of a cluster; `communication` chooses the collective.
 
     Args:
-        communication: "ring", "nccl" or "auto" (measure); None takes the usual one.
+        communication: "ring", "nccl", "hierarchical" (inside each host first) or "auto" (measure);
+            None takes the usual one.
         cluster: a `Place`; by default read from the environment.
+        insecure: train over a network without STRATAGEM_SECRET; see docs/security.md.
+        elastic, min_replicas: as of `MirroredStrategy`.
     """
 
+    @partial(by_name, elsewhere=_ELSEWHERE)
     def __init__(
         self,
         communication: str | None = None,
@@ -71,15 +115,26 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         sync_batchnorm: bool = False,
         cluster: Place | None = None,
         patience: Patience | None = None,
+        insecure: bool = False,
+        elastic: bool = False,
+        min_replicas: int = 1,
     ) -> None:
-        if communication not in (None, "ring", "nccl", "auto"):
+        if communication is not None and communication not in list(CollectiveCommunication):
             raise UsageError(
-                f'communication={communication!r} is not known; choose "ring", "nccl" or "auto".'
+                f"communication={communication!r} is not known; choose one of "
+                f"{', '.join(repr(each.value) for each in CollectiveCommunication)}."
             )
         super().__init__(
-            devices, communication, wire=wire, sync_batchnorm=sync_batchnorm, cluster=cluster,
+            devices,
+            communication,
+            wire=wire,
+            sync_batchnorm=sync_batchnorm,
+            cluster=cluster,
             patience=patience,
-        )  # fmt: skip
+            insecure=insecure,
+            elastic=elastic,
+            min_replicas=min_replicas,
+        )
 
 
 def _devices(
@@ -113,4 +168,4 @@ _INSTEAD = {
 def single_device() -> Strategy:
     """One replica on the first device here: what a model without a scope uses."""
     settings = Settings()
-    return Strategy(Team(devices.present()[:1], settings, None, Patience()), settings)
+    return Strategy(ReplicaGroup(devices.present()[:1], settings, None, Patience()), settings)

@@ -5,28 +5,38 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from stratagem.cluster import blame
+from stratagem.arguments import by_name
+from stratagem.cluster import exit_cause
 from stratagem.cluster.environment import detect
-from stratagem.cluster.handshake import job_secret
+from stratagem.cluster.handshake import secret_for
 from stratagem.cluster.spec import Place
-from stratagem.codecs.reducer import wire_type
+from stratagem.codecs.codec import wire_type
 from stratagem.errors import ClusterError, ReplicaError, UsageError
 from stratagem.rules.updates import Asynchronous, Updates
+from stratagem.servers.evaluator_task import EvaluatorDevice, EvaluatorLink
+from stratagem.servers.local_cluster import LocalCluster
+from stratagem.servers.server import Server
+from stratagem.servers.worker_group import WorkerGroup
 from stratagem.state.partition import Partitioner
-from stratagem.strategies import devices
-from stratagem.strategies.agreement import Patience
-from stratagem.strategies.parameters.audience import Audience, Box
-from stratagem.strategies.parameters.crew import Crew
-from stratagem.strategies.parameters.local_cluster import LocalCluster
-from stratagem.strategies.parameters.server import Server
-from stratagem.strategies.served import ServedStrategy, check_spares
-from stratagem.strategies.settings import Served, Settings
+from stratagem.strategies.server_strategy import ServerStrategy, check_backups, check_spares
+from stratagem.training import devices
+from stratagem.training.agreement import Patience
+from stratagem.training.settings import Served, Settings
+from stratagem.training.termination import Termination
+
+#: what tf.distribute calls them
+_ELSEWHERE = {
+    "cluster_resolver": "the cluster is read from the environment (TF_CONFIG, ...), or given as "
+    "cluster=sg.LocalCluster(workers=4, ps=2)",
+    "variable_partitioner": "it is partitioner",
+}
 
 
-class ParameterServerStrategy(ServedStrategy):
+class ParameterServerStrategy(ServerStrategy):
     """Centralised parameters: on servers of a cluster, or of one that this process starts.
 
     Args:
@@ -35,13 +45,17 @@ class ParameterServerStrategy(ServedStrategy):
         updates: `Asynchronous(...)`, the default, or `Synchronous(spares=)`.
         partitioner: how variables are cut into pieces for the servers.
         wire: "bfloat16" halves the bytes that travel between machines, both ways.
+        backups: how many other servers hold each shard, too: one of them takes over when a server
+            dies. The first server, which decides, is held by nobody else.
         devices: those of the workers; by default every GPU, else the CPU.
         patience: how long to wait for tasks.
+        insecure: train over a network without STRATAGEM_SECRET; see docs/security.md.
 
     In a ps task of a cluster the strategy serves until the job is done, then ends the script. In
     the evaluator task `fit` evaluates every checkpoint that the chief writes.
     """
 
+    @partial(by_name, elsewhere=_ELSEWHERE)
     def __init__(
         self,
         cluster: LocalCluster | Place | None = None,
@@ -49,8 +63,10 @@ class ParameterServerStrategy(ServedStrategy):
         updates: Updates | None = None,
         partitioner: Partitioner | None = None,
         wire: str | None = None,
+        backups: int = 0,
         devices: Sequence[str | torch.device] | str | None = None,
         patience: Patience | None = None,
+        insecure: bool = False,
     ) -> None:
         wire_type(wire)
         updates = Asynchronous() if updates is None else updates
@@ -65,29 +81,45 @@ class ParameterServerStrategy(ServedStrategy):
             _check_place(place)
             if place.task.type == "ps":
                 try:
-                    serve(place, patience)
+                    serve(place, patience, insecure=insecure)
                 except ReplicaError as error:
-                    blame.because(error)
+                    exit_cause.because(error)
                     sys.exit(1)  # it has been said why
                 sys.exit(0)
             if place.task.type == "evaluator":
-                box = Box(_devices(devices, place, None)[0], str(place.task), patience)
+                box = EvaluatorDevice(_devices(devices, place, None)[0], str(place.task), patience)
                 super().__init__(box, Settings())
-                self.audience = Audience(place, patience)
+                self.audience = EvaluatorLink(place, patience, insecure=insecure)
                 box.start()
                 return
-        crew = Crew(_devices(devices, place, local), place, local, patience)
-        check_spares(updates, crew.size)
-        served = Served(updates, partitioner, crew.size, _servers(place, local))
+        check_backups(backups, _servers(place, local), updates)
+        worker_group = WorkerGroup(
+            _devices(devices, place, local),
+            place,
+            local,
+            patience,
+            insecure=insecure,
+            backups=backups,
+        )
+        check_spares(updates, worker_group.size)
+        servers = _servers(place, local)
+        served = Served(updates, partitioner, worker_group.size, servers, backups)
         settings = Settings(wire=wire, served=served)
-        super().__init__(crew, settings)
+        super().__init__(worker_group, settings)
 
 
-def serve(place: Place, patience: Patience | None = None) -> None:
+def serve(
+    place: Place,
+    patience: Patience | None = None,
+    *,
+    insecure: bool = False,
+    option: str = "insecure=True",
+) -> None:
     """Be the ps task of this place until the job ends."""
     spec = place.spec
-    secret = job_secret(os.environ, spec.to_json())
-    Server(place.task.index, spec.jobs["ps"], secret, patience or Patience()).serve()
+    secret = secret_for(spec, spec.jobs["ps"], insecure=insecure, option=option)
+    with Termination():  # workers that save need the servers; these end with the chief
+        Server(place.task.index, spec.jobs["ps"], secret, patience or Patience()).serve()
 
 
 def _check_place(place: Place) -> None:
@@ -107,9 +139,10 @@ def _servers(place: Place | None, local: LocalCluster | None) -> int:
 
 
 def _devices(
-    names: Sequence[str | torch.device] | str | None, place: Place | None,
+    names: Sequence[str | torch.device] | str | None,
+    place: Place | None,
     local: LocalCluster | None,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     found = devices.resolve(names)
     if local is None:
         if names is None and place is not None and place.local_rank is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -15,29 +15,39 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from stratagem import tracebacks
 from stratagem.cluster.membership import Membership
 from stratagem.errors import UsageError
-from stratagem.strategies import rehearsal
-from stratagem.strategies.agreement import Patience
-from stratagem.strategies.company import Company
-from stratagem.strategies.devices import place
-from stratagem.strategies.prepare import Prepared, prepare, prepare_loader
-from stratagem.strategies.replica import (
+from stratagem.state.checkpoint_folder import Checkpoints
+from stratagem.strategies.task_group import TaskGroup
+from stratagem.training import dry_run, hints
+from stratagem.training.agreement import Patience
+from stratagem.training.custom_loop import begin_loop
+from stratagem.training.devices import place
+from stratagem.training.loop_calls import backward_counted, mean_of_batch, rows_of_share
+from stratagem.training.loop_checkpoints import resumable
+from stratagem.training.prepare import Prepared, prepare, prepare_loader
+from stratagem.training.replica import (
     Replica,
     as_tensor,
     called_replica,
     combine,
     current_replica,
     set_called,
+    user_code,
 )
-from stratagem.strategies.settings import Settings
-from stratagem.strategies.team import Team
+from stratagem.training.replica_group import ReplicaGroup
+from stratagem.training.settings import Settings
 from stratagem.wire.collective import Alone
 
 if TYPE_CHECKING:
-    from stratagem.strategies.parameters.audience import Audience
+    from stratagem.servers.evaluator_task import EvaluatorLink
 
-_scopes: list[Strategy] = []
+#: a folder of checkpoints, or a plan for them
+Resume = str | os.PathLike[str] | Checkpoints | None
+
+#: those that are open, and whether models made in them are checked
+_scopes: list[tuple[Strategy, bool]] = []
 #: front ends that must know when a scope opens; each returns what to hold open meanwhile
 _front_ends: list[Callable[[Strategy], AbstractContextManager[Any]]] = []
 
@@ -45,6 +55,8 @@ _front_ends: list[Callable[[Strategy], AbstractContextManager[Any]]] = []
 def on_scope(enter: Callable[[Strategy], AbstractContextManager[Any]]) -> None:
     """Have `enter` called, and its context held, whenever a scope is open."""
     _front_ends.append(enter)
+
+
 _open: weakref.WeakSet[Strategy] = weakref.WeakSet()
 #: those of a cluster: the others wait for a goodbye, also where nobody holds the strategy any more
 _members: list[Strategy] = []
@@ -56,13 +68,16 @@ class Strategy:
     #: whether servers keep the parameters, and workers go their own ways
     served = False
     #: set in the evaluator's task, which takes no part in the training: tells when that is over
-    audience: Audience | None = None
+    audience: EvaluatorLink | None = None
 
-    def __init__(self, team: Company, settings: Settings) -> None:
-        self.team = team
+    def __init__(self, replica_group: TaskGroup, settings: Settings) -> None:
+        self.replica_group = replica_group
         self.settings = settings
+        tracebacks.install()
+        if hints.explain not in tracebacks.explainers:
+            tracebacks.explainers.append(hints.explain)
         _open.add(self)
-        if team.place is not None:
+        if replica_group.place is not None:
             _members.append(self)
 
     def __enter__(self) -> Self:
@@ -75,12 +90,12 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas train together, over all workers."""
-        return self.team.size
+        return self.replica_group.size
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices of this process."""
-        return self.team.devices
+        return self.replica_group.devices
 
     @property
     def is_chief(self) -> bool:
@@ -88,12 +103,17 @@ class Strategy:
         inside = called_replica()
         if inside is not None:
             return inside.is_chief
-        return self.team.place is None or self.team.place.is_chief
+        return self.replica_group.place is None or self.replica_group.place.is_chief
 
     @contextmanager
-    def scope(self) -> Iterator[Strategy]:
-        """Models made inside belong to this strategy."""
-        if _scopes and _scopes[-1] is not self:
+    def scope(self, *, check: bool = True) -> Iterator[Strategy]:
+        """Models made inside belong to this strategy.
+
+        Args:
+            check: before the first step of a call, try on a few rows that shares of a batch add up
+                to what one device makes of it; False takes that on trust.
+        """
+        if _scopes and _scopes[-1][0] is not self:
             raise UsageError(
                 "a strategy's scope is open already, and another strategy's cannot be opened "
                 "inside it; close the first one (leave its `with` block) before."
@@ -101,7 +121,7 @@ class Strategy:
         with ExitStack() as held:
             for enter in _front_ends:
                 held.enter_context(enter(self))
-            _scopes.append(self)
+            _scopes.append((self, check))
             held.callback(_scopes.pop)
             yield self
 
@@ -112,24 +132,34 @@ class Strategy:
         >>> strategy.run(lambda: sg.current_replica().index)
         [0, 1]
         """
-        if rehearsal.wanted():
+        if dry_run.wanted():
             return [here(self, lambda _: fn(*args), None)] * len(self.devices)
-        return self.team.call(_with_fresh_share, (fn, args))
+        return self.replica_group.call(_with_fresh_share, (fn, args))
 
     @overload
     def prepare(
-        self, model: nn.Module, optimizer: Optimizer, loader: Any = None, *,
-        loss_reduction: str = "mean",
-    ) -> Prepared: ...  # fmt: skip
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: Any = None,
+        *,
+        loss_reduction: str | None = None,
+        resume: Resume = None,
+    ) -> Prepared: ...
 
     @overload
-    def prepare(self, loader: DataLoader[Any], /, *, loss_reduction: str = "mean") -> Any: ...
+    def prepare(self, loader: DataLoader[Any], /, *, loss_reduction: str | None = None) -> Any: ...
 
     def prepare(
-        self, model: nn.Module | DataLoader[Any], optimizer: Optimizer | None = None,
-        loader: Any = None, *, loss_reduction: str = "mean",
-    ) -> Any:  # fmt: skip
-        """Distribute one's own loop: `model, optimizer, loader = strategy.prepare(...)`.
+        self,
+        model: nn.Module | DataLoader[Any],
+        optimizer: Optimizer | None = None,
+        loader: Any = None,
+        *,
+        loss_reduction: str | None = None,
+        resume: Resume = None,
+    ) -> Any:
+        """Distribute a custom loop: `model, optimizer, loader = strategy.prepare(...)`.
 
         Call it in code that every replica runs: a function given to `strategy.run`, or a script
         under `stratagem run` or torchrun. After `loss.backward()` every gradient is the one that
@@ -137,33 +167,79 @@ class Strategy:
 
         Without a loader it is `model, optimizer, _ = strategy.prepare(model, optimizer)`;
         `loader = strategy.prepare(loader)` deals out shares of a loader by itself.
+
+        What a loss is divided by is read from its graph. `loss_reduction="mean"` or `"sum"` says
+        that it is a mean, or a sum, over rows where that cannot be read.
+
+        `resume="run/"`, or `sg.Checkpoints("run/", every=500)`: the loop keeps checkpoints there,
+        and goes on from the last of them. It is then `for epoch in loader.epochs(10):`.
         """
         replica = self.replica()
-        rehearsal.deal(self.num_replicas_in_sync)
+        dry_run.deal(self.num_replicas_in_sync)
         if not isinstance(model, nn.Module):
-            return prepare_loader(replica, model, loss_reduction)
+            if resume is not None:
+                raise UsageError(
+                    "resume=... is for the loader that a model is trained on: "
+                    "strategy.prepare(model, optimizer, loader, resume=...)."
+                )
+            return prepare_loader(replica, model)
         if optimizer is None:
             raise UsageError(
                 "prepare was given a model without its optimizer; call prepare(model, optimizer), "
                 "or prepare(loader) for a loader by itself."
             )
-        return prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
+        found = prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
+        if resume is None:
+            return found
+        plan = resume if isinstance(resume, Checkpoints) else Checkpoints(resume)
+        return resumable(found, loader, replica, None if dry_run.wanted() else plan)
+
+    def backward(self, loss: Tensor, *, count: float | Tensor, retain_graph: bool = False) -> None:
+        """In place of `loss.backward()`: `loss` is a sum over this replica's rows by `count`.
+
+        Afterwards every gradient is that of the sum over all rows, divided by the sum of all
+        counts.
+
+        >>> kept = (targets != padding).sum()
+        >>> strategy.backward(losses_by_token[targets != padding].mean(), count=kept)
+        """
+        backward_counted(self.replica(), loss, count, retain_graph)
+
+    def rows(self, batch: Any) -> Any:
+        """This replica's rows of a global batch: a tensor, or tuples, lists and dicts of tensors.
+
+        In a custom loop without a loader; the gradient then counts with the share of the rows.
+        """
+        return rows_of_share(self.replica(), batch)
+
+    def mean(self, value: Tensor | float, *, count: float | Tensor | None = None) -> float:
+        """A loss, or another mean over this replica's rows, as it is over the whole batch.
+
+        What a loss is divided by is read as in `backward`; a number that was taken out of its graph
+        (`.item()`) is taken for a mean over rows, unless `count` says what it is divided by here.
+        """
+        return mean_of_batch(self.replica(), value, count)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on the chief, and on nobody else."""
+        if self.is_chief:
+            print(*values, **options)
 
     def replica(self) -> Replica:
         """The replica that the calling code is."""
         inside = called_replica()
         if inside is not None:
             return inside
-        if rehearsal.wanted():
+        if dry_run.wanted():
             return _alone(self)
-        if len(self.team.devices) > 1:
+        if len(self.replica_group.devices) > 1:
             raise UsageError(
-                f"this strategy has {len(self.team.devices)} replicas in this process, and your "
-                "loop runs on one of them only. Put the loop into a function and call "
+                f"this strategy has {len(self.replica_group.devices)} replicas in this process, "
+                "and your loop runs on one of them only. Put the loop into a function and call "
                 "strategy.run(train); or name no devices, and start the script with "
-                f"`stratagem run --replicas {len(self.team.devices)} train.py`."
+                f"`stratagem run --replicas {len(self.replica_group.devices)} train.py`."
             )
-        return self.team.start()
+        return self.replica_group.start()
 
     def reduce(self, op: str, value: Any, axis: int | None = None) -> Tensor:
         """Combine values of all replicas: `op` is "sum", "mean", "max" or "min".
@@ -182,39 +258,48 @@ class Strategy:
         if inside is not None:
             return inside.all_gather(value)
         values = value if isinstance(value, list | tuple) else [value]
-        if len(values) != len(self.team.devices):
+        if len(values) != len(self.replica_group.devices):
             raise UsageError(
-                f"{len(values)} values for {len(self.team.devices)} replicas; give what "
+                f"{len(values)} values for {len(self.replica_group.devices)} replicas; give what "
                 "strategy.run returned."
             )
         tensors = [as_tensor(v) for v in values]
-        if self.team.size == len(tensors):
+        if self.replica_group.size == len(tensors):
             return tensors
-        gathered: list[Tensor] = self.team.call(_gather_here, (tensors,))[0]
+        gathered: list[Tensor] = self.replica_group.call(_gather_here, (tensors,))[0]
         return gathered
 
     def close(self) -> None:
         """End the replicas that this strategy started. It can be used again afterwards."""
-        self.team.close()
+        hints.tell_unsummed(current_replica())
+        self.replica_group.close()
 
     def __reduce__(self) -> Any:
         """What a replica gets when its code mentions the strategy: the same verbs, no team."""
-        return _inside, (self.team.devices, self.settings)
+        return _inside, (self.replica_group.devices, self.settings)
 
 
 def _inside(devices: tuple[str, ...], settings: Settings) -> Strategy:
-    return Strategy(team_inside(devices, settings), settings)
+    return Strategy(replica_group_inside(devices, settings), settings)
 
 
-def team_inside(devices: tuple[str, ...], settings: Settings) -> Team:
+def replica_group_inside(devices: tuple[str, ...], settings: Settings) -> ReplicaGroup:
     """What code on a replica has for a team: it starts nothing."""
-    return Team(devices, settings, None, Patience(), inside=True)
+    return ReplicaGroup(devices, settings, None, Patience(), inside=True)
 
 
 def _with_fresh_share(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     replica = current_replica()
-    replica.share.set(1, replica.count)
-    return fn(*args)
+    replica.share.forget(replica.count)
+    begin_loop(replica)
+    try:
+        with user_code():
+            return fn(*args)
+    except Exception as error:
+        hints.explain(error)
+        raise
+    finally:
+        hints.tell_unsummed(replica)
 
 
 def _gather_here(tensors: list[Tensor]) -> list[Tensor]:
@@ -232,13 +317,18 @@ def here(strategy: Strategy, function: Callable[[Any], Any], job: Any) -> Any:
 
 
 def _alone(strategy: Strategy) -> Replica:
-    device = place(strategy.team.devices[0])
+    device = place(strategy.replica_group.devices[0])
     return Replica(0, 1, device, "this process", Alone(), Membership.alone())
 
 
 def get_strategy() -> Strategy | None:
     """The strategy whose scope is open, or None."""
-    return _scopes[-1] if _scopes else None
+    return _scopes[-1][0] if _scopes else None
+
+
+def checks_rows() -> bool:
+    """Whether models made here and now are checked."""
+    return all(check for _, check in _scopes)
 
 
 @atexit.register
@@ -247,5 +337,5 @@ def _leave() -> None:
     error = getattr(sys, "last_value", None)
     for strategy in list(_open):
         if error is not None:
-            strategy.team.report("".join(traceback.format_exception(error)))
+            strategy.replica_group.report(tracebacks.described(error))
         strategy.close()

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from stratagem.cluster import dial
+from stratagem.cluster import sockets
 from stratagem.cluster.parsing import quote
 from stratagem.errors import ClusterError, UsageError
 
@@ -48,7 +48,7 @@ def encrypted(address: str, tls: bool | None) -> bool:
             )
         return False
     try:
-        local = dial.is_loopback(address)
+        local = sockets.is_loopback(address)
     except ValueError as problem:
         raise ClusterError(
             f"the address {quote(address)} {problem}; correct: 10.0.0.5:2222, or unix:@name"
@@ -60,7 +60,7 @@ def reach(address: str, limit: float) -> socket.socket:
     """Connect within `limit` seconds; OSError if nobody answers."""
     if is_unix(address):
         return _reach_unix(_unix_name(address), time.monotonic() + limit)
-    return dial.connect(address, limit)
+    return sockets.connect(address, limit)
 
 
 def _reach_unix(name: str, deadline: float) -> socket.socket:
@@ -85,7 +85,7 @@ def _reach_unix(name: str, deadline: float) -> socket.socket:
 def listen(address: str, who: str) -> socket.socket:
     """Listen on an address of this machine, on its own interface only."""
     if not is_unix(address):
-        return dial.listen(address, who)
+        return sockets.listen(address, who)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(_unix_name(address))

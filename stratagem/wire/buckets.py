@@ -11,12 +11,12 @@ message of their own.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -41,11 +41,17 @@ class Buckets:
         capacity: int,
         notes: int,
         notes_apart: Allocate | None = None,
+        may_be_kept: bool = False,
     ) -> None:
+        """`may_be_kept`: whoever keeps a `p.grad` gets a copy before the next one is written."""
         self.params = list(params)
         self.notes_size = notes + len(self.params)
         plan = plan_buckets(self.params, capacity)
         self.views: list[Tensor] = [torch.empty(0)] * len(self.params)
+        #: in loops that are not ours, the last `p.grad` of each parameter, if it is still there
+        self._given: list[TensorWeakRef | None] | None = None
+        if may_be_kept:
+            self._given = [None] * len(self.params)
         self.buckets: list[Bucket] = []
         exact = any(p.dtype is torch.float64 for p in self.params)
         kind = torch.float64 if exact else torch.float32
@@ -76,8 +82,11 @@ class Buckets:
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient, and not the notes."""
         for bucket in self.buckets:
-            count = sum(self.params[i].numel() for i in bucket.members)
-            bucket.flat[:count].mul_(factor)
+            bucket.flat[: self.length(bucket)].mul_(factor)
+
+    def length(self, bucket: Bucket) -> int:
+        """How many numbers of a bucket are gradients."""
+        return sum(self.params[i].numel() for i in bucket.members)
 
     def begin(self) -> None:
         """A new backward pass: every bucket waits for all its members."""
@@ -91,19 +100,28 @@ class Buckets:
         grad = param.grad
         assert grad is not None
         if grad.data_ptr() != view.data_ptr():
+            self.spare(index)
             view.copy_(grad)
-            param.grad = view
+            param.grad = self.gradient(index)
         self._where[index].missing -= 1
 
-    def spare(self, index: int) -> None:
-        """Before another gradient comes: if somebody has kept the last one, let them have it.
+    def gradient(self, index: int) -> Tensor:
+        """Return what a parameter's `grad` becomes: a tensor over its place in the bucket."""
+        if self._given is None:
+            return self.views[index]
+        given = self.views[index].detach()
+        self._given[index] = TensorWeakRef(given)
+        return given
 
-        It gets memory of its own, as on one device, where the next gradient is another tensor.
+    def spare(self, index: int) -> None:
+        """Before another gradient is written: give the last one, if it was kept, its own memory.
+
+        On one device the next gradient is another tensor, and the last one stays what it was.
         """
-        view = self.views[index]
-        if sys.getrefcount(view) > 3:  # here, in the list, and as an argument
-            self.views[index] = view.detach()
-            view.data = view.clone()
+        last = None if self._given is None else self._given[index]
+        kept = None if last is None else last()
+        if kept is not None:
+            kept.data = kept.clone()
 
     def full(self) -> list[Bucket]:
         """Buckets that may leave now; always in the same order on every replica.

@@ -7,30 +7,35 @@ import select
 import ssl
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from stratagem.errors import UsageError
+from stratagem.cluster.framing import HEAD, Malformed, decode_head, decode_header, encode
+from stratagem.errors import StratagemError, UsageError
 from stratagem.wire.channel import Channel, wait
-from stratagem.wire.frames import (
-    HEAD,
-    Frame,
-    Malformed,
-    WireError,
-    bytes_of,
-    decode_head,
-    decode_header,
-    encode,
-)
-from stratagem.wire.turns import Turns
+from stratagem.wire.send_queue import SendQueue
 
 log = logging.getLogger("stratagem")
 
 _SCRAP = 1 << 20  # bytes of a body that nobody wants, read at a time
 _ORDINARY_ENDS = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+
+
+class WireError(StratagemError, ConnectionError):
+    """A connection ended, or carried what it must not; it is closed."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A header that arrived, and how many bytes of body follow, not yet read."""
+
+    header: dict[str, Any]
+    size: int
 
 
 class _ClosedHere(WireError):
@@ -61,7 +66,7 @@ class _Use:
             self._connection._leave()
 
 
-class Connection:
+class Connection(AbstractContextManager["Connection"]):
     """Frames to and from one peer.
 
     Any thread may send; one thread receives: `receive`, then the body with `read_into`, `read`
@@ -90,11 +95,11 @@ class Connection:
         start = encode(header, sum(map(len, pieces)))
         if self._channel.closed:  # before any lock: in a forked child nobody would release it
             raise self._closed_here()
-        with self._sending, self._use():
+        with self._sending, self._between:
             self._channel.send([memoryview(start), *pieces])
 
     def send_in_turn(
-        self, turns: Turns, header: Mapping[str, Any], body: Sequence[Tensor] = ()
+        self, turns: SendQueue, header: Mapping[str, Any], body: Sequence[Tensor] = ()
     ) -> None:
         """As `send`, but a large body waits until others have sent theirs."""
         with turns.turn(self._channel.line, sum(tensor.nbytes for tensor in body)):
@@ -109,7 +114,7 @@ class Connection:
         start = encode(header, size)
         if self._channel.closed:
             raise self._closed_here()
-        with self._sending, self._use():
+        with self._sending, self._between:
             self._channel.send([memoryview(start)])
             for part in parts:
                 pieces = bytes_of([part])
@@ -130,7 +135,7 @@ class Connection:
         if not self._sending.acquire(blocking=False):
             return False
         try:
-            with self._use():
+            with self._between:
                 if not wait(self._channel.line, select.POLLOUT, 0.0):
                     return False
                 self._channel.send([memoryview(start)])
@@ -149,7 +154,7 @@ class Connection:
             return None
         head = bytearray(HEAD.size)
         try:
-            with self._use():
+            with self._between:
                 count = self._channel.receive([memoryview(head)])
         except _ClosedHere:
             return None
@@ -202,7 +207,7 @@ class Connection:
         if self._channel.closed:
             return True
         try:
-            with self._use():
+            with self._between:
                 return self._channel.readable(seconds)
         except _ClosedHere:
             return True
@@ -218,9 +223,6 @@ class Connection:
             self._users += 1
         self._channel.hang_up()
         self._leave()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,
@@ -240,14 +242,10 @@ class Connection:
             return
         if self._channel.closed:
             raise self._closed_here()
-        with self._use(inside=True):
+        with self._inside:
             count = self._channel.receive(pieces)
         if count < wanted:
             self._truncated(count, wanted)
-
-    def _use(self, inside: bool = False) -> _Use:
-        """Keep the descriptor from being reused by others while it is in use here."""
-        return self._inside if inside else self._between
 
     def _enter(self) -> None:
         with self._gate:
@@ -290,3 +288,25 @@ class Connection:
 
     def _closed_here(self) -> _ClosedHere:
         return _ClosedHere(f"the connection to {self.peer} was closed by this side")
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> list[memoryview]:
+    """The memory of contiguous CPU tensors of any dtype, not copied; empty ones are left out."""
+    return [_memory(tensor) for tensor in tensors if _checked(tensor).numel()]
+
+
+def _checked(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise UsageError(f"the wire carries CPU tensors; this one is on {tensor.device}: .cpu()")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UsageError("the wire carries plain dense tensors; send the parts of this one")
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        raise UsageError(
+            f"the memory of this tensor of shape {tuple(tensor.shape)} does not hold its values "
+            "in order: .contiguous(), after .resolve_conj().resolve_neg() where it is complex"
+        )
+    return tensor
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data

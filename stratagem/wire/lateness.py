@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from stratagem.cluster.membership import Member, Membership, Trouble
+from stratagem.cluster.membership import Failure, Member, Membership
 
 log = logging.getLogger("stratagem")
 
@@ -41,7 +41,7 @@ class Limit:
         """End the wait for `who`, on every replica that waits."""
         known = self._membership.members
         member = next((each for each in known if each.name == who), Member(who, "late"))
-        late = Trouble(self._membership.rank, member, "late", f"in {waited:.0f} s")
+        late = Failure(self._membership.rank, member, "late", f"in {waited:.0f} s")
         self._membership.announce(late)
         raise (self._membership.trouble or late).error()
 

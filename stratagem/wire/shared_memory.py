@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import ReplicaError, UsageError
+from stratagem.figures.meter import METER
 from stratagem.wire.collective import Collective, Pending
 from stratagem.wire.segment import Segment, aligned
 
@@ -38,7 +39,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _TOTAL_STORE_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
-class Table:
+class SharedTable:
     """One row of `count` elements per replica, all rows visible to all."""
 
     def __init__(self, segment: Segment, rows: int, count: int, dtype: torch.dtype) -> None:
@@ -52,7 +53,7 @@ class Table:
 
     def words(self) -> list[memoryview]:
         """The same rows as Python itself reads and writes them; for 64-bit integers."""
-        row = Table.size(1, self.count, torch.int64)
+        row = SharedTable.size(1, self.count, torch.int64)
         return [self.segment.words(self.count, r * row) for r in range(len(self.rows))]
 
     @staticmethod
@@ -76,18 +77,25 @@ class SharedMemoryCollective(Collective):
     overlaps = False  # the cores that would add are the cores that compute
 
     def __init__(
-        self, rank: int, size: int, control: Segment, watch: Watch | None = None,
+        self,
+        rank: int,
+        size: int,
+        control: Segment,
+        watch: Watch | None = None,
         names: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.size = rank, size
         self._names = names or [f"replica {r}" for r in range(size)]
         self._control = control
         self._flags = control.words(size * _WORDS)
         mail = size * _WORDS * 8
         self._mail = [
-            [control.tensor(torch.uint8, (_INLINE,), mail + (2 * r + box) * _INLINE)
-             for box in (0, 1)] for r in range(size)
-        ]  # fmt: skip
+            [
+                control.tensor(torch.uint8, (_INLINE,), mail + (2 * r + box) * _INLINE)
+                for box in (0, 1)
+            ]
+            for r in range(size)
+        ]
         self._large: list[Segment | None] = [None, None]
         self._mapped: dict[tuple[int, int], Segment] = {}
         self._box = 0
@@ -95,7 +103,7 @@ class SharedMemoryCollective(Collective):
         self._weights = control.tensor(torch.float64, (size,), weights)
         self._watch = watch or (lambda rank, seconds: None)
         self._turn = 0
-        self._tables: dict[int, Table] = {}
+        self._tables: dict[int, SharedTable] = {}
         self._fence = threading.Lock()
         self._yield_first = size <= (os.cpu_count() or 1)
 
@@ -132,18 +140,21 @@ class SharedMemoryCollective(Collective):
         for _ in range(64):
             if flags[slot] >= turn:
                 return
-        started = time.perf_counter()
+        started = METER.begin_wait()
         doze_after = _SPIN if self._yield_first else 0.0
         tries = 0
-        while flags[slot] < turn:
-            tries += 1
-            waited = time.perf_counter() - started
-            if waited < doze_after:
-                os.sched_yield()
-            else:
-                time.sleep(_DOZE)
-            if tries % 64 == 0:
-                self._look_up(rank, turn, waited)
+        try:
+            while flags[slot] < turn:
+                tries += 1
+                waited = time.perf_counter() - started
+                if waited < doze_after:
+                    os.sched_yield()
+                else:
+                    time.sleep(_DOZE)
+                if tries % 64 == 0:
+                    self._look_up(rank, turn, waited)
+        finally:
+            METER.end_wait(started)
 
     def _look_up(self, rank: int, turn: int, waited: float) -> None:
         """Ask after the peer; one that arrived meanwhile and then left is no trouble of ours."""
@@ -163,18 +174,18 @@ class SharedMemoryCollective(Collective):
 
     # --- flat reductions -------------------------------------------------------------------
 
-    def table(self, count: int, dtype: torch.dtype, rows: int = 0) -> Table:
+    def table(self, count: int, dtype: torch.dtype, rows: int = 0) -> SharedTable:
         """A fresh shared table, a row a replica unless told otherwise. Collective."""
         rows = rows or self.size
-        size = Table.size(rows, count, dtype)
+        size = SharedTable.size(rows, count, dtype)
         segment = Segment(size) if self.rank == 0 else None
         handle = self._share_handle(segment)
         if segment is None:
             segment = Segment.attach(handle)
         self.meet("table")
-        return Table(segment, rows, count, dtype)
+        return SharedTable(segment, rows, count, dtype)
 
-    def table_of(self, row: Tensor) -> Table:
+    def table_of(self, row: Tensor) -> SharedTable:
         """The table that a `buffer` is a row of."""
         return self._tables[row.data_ptr()]
 
@@ -198,8 +209,9 @@ class SharedMemoryCollective(Collective):
         flat.copy_(work.view(flat.shape))
         return Pending()
 
-    def _reduce(self, table: Table, weight: float) -> None:
+    def _reduce(self, table: SharedTable, weight: float) -> None:
         self._weights[self.rank] = weight
+        METER.bytes += table.rows[0].nbytes
         self.meet("reduction")
         start, end = slices(table.count, self.size)[self.rank]
         if end > start:
@@ -287,7 +299,7 @@ class SharedMemoryCollective(Collective):
         self._tables.clear()
 
 
-def sum_rows(table: Table, start: int, weights: list[float], total: Tensor) -> None:
+def sum_rows(table: SharedTable, start: int, weights: list[float], total: Tensor) -> None:
     """Write the weighted sum of the column slice from `start` into `total`.
 
     A weight of zero leaves its row out. `total` is at least fp32, and nothing else is allocated:

@@ -10,7 +10,6 @@ server that everybody sends to at once is shared by all of them (incast). Nothin
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from math import inf, isfinite, nan
 from typing import Any, NamedTuple
 
 from stratagem.errors import UsageError
-from stratagem.wire.turns import STILL, Rule, is_overtaken
 
 Action = Callable[[], None]
 
@@ -60,7 +58,7 @@ class Clock:
         self.at(self.now + seconds, action)
 
     def run(self) -> None:
-        """Have everything happen that is due, until nothing is or somebody stops it."""
+        """Have everything happen that is due, until nothing is due or `stop` is called."""
         self._stopped, due = False, self._due
         while due:
             event = heappop(due)
@@ -84,7 +82,7 @@ class Clock:
         self._stopped = True
 
 
-class Link:
+class SimulatedLink:
     """One direction of a cable, shared evenly by whatever travels on it at the moment.
 
     `_served` counts the bytes that each stream present all along would have had so far; a stream
@@ -167,9 +165,9 @@ class Link:
 class Topology:
     """Hosts and what lies between them; rates in bytes per second and direction.
 
-        Topology(rate=1.25e9, latency=50e-6)                      10 Gbit/s, all alike
-        Topology(rate=1.25e9, per_rack=16, rack_rate=5e9)         racks with a narrower way out
-        Topology(rate=1.25e9, per_host=8, inside_rate=100e9)      eight tasks behind one cable
+    Topology(rate=1.25e9, latency=50e-6)                      10 Gbit/s, all alike
+    Topology(rate=1.25e9, per_rack=16, rack_rate=5e9)         racks with a narrower way out
+    Topology(rate=1.25e9, per_host=8, inside_rate=100e9)      eight tasks behind one cable
     """
 
     rate: float
@@ -220,9 +218,13 @@ class Route:
     """
 
     def __init__(
-        self, network: Network, flows: Sequence[Flow], least: float = 0.0,
-        own: Sequence[Flow] = (), calm: float = inf,
-    ) -> None:  # fmt: skip
+        self,
+        network: Network,
+        flows: Sequence[Flow],
+        least: float = 0.0,
+        own: Sequence[Flow] = (),
+        calm: float = inf,
+    ) -> None:
         self._network, self._least, self._calm = network, least, calm
         self._clock, self._cuts = network.clock, network.cuts
         self._hosts = {host for flow in flows for host in (flow.source, flow.target)}
@@ -231,8 +233,8 @@ class Route:
         alone = len(self._loads) == 1
         self._only = next(iter(self._loads.items())) if alone else None
 
-    def _sums(self, flows: Sequence[Flow]) -> dict[Link, float]:
-        loads: dict[Link, float] = {}
+    def _sums(self, flows: Sequence[Flow]) -> dict[SimulatedLink, float]:
+        loads: dict[SimulatedLink, float] = {}
         for flow in flows:
             for link, size in self._network.way(flow):
                 if size > 0:
@@ -270,7 +272,7 @@ class Route:
                 passed()
 
     def _over_own(self, done: Action, passed: Action | None) -> Action:
-        """Send over its own links, too; what is to be called when the others have let it pass."""
+        """Send over its own links, too; returns what to call once the shared links are passed."""
         passage = _Passage(1 + len(self._own), done)
         for link, size in self._own.items():
             link.send(size, passage.passed)
@@ -289,9 +291,7 @@ class Route:
         else:
             action()
 
-    def _passed(
-        self, late: float, earliest: float, then: Action, passed: Action | None
-    ) -> None:
+    def _passed(self, late: float, earliest: float, then: Action, passed: Action | None) -> None:
         clock = self._clock
         at = clock.now + late
         clock.at(at if at > earliest else earliest, then)
@@ -313,85 +313,12 @@ class _Passage:
             self._then()
 
 
-class Turns(Rule):
-    """Some at a time over links that they would otherwise share, the others after them.
-
-    All answers are of one `size`, and each keeps a server's processor busy for `worked` seconds.
-    Who is cut off in the middle of its turn is overtaken after a while; `overtakes` says whether
-    that can happen. The rule is that of real servers.
-    """
-
-    def __init__(
-        self, network: Network, at_once: float, size: float = inf, worked: float = 0.0, *,
-        overtakes: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(at_once)
-        self._network, self._size, self._worked = network, size, worked
-        #: whether it matters whose turn it is, and since when
-        self._watches = overtakes or worked > 0
-        self._waiting: deque[tuple[Route, Action, float]] = deque()
-        self._sending = 0
-        #: those whose turn it is, by number, and when it began
-        self._under_way: dict[int, tuple[Route, float]] = {}
-        self._number = count()
-
-    def send(self, route: Route, then: Action, later: float = 0.0) -> None:
-        """Carry it when its turn has come, then act."""
-        if not self.waits(self._size):
-            route.send(then, later)
-        elif self.may_begin(self._sending):
-            self._sending += 1
-            self._begin(route, then, later)
-        else:
-            self._waiting.append((route, then, later))
-
-    def _begin(self, route: Route, then: Action, later: float) -> None:
-        if not self._watches:
-            route.send(then, later, self._next)
-            return
-        number = next(self._number)
-        self._under_way[number] = (route, self._network.clock.now)
-        if self._network.cuts:
-            self._look_at(number)
-        route.send(then, later, partial(self._passed, number))
-
-    def _passed(self, number: int) -> None:
-        """Its bytes have passed; who was overtaken has had its turn."""
-        if number in self._under_way:
-            _, begun = self._under_way.pop(number)
-            # it copies while it sends, so a turn takes no less than that
-            self.note(self._size, max(self._worked, self._network.clock.now - begun), self._worked)
-            self._next()
-
-    def _next(self) -> None:
-        if self._waiting:
-            self._begin(*self._waiting.popleft())
-        else:
-            self._sending -= 1
-
-    def cut(self) -> None:
-        """A host was cut off: see whose turn that is."""
-        for number in self._under_way:
-            self._look_at(number)
-
-    def _look_at(self, number: int) -> None:
-        if self._under_way[number][0].is_cut:
-            self._network.clock.after(STILL, partial(self._look_again, number))
-
-    def _look_again(self, number: int) -> None:
-        """Nothing has arrived where the way is still cut."""
-        turn = self._under_way.get(number)
-        if turn is not None and turn[0].is_cut and is_overtaken(0, STILL):
-            del self._under_way[number]
-            self._next()
-
-
 class Network:
     """Carries messages between hosts; links come into being when first used."""
 
     def __init__(self, clock: Clock, topology: Topology) -> None:
         self.clock, self.topology = clock, topology
-        self._links: dict[tuple[str, int], Link] = {}
+        self._links: dict[tuple[str, int], SimulatedLink] = {}
         #: hosts that are off the network, and how often they were taken off
         self.cuts: dict[int, int] = {}
         self._held: list[Action] = []
@@ -431,11 +358,11 @@ class Network:
         for message in held:
             message()
 
-    def _cables(self, host: int) -> list[Link]:
+    def _cables(self, host: int) -> list[SimulatedLink]:
         rate = self.topology.rate
         return self._link("up", host, rate) + self._link("down", host, rate)
 
-    def way(self, flow: Flow) -> list[tuple[Link, float]]:
+    def way(self, flow: Flow) -> list[tuple[SimulatedLink, float]]:
         """The links that a flow passes, but for infinitely fast ones, and what it puts on each."""
         shape, (source, target, out, into) = self.topology, flow
         if source == target:
@@ -447,9 +374,9 @@ class Network:
             there += self._link("rack down", target // shape.per_rack, shape.rack_rate)
         return [(link, out) for link in here] + [(link, into) for link in there]
 
-    def _link(self, name: str, number: int, rate: float) -> list[Link]:
+    def _link(self, name: str, number: int, rate: float) -> list[SimulatedLink]:
         if rate == inf:
             return []
         if (name, number) not in self._links:
-            self._links[name, number] = Link(self.clock, rate)
+            self._links[name, number] = SimulatedLink(self.clock, rate)
         return [self._links[name, number]]

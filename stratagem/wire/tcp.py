@@ -10,10 +10,7 @@ address is of this machine only (loopback, Unix).
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
-import selectors
 import socket
 import threading
 import time
@@ -21,20 +18,20 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from stratagem.cluster.reception import AT_ONCE, GREETING
-from stratagem.wire.address import encrypted, forget, is_unix, listen, local_address, reach
-from stratagem.wire.connection import Connection
-from stratagem.wire.forked import not_in_children
-from stratagem.wire.frames import Frame, WireError
-from stratagem.wire.greeting import Greeting
-from stratagem.wire.tls import context
+from stratagem.cluster.acceptor import GREETING, Acceptor
+from stratagem.cluster.framing import VERSION
+from stratagem.cluster.handshake import peer_name, prove, recv_note, send_note
+from stratagem.cluster.parsing import quote
+from stratagem.cluster.sockets import not_in_children
+from stratagem.errors import HandshakeError
+from stratagem.wire.address import encrypted, forget, is_unix, listen, local_address, reach, tune
+from stratagem.wire.channel import PlainChannel, hang_up
+from stratagem.wire.connection import Connection, Frame, WireError
+from stratagem.wire.tls import TlsChannel, context, shake_hands, wrap
 
 __all__ = ["Connection", "Frame", "Listener", "WireError", "connect", "local_address"]
 
 log = logging.getLogger("stratagem")
-
-_PAUSE = 0.2  # seconds to the next try when the process has no descriptor left
-_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def connect(address: str, secret: bytes, *, limit: float, tls: bool | None = None) -> Connection:
@@ -57,8 +54,8 @@ class Listener:
     """Listens on an address, and welcomes whoever proves the job's secret.
 
     `welcome` gets each connection in a thread of its own, may stay in it as long as it likes, and
-    owns the connection. A peer that fails the greeting, or does not end it in time, costs one
-    line in the log. At most 64 greet at once; others wait their turn in the kernel's queue.
+    owns the connection. Those who have not proved the secret are the acceptor's: they are
+    bounded, and take no place of those who have.
     """
 
     def __init__(
@@ -76,30 +73,19 @@ class Listener:
         self._tls = encrypted(address, tls)
         if self._tls:
             context(secret, True)
-        self._places = threading.BoundedSemaphore(AT_ONCE)
         self._lock = threading.Lock()
         self._greetings: set[Greeting] = set()
-        self._closed = False
-        self._sock = not_in_children(listen(address, who))
-        self._sock.setblocking(False)
-        self._wake_in, self._wake_out = map(not_in_children, socket.socketpair())
-        self._thread = threading.Thread(target=self._attend, name="stratagem-door", daemon=True)
-        self._thread.start()
+        self._door = Acceptor(listen(address, who), secret, self._greet, f"{who} at {address}")
+        self._door.open()
 
     def close(self) -> None:
         """Stop listening and end what is still greeting; connections made stay with their owner."""
-        if self._sock.fileno() < 0:
-            return  # closed before, or a forked child's copy
+        if not self._door.close():
+            return
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
             greetings = list(self._greetings)
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"\0")
         for greeting in greetings:
             greeting.hang_up()
-        self._thread.join()
         forget(self.address)
 
     def __enter__(self) -> Self:
@@ -113,72 +99,23 @@ class Listener:
     ) -> None:
         self.close()
 
-    def _attend(self) -> None:
-        """Accept until closed, a thread for each who comes."""
-        with (
-            self._sock,
-            self._wake_in,
-            self._wake_out,
-            selectors.DefaultSelector() as selector,
-        ):
-            selector.register(self._sock, selectors.EVENT_READ)
-            selector.register(self._wake_in, selectors.EVENT_READ)
-            while True:
-                self._places.acquire()
-                sock = self._accept(selector)
-                if sock is None:
-                    return
-                self._admit(Greeting(sock, self._secret, server=True, tls=self._tls))
-
-    def _accept(self, selector: selectors.BaseSelector) -> socket.socket | None:
-        short = False
-        while True:
-            selector.select()
-            if self._closed:
-                return None
-            try:
-                sock, _ = self._sock.accept()
-            except OSError as problem:
-                if problem.errno in _SHORTAGES:
-                    if not short:
-                        log.warning("cannot accept on %s: %s", self.address, problem.strerror)
-                    short = True
-                    time.sleep(_PAUSE)
-                continue  # else it hung up before we came to the door
-            sock.setblocking(True)
-            return sock
-
-    def _admit(self, greeting: Greeting) -> None:
+    def _greet(self, sock: socket.socket) -> None:
+        """Agree with a peer that has proved the secret, in a thread of its own; welcome it."""
+        greeting = Greeting(sock, self._secret, server=True, tls=self._tls)
         with self._lock:
             self._greetings.add(greeting)
-        if self._closed:
+        if self._door.closed:
             greeting.hang_up()
-        thread = threading.Thread(
-            target=self._greet, args=(greeting,), name="stratagem-greeting", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as problem:  # the system has no thread left: the door stays open
-            log.warning("refused a connection from %s: %s", greeting.peer, problem)
-            greeting.close()
-            self._done(greeting)
-
-    def _done(self, greeting: Greeting) -> None:
-        with self._lock:
-            self._greetings.discard(greeting)
-        self._places.release()
-
-    def _greet(self, greeting: Greeting) -> None:
-        """Hear a peer out, in a thread of its own: one that says nothing holds up nobody."""
         try:
             connection = greeting.meet(GREETING)
         except OSError as problem:
-            if not self._closed:
-                log.warning("refused a connection from %s: %s", greeting.peer, problem)
+            if not self._door.closed:
+                self._door.refusals.tell(greeting.peer, problem)
             return
         finally:
-            self._done(greeting)
-        if self._closed:
+            with self._lock:
+                self._greetings.discard(greeting)
+        if self._door.closed:
             connection.close()
             return
         try:
@@ -186,3 +123,65 @@ class Listener:
         except Exception:
             log.exception("serving %s failed; its connection is closed", connection.peer)
             connection.close()
+
+
+class Greeting:
+    """A socket on its way to become a Connection: the first words, until both ends belong together.
+
+    First the proof of the secret, in messages of fixed size: before it nothing that a peer says is
+    parsed, by TLS neither. The server's side of it is in cluster/acceptor.py. Then a note from each
+    end, which frames it speaks and whether it encrypts. Then TLS, if both do.
+    """
+
+    def __init__(self, sock: socket.socket, secret: bytes, *, server: bool, tls: bool) -> None:
+        self.peer = peer_name(sock)
+        self._sock = not_in_children(sock)
+        self._secret = secret
+        self._server = server
+        self._tls = tls
+
+    def meet(self, limit: float) -> Connection:
+        """Greet within `limit` seconds; OSError, mostly HandshakeError, and all is closed."""
+        try:
+            return self._meet(time.monotonic() + limit)
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self, deadline: float) -> Connection:
+        tune(self._sock)
+        if not self._server:
+            prove(self._sock, self._secret, server=False, limit=_left(deadline))
+        send_note(self._sock, {"wire": VERSION, "tls": self._tls}, limit=_left(deadline))
+        self._agree(recv_note(self._sock, limit=_left(deadline)))
+        if not self._tls:
+            return Connection(PlainChannel(self._sock), self.peer)
+        self._sock = secure = not_in_children(wrap(self._sock, self._secret, server=self._server))
+        shake_hands(secure, self._secret, limit=_left(deadline))
+        return Connection(TlsChannel(secure), self.peer)
+
+    def _agree(self, note: dict[str, object]) -> None:
+        if note.get("wire") != VERSION:
+            raise HandshakeError(
+                f"{self.peer} belongs to this job but speaks version {quote(note.get('wire'))} of "
+                f"the wire, this task version {VERSION}: install the same stratagem on every "
+                "task, and give what listens there a port of its own"
+            )
+        if note.get("tls") is not self._tls:
+            this, other = ("encrypts", "does not") if self._tls else ("does not encrypt", "does")
+            raise HandshakeError(
+                f"{self.peer} belongs to this job, but this side {this} and the other {other}: "
+                "give both the same tls= and the same spelling of the address"
+            )
+
+    def hang_up(self) -> None:
+        """Have `meet` end soon, in its own thread."""
+        hang_up(self._sock)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self._sock.close()
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())

@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 
-from stratagem.cluster.handshake import peer_name
+from stratagem.cluster.handshake import Ended, peer_name
 from stratagem.errors import HandshakeError
 from stratagem.wire.channel import hang_up, wait
 
@@ -108,6 +108,11 @@ def shake_hands(sock: ssl.SSLSocket, secret: bytes, *, limit: float) -> None:
         sock.do_handshake()
         shown = sock.getpeercert(binary_form=True) or b""
     except (OSError, ValueError) as problem:
+        if isinstance(problem, ConnectionError | ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            raise Ended(
+                f"{peer_name(sock)} ended the connection during the TLS handshake: its process was "
+                "ended, most likely. Its own log says why."
+            ) from problem
         why = problem.reason if isinstance(problem, ssl.SSLError) and problem.reason else problem
         raise HandshakeError(
             f"{peer_name(sock)} did not complete the TLS handshake ({why}): is something between "

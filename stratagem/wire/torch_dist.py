@@ -1,13 +1,13 @@
 """Collectives over torch's process groups: Gloo between CPUs and hosts, NCCL between GPUs.
 
-    ring              every member sends and adds chunks in a circle (what Gloo and NCCL do)
-    one device        all send to one member, which adds and sends the sum back
-    hierarchical      members -> leader of their pack; leaders among themselves; back again
+ring              every member sends and adds chunks in a circle (what Gloo and NCCL do)
+one device        all send to one member, which adds and sends the sum back
+hierarchical      members -> leader of their pack; leaders among themselves; back again
 
-            pack 0          pack 1
-        0 <- 1, 2, 3    4 <- 5, 6        1. reduce inside each pack
-        0 <-----------> 4                2. all-reduce between the leaders
-        0 -> 1, 2, 3    4 -> 5, 6        3. broadcast inside each pack
+        pack 0          pack 1
+    0 <- 1, 2, 3    4 <- 5, 6        1. reduce inside each pack
+    0 <-----------> 4                2. all-reduce between the leaders
+    0 -> 1, 2, 3    4 -> 5, 6        3. broadcast inside each pack
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from stratagem.cluster.membership import Membership
 from stratagem.errors import ReplicaError
 from stratagem.wire.collective import Collective, Pending, apply_weight
-from stratagem.wire.group import HALF, Group, Meeting
+from stratagem.wire.process_group import HALF, Meeting, ProcessGroup
 
 T = TypeVar("T")
 
@@ -36,8 +36,8 @@ class TorchCollective(Collective):
         self.rank, self.size, self.backend = rank, size, backend
         self.meeting = meeting
         self.membership = membership
-        self.messages = Group("messages", rank, size, "gloo", meeting)
-        self.flat = Group("flat", rank, size, backend, meeting)
+        self.messages = ProcessGroup("messages", rank, size, "gloo", meeting)
+        self.flat = ProcessGroup("flat", rank, size, backend, meeting)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="stratagem-reduce")
         self._last: Future[None] | None = None
         membership.on_trouble(lambda _: self._abort())
@@ -125,7 +125,7 @@ class TorchCollective(Collective):
             self.membership.raise_if_gone()
             raise
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[ProcessGroup]:
         return [self.messages, self.flat]
 
     def _abort(self) -> None:
@@ -157,12 +157,12 @@ class HierarchicalCollective(TorchCollective):
         self.packs = packs
         index = next(i for i, pack in enumerate(packs) if self.rank in pack)
         pack = packs[index]
-        self.pack = Group(
+        self.pack = ProcessGroup(
             f"pack{index}", pack.index(self.rank), len(pack), self.backend, self.meeting, pack
         )
         leaders = [pack[0] for pack in packs]
         self.leaders = (
-            Group("leaders", index, len(leaders), self.backend, self.meeting, leaders)
+            ProcessGroup("leaders", index, len(leaders), self.backend, self.meeting, leaders)
             if self.rank in leaders
             else None
         )
@@ -173,5 +173,5 @@ class HierarchicalCollective(TorchCollective):
             self.leaders.sum(flat).wait()
         self.pack.broadcast(flat, 0)
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[ProcessGroup]:
         return [*super()._groups(), self.pack, *([self.leaders] if self.leaders else [])]

@@ -52,13 +52,12 @@ class Size:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
 
-SMALL = Size(
-    train=640, target=0.7, step=0.002, rates=(0.3,), tuning_seeds=(100,), seeds=(0,)
-)
+SMALL = Size(train=640, target=0.7, step=0.002, rates=(0.3,), tuning_seeds=(100,), seeds=(0,))
 
 
 def net(size: Size, chance: float, seed: int) -> Any:
     """An MLP whose layers take their time while it trains, by examples: a third forward."""
+
     class Sleep(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any, seconds: float) -> Any:
@@ -110,6 +109,7 @@ def digits(size: Size, seed: int) -> dict[str, tuple[Any, Any]]:
 
 def strategies() -> dict[str, Any]:
     """All of them at once, so that arms can take turns; whoever has no work sleeps."""
+
     def served(workers: int, updates: Any) -> Any:
         return sg.ParameterServerStrategy(sg.LocalCluster(workers=workers, ps=1), updates=updates)
 
@@ -122,8 +122,9 @@ def strategies() -> dict[str, Any]:
     }
 
 
-def train(size: Size, arm: str, strategy: Any, rate: float, chance: float, seed: int,
-          judge: str) -> dict[str, Any]:  # fmt: skip
+def train(
+    size: Size, arm: str, strategy: Any, rate: float, chance: float, seed: int, judge: str
+) -> dict[str, Any]:
     """Until the target is reached, or epochs run out: seconds of training and the curve."""
     data = digits(size, seed)
     model = sg.Model(net(size, chance, seed), strategy)
@@ -173,6 +174,7 @@ def tune(size: Size, made: dict[str, Any]) -> list[dict[str, Any]]:
 
 def best(rows: list[dict[str, Any]], arm: str) -> float:
     """The rate that reached the target most often, then soonest."""
+
     def merit(rate: float) -> tuple[int, float]:
         times = [r["seconds"] for r in rows if (r["arm"], r["rate"]) == (arm, rate)]
         reached = [t for t in times if t is not None]
@@ -208,11 +210,20 @@ def study(size: Size) -> dict[str, Any]:
     finally:
         for strategy in made.values():
             strategy.close()
-    machine = {"cores": len(os.sched_getaffinity(0)), "kind": platform.machine(),
-               "torch": torch.__version__, "load before": load,
-               "load after": os.getloadavg()[0]}  # fmt: skip
-    return {"machine": machine, "size": asdict(size), "tuning": tuning, "rates": rates,
-            "runs": runs}  # fmt: skip
+    machine = {
+        "cores": len(os.sched_getaffinity(0)),
+        "kind": platform.machine(),
+        "torch": torch.__version__,
+        "load before": load,
+        "load after": os.getloadavg()[0],
+    }
+    return {
+        "machine": machine,
+        "size": asdict(size),
+        "tuning": tuning,
+        "rates": rates,
+        "runs": runs,
+    }
 
 
 def main() -> None:

@@ -51,9 +51,14 @@ NOT_SEARCHED = "asynchronous, at once"
 
 
 def scenario(
-    model: Model, workers: int, seconds: float, network: tuple[float, float], how: dict[str, Any],
-    *, stragglers: bool = True,
-) -> Scenario:  # fmt: skip
+    model: Model,
+    workers: int,
+    seconds: float,
+    network: tuple[float, float],
+    how: dict[str, Any],
+    *,
+    stragglers: bool = True,
+) -> Scenario:
     """One job; `how`: servers (0: all-reduce), updates, overlap, half (bf16 on the wire)."""
     steady = Lognormal(seconds, 0.06)
     compute = Stragglers(steady, 0.002, 5.0) if stragglers else steady
@@ -66,9 +71,14 @@ def scenario(
         steps = max(24, steps) * workers
     buckets = OVERLAP if how.get("overlap") else ((1.0, 1.0),)
     return Scenario(
-        workers, steps, Work(compute, push=size, buckets=buckets), Topology(*network), updates,
-        how.get("servers", 0), in_turn=how.get("in_turn", True),
-    )  # fmt: skip
+        workers,
+        steps,
+        Work(compute, push=size, buckets=buckets),
+        Topology(*network),
+        updates,
+        how.get("servers", 0),
+        in_turn=how.get("in_turn", True),
+    )
 
 
 def ways(model: Model) -> dict[str, dict[str, Any]]:
@@ -79,9 +89,13 @@ def ways(model: Model) -> dict[str, dict[str, Any]]:
         "servers, overlapped": {"servers": servers, "overlap": True},
         "with spares": {"servers": servers, "overlap": True, "updates": Synchronous(spares=spares)},
         "asynchronous": {"servers": servers, "overlap": True, "updates": Asynchronous()},
-        "asynchronous, bf16": {"servers": servers, "overlap": True, "updates": Asynchronous(),
-                               "half": True},
-    }  # fmt: skip
+        "asynchronous, bf16": {
+            "servers": servers,
+            "overlap": True,
+            "updates": Asynchronous(),
+            "half": True,
+        },
+    }
     if model.sparse:
         found["asynchronous, at once"] = {**found["asynchronous"], "in_turn": False}
     else:
@@ -118,16 +132,33 @@ def study(small: bool) -> list[dict[str, Any]]:
         # the curve, and what it would take
         for n in sorted({1, 4, 8, 16, 50, 150, 500} - set(range(model.workers + 1, 999))):
             for way in ways(model):
-                jobs.append({**base, "workers": n, "way": way, "compute": "2016",
-                             "network": "2016", "kind": "curve"})  # fmt: skip
+                jobs.append(
+                    {
+                        **base,
+                        "workers": n,
+                        "way": way,
+                        "compute": "2016",
+                        "network": "2016",
+                        "kind": "curve",
+                    }
+                )
         for way in (way for way in ways(model) if way.startswith("all-reduce")):
-            jobs.append({**base, "way": way, "compute": "2016", "network": "2016",
-                         "kind": "steady"})  # fmt: skip
+            jobs.append(
+                {**base, "way": way, "compute": "2016", "network": "2016", "kind": "steady"}
+            )
         for gbit in LINKS:
             for way in (way for way in ways(model) if way != NOT_SEARCHED):
                 for compute in ("2016", "present"):
-                    jobs.append({**base, "way": way, "compute": compute, "network": compute,
-                                 "gbit": gbit, "kind": "links"})  # fmt: skip
+                    jobs.append(
+                        {
+                            **base,
+                            "way": way,
+                            "compute": compute,
+                            "network": compute,
+                            "gbit": gbit,
+                            "kind": "links",
+                        }
+                    )
     once = {_same(job): job for job in jobs}
     found = dict(zip(once, common.on_all_cores(one, list(once.values())), strict=True))
     return [{**job, "speedup": found[_same(job)]["speedup"]} for job in jobs]
@@ -137,8 +168,15 @@ def _same(job: dict[str, Any]) -> tuple[Any, ...]:
     """What is simulated: a table, a curve and a search for links have some runs in common."""
     rate, latency = NETWORKS[job["network"]]
     rate = rate if job["gbit"] is None else job["gbit"] * GBIT
-    return (job["model"], job["workers"], job["way"], job["compute"], rate, latency,
-            job.get("kind") == "steady")  # fmt: skip
+    return (
+        job["model"],
+        job["workers"],
+        job["way"],
+        job["compute"],
+        rate,
+        latency,
+        job.get("kind") == "steady",
+    )
 
 
 def report(data: list[dict[str, Any]]) -> str:
@@ -148,14 +186,19 @@ def report(data: list[dict[str, Any]]) -> str:
         eras = list(dict.fromkeys((r["compute"], r["network"]) for r in mine if "kind" not in r))
         rows = []
         for way in ways(model):
-            found = {(r["compute"], r["network"]): r["speedup"] for r in mine
-                     if r["way"] == way and "kind" not in r}  # fmt: skip
+            found = {
+                (r["compute"], r["network"]): r["speedup"]
+                for r in mine
+                if r["way"] == way and "kind" not in r
+            }
             cells = [f"{found[era]:.3g}" for era in eras if era in found]
             takes = [_takes(mine, way, model.goal, era) for era in ("2016", "present")]
             takes = takes if way != NOT_SEARCHED else ["not searched"] * 2
             rows.append([way, *cells, *(takes if any("kind" in r for r in mine) else [])])
-        heads = [f"{model.name}: {model.claim:g}x on {model.workers}",
-                 *(f"GPUs of {c}, network of {n}" for c, n in eras)]  # fmt: skip
+        heads = [
+            f"{model.name}: {model.claim:g}x on {model.workers}",
+            *(f"GPUs of {c}, network of {n}" for c, n in eras),
+        ]
         if any("kind" in r for r in mine):
             heads += [f"link for {model.goal:g}x, GPUs of {era}" for era in ("2016", "present")]
         if rows and mine:
@@ -165,8 +208,14 @@ def report(data: list[dict[str, Any]]) -> str:
 
 def _takes(mine: list[dict[str, Any]], way: str, goal: float, era: str) -> str:
     """The slowest link with which the goal is reached."""
-    enough = [r["gbit"] for r in mine if r.get("kind") == "links" and r["way"] == way
-              and r["compute"] == era and r["speedup"] >= goal]  # fmt: skip
+    enough = [
+        r["gbit"]
+        for r in mine
+        if r.get("kind") == "links"
+        and r["way"] == way
+        and r["compute"] == era
+        and r["speedup"] >= goal
+    ]
     return f"{min(enough)} Gbit/s" if enough else "none of these"
 
 
@@ -181,10 +230,22 @@ def draw(data: list[dict[str, Any]], out: Path) -> None:
         mine = [r for r in data if r["model"] == model.name and r.get("kind") == "curve"]
         for way in ways(model):
             points = sorted((r["workers"], r["speedup"]) for r in mine if r["way"] == way)
-            axis.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1, label=way,
-                      color=f"C{names.index(way)}")  # fmt: skip
-        axis.plot([1, model.workers], [1, model.workers], color="black", lw=0.8, ls=":",
-                  label="nothing lost")  # fmt: skip
+            axis.plot(
+                *zip(*points, strict=True),
+                marker="o",
+                ms=3,
+                lw=1,
+                label=way,
+                color=f"C{names.index(way)}",
+            )
+        axis.plot(
+            [1, model.workers],
+            [1, model.workers],
+            color="black",
+            lw=0.8,
+            ls=":",
+            label="nothing lost",
+        )
         axis.plot(model.workers, model.claim, "k*", ms=10, label="the headline")
         axis.set(title=f"{model.name}, 2016", xlabel="workers", ylabel="speedup")
         axis.legend(fontsize=7)

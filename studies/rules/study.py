@@ -42,15 +42,29 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
     counted = WORKERS - updates.spares if isinstance(updates, Synchronous) else 1
     size = sum(p.numel() for p in module.parameters()) * 4.0
     scenario = Scenario(
-        WORKERS, 1, Work(COMPUTE, push=size), Topology(1.25e9, 50e-6), updates, seed=job["seed"]
+        WORKERS,
+        1,
+        Work(COMPUTE, push=size),
+        Topology(1.25e9, 50e-6),
+        updates,
+        seed=job["seed"],
     )
     x, y = (split.x_check, split.y_check) if job["check"] else (split.x_test, split.y_test)
     trained = train(
-        scenario, module, torch.optim.SGD(module.parameters(), job["rate"]), F.cross_entropy,
-        Data(split.x, split.y, EACH * counted, 10_000, job["seconds"]), common.accuracy(x, y),
-    )  # fmt: skip
-    return {**job, "reached": trained.seconds_to(job["target"]), "final": trained.curve[-1][2],
-            "updates": trained.curve[-1][1], "curve": _thin(trained.curve)}  # fmt: skip
+        scenario,
+        module,
+        torch.optim.SGD(module.parameters(), job["rate"]),
+        F.cross_entropy,
+        Data(split.x, split.y, EACH * counted, 10_000, job["seconds"]),
+        common.accuracy(x, y),
+    )
+    return {
+        **job,
+        "reached": trained.seconds_to(job["target"]),
+        "final": trained.curve[-1][2],
+        "updates": trained.curve[-1][1],
+        "curve": _thin(trained.curve),
+    }
 
 
 def _thin(curve: Any) -> list[list[float]]:
@@ -62,14 +76,24 @@ def _thin(curve: Any) -> list[list[float]]:
 def jobs(task: str, seeds: range, check: bool, rates: dict[str, list[float]]) -> list[Any]:
     settings = TASKS[task]
     return [
-        {"task": task, "arm": arm, "rate": rate, "seed": seed, "check": check,
-         "target": settings["target"], "seconds": settings["seconds"]}
-        for seed in seeds for arm in ARMS for rate in rates[arm]
-    ]  # fmt: skip
+        {
+            "task": task,
+            "arm": arm,
+            "rate": rate,
+            "seed": seed,
+            "check": check,
+            "target": settings["target"],
+            "seconds": settings["seconds"],
+        }
+        for seed in seeds
+        for arm in ARMS
+        for rate in rates[arm]
+    ]
 
 
 def best(runs: list[dict[str, Any]], arm: str) -> float:
     """The rate that is at the target first on the examples to check by; if none is, the best."""
+
     def merit(rate: float) -> tuple[float, float]:
         mine = [r for r in runs if r["arm"] == arm and r["rate"] == rate]
         late = sum(inf if r["reached"] is None else r["reached"] for r in mine)
@@ -94,9 +118,11 @@ def study(small: bool) -> dict[str, Any]:
             one, jobs(task, range(1 if small else 5), False, {a: [r] for a, r in chosen.items()})
         )
         found[task] = {
-            "target": TASKS[task]["target"], "rates": chosen, "runs": runs,
+            "target": TASKS[task]["target"],
+            "rates": chosen,
+            "runs": runs,
             "tuning": [{k: v for k, v in run.items() if k != "curve"} for run in tuning],
-        }  # fmt: skip
+        }
     return found
 
 
@@ -107,13 +133,22 @@ def report(data: dict[str, Any]) -> str:
         for arm in ARMS:
             mine = [r for r in found["runs"] if r["arm"] == arm]
             works = [t["rate"] for t in found["tuning"] if t["arm"] == arm and t["reached"]]
-            rows.append([
-                arm, found["rates"][arm], common.middle([r["reached"] for r in mine]),
-                common.middle([r["final"] for r in mine]),
-                f"{min(works):g} to {max(works):g}" if works else "none",
-            ])  # fmt: skip
-        heads = [task, "rate", f"seconds to {found['target']:.0%}", "accuracy at the end",
-                 "rates that got there"]  # fmt: skip
+            rows.append(
+                [
+                    arm,
+                    found["rates"][arm],
+                    common.middle([r["reached"] for r in mine]),
+                    common.middle([r["final"] for r in mine]),
+                    f"{min(works):g} to {max(works):g}" if works else "none",
+                ]
+            )
+        heads = [
+            task,
+            "rate",
+            f"seconds to {found['target']:.0%}",
+            "accuracy at the end",
+            "rates that got there",
+        ]
         parts.append(common.table(heads, rows))
     return "\n\n".join(parts)
 
@@ -127,12 +162,22 @@ def draw(data: dict[str, Any], out: Path) -> None:
     for axis, (task, found) in zip(axes[0], data.items(), strict=True):
         for number, arm in enumerate(ARMS):
             for run in (r for r in found["runs"] if r["arm"] == arm):
-                axis.plot(*zip(*run["curve"], strict=True), color=f"C{number}", alpha=0.6, lw=1,
-                          label=arm if run["seed"] == 0 else None)  # fmt: skip
-        axis.axhline(found["target"], color="black", lw=0.8, ls=":",
-                     label=f"target, {found['target']:.0%}")  # fmt: skip
-        axis.set(title=task, xlabel="simulated seconds", ylabel="accuracy",
-                 ylim=(max(0.0, found["target"] - 0.25), 1.0))  # fmt: skip
+                axis.plot(
+                    *zip(*run["curve"], strict=True),
+                    color=f"C{number}",
+                    alpha=0.6,
+                    lw=1,
+                    label=arm if run["seed"] == 0 else None,
+                )
+        axis.axhline(
+            found["target"], color="black", lw=0.8, ls=":", label=f"target, {found['target']:.0%}"
+        )
+        axis.set(
+            title=task,
+            xlabel="simulated seconds",
+            ylabel="accuracy",
+            ylim=(max(0.0, found["target"] - 0.25), 1.0),
+        )
         axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(out / "figure.png", dpi=75)

@@ -1,6 +1,6 @@
 """Measured steps against formulas: what was written down before, with terms found, the planner's.
 
-    python studies/saturation/compare.py [data.json] [--figure saturation.png] [--rows]
+python studies/saturation/compare.py [data.json] [--figure saturation.png] [--rows]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from terms import BUCKET, Row, facts, terms  # noqa: E402
 from stratagem.plan.configuration import MULTI_WORKER, SERVERS, Configuration  # noqa: E402
 from stratagem.plan.cost import predict  # noqa: E402
 from stratagem.plan.hardware import Hardware  # noqa: E402
-from stratagem.plan.profile import Bucket, Profile  # noqa: E402
+from stratagem.plan.profile import GradientPart, Profile  # noqa: E402
 
 BATCH = 12
 #: half of a word there and back between two hosts, as probe.py finds it
@@ -45,9 +45,12 @@ def configuration(row: Row) -> Configuration:
     if row["strategy"] == "ring":
         return Configuration(MULTI_WORKER, hosts=row["hosts"], wire=wire)
     return Configuration(
-        SERVERS, hosts=row["hosts"], servers=row["servers"], wire=wire,
+        SERVERS,
+        hosts=row["hosts"],
+        servers=row["servers"],
+        wire=wire,
         asynchronous=row["strategy"] == "async",
-    )  # fmt: skip
+    )
 
 
 def profile(row: Row, loop: float) -> Profile:
@@ -58,14 +61,20 @@ def profile(row: Row, loop: float) -> Profile:
     ends = [*range(together, LAYERS, together), LAYERS]
     sizes = [layer * (end - start) for start, end in zip([0, *ends], ends, strict=False)]
     buckets = tuple(
-        Bucket(size, backward * end / LAYERS) for size, end in zip(sizes, ends, strict=True)
+        GradientPart(size, backward * end / LAYERS) for size, end in zip(sizes, ends, strict=True)
     )
     shapes = ((layer // 4 // 64, 64),) * LAYERS
-    gradients = tuple(Bucket(layer, backward * (i + 1) / LAYERS) for i in range(LAYERS))
+    gradients = tuple(GradientPart(layer, backward * (i + 1) / LAYERS) for i in range(LAYERS))
     return Profile(
-        "sleeper", BATCH // row["hosts"], forward, backward, 0.0, buckets, shapes,
+        "sleeper",
+        BATCH // row["hosts"],
+        forward,
+        backward,
+        0.0,
+        buckets,
+        shapes,
         gradients=gradients,
-    )  # fmt: skip
+    )
 
 
 def planned(row: Row, loop: float) -> float:
@@ -78,8 +87,10 @@ def planned(row: Row, loop: float) -> float:
 
 Formula = Callable[[Row, float], float]
 FORMULAS: dict[str, Formula] = {
-    "facts": lambda row, loop: facts(row), "terms": terms, "planner": planned,
-}  # fmt: skip
+    "facts": lambda row, loop: facts(row),
+    "terms": terms,
+    "planner": planned,
+}
 
 
 def errors(rows: Sequence[Row], formula: Formula) -> list[float]:
@@ -87,8 +98,9 @@ def errors(rows: Sequence[Row], formula: Formula) -> list[float]:
     own = loops(rows)
     return [
         formula(row, own[row["bytes"]]) / measured(row) - 1
-        for row in rows if row["strategy"] != "one"
-    ]  # fmt: skip
+        for row in rows
+        if row["strategy"] != "one"
+    ]
 
 
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -156,18 +168,25 @@ def figure(rows: Sequence[Row], path: str) -> None:
             fill = "white" if "bfloat16" in name else colour
             label = name.replace("bfloat16", "bf16").replace("float32", "fp32")
             label = label.replace("1 ps", "1 server").replace("ps", "servers")
-            panel.plot(hosts, seen, "o", color=colour, markerfacecolor=fill, markersize=5,
-                       label=label)  # fmt: skip
+            panel.plot(
+                hosts, seen, "o", color=colour, markerfacecolor=fill, markersize=5, label=label
+            )
         panel.axhline(1.0, color="grey", linewidth=0.5)
-        panel.set_title(f"{link / 1e6:.0f} Mbit/s, {size / 1e6:.1f} MB, {alone * 1e3:.0f} ms alone",
-                        fontsize=9)  # fmt: skip
+        panel.set_title(
+            f"{link / 1e6:.0f} Mbit/s, {size / 1e6:.1f} MB, {alone * 1e3:.0f} ms alone", fontsize=9
+        )
         panel.set_xlabel("hosts")
         panel.set_xticks([1, 2, 3, 4])
     panels[0].set_ylabel("speedup, same global batch")
     for dash, what in (("-", "fp32"), ("--", "bf16")):  # in the legend alone
         panels[-1].plot([], [], dash, color="black", linewidth=1, label=f"terms.py, {what}")
-    panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0),
-                      title="dots are measured", title_fontsize=7)  # fmt: skip
+    panels[-1].legend(
+        fontsize=7,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        title="dots are measured",
+        title_fontsize=7,
+    )
     canvas.tight_layout()
     canvas.savefig(path, dpi=90)
 

@@ -62,14 +62,34 @@ class Hosts:
         _run("ip", "-n", self._switch, "link", "set", "switch", "up")
         for i, name in enumerate(self.names):
             _run("ip", "netns", "add", name)
-            _run("ip", "-n", name, "link", "add", "e0", "type", "veth",
-                 "peer", "name", f"p{i}", "netns", self._switch)  # fmt: skip
+            _run(
+                "ip",
+                "-n",
+                name,
+                "link",
+                "add",
+                "e0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"p{i}",
+                "netns",
+                self._switch,
+            )
             _run("ip", "-n", self._switch, "link", "set", f"p{i}", "master", "switch", "up")
             _run("ip", "-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "e0")
             for device in ("e0", "lo"):
                 _run("ip", "-n", name, "link", "set", device, "up")
-            _run("ip", "netns", "exec", name, "sysctl", "-qw",
-                 f"net.ipv4.tcp_congestion_control={_CONGESTION}")  # fmt: skip
+            _run(
+                "ip",
+                "netns",
+                "exec",
+                name,
+                "sysctl",
+                "-qw",
+                f"net.ipv4.tcp_congestion_control={_CONGESTION}",
+            )
 
     def address(self, host: int) -> str:
         return f"{_SUBNET}.{host + 1}"
@@ -81,8 +101,23 @@ class Hosts:
         for i, name in enumerate(self.names):
             for where, device in ((name, "e0"), (self._switch, f"p{i}")):
                 _run("ip", "-n", where, "link", "set", device, "gso_max_size", whole)
-                _run("tc", "-n", where, "qdisc", "replace", "dev", device, "root", "tbf", "rate",
-                     f"{bits:.0f}bit", "burst", str(burst), "limit", str(_QUEUE))  # fmt: skip
+                _run(
+                    "tc",
+                    "-n",
+                    where,
+                    "qdisc",
+                    "replace",
+                    "dev",
+                    device,
+                    "root",
+                    "tbf",
+                    "rate",
+                    f"{bits:.0f}bit",
+                    "burst",
+                    str(burst),
+                    "limit",
+                    str(_QUEUE),
+                )
 
     def drops(self) -> int:
         """Packets that the buckets have dropped so far."""
@@ -107,9 +142,11 @@ class Hosts:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.close()
 
 

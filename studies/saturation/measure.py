@@ -92,25 +92,26 @@ def small() -> list[tuple[Cast, tuple[Leg, ...]]]:
 
 def summary(cast: Cast, leg: Leg, stamps: Sequence[Sequence[float]]) -> dict[str, Any]:
     """The row of one leg: the middle of the step times of all hosts, and how they spread."""
-    steps = [
-        b - a for mine in stamps for a, b in zip(mine[WARM:], mine[WARM + 1 :], strict=False)
-    ]
+    steps = [b - a for mine in stamps for a, b in zip(mine[WARM:], mine[WARM + 1 :], strict=False)]
     quarters = statistics.quantiles(steps, n=4)
     rate = sum((len(mine) - 1 - WARM) / (mine[-1] - mine[WARM]) for mine in stamps)
     return {
-        **named(cast, leg), "step_s": round(statistics.median(steps), 5),
+        **named(cast, leg),
+        "step_s": round(statistics.median(steps), 5),
         "mean_s": round(cast.hosts / rate, 5),
         "spread": round((quarters[2] - quarters[0]) / quarters[1], 4),
         "steps": len(steps),
-    }  # fmt: skip
+    }
 
 
 def named(cast: Cast, leg: Leg) -> dict[str, Any]:
     """What a row says of what was measured."""
     return {
-        **asdict(cast), "link_bits": leg.link_bits, "bytes": leg.bytes,
+        **asdict(cast),
+        "link_bits": leg.link_bits,
+        "bytes": leg.bytes,
         "compute_s": round(leg.compute_s / cast.hosts, 6),
-    }  # fmt: skip
+    }
 
 
 @contextmanager
@@ -147,21 +148,27 @@ def task_of(cast: Cast, leg: Leg, batches: int) -> dict[str, Any]:
     """What a worker is told of a leg. Asynchronous workers have a batch of their own each."""
     alone = cast.hosts if cast.strategy == "async" else 1
     return {
-        "bytes": leg.bytes, "seconds": leg.compute_s / BATCH, "batch": BATCH // alone,
+        "bytes": leg.bytes,
+        "seconds": leg.compute_s / BATCH,
+        "batch": BATCH // alone,
         "batches": batches * alone,
-    }  # fmt: skip
+    }
 
 
 def heading() -> str:
-    return (f"{'strategy':9}{'hosts':>6}{'servers':>8} {'wire':9}{'Mbit/s':>7}{'MB':>6}"
-            f"{'compute':>9}{'step ms':>9}{'mean':>8}{'spread':>8}")  # fmt: skip
+    return (
+        f"{'strategy':9}{'hosts':>6}{'servers':>8} {'wire':9}{'Mbit/s':>7}{'MB':>6}"
+        f"{'compute':>9}{'step ms':>9}{'mean':>8}{'spread':>8}"
+    )
 
 
 def line(row: dict[str, Any]) -> str:
-    return (f"{row['strategy']:9}{row['hosts']:6}{row['servers']:8} {row['wire']:9}"
-            f"{row['link_bits'] / 1e6:7.0f}{row['bytes'] / 1e6:6.1f}{row['compute_s'] * 1e3:9.1f}"
-            f"{row['step_s'] * 1e3:9.1f}{row['mean_s'] * 1e3:8.1f}"
-            f"{row['spread']:8.1%}")  # fmt: skip
+    return (
+        f"{row['strategy']:9}{row['hosts']:6}{row['servers']:8} {row['wire']:9}"
+        f"{row['link_bits'] / 1e6:7.0f}{row['bytes'] / 1e6:6.1f}{row['compute_s'] * 1e3:9.1f}"
+        f"{row['step_s'] * 1e3:9.1f}{row['mean_s'] * 1e3:8.1f}"
+        f"{row['spread']:8.1%}"
+    )
 
 
 def main() -> None:
@@ -172,8 +179,11 @@ def main() -> None:
     parser.add_argument("--blind", action="store_true", help="what no formula has seen: 3 minutes")
     parser.add_argument("--only", help="strategies to measure: one,ring,sync,async")
     parser.add_argument("--json", type=Path, help="where the rows are written")
-    parser.add_argument("--again", action="store_true",
-                        help="measure again what spreads much; keep what spreads less")  # fmt: skip
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="measure again what spreads much; keep what spreads less",
+    )
     args = parser.parse_args()
     casts = small() if args.small else blind() if args.blind else grid()
     if args.only:
@@ -191,10 +201,12 @@ def main() -> None:
     except Unshaped as problem:
         sys.exit(f"measure.py: {problem}")
     run = {
-        "machine": platform.machine(), "cores": len(os.sched_getaffinity(0)),
-        "load_before": round(load, 1), "load_after": round(os.getloadavg()[0], 1),
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": round(load, 1),
+        "load_after": round(os.getloadavg()[0], 1),
         "seconds": round(time.monotonic() - begun),
-    }  # fmt: skip
+    }
     print(run)
     if args.json:
         runs = json.dumps([*before["runs"], run])

@@ -35,6 +35,7 @@ WAYS = {"word": (False, False), "push": (True, False), "pull": (False, True)}
 
 def serve(address: str, tls: bool) -> None:
     """Take tensors and give some, until the input ends."""
+
     def welcome(connection: Connection) -> None:
         while (frame := connection.receive()) is not None:
             tensor = torch.zeros(frame.size, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from task import FORWARD, LAYERS
 
 #: of 1514 bytes on a cable 1448 are the tensor's: Ethernet, IP, TCP with timestamps
 GOODPUT = 1448 / 1514
-#: gradients that leave together, and no earlier (stratagem.strategies.exchange)
+#: gradients that leave together, and no earlier (stratagem.training.exchange)
 BUCKET = 8 << 20
 #: by hosts: the two moves of a 16-bit sum (pieces to all, sums to all) relative to 2(N-1)/N * S/B.
 #: Read off the same grid; several send to one host at the same time.

@@ -1,6 +1,6 @@
 """The measured half: one model on real servers, sparse and dense; run by itself in a process.
 
-    python real.py '["sockets", 0, true]'     the way, the number of the round, whether it is small
+python real.py '["sockets", 0, true]'     the way, the number of the round, whether it is small
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from size import KINDS, SMALL, Size, chances
 from torch import nn
 
 import stratagem as sg
+from stratagem.state.optimizer_recipe import describe
 from stratagem.state.partition import partition
-from stratagem.state.recipe import describe
 from stratagem.state.store import Store
 
 
@@ -73,18 +73,28 @@ def measure(size: Size, way: str, turn: int) -> dict[str, Any]:
         try:
             for kind in KINDS[:: 1 if turn % 2 == 0 else -1]:
                 module, speed = train(size, kind, strategy, data)
-                found.append({
-                    "kind": kind, "way": way, "rule": rule, "workers": workers, "servers": servers,
-                    "updates_per_s": speed, "accuracy": accuracy(module, *test),
-                    "apart": apart(module, plain["dense"]),
-                })  # fmt: skip
+                found.append(
+                    {
+                        "kind": kind,
+                        "way": way,
+                        "rule": rule,
+                        "workers": workers,
+                        "servers": servers,
+                        "updates_per_s": speed,
+                        "accuracy": accuracy(module, *test),
+                        "apart": apart(module, plain["dense"]),
+                    }
+                )
         finally:
             strategy.close()
     one = {kind: accuracy(module, *test) for kind, module in plain.items()}
     return {
-        "arms": found, "alone": alone, "server": server, "one device": one,
+        "arms": found,
+        "alone": alone,
+        "server": server,
+        "one device": one,
         "tables": other_tables(size, way),
-    }  # fmt: skip
+    }
 
 
 def other_tables(size: Size, way: str) -> list[dict[str, Any]]:

@@ -39,9 +39,19 @@ class Size:
 
 
 SMALL = Size(
-    rows=5_000, width=8, words=10, batch=32, steps=10, epochs=1, rounds=1, tables=(500,),
-    servers=(1,), ways=("sockets",), simulated_workers=(1, 8, 64), simulated_servers=(1,),
-)  # fmt: skip
+    rows=5_000,
+    width=8,
+    words=10,
+    batch=32,
+    steps=10,
+    epochs=1,
+    rounds=1,
+    tables=(500,),
+    servers=(1,),
+    ways=("sockets",),
+    simulated_workers=(1, 8, 64),
+    simulated_servers=(1,),
+)
 
 
 # --- what travels ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import report
 import virtual
 from size import SMALL, Size, rows_touched, traffic
 
-from stratagem.plan.overhead import measure
+from stratagem.plan.machine import measure_overhead
 
 HERE = Path(__file__).parent
 TIMEOUT = 400
@@ -33,8 +33,11 @@ def in_child(small: bool, way: str, turn: int) -> dict[str, Any]:
     environ["STRATAGEM_SHARED_MEMORY"] = "1" if way == "shared memory" else "0"
     done = subprocess.run(
         [sys.executable, HERE / "real.py", json.dumps([way, turn, small])],
-        capture_output=True, env=environ, timeout=TIMEOUT, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        env=environ,
+        timeout=TIMEOUT,
+        text=True,
+    )
     if done.returncode:
         raise RuntimeError(f"measuring over {way} failed:\n{done.stderr}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -53,23 +56,30 @@ def measured(size: Size, small: bool) -> dict[str, Any]:
         key = tuple(row[name] for name in ("kind", "way", "rule", "workers", "servers"))
         arms.setdefault(key, []).append(row)
     merged = [
-        {**rows[0], "apart": max(r["apart"] for r in rows),
-         "updates_per_s": statistics.median(r["updates_per_s"] for r in rows),
-         "all_updates_per_s": sorted(r["updates_per_s"] for r in rows),
-         "accuracy": statistics.median(r["accuracy"] for r in rows)}
+        {
+            **rows[0],
+            "apart": max(r["apart"] for r in rows),
+            "updates_per_s": statistics.median(r["updates_per_s"] for r in rows),
+            "all_updates_per_s": sorted(r["updates_per_s"] for r in rows),
+            "accuracy": statistics.median(r["accuracy"] for r in rows),
+        }
         for rows in arms.values()
-    ]  # fmt: skip
+    ]
     alone, server = (
-        {kind: {n: statistics.median(r[what][kind][n] for r in rounds) for n in seconds}
-         for kind, seconds in rounds[0][what].items()}
+        {
+            kind: {n: statistics.median(r[what][kind][n] for r in rounds) for n in seconds}
+            for kind, seconds in rounds[0][what].items()
+        }
         for what in ("alone", "server")
-    )  # fmt: skip
+    )
     return {
         "arms": sorted(merged, key=lambda r: [str(r[k]) for k in ("way", "rule", "workers")]),
-        "alone": alone, "server": server,
-        "one device": rounds[0]["one device"], "tables": _medians(rounds),
-        "overhead": asdict(measure(20 if small else 300)),
-    }  # fmt: skip
+        "alone": alone,
+        "server": server,
+        "one device": rounds[0]["one device"],
+        "tables": _medians(rounds),
+        "overhead": asdict(measure_overhead(20 if small else 300)),
+    }
 
 
 def _medians(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -77,8 +87,10 @@ def _medians(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in (row for one in rounds for row in one["tables"]):
         key = (row["way"], row["rows"], row["kind"])
         speeds.setdefault(key, []).append(row["updates_per_s"])
-    return [{"way": way, "rows": rows, "kind": kind, "updates_per_s": statistics.median(found)}
-            for (way, rows, kind), found in speeds.items()]  # fmt: skip
+    return [
+        {"way": way, "rows": rows, "kind": kind, "updates_per_s": statistics.median(found)}
+        for (way, rows, kind), found in speeds.items()
+    ]
 
 
 def study(size: Size, small: bool) -> dict[str, Any]:
@@ -88,17 +100,26 @@ def study(size: Size, small: bool) -> dict[str, Any]:
     ids = real.examples_of(size, count)[0].view(size.steps, -1)
     simulated = virtual.at_scale(size, found)
     return {
-        "machine": {"cores": len(os.sched_getaffinity(0)), "kind": platform.machine(),
-                    "torch": torch.__version__, "load before": load,
-                    "load after": os.getloadavg()[0]},
-        "size": asdict(size), "compute": virtual.COMPUTE,
-        "traffic": {"rows by formula": rows_touched(size, size.batch),
-                    "rows counted": statistics.mean(len(step.unique()) for step in ids),
-                    "sparse": traffic(size, "sparse", 1, size.batch)[0],
-                    "dense": traffic(size, "dense", 1, size.batch)[0]},
-        "real": found, "predicted": virtual.predict(size, found), "simulated": simulated,
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "kind": platform.machine(),
+            "torch": torch.__version__,
+            "load before": load,
+            "load after": os.getloadavg()[0],
+        },
+        "size": asdict(size),
+        "compute": virtual.COMPUTE,
+        "traffic": {
+            "rows by formula": rows_touched(size, size.batch),
+            "rows counted": statistics.mean(len(step.unique()) for step in ids),
+            "sparse": traffic(size, "sparse", 1, size.batch)[0],
+            "dense": traffic(size, "dense", 1, size.batch)[0],
+        },
+        "real": found,
+        "predicted": virtual.predict(size, found),
+        "simulated": simulated,
         "knees": virtual.knees(simulated),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -41,10 +41,12 @@ def costs(server: dict[str, float], name: str) -> dict[str, float]:
 def rests(size: Size, found: dict[str, Any]) -> dict[tuple[str, str], float]:
     """What of a step of one asynchronous worker on one server is not its computation."""
     return {
-        (arm["kind"], arm["way"]):
-        max(0.0, 1 / arm["updates_per_s"] - found["alone"][arm["kind"]][str(size.batch)])
-        for arm in found["arms"] if (arm["rule"], arm["workers"], arm["servers"]) == FIRST
-    }  # fmt: skip
+        (arm["kind"], arm["way"]): max(
+            0.0, 1 / arm["updates_per_s"] - found["alone"][arm["kind"]][str(size.batch)]
+        )
+        for arm in found["arms"]
+        if (arm["rule"], arm["workers"], arm["servers"]) == FIRST
+    }
 
 
 def predict(size: Size, found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -72,9 +74,13 @@ def _seconds(size: Size, found: dict[str, Any], arm: dict[str, Any]) -> dict[str
     near = arm["way"] == "shared memory"  # nothing to speak of travels
     push, pull = (0.0, 0.0) if near else traffic(size, arm["kind"], arm["workers"], examples)
     plain = Scenario(
-        arm["workers"], 200, Work(Constant(compute), push, pull, **costs(server, arm["rule"])),
-        Topology(rate=inf), rule(arm["rule"]), arm["servers"],
-    )  # fmt: skip
+        arm["workers"],
+        200,
+        Work(Constant(compute), push, pull, **costs(server, arm["rule"])),
+        Topology(rate=inf),
+        rule(arm["rule"]),
+        arm["servers"],
+    )
     alone, loaded = (1 / simulate(replace(plain, overhead=o)).rate for o in (Overhead(), costly))
     gradients = arm["workers"] if together else 1
     busy = gradients * (compute + processor(costly, arm["servers"], together, push + pull))
@@ -87,9 +93,12 @@ def processor(costs: Overhead, servers: int, together: bool, size: float) -> flo
     messages = 2 * servers - (not together)  # asynchronous tickets come with an answer
     orders = servers - 1  # half a message at either end
     return (
-        messages * (costs.worker_message + costs.server_message) + orders * costs.server_message
-        + size * (costs.worker_byte + costs.server_byte) + costs.worker_step + costs.server_step
-    )  # fmt: skip
+        messages * (costs.worker_message + costs.server_message)
+        + orders * costs.server_message
+        + size * (costs.worker_byte + costs.server_byte)
+        + costs.worker_step
+        + costs.server_step
+    )
 
 
 def at_scale(size: Size, found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -108,9 +117,18 @@ def at_scale(size: Size, found: dict[str, Any]) -> list[dict[str, Any]]:
                         )
                         topology = Topology(rate=rate, latency=50e-6)
                         busy = speedup(name, servers, workers, work, topology)
-                        rows.append({"kind": kind, "rule": name, "link": link, "servers": servers,
-                                     "workers": workers, "push": push, "pull": pull,
-                                     "speedup": busy})  # fmt: skip
+                        rows.append(
+                            {
+                                "kind": kind,
+                                "rule": name,
+                                "link": link,
+                                "servers": servers,
+                                "workers": workers,
+                                "push": push,
+                                "pull": pull,
+                                "speedup": busy,
+                            }
+                        )
     return rows
 
 
@@ -135,7 +153,15 @@ def knees(simulated: list[dict[str, Any]]) -> list[dict[str, Any]]:
         best = max(curve, key=lambda row: row["speedup"])
         enough = next(r for r in curve if r["speedup"] >= 0.95 * best["speedup"])
         good = [row["workers"] for row in curve if row["speedup"] >= 0.5 * row["workers"]]
-        found.append({"rule": name, "link": link, "servers": servers, "kind": kind,
-                      "best": best["speedup"], "saturates": enough["workers"],
-                      "half": max(good, default=0)})  # fmt: skip
+        found.append(
+            {
+                "rule": name,
+                "link": link,
+                "servers": servers,
+                "kind": kind,
+                "best": best["speedup"],
+                "saturates": enough["workers"],
+                "half": max(good, default=0),
+            }
+        )
     return found

@@ -13,19 +13,20 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 
-from stratagem.plan.simulation.faults import Kill
-from stratagem.plan.simulation.scenario import Scenario, Work
+from stratagem.plan.simulation.scenario import Kill, Scenario, Work
 from stratagem.plan.simulation.spread import Lognormal
 from stratagem.plan.simulation.training import Data, train
-from stratagem.rules.ramp import Ramp
-from stratagem.rules.staleness import (
+from stratagem.rules.updates import (
+    Asynchronous,
     DelayCompensated,
     Drop,
     GapAware,
     LowerRate,
+    Ramp,
     ScaleDown,
+    Synchronous,
+    Updates,
 )
-from stratagem.rules.updates import Asynchronous, Synchronous, Updates
 from stratagem.wire.simulated import Topology
 
 CROWD, EACH, EPOCHS, BATCHES = 16, 32, 15, 35
@@ -60,20 +61,30 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
     late = job["remedy"] == "abrupt warm-up"
     faults = tuple(Kill(w, 0.0, back=WARM * 0.1) for w in range(1, workers) if late)
     scenario = Scenario(
-        workers, 1, Work(Lognormal(0.1, 0.2)), Topology(1.25e9, 50e-6), updates,
-        faults=faults, seed=job["seed"],
-    )  # fmt: skip
+        workers,
+        1,
+        Work(Lognormal(0.1, 0.2)),
+        Topology(1.25e9, 50e-6),
+        updates,
+        faults=faults,
+        seed=job["seed"],
+    )
     optimizer = torch.optim.SGD(module.parameters(), job["rate"], momentum=job["momentum"])
     trained = train(
-        scenario, module, optimizer, F.cross_entropy,
+        scenario,
+        module,
+        optimizer,
+        F.cross_entropy,
         Data(split.x, split.y, EACH * together, EPOCHS),
         common.accuracy(split.x_test, split.y_test),
-    )  # fmt: skip
+    )
     ages = trained.run.stats.staleness
     return {
-        **job, "accuracy": trained.curve[-1][2], "seconds": trained.curve[-1][0],
+        **job,
+        "accuracy": trained.curve[-1][2],
+        "seconds": trained.curve[-1][0],
         "age": sum(t * n for t, n in ages.items()) / max(1, sum(ages.values())),
-    }  # fmt: skip
+    }
 
 
 def study(small: bool) -> list[dict[str, Any]]:
@@ -84,17 +95,28 @@ def study(small: bool) -> list[dict[str, Any]]:
     rates = [0.25] if small else RATES
     remedies = ["none", "scale by 1/sqrt(1+age)"] if small else list(REMEDIES)
     usual = {"momentum": 0.0}
-    jobs = [
-        {**usual, "remedy": "none", "workers": w, "rate": rate, "seed": seed}
-        for seed in seeds for w in crowds for rate in rates
-    ] + [
-        {**usual, "remedy": remedy, "workers": CROWD, "rate": rate, "seed": seed}
-        for seed in seeds for remedy in remedies for rate in rates
-        if remedy != "none" or CROWD not in crowds
-    ] + [
-        {"momentum": m, "remedy": "none", "workers": w, "rate": 0.05, "seed": seed}
-        for seed in seeds for m in (0.5, 0.9) for w in (1, CROWD) if not small
-    ]  # fmt: skip
+    jobs = (
+        [
+            {**usual, "remedy": "none", "workers": w, "rate": rate, "seed": seed}
+            for seed in seeds
+            for w in crowds
+            for rate in rates
+        ]
+        + [
+            {**usual, "remedy": remedy, "workers": CROWD, "rate": rate, "seed": seed}
+            for seed in seeds
+            for remedy in remedies
+            for rate in rates
+            if remedy != "none" or CROWD not in crowds
+        ]
+        + [
+            {"momentum": m, "remedy": "none", "workers": w, "rate": 0.05, "seed": seed}
+            for seed in seeds
+            for m in (0.5, 0.9)
+            for w in (1, CROWD)
+            if not small
+        ]
+    )
     return common.on_all_cores(one, jobs)
 
 
@@ -114,20 +136,33 @@ def report(data: list[dict[str, Any]]) -> str:
     rates = sorted({run["rate"] for run in data if not run["momentum"]})
     crowds = sorted({run["workers"] for run in pick(data, remedy="none")})
     by_crowd = [
-        [w, f"{statistics.mean(r['age'] for r in pick(data, remedy='none', workers=w)):.1f}",
-         *(_cell(pick(data, remedy="none", workers=w, rate=rate, momentum=0.0)) for rate in rates)]
+        [
+            w,
+            f"{statistics.mean(r['age'] for r in pick(data, remedy='none', workers=w)):.1f}",
+            *(
+                _cell(pick(data, remedy="none", workers=w, rate=rate, momentum=0.0))
+                for rate in rates
+            ),
+        ]
         for w in crowds
-    ]  # fmt: skip
+    ]
     names = [name for name in REMEDIES if pick(data, remedy=name, workers=CROWD)]
     by_remedy = [
-        [name, f"{statistics.mean(r['age'] for r in pick(data, remedy=name, workers=CROWD)):.1f}",
-         *(_cell(pick(data, remedy=name, workers=CROWD, rate=rate, momentum=0.0))
-           for rate in rates)]
+        [
+            name,
+            f"{statistics.mean(r['age'] for r in pick(data, remedy=name, workers=CROWD)):.1f}",
+            *(
+                _cell(pick(data, remedy=name, workers=CROWD, rate=rate, momentum=0.0))
+                for rate in rates
+            ),
+        ]
         for name in names
-    ]  # fmt: skip
+    ]
     heads = ["mean age", *(f"rate {rate:g}" for rate in rates)]
-    parts = [common.table(["workers", *heads], by_crowd),
-             common.table([f"remedy, {CROWD} workers", *heads], by_remedy)]  # fmt: skip
+    parts = [
+        common.table(["workers", *heads], by_crowd),
+        common.table([f"remedy, {CROWD} workers", *heads], by_remedy),
+    ]
     moving = [
         [m, *(_cell(pick(data, momentum=m, workers=w)) for w in (1, CROWD))] for m in (0.5, 0.9)
     ]
@@ -143,21 +178,48 @@ def draw(data: list[dict[str, Any]], out: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=[1, 1.3])
     for rate in RATES:
-        found = [(w, [r["accuracy"] for r in pick(data, remedy="none", workers=w, rate=rate,
-                                                  momentum=0.0)]) for w in CROWDS]  # fmt: skip
-        left.plot([w for w, _ in found], [statistics.median(a) for _, a in found], marker="o",
-                  ms=3, label=f"rate {rate:g}")  # fmt: skip
-    left.set(xscale="log", xticks=CROWDS, xticklabels=CROWDS, xlabel="workers, no remedy",
-             ylabel="accuracy", ylim=(0, 1.02))  # fmt: skip
+        found = [
+            (
+                w,
+                [
+                    r["accuracy"]
+                    for r in pick(data, remedy="none", workers=w, rate=rate, momentum=0.0)
+                ],
+            )
+            for w in CROWDS
+        ]
+        left.plot(
+            [w for w, _ in found],
+            [statistics.median(a) for _, a in found],
+            marker="o",
+            ms=3,
+            label=f"rate {rate:g}",
+        )
+    left.set(
+        xscale="log",
+        xticks=CROWDS,
+        xticklabels=CROWDS,
+        xlabel="workers, no remedy",
+        ylabel="accuracy",
+        ylim=(0, 1.02),
+    )
     left.legend(fontsize=8)
     names = list(REMEDIES)
     for row, name in enumerate(names):
         for number, rate in enumerate(RATES):
             runs = pick(data, remedy=name, workers=CROWD, rate=rate, momentum=0.0)
-            right.scatter([r["accuracy"] for r in runs], [row + (number - 1.5) * 0.17] * len(runs),
-                          s=9, color=f"C{number}")  # fmt: skip
-    right.set(yticks=range(len(names)), yticklabels=names, xlabel=f"accuracy, {CROWD} workers",
-              xlim=(0, 1.02))  # fmt: skip
+            right.scatter(
+                [r["accuracy"] for r in runs],
+                [row + (number - 1.5) * 0.17] * len(runs),
+                s=9,
+                color=f"C{number}",
+            )
+    right.set(
+        yticks=range(len(names)),
+        yticklabels=names,
+        xlabel=f"accuracy, {CROWD} workers",
+        xlim=(0, 1.02),
+    )
     right.invert_yaxis()
     right.tick_params(labelsize=8)
     figure.tight_layout()

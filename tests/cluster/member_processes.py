@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 MEMBER = """
 import json, logging, os, socket, sys, threading, time, traceback
-from stratagem.cluster.membership import Member, Membership, Trouble
+from stratagem.cluster.membership import Failure, Member, Membership
 from stratagem.cluster.rendezvous import form
 from stratagem.cluster.spec import ClusterSpec, Task
 
@@ -71,7 +71,7 @@ for line in sys.stdin:
         elif verb == "announce":
             t = json.loads(rest)
             shot = Member(t["name"], t["where"])
-            members.announce(Trouble(t["rank"], shot, "died", "it was shot"))
+            members.announce(Failure(t["rank"], shot, "died", "it was shot"))
         elif verb == "fork":
             child = os.fork()
             if child == 0:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from stratagem.cluster import kubernetes, slurm, tf_config, torchrun, vertex
-from stratagem.cluster.environment import detect
+from stratagem.cluster import environment
+from stratagem.cluster.environment import cores, detect, expand_counts, expand_nodelist
 from stratagem.cluster.parsing import endpoint
 from stratagem.cluster.spec import Place, Task
 from stratagem.errors import ClusterError
@@ -147,8 +149,8 @@ def test_a_bad_tf_config(environ: Environ, words: str) -> None:
 
 
 def test_the_examples_in_the_messages_are_correct() -> None:
-    assert found({"TF_CONFIG": tf_config.EXAMPLE}).rank == 0
-    without_remark = vertex.EXAMPLE.partition(" (")[0]
+    assert found({"TF_CONFIG": environment.TF_CONFIG_EXAMPLE}).rank == 0
+    without_remark = environment.VERTEX_EXAMPLE.partition(" (")[0]
     assert found({"CLUSTER_SPEC": without_remark}).rank == 1
 
 
@@ -250,9 +252,9 @@ def test_torchrun() -> None:
 
 def test_torchrun_alone() -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    place = found({**alone, "MASTER_ADDR": "localhost", "MASTER_PORT": "45715"})
+    place = found({**alone, "MASTER_ADDR": "a-name", "MASTER_PORT": "45715"})
     assert (place.rank, place.size, place.is_chief, place.local_rank) == (0, 1, True, 0)
-    assert place.chief_address == "localhost:45716"
+    assert place.chief_address == "127.0.0.1:45716"  # all ranks are here: nobody else need come
 
 
 def test_a_rendezvous_set_by_hand_without_local_ranks() -> None:
@@ -286,7 +288,7 @@ def test_any_torchrun_job(size: int, per_node: int, port: int, data: st.DataObje
     assume(per_node <= size)
     rank = data.draw(st.integers(0, size - 1))
     common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(per_node), "MASTER_ADDR": "m"}
-    place = torchrun.detect(
+    place = environment.from_torchrun(
         {**common, "RANK": str(rank), "LOCAL_RANK": "0", "MASTER_PORT": str(port)}
     )
     assert place is not None
@@ -294,7 +296,7 @@ def test_any_torchrun_job(size: int, per_node: int, port: int, data: st.DataObje
     hosts, ports = zip(*map(endpoint, place.spec.jobs["worker"]), strict=True)
     assert len(set(ports)) == size
     assert 0 < ports[0] != port
-    assert hosts[:per_node] == ("m",) * per_node
+    assert hosts[:per_node] == ("127.0.0.1" if per_node == size else "m",) * per_node
     assert hosts[per_node:] == tuple(f"node{r // per_node}" for r in range(per_node, size))
 
 
@@ -561,7 +563,7 @@ def test_every_task_of_a_cyclic_step_refuses(
 )
 def test_nodelists_as_scontrol_expands_them(text: str, names: str) -> None:
     # `scontrol show hostnames` of Slurm 22.05 gave these.
-    assert slurm.expand_nodelist(text) == names.split()
+    assert expand_nodelist(text) == names.split()
 
 
 @pytest.mark.parametrize(
@@ -574,7 +576,7 @@ def test_nodelists_as_scontrol_expands_them(text: str, names: str) -> None:
 )
 def test_a_bad_nodelist(text: str) -> None:
     with pytest.raises(ClusterError, match=r"^NODES: .*; correct: gpu\[01-03,7\]"):
-        slurm.expand_nodelist(text, "NODES")
+        expand_nodelist(text, "NODES")
 
 
 def compressed(prefix: str, numbers: list[str]) -> str:
@@ -614,7 +616,7 @@ MACHINES: st.SearchStrategy[tuple[str, list[str]]] = st.one_of(
 def test_any_nodelist_expands_to_what_was_compressed(machines: list[tuple[str, list[str]]]) -> None:
     parts = [compressed(name, numbers) if numbers else name for name, numbers in machines]
     names = [name + number for name, numbers in machines for number in numbers or [""]]
-    assert slurm.expand_nodelist(",".join(parts)) == names
+    assert expand_nodelist(",".join(parts)) == names
 
 
 COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=8)
@@ -629,13 +631,13 @@ def counts_as_slurm_writes_them(counts: list[int]) -> str:
 @given(COUNTS)
 @example([2, 2, 2, 1])
 def test_any_tasks_per_node_expands_to_what_was_compressed(counts: list[int]) -> None:
-    assert slurm.expand_counts(counts_as_slurm_writes_them(counts)) == counts
+    assert expand_counts(counts_as_slurm_writes_them(counts)) == counts
 
 
 @pytest.mark.parametrize("text", ["", "2(x3", "2x3", "2(3)", "a", "1,,2", "-1", "1(x99999),1(x9)"])
 def test_bad_tasks_per_node(text: str) -> None:
     with pytest.raises(ClusterError, match=r"^TASKS: .*; correct: 2\(x3\),1"):
-        slurm.expand_counts(text, "TASKS")
+        expand_counts(text, "TASKS")
 
 
 @calm
@@ -650,7 +652,7 @@ def test_tasks_fill_the_machines_in_block_order(counts: list[int]) -> None:
     }
     slots = [(node, i) for node, count in enumerate(counts) for i in range(count)]
     for rank, (node, i) in enumerate(slots):
-        place = slurm.detect({**step, "SLURM_PROCID": str(rank)})
+        place = environment.from_slurm({**step, "SLURM_PROCID": str(rank)})
         assert place is not None
         assert place.rank == rank
         assert place.local_rank == (i if max(counts) > 1 else None)
@@ -740,4 +742,37 @@ def test_every_source_is_asked_with_the_given_environment_only(
     for name, value in {**TORCHRUN, **SLURM, **tf({"type": "chief"})}.items():
         monkeypatch.setenv(name, value)
     assert detect({}) is None
-    assert kubernetes.detect(KUBERNETES) == found(KUBERNETES)
+    assert environment.from_kubernetes(KUBERNETES) == found(KUBERNETES)
+
+
+HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "nonsense"}, None),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+    ],
+)
+def test_containers_are_limited(tmp_path: Path, files: dict[str, str], most: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert cores(tmp_path) == min(HERE, most or HERE)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes have no mask here")
+def test_a_mask_counts(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert cores(tmp_path) == 1
+    finally:
+        os.sched_setaffinity(0, before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import json
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.cluster.framing import HEAD, VERSION, Malformed
 from stratagem.cluster.handshake import (
     NOTE_LIMIT,
-    NoteReader,
     Stranger,
     WrongSecret,
     encode_note,
     job_secret,
+    note_reader,
     prove,
     recv_note,
     send_note,
@@ -157,7 +157,7 @@ def forged_client(cut: int = 72, flip: int | None = None, bit: int = 0) -> BaseE
             data[flip - start] ^= 1 << bit
         sock.sendall(data[: max(0, cut - start)])
 
-    greeting, nonce = b"STRATGM\x02", bytes(32)
+    greeting, nonce = b"STRATGM\x04", bytes(32)
     with pair() as (ours, theirs):
         thread, results = outcome(partial(prove_or_hang_up, ours, SECRET, True, 20))
         with suppress(ConnectionError):
@@ -209,7 +209,7 @@ def test_a_peer_that_drips_is_cut_off_at_the_limit(server: bool) -> None:
     with pair() as (ours, theirs):
         start = time.monotonic()
         thread, results = outcome(lambda: prove(ours, SECRET, server=server, limit=0.5))
-        for byte in b"STRATGM\x02" + bytes(20):
+        for byte in b"STRATGM\x04" + bytes(20):
             time.sleep(0.05)
             try:
                 theirs.sendall(bytes([byte]))
@@ -258,7 +258,7 @@ def test_a_garbled_note_only_raises_connection_error(said: bytes) -> None:
 def test_only_objects_are_notes(value: object) -> None:
     body = json.dumps(value).encode()
     with pair() as (ours, theirs):
-        theirs.sendall(struct.pack("!I", len(body)) + body)
+        theirs.sendall(HEAD.pack(b"SGWF", VERSION, 0, len(body), 0) + body)
         with pytest.raises(HandshakeError):
             recv_note(ours, limit=20)
 
@@ -267,17 +267,17 @@ def test_only_objects_are_notes(value: object) -> None:
 @QUICK
 def test_a_long_note_is_refused_by_its_length_alone(size: int) -> None:
     with pair() as (ours, theirs):
-        theirs.sendall(struct.pack("!I", size))
+        theirs.sendall(HEAD.pack(b"SGWF", VERSION, 0, size, 0))
         with pytest.raises(HandshakeError, match="limit"):
             recv_note(ours, limit=20)
-    with pytest.raises(HandshakeError, match="limit"):
-        list(NoteReader().feed(struct.pack("!I", size)))
+    with pytest.raises(Malformed, match="limit"):
+        list(note_reader().feed(HEAD.pack(b"SGWF", VERSION, 0, size, 0)))
 
 
 def test_deep_nesting_is_refused() -> None:
     body = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
-    with pytest.raises(HandshakeError):
-        list(NoteReader().feed(struct.pack("!I", len(body)) + body))
+    with pytest.raises(Malformed):
+        list(note_reader().feed(HEAD.pack(b"SGWF", VERSION, 0, len(body), 0) + body))
 
 
 def test_a_note_too_long_to_be_read_is_not_sent() -> None:
@@ -294,11 +294,11 @@ def test_a_stream_in_pieces_gives_the_same_notes(
     notes: list[dict[str, int]], cuts: list[int]
 ) -> None:
     stream = b"".join(encode_note(note) for note in notes)
-    reader, found, step = NoteReader(), [], 0
+    reader, found, step = note_reader(), [], 0
     while stream:
         size = cuts[step % len(cuts)]
         step += 1
-        found += list(reader.feed(stream[:size]))
+        found += [note for note, _ in reader.feed(stream[:size])]
         stream = stream[size:]
     assert found == notes
 

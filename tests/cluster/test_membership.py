@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.cluster.membership import Member, Membership, Trouble
+from stratagem.cluster.membership import Failure, Member, Membership
 from stratagem.cluster.rendezvous import form
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import (
@@ -304,7 +304,7 @@ def test_strangers_at_the_door_harm_nobody(start: Start) -> None:
     host, _, port = spec["worker"][0].partition(":")
     strangers = [_knock(host, int(port)) for _ in range(4)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-    strangers[1].sendall(b"STRATGM\x02" + os.urandom(64))
+    strangers[1].sendall(b"STRATGM\x04" + os.urandom(64))
     strangers[2].close()
     # strangers[3] says nothing at all: it would hold them up for five seconds.
     began = time.monotonic()
@@ -406,7 +406,7 @@ def test_a_task_that_does_not_train_has_no_place() -> None:
 def test_a_lone_process() -> None:
     before = threading.active_count()
     spec = ClusterSpec({"worker": ["127.0.0.1:1"]})
-    seen: list[Trouble] = []
+    seen: list[Failure] = []
     for alone in (Membership.alone(), form(spec, Task("worker", 0), secret=b"s")):
         assert (alone.rank, len(alone.members)) == (0, 1)
         assert alone.exchange({"a": (1, 2)}, limit=1) == [{"a": [1, 2]}]
@@ -433,7 +433,7 @@ def test_callbacks_are_called_once_also_late_and_a_bad_one_harms_nobody() -> Non
     hub, spoke = two()
     seen: list[tuple[str, int]] = []
 
-    def bad(trouble: Trouble) -> None:
+    def bad(trouble: Failure) -> None:
         raise KeyError("bad callback")
 
     hub.on_trouble(bad)
@@ -506,12 +506,12 @@ def test_errors_say_what_happened_to_whom_and_what_to_do() -> None:
         ("stalled", ReplicaStalled, "kill -CONT"),
         ("failed", ReplicaFailed, "start the job again"),
     ):
-        trouble = Trouble(1, member, kind, "the {detail}")  # type: ignore[arg-type]
+        trouble = Failure(1, member, kind, "the {detail}")  # type: ignore[arg-type]
         raised = trouble.error()
         assert type(raised) is error and raised.who == "worker 1"
         for part in ("worker 1 (10.0.0.2:2222)", "the {detail}", advice):
             assert part in str(raised)
-        assert Trouble.from_note(json.loads(json.dumps(trouble.to_note()))) == trouble
+        assert Failure.from_note(json.loads(json.dumps(trouble.to_note()))) == trouble
 
 
 def test_mistakes_of_use() -> None:

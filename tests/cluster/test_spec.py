@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.cluster import spec as spec_module
-from stratagem.cluster import tf_config
+from stratagem.cluster.environment import from_tf_config
 from stratagem.cluster.spec import ROLES, ClusterSpec, Place, Task
 from stratagem.errors import ClusterError
 
@@ -126,7 +126,7 @@ def test_every_task_has_its_own_address(spec: ClusterSpec) -> None:
 @given(SPECS)
 def test_tf_config_tells_each_task_its_place(spec: ClusterSpec) -> None:
     for task in (*spec.tasks(), Task("evaluator")):
-        place = tf_config.detect({"TF_CONFIG": spec.tf_config(task)})
+        place = from_tf_config({"TF_CONFIG": spec.tf_config(task)})
         assert place == Place(spec, task, "TF_CONFIG")
 
 

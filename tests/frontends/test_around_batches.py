@@ -130,9 +130,7 @@ def test_validation(where: sg.Strategy) -> None:
     x, y = data(ROWS)
     model, note, plain = model_on(where), Note(halve_before=2), mlp()
     options: Any = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-    history = model.fit(
-        x, y, epochs=2, validation_data=(x, y), callbacks=[note], **options
-    ).history
+    history = model.fit(x, y, epochs=2, validation_data=(x, y), callbacks=[note], **options).history
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
     losses: list[float] = []
     for _ in range(2):
@@ -226,9 +224,11 @@ def test_several_workers_of_which_the_chief_has_callbacks(tmp_path: Path) -> Non
     everybody = []
     for index in range(2):
         task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-        everybody.append(nursery().start(
-            tmp_path, textwrap.dedent(WORKER), f"worker{index}", TF_CONFIG=json.dumps(task)
-        ))  # fmt: skip
+        everybody.append(
+            nursery().start(
+                tmp_path, textwrap.dedent(WORKER), f"worker{index}", TF_CONFIG=json.dumps(task)
+            )
+        )
     try:
         for script in everybody:
             assert script.ends(50) == 0, script

@@ -65,8 +65,11 @@ def loss_of(module: nn.Module, x: Tensor = VAL_X, y: Tensor = VAL_Y) -> float:
 
 def fit(model: sg.Model, **options: Any) -> dict[str, list[float]]:
     ordinary: dict[str, Any] = {
-        "batch_size": BATCH, "shuffle": False, "verbose": 0, "validation_data": (VAL_X, VAL_Y),
-    }  # fmt: skip
+        "batch_size": BATCH,
+        "shuffle": False,
+        "verbose": 0,
+        "validation_data": (VAL_X, VAL_Y),
+    }
     return model.fit(X, Y, **(ordinary | options)).history
 
 

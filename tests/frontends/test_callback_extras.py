@@ -1,82 +1,19 @@
-"""Callbacks in Keras' own form, and what they do to the loss: as on one device."""
+"""Callbacks in Keras' own form, as on one device."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 import stratagem as sg
 from stratagem.frontends.callbacks import Callback, EarlyStopping, LambdaCallback
-from tests.support import data, distance, mlp
+from tests.support import data, mlp
 
 pytestmark = pytest.mark.timeout(60)
 X, Y = data(37)
 BATCH = 8
-
-
-class Weighted(nn.Module):
-    """A loss of one's own with a number in it."""
-
-    def __init__(self, kind: str = "buffer") -> None:
-        super().__init__()
-        self.factor: torch.Tensor
-        if kind == "buffer":
-            self.register_buffer("factor", torch.tensor(1.0))
-        else:
-            self.factor = nn.Parameter(torch.tensor(1.0), requires_grad=False)
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(output, target, reduction="none") * self.factor
-
-
-def torchs() -> nn.Module:
-    return nn.MultiMarginLoss(weight=torch.ones(4))
-
-
-def trained(where: sg.Strategy | None, loss: nn.Module, change: Any) -> tuple[sg.Model, Any]:
-    model = sg.Model(mlp(), where)
-    model.compile(lambda params: torch.optim.SGD(params, lr=0.1), loss)
-    history = model.fit(
-        X, Y, epochs=3, batch_size=BATCH, shuffle=False, verbose=0,
-        callbacks=LambdaCallback(**{change: lambda *_: _change(loss)}),
-    )  # fmt: skip
-    return model, history.history["loss"]
-
-
-@torch.no_grad()
-def _change(loss: Any) -> None:
-    if isinstance(loss, Weighted):
-        loss.factor.mul_(0.8)
-    else:
-        loss.weight[0].mul_(1.5)
-
-
-@pytest.mark.parametrize("made", [Weighted, partial(Weighted, "parameter"), torchs])
-@pytest.mark.parametrize("change", ["on_epoch_end", "on_train_batch_end", "on_epoch_begin"])
-def test_what_a_callback_writes_into_the_loss_is_followed(
-    three: sg.Strategy, made: Any, change: str
-) -> None:
-    alone, expected = trained(None, made(), change)
-    model, losses = trained(three, made(), change)
-    assert distance(model.module, alone.module) < 1e-6
-    assert losses == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_same_between_batches_of_evaluate(three: sg.Strategy) -> None:
-    found = []
-    for where in (None, three):
-        loss = Weighted()
-        model = sg.Model(mlp(), where)
-        model.compile("sgd", loss)
-        callback = LambdaCallback(on_test_batch_begin=lambda *_: _change(loss))  # noqa: B023
-        result = model.evaluate(X, Y, batch_size=BATCH, callbacks=callback, verbose=0)
-        found.append(result["loss"])
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_every_method_may_take_logs_or_leave_them_out(two: sg.Strategy) -> None:

@@ -14,10 +14,9 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import stratagem as sg
-from tests.support import data, distance, mlp, moved, strategy
+from tests.support import data, distance, mlp, strategy
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,68 +31,6 @@ def model_on(on: sg.Strategy | None, module: nn.Module | None = None, **options:
     model = sg.Model(module or mlp(), on or strategy(1))
     model.compile(**{"optimizer": "sgd", "loss": "cross_entropy", **options})
     return model
-
-
-class Level:
-    """A transform with a number that a callback turns."""
-
-    def __init__(self) -> None:
-        self.times = 1.0
-
-
-class Course(Dataset[Any]):
-    """Grows harder: two numbers of its own, and a transform's."""
-
-    def __init__(self) -> None:
-        self.x, self.y = data(37)
-        self.shift, self.transform = 0.0, Level()
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.x[index] * self.transform.times + self.shift, self.y[index]
-
-
-class Harder(sg.callbacks.Callback):
-    def __init__(self, course: Course) -> None:
-        self.course = course
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.course.shift, self.course.transform.times = 0.1 * epoch, 1.0 + epoch
-
-
-def test_a_dataset_that_a_callback_changes(two: sg.Strategy) -> None:
-    course, module = Course(), mlp()
-    plain = copy.deepcopy(module)
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for epoch in range(3):
-        for start in range(0, 37, 8):
-            x, y = course.x[start : start + 8], course.y[start : start + 8]
-            sgd.zero_grad()
-            F.cross_entropy(plain(x * (1.0 + epoch) + 0.1 * epoch), y).backward()  # type: ignore[no-untyped-call]
-            sgd.step()
-    model = model_on(two, copy.deepcopy(module), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    model.fit(
-        DataLoader(course, batch_size=8), epochs=3, verbose=0, callbacks=[Harder(course)]
-    )
-    assert moved(module, plain) and distance(model.module, plain) < 1e-5
-
-
-@pytest.mark.parametrize("kind", ["tensor", "numpy", "dataset"])
-def test_arrays_that_a_callback_writes_into_are_refused(two: sg.Strategy, kind: str) -> None:
-    """Each replica has a copy."""
-    x, y = data(24)
-    given: Any = x.numpy() if kind == "numpy" else x
-
-    def double(*_: Any) -> None:
-        given[:] = given * 2
-
-    callback = sg.callbacks.LambdaCallback(on_epoch_end=double)
-    loader = DataLoader(TensorDataset(x, y), batch_size=8)
-    args: Any = (loader,) if kind == "dataset" else (given, y)
-    with pytest.raises(sg.NotDistributable, match="wrote into the data"):
-        model_on(two).fit(*args, epochs=2, verbose=0, callbacks=[callback])
 
 
 class Thaw(sg.callbacks.Callback):
@@ -214,16 +151,25 @@ def test_another_model_is_evaluated_in_a_callback(two: sg.Strategy) -> None:
 
 @pytest.mark.parametrize(
     ("monitor", "mode"),
-    [("val_loss", "min"), ("val_perplexity", "min"), ("hamming", "min"), ("exactness", "max"),
-     ("val_accuracy", "max"), ("val_my_f1", "max")],
-)  # fmt: skip
+    [
+        ("val_loss", "min"),
+        ("val_perplexity", "min"),
+        ("hamming", "min"),
+        ("exactness", "max"),
+        ("val_accuracy", "max"),
+        ("val_my_f1", "max"),
+    ],
+)
 def test_which_way_is_better(monitor: str, mode: str) -> None:
     """By what the metric says of itself, or by its name."""
     stop = sg.callbacks.EarlyStopping(monitor, patience=1)
-    model = model_on(None, metrics={
-        "hamming": torchmetrics.HammingDistance(task="multiclass", num_classes=4),
-        "exactness": torchmetrics.Accuracy(task="multiclass", num_classes=4),
-    })  # fmt: skip
+    model = model_on(
+        None,
+        metrics={
+            "hamming": torchmetrics.HammingDistance(task="multiclass", num_classes=4),
+            "exactness": torchmetrics.Accuracy(task="multiclass", num_classes=4),
+        },
+    )
     stop.set_model(model)
     stop.on_train_begin()
     stop.on_epoch_end(0, {monitor: 0.5})

@@ -24,10 +24,10 @@ from torch.utils.data import (
 )
 
 import stratagem as sg
-from stratagem.frontends.deals import dealer
-from stratagem.frontends.feeds import LoaderFeed
-from stratagem.rules.push import Ticket
-from stratagem.strategies.parameters.worker import Work
+from stratagem.frontends.batch_scheduler import BatchScheduler
+from stratagem.frontends.sources import DatasetSource
+from stratagem.rules.tickets import Ticket
+from stratagem.servers.client import Assignment
 from tests.support import data, distance, moved, strategy
 
 pytestmark = pytest.mark.timeout(60)
@@ -493,8 +493,8 @@ def test_batches_whose_first_length_is_another(some: sg.Strategy, kind: str) -> 
 
 def test_a_dealt_batch_has_as_many_rows_as_indices() -> None:
     loader = DataLoader(Texts(), batch_size=8, collate_fn=time_major)
-    work = Work(Ticket(0, 0, 0, 1), 1, {"indices": list(range(8)), "total": 8})
-    portion = dealer(LoaderFeed(loader, 3), 1).portion(work, 0, torch.device("cpu"))
+    work = Assignment(Ticket(0, 0, 0, 1), 1, {"indices": list(range(8)), "total": 8})
+    portion = BatchScheduler(DatasetSource(loader, 3), 1).portion(work, 0)
     assert (portion.examples, portion.total) == (8, 8)
 
 

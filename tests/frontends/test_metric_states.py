@@ -55,15 +55,6 @@ class MadeOf(torchmetrics.Metric):
         self.inner.reset()
 
 
-class Both(Attributes):
-    """A state, and a counter that nobody joins."""
-
-    def __init__(self) -> None:
-        torchmetrics.Metric.__init__(self)
-        self.add_state("right", torch.tensor(0), dist_reduce_fx="sum")
-        self.seen, self.classes = 0, 4
-
-
 def model_with(where: Any, metric: Any) -> sg.Model:
     model = sg.Model(mlp(), where)
     model.compile("sgd", "cross_entropy", {"own": metric})
@@ -86,19 +77,6 @@ def test_states_are_joined(three: sg.MirroredStrategy, kind: Any) -> None:
     with torch.no_grad():
         expected = float((model.module(x).argmax(1) == y).float().mean())
     assert model.evaluate(x, y, batch_size=9)["own"] == pytest.approx(expected)
-
-
-def test_a_counter_beside_the_states_is_told(
-    three: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
-) -> None:
-    x, y = data(41)
-    model_with(None, Both()).evaluate(x, y, batch_size=9)
-    model_with(three, States()).evaluate(x, y, batch_size=9)
-    assert not caplog.text
-    model = model_with(three, Both())
-    for _ in range(2):
-        model.evaluate(x, y, batch_size=9)
-    assert caplog.text.count("the metric Both changes self.seen in update") == 1
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -249,9 +250,10 @@ def test_outputs_with_names(some: sg.Strategy) -> None:
     x, y = data(33)
     model = sg.Model(TwoHeads(), some)
     model.compile(
-        "sgd", lambda out, target: F.cross_entropy(out.scores, target, reduction="none"),
+        "sgd",
+        lambda out, target: F.cross_entropy(out.scores, target, reduction="none"),
         {"right": lambda out, target: (out.scores.argmax(1) == target).float()},
-    )  # fmt: skip
+    )
     right = model.evaluate(x, y, batch_size=8)["right"]
     with torch.no_grad():
         expected = float((model.module(x).scores.argmax(1) == y).float().mean())
@@ -291,12 +293,13 @@ def rowwise(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 BINARY: dict[str, Any] = {
-    "f1": tmc.BinaryF1Score, "auroc": tmc.BinaryAUROC,
+    "f1": tmc.BinaryF1Score,
+    "auroc": tmc.BinaryAUROC,
     "confusion": lambda: tmc.BinaryMatthewsCorrCoef(ignore_index=0),
     "sum": lambda: tmc.BinaryAccuracy() + tmc.BinaryAveragePrecision(thresholds=7),
     "calibration": tmc.BinaryCalibrationError,
     "other way": lambda: LambdaInputTransformer(tmc.BinaryF1Score(), lambda output: -output),
-}  # fmt: skip
+}
 SEVERAL: dict[str, Any] = {
     "auroc": lambda: MulticlassAUROC(3),
     "precision": lambda: torchmetrics.AveragePrecision(task="multiclass", num_classes=3),
@@ -308,37 +311,47 @@ SEVERAL: dict[str, Any] = {
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("outputs", ["logits", "probabilities"])
-@pytest.mark.parametrize("batch", [2, 6])
-def test_the_batch_tells_logits_from_probabilities(
-    three: sg.Strategy, outputs: str, batch: int
-) -> None:
-    """Shares of one or two logits lie within 0 and 1 by chance; 51 rows are many batches."""
+def test_shares_do_not_decide_what_outputs_are(three: sg.Strategy, outputs: str) -> None:
+    """Shares of two logits lie within 0 and 1 by chance; so do whole batches of six."""
     x, _ = data(51)
-    x = x.sigmoid() if outputs == "probabilities" else x
+    x = x.sigmoid() if outputs == "probabilities" else x * 0.7 + 0.5
     y = (x[:, 0] > 0.2).long()
-    model, made = sg.Model(First(), three), {name: make() for name, make in BINARY.items()}
-    model.compile("sgd", rowwise, {**made, "named": "accuracy"})
+    made = {name: make() for name, make in BINARY.items()}
+    model = sg.Model(First(), three)
+    model.compile("sgd", rowwise, {**made, "named": "accuracy"}, from_logits=outputs == "logits")
     reference = {name: make() for name, make in BINARY.items()} | {"named": tmc.BinaryAccuracy()}
-    expected = batchwise(reference, First(), x, y, batch)
-    results = model.evaluate(x, y, batch_size=batch)
+    expected = batchwise(reference, First(), x, y, 51)
+    results = model.evaluate(x, y, batch_size=6)
     assert {name: results[name] for name in expected} == pytest.approx(expected, abs=1e-6)
     model.optimizer.param_groups[0]["lr"] = 0.0  # type: ignore[union-attr]
-    logs = model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, validation_data=(x, y))
+    logs = model.fit(x, y, batch_size=6, shuffle=False, verbose=0)
     assert {name: logs.history[name][0] for name in expected} == pytest.approx(expected, abs=1e-6)
-    again = model.evaluate(x, y, batch_size=batch)
-    assert again == pytest.approx(results)
 
 
 @pytest.mark.timeout(60)
-def test_the_batch_tells_logits_of_several_classes(three: sg.Strategy) -> None:
+def test_logits_of_several_classes(three: sg.Strategy) -> None:
+    """The loss tells that they are logits."""
     x, _ = data(41)
     y = x[:, 1:4].argmax(1)
     model = sg.Model(First(3), three)
-    model.compile("sgd", rowwise, {name: make() for name, make in SEVERAL.items()})
+    model.compile("sgd", "cross_entropy", {name: make() for name, make in SEVERAL.items()})
     reference = {name: make() for name, make in SEVERAL.items()}
-    expected = batchwise(reference, First(3), x, y, 4)
+    expected = batchwise(reference, First(3), x, y, 41)
     results = model.evaluate(x, y, batch_size=4)
     assert {name: results[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("metric", ["accuracy", tmc.BinaryAUROC()])
+def test_what_outputs_are_is_asked_for(three: sg.Strategy, metric: Any) -> None:
+    x, _ = data(21)
+    y = (x[:, 0] > 0).long()
+    for where in (None, three):
+        model = sg.Model(First(), where)
+        model.compile("sgd", rowwise, metric)
+        asked = pytest.raises(sg.NotDistributable, match="Say it: compile")
+        with asked if where else nullcontext():
+            model.evaluate(x, y, batch_size=6)
 
 
 def test_torchmetrics_is_left_as_it_was(three: sg.Strategy) -> None:
@@ -346,7 +359,7 @@ def test_torchmetrics_is_left_as_it_was(three: sg.Strategy) -> None:
     x, _ = data(21)
     y, given = (x[:, 0] > 0).long(), tmc.BinaryAUROC()
     model = sg.Model(First(), three)
-    model.compile("sgd", rowwise, {"auroc": given})
+    model.compile("sgd", rowwise, {"auroc": given}, from_logits=True)
     model.evaluate(x, y, batch_size=6)
     few = torch.tensor([0.1, 0.9, 0.7, 0.3])
     given.update(few, torch.tensor([0, 1, 1, 0]))
@@ -359,7 +372,7 @@ def test_a_replica_without_an_example(three: sg.Strategy) -> None:
     x, _ = data(2)
     y = torch.tensor([0, 2])
     model = sg.Model(First(3), three)
-    model.compile("sgd", rowwise, {name: make() for name, make in SEVERAL.items()})
+    model.compile("sgd", "cross_entropy", {name: make() for name, make in SEVERAL.items()})
     expected = batchwise({name: make() for name, make in SEVERAL.items()}, First(3), x, y, 32)
     results = model.evaluate(x, y)
     assert {name: results[name] for name in expected} == pytest.approx(expected, abs=1e-6)
@@ -421,7 +434,7 @@ def test_values_that_are_not_of_rows_are_refused(
     if some.num_replicas_in_sync == 1:
         getattr(model, verb)(x, y, verbose=0)
         return
-    words = rf'metric "{function.__name__}" returns several numbers.*for each row.*one device'
+    words = rf'metric "{function.__name__}" .*several that are not those of its rows.*one device'
     with pytest.raises(sg.NotDistributable, match=words):
         getattr(model, verb)(x, y, verbose=0)
 

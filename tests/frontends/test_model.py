@@ -67,14 +67,16 @@ KINDS: dict[str, Any] = {
     "dataset": lambda x, y: ((Rows(x, y),), {"batch_size": 20}),
     "loader": lambda x, y: ((DataLoader(TensorDataset(x, y), batch_size=20),), {}),
     "loader with workers": lambda x, y: (
-        (DataLoader(Rows(x, y), batch_size=20, num_workers=1),), {},
+        (DataLoader(Rows(x, y), batch_size=20, num_workers=1),),
+        {},
     ),
     "stream": lambda x, y: ((Stream(x, y),), {"batch_size": 20}),
     "stream loader": lambda x, y: ((DataLoader(Stream(x, y), batch_size=20),), {}),
     "list of batches": lambda x, y: (
-        ([(x[i : i + 20], y[i : i + 20]) for i in range(0, len(x), 20)],), {},
+        ([(x[i : i + 20], y[i : i + 20]) for i in range(0, len(x), 20)],),
+        {},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -229,9 +231,17 @@ def test_callbacks_run_once_in_order(two: sg.Strategy) -> None:
     model_on(two).fit(x, y, batch_size=10, epochs=2, callbacks=[Speak()], verbose=0)
     logs = "['examples_per_second', 'loss']"
     assert calls == [
-        "begin", "epoch 0", "batch 0 True", "batch 1 True", f"end 0 {logs}",
-        "epoch 1", "batch 0 True", "batch 1 True", f"end 1 {logs}", "done",
-    ]  # fmt: skip
+        "begin",
+        "epoch 0",
+        "batch 0 True",
+        "batch 1 True",
+        f"end 0 {logs}",
+        "epoch 1",
+        "batch 0 True",
+        "batch 1 True",
+        f"end 1 {logs}",
+        "done",
+    ]
 
 
 @pytest.mark.parametrize("per", ["epoch", "step"])
@@ -294,9 +304,14 @@ def test_early_stopping_restores_the_best(some: sg.Strategy) -> None:
     stopping = sg.callbacks.EarlyStopping(patience=2, restore_best_weights=True)
     keeper = sg.callbacks.LambdaCallback(on_epoch_end=keep)
     history = model.fit(
-        x, y, batch_size=8, epochs=50, validation_data=data(30, seed=5),
-        callbacks=[keeper, stopping], verbose=0,
-    )  # fmt: skip
+        x,
+        y,
+        batch_size=8,
+        epochs=50,
+        validation_data=data(30, seed=5),
+        callbacks=[keeper, stopping],
+        verbose=0,
+    )
     assert len(history.epoch) < 50
     assert stopping.stopped_epoch == history.epoch[-1]
     for name, value in model.module.state_dict().items():
@@ -361,8 +376,11 @@ def test_saved_files_are_plain_and_resume_under_any_strategy(tmp_path: Path) -> 
     assert path == tmp_path / "saved.safetensors"
     done = subprocess.run(
         [sys.executable, "-c", PLAIN_LOAD, str(path), str(tmp_path / "saved.state.pt")],
-        capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert "'0.weight'" in done.stdout and "[16, 6]" in done.stdout
     for count in (1, 2):
         made = strategy(count)
@@ -406,10 +424,11 @@ def test_best_only_checkpoints(tmp_path: Path) -> None:
 def test_forms_of_optimizer(two: sg.Strategy, form: str) -> None:
     module = mlp()
     choice: Any = {
-        "name": "adamw", "class": torch.optim.AdamW,
+        "name": "adamw",
+        "class": torch.optim.AdamW,
         "function": lambda p: torch.optim.AdamW(p),
         "instance": torch.optim.AdamW(module.parameters()),
-    }[form]  # fmt: skip
+    }[form]
     x, y = data(40)
     with two.scope():
         model = sg.Model(module)
@@ -423,8 +442,9 @@ def test_parameter_groups_keep_their_settings(two: sg.Strategy) -> None:
     def groups(module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(
             [{"params": module[0].parameters(), "lr": 0.1}, {"params": module[2].parameters()}],
-            lr=1e-3, weight_decay=0.1,
-        )  # fmt: skip
+            lr=1e-3,
+            weight_decay=0.1,
+        )
 
     x, y = data(40)
     module, start = mlp(), mlp()
@@ -482,7 +502,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "unknown loss": (lambda s: bare(s).compile("adam", "nonsense"), "cross_entropy"),
     "unknown optimizer": (lambda s: bare(s).compile("nonsense", "mse"), "adam"),
     "foreign optimizer": (
-        lambda s: bare(s).compile(torch.optim.SGD(mlp().parameters()), "mse"), "module.parameters",
+        lambda s: bare(s).compile(torch.optim.SGD(mlp().parameters()), "mse"),
+        "module.parameters",
     ),
     "unknown metric": (lambda s: bare(s).compile("adam", "mse", ["nonsense"]), "torchmetrics"),
     "bad precision": (lambda s: bare(s).compile("adam", "mse", precision="int3"), "bfloat16"),
@@ -492,7 +513,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "bad batch size": (lambda s: model_on(s).fit(X, Y, batch_size=0), "1 or more"),
     "bad steps per epoch": (lambda s: model_on(s).fit(X, Y, steps_per_epoch=0), "1 or more"),
     "y with a loader": (
-        lambda s: model_on(s).fit(DataLoader(TensorDataset(X, Y)), Y), "DataLoader itself",
+        lambda s: model_on(s).fit(DataLoader(TensorDataset(X, Y)), Y),
+        "DataLoader itself",
     ),
     "not data": (lambda s: model_on(s).fit(42), "arrays"),
     "not a module": (lambda s: sg.Model(42), "nn.Module"),
@@ -503,18 +525,22 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "nothing saved there": (lambda s: model_on(s).load("/nowhere/model"), "no saved model"),
     "batch of four parts": (
-        lambda s: model_on(s).fit([(X, Y, Y, Y)], verbose=0), "sample_weight",
+        lambda s: model_on(s).fit([(X, Y, Y, Y)], verbose=0),
+        "sample_weight",
     ),
     "LBFGS": (
-        lambda s: model_on(s, optimizer=torch.optim.LBFGS).fit(X, Y, verbose=0), "LBFGS",
+        lambda s: model_on(s, optimizer=torch.optim.LBFGS).fit(X, Y, verbose=0),
+        "LBFGS",
     ),
     "sparse gradients": (
         lambda s: model_on(
-            s, nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(0, 1)),
+            s,
+            nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(0, 1)),
             loss=lambda o, t: o.sum(1),
-        ).fit(torch.zeros(12, 1, dtype=torch.long), Y, verbose=0), "sparse",
+        ).fit(torch.zeros(12, 1, dtype=torch.long), Y, verbose=0),
+        "sparse",
     ),
-}  # fmt: skip
+}
 
 
 def bare(on: sg.Strategy, module: nn.Module | None = None) -> sg.Model:

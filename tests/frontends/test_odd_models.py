@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.frontends.surroundings import refuse_shared
+from stratagem.frontends.hooks import refuse_shared
+from tests.spread import assert_work, watched
 from tests.support import data, distance, mlp, strategy
 
 pytestmark = pytest.mark.timeout(60)
@@ -27,18 +28,27 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def both(
-    three: sg.MirroredStrategy, module: nn.Module, loss: Any, fit: Callable[[], dict[str, Any]], *,
-    optimizer: Any = sgd, **how: Any,
-) -> tuple[sg.Model, sg.Model]:  # fmt: skip
-    """The same training on one device and on three; it must have moved, and end alike."""
-    made = []
-    for where in (None, three):
+    three: sg.MirroredStrategy,
+    module: nn.Module,
+    loss: Any,
+    fit: Callable[[], dict[str, Any]],
+    *,
+    optimizer: Any = sgd,
+    **how: Any,
+) -> tuple[sg.Model, sg.Model]:
+    """The same training on one device and on three; all must have worked, it must have moved, and
+    end alike."""
+
+    def train(where: sg.Strategy | None) -> sg.Model:
         model = sg.Model(copy.deepcopy(module), where)
         model.compile(optimizer, loss, **how)
         torch.manual_seed(2)
         model.fit(**{"verbose": 0, "epochs": 2, "shuffle": False, **fit()})
-        made.append(model)
-    one, several = made
+        return model
+
+    one, alone = watched(lambda: train(None))
+    several, spread = watched(lambda: train(three), three)
+    assert_work(alone, spread)
     assert distance(one.module, module) > 1e-3
     assert distance(one.module, several.module) < 1e-5
     return one, several
@@ -138,10 +148,18 @@ def test_class_weights_and_a_target_that_is_no_class(three: sg.MirroredStrategy)
 def test_sample_weights_in_a_column(three: sg.MirroredStrategy) -> None:
     x, y = data(47)
     weight = torch.rand(47)
-    column, _ = both(three, mlp(), "cross_entropy", lambda: {
-        "x": x, "y": y, "sample_weight": weight[:, None], "batch_size": 10})  # fmt: skip
-    row, _ = both(three, mlp(), "cross_entropy", lambda: {
-        "x": x, "y": y, "sample_weight": weight, "batch_size": 10})  # fmt: skip
+    column, _ = both(
+        three,
+        mlp(),
+        "cross_entropy",
+        lambda: {"x": x, "y": y, "sample_weight": weight[:, None], "batch_size": 10},
+    )
+    row, _ = both(
+        three,
+        mlp(),
+        "cross_entropy",
+        lambda: {"x": x, "y": y, "sample_weight": weight, "batch_size": 10},
+    )
     assert distance(column.module, row.module) == 0
     with pytest.raises(sg.UsageError, match="one number for each example"):
         column.fit(x, y, sample_weight=torch.rand(47, 4), verbose=0)
@@ -339,18 +357,28 @@ class Endless:
 
 def test_a_sampler_without_a_length(three: sg.MirroredStrategy) -> None:
     x, y = data(47)
-    both(three, mlp(), "cross_entropy", lambda: {
-        "x": DataLoader(TensorDataset(x, y), 10, sampler=Endless()),  # type: ignore[arg-type]
-        "shuffle": True,
-    })  # fmt: skip
+    both(
+        three,
+        mlp(),
+        "cross_entropy",
+        lambda: {
+            "x": DataLoader(TensorDataset(x, y), 10, sampler=Endless()),  # type: ignore[arg-type]
+            "shuffle": True,
+        },
+    )
 
 
 def test_a_batch_sampler_without_a_length(three: sg.MirroredStrategy) -> None:
     x, y = data(47)
-    both(three, mlp(), "cross_entropy", lambda: {
-        "x": DataLoader(TensorDataset(x, y), batch_sampler=Unmeasured()),  # type: ignore[arg-type]
-        "shuffle": True,
-    })  # fmt: skip
+    both(
+        three,
+        mlp(),
+        "cross_entropy",
+        lambda: {
+            "x": DataLoader(TensorDataset(x, y), batch_sampler=Unmeasured()),  # type: ignore[arg-type]
+            "shuffle": True,
+        },
+    )
 
 
 def test_the_best_weights_are_restored_when_training_ends_by_itself(

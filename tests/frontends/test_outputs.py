@@ -69,9 +69,14 @@ class Returns(nn.Module):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("kind", "word"),
-    [("nothing", "NoneType"), ("nothing in part", "NoneType"), ("dataclass", "Scores"),
-     ("number", "int"), ("mean", "tensor without rows")],
-)  # fmt: skip
+    [
+        ("nothing", "NoneType"),
+        ("nothing in part", "NoneType"),
+        ("dataclass", "Scores"),
+        ("number", "int"),
+        ("mean", "tensor without rows"),
+    ],
+)
 def test_outputs_that_cannot_be_joined_are_refused(some: sg.Strategy, kind: str, word: str) -> None:
     x, _ = data(20)
     with pytest.raises(sg.UsageError, match=f"has a {word} in it; return tensors"):
@@ -148,7 +153,7 @@ def test_a_share_of_one_row_that_is_squeezed(some: sg.Strategy, batch: int, loss
     x, _ = data(32)
     y = (x[:, 0] > 0).float()
     model = sg.Model(Squeezed(), some)
-    model.compile(sgd, loss, ["accuracy"])
+    model.compile(sgd, loss, ["accuracy"], from_logits=loss != "mse")
     model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
     plain = F.mse_loss if loss == "mse" else own
     alone = by_hand(Squeezed(), sgd, plain, x, y, batch=batch)

@@ -36,9 +36,10 @@ def act(model: sg.Model, verb: str, **options: Any) -> None:
 
 
 FIGURES = {
-    "fit": "loss [0-9.]+  accuracy [0-9.]+", "evaluate": "loss [0-9.]+  accuracy [0-9.]+",
+    "fit": "loss [0-9.]+  accuracy [0-9.]+",
+    "evaluate": "loss [0-9.]+  accuracy [0-9.]+",
     "predict": "",
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(60)
@@ -61,9 +62,12 @@ def test_in_a_file(
 @pytest.mark.parametrize("verb", list(FIGURES))
 @pytest.mark.parametrize("verbose", ["auto", 1, 2])
 def test_at_a_terminal(
-    some: sg.Strategy, verb: str, verbose: Any, capfd: pytest.CaptureFixture[str],
+    some: sg.Strategy,
+    verb: str,
+    verbose: Any,
+    capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -174,3 +178,21 @@ def test_in_a_notebook_without_widgets(tmp_path: Path, monkeypatch: pytest.Monke
         assert len(shown) == 1 and "8/8" in shown[0]["data"]["text/plain"]
         assert word in shown[0]["data"]["text/plain"]
         assert not [o for o in cell.outputs if o.get("name") == "stderr"], cell.outputs
+
+
+@pytest.mark.timeout(60)
+def test_what_was_counted_is_a_whole_number(capfd: pytest.CaptureFixture[str]) -> None:
+    cluster = sg.LocalCluster(workers=1, ps=1)
+    with sg.ParameterServerStrategy(cluster, updates=sg.Synchronous()) as served:
+        model_on(served).fit(X, Y, batch_size=8, verbose=2)
+    line = capfd.readouterr().out
+    assert "  updates 5  dropped 0  " in line and re.search(r"  waiting \d+\.\d{4}  ", line), line
+
+
+def test_a_model_says_what_it_is(some: sg.Strategy) -> None:
+    model = sg.Model(mlp(), some)
+    assert repr(model).startswith("<sg.Model of Sequential, 180 parameters; not compiled; ")
+    model.compile("sgd", "cross_entropy", ["accuracy", print])
+    assert "; compiled with SGD, cross_entropy, accuracy, print; " in repr(model)
+    assert repr(model).endswith(f"; MirroredStrategy on {', '.join(some.devices)}>")
+    assert repr(sg.Model(mlp())).endswith("; one device on cpu:0>")

@@ -47,7 +47,7 @@ def advantage(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [scaled, advantage])
 def test_rows_that_depend_on_others(three: sg.MirroredStrategy, loss: Any, batch: int) -> None:
     x, y = data(39)
-    words = "depends on the other rows.*depends on no other row"
+    words = "the loss depends for a row on the other rows.*check=False"
     with pytest.raises(NotDistributable, match=words):
         trained(three, mlp(), loss, x, y, batch)
     trained(None, mlp(), loss, x, y, batch)
@@ -102,6 +102,18 @@ def test_noise_is_no_other_row(three: sg.MirroredStrategy, noise: float) -> None
     trained(three, mlp(), noisy, x, y, 600)
 
 
+@pytest.mark.parametrize("noise", [0.003, 0.5])
+def test_noise_does_not_hide_other_rows(three: sg.MirroredStrategy, noise: float) -> None:
+    """The same noise in a loss that is refused without it."""
+
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        return scaled(output, target) * (1 + noise * torch.randn(len(target)))
+
+    x, y = data(1200)
+    with pytest.raises(NotDistributable, match="the loss depends for a row on the other rows"):
+        trained(three, mlp(), noisy, x, y, 600)
+
+
 # --- a row and a column for each row --------------------------------------------------------------
 
 
@@ -137,9 +149,7 @@ def with_scale(output: Any, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("verb", ["fit", "evaluate"])
 @pytest.mark.parametrize("loss", [both_ways, sigmoid, with_scale])
-def test_everything_against_everything(
-    three: sg.MirroredStrategy, loss: Any, verb: str
-) -> None:
+def test_everything_against_everything(three: sg.MirroredStrategy, loss: Any, verb: str) -> None:
     x, y = data(24)
     for where in (None, three):
         model = sg.Model(Pairs(scale=loss is with_scale), where)
@@ -147,7 +157,7 @@ def test_everything_against_everything(
         if where is None:
             getattr(model, verb)(x, y, batch_size=12, verbose=0)
             continue
-        with pytest.raises(NotDistributable, match=r"compares the rows.*all_gather"):
+        with pytest.raises(NotDistributable, match=r"compares rows with each other.*check=False"):
             getattr(model, verb)(x, y, batch_size=12, verbose=0)
 
 

@@ -91,9 +91,14 @@ def test_schedules_of_one_argument_and_of_two(some: sg.Strategy, schedule: Any, 
     model = sg.Model(mlp(), some)
     model.compile(lambda params: torch.optim.SGD(params, lr=1.0), "cross_entropy")
     model.fit(
-        x, y, epochs=3, batch_size=10, shuffle=False, verbose=0,
+        x,
+        y,
+        epochs=3,
+        batch_size=10,
+        shuffle=False,
+        verbose=0,
         callbacks=[sg.callbacks.LearningRateScheduler(schedule, per)],
-    )  # fmt: skip
+    )
     assert distance(model.module, hand) < 1e-6
 
 
@@ -101,9 +106,7 @@ def test_schedules_of_one_argument_and_of_two(some: sg.Strategy, schedule: Any, 
 
 
 @pytest.mark.parametrize("other", ["sgd", "adamw"])
-def test_another_optimizers_state_is_refused(
-    some: sg.Strategy, tmp_path: Path, other: str
-) -> None:
+def test_another_optimizers_state_is_refused(some: sg.Strategy, tmp_path: Path, other: str) -> None:
     x, y = data(20)
     saved = sg.Model(mlp(), some)
     saved.compile("adam", "cross_entropy")

@@ -72,8 +72,10 @@ def test_model_learns_the_digits(rule: str, place: str) -> None:
         assert books.received == books.applied + books.dropped + books.buffered
         assert books.buffered == 0
         assert sum(history["updates"]) == books.updates
-        for name, whole in (("staleness_histogram", books.staleness),
-                            ("waiting_by_worker", books.waiting)):  # fmt: skip
+        for name, whole in (
+            ("staleness_histogram", books.staleness),
+            ("waiting_by_worker", books.waiting),
+        ):
             assert len(history[name]) == EPOCHS
             for key, value in whole.items():
                 told = sum(each.get(key, 0) for each in history[name])
@@ -165,9 +167,14 @@ def test_more_servers_than_pieces(shared: str, monkeypatch: pytest.MonkeyPatch) 
     assert apart(*found) < 1e-5
 
 
-@pytest.mark.parametrize("options", [
-    {"clip_norm": 0.1}, {"clip_value": 0.01}, {"clip_norm": 0.2, "clip_value": 0.05},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.1},
+        {"clip_value": 0.01},
+        {"clip_norm": 0.2, "clip_value": 0.05},
+    ],
+)
 def test_clipping_is_of_the_whole_gradient(options: dict[str, float]) -> None:
     x, y, _, _ = digits()
     made = []
@@ -181,11 +188,16 @@ def test_clipping_is_of_the_whole_gradient(options: dict[str, float]) -> None:
 
 
 POLICIES: dict[str, Any] = {
-    "none": [], "lower rate": [sg.LowerRate()], "drop": [sg.Drop()], "scale": [sg.ScaleDown()],
-    "linear": [sg.ScaleDown(linear=True)], "compensated": [sg.DelayCompensated()],
-    "constant": [sg.DelayCompensated(adaptive=False)], "gap": [sg.GapAware()],
+    "none": [],
+    "lower rate": [sg.LowerRate()],
+    "drop": [sg.Drop()],
+    "scale": [sg.ScaleDown()],
+    "linear": [sg.ScaleDown(linear=True)],
+    "compensated": [sg.DelayCompensated()],
+    "constant": [sg.DelayCompensated(adaptive=False)],
+    "gap": [sg.GapAware()],
     "all": [sg.LowerRate(), sg.Drop(), sg.ScaleDown(), sg.DelayCompensated(), sg.GapAware()],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -236,10 +248,12 @@ def test_every_kind_of_data(kind: str) -> None:
     data = TensorDataset(x[:200], y[:200])
     batches = [(x[i : i + 30], y[i : i + 30]) for i in range(0, 200, 30)]
     sources: dict[str, Any] = {
-        "loader": lambda: DataLoader(data, batch_size=30), "dataset": lambda: data,
+        "loader": lambda: DataLoader(data, batch_size=30),
+        "dataset": lambda: data,
         "stream": lambda: DataLoader(Stream(), batch_size=30),
-        "generator": lambda: iter(batches * 2), "batches": lambda: batches,
-    }  # fmt: skip
+        "generator": lambda: iter(batches * 2),
+        "batches": lambda: batches,
+    }
     options = {"batch_size": 30} if kind == "dataset" else {}
     options |= {"steps_per_epoch": 7} if kind == "generator" else {}
     made = []
@@ -550,12 +564,18 @@ class Words(nn.Module):
         return self.head(self.table(x).mean(1))
 
 
-@pytest.mark.parametrize(("rule", "workers", "memory", "wire"), [
-    (sg.Synchronous(), 2, "1", None), (sg.Synchronous(), 2, "0", None),
-    (sg.Synchronous(), 3, "1", None),  # each scatters its rows itself
-    (sg.Synchronous(), 3, "1", "bfloat16"),
-    (sg.Asynchronous(), 1, "1", None), (sg.Asynchronous(), 1, "0", None),
-], ids=["2", "2, sockets", "3", "3, bf16", "async", "async, sockets"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "workers", "memory", "wire"),
+    [
+        (sg.Synchronous(), 2, "1", None),
+        (sg.Synchronous(), 2, "0", None),
+        (sg.Synchronous(), 3, "1", None),  # each scatters its rows itself
+        (sg.Synchronous(), 3, "1", "bfloat16"),
+        (sg.Asynchronous(), 1, "1", None),
+        (sg.Asynchronous(), 1, "0", None),
+    ],
+    ids=["2", "2, sockets", "3", "3, bf16", "async", "async, sockets"],
+)
 def test_sparse_gradients_travel_as_rows(
     rule: Any, workers: int, memory: str, wire: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -581,9 +601,13 @@ def test_sparse_gradients_travel_as_rows(
     assert torch.equal(table.weight[untouched], Words().table.weight[untouched])
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"accumulate": 2}, "accumulate"), ({"precision": "float16"}, "float16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"accumulate": 2}, "accumulate"),
+        ({"precision": "float16"}, "float16"),
+    ],
+)
 def test_refusals(options: dict[str, Any], words: str) -> None:
     x, y, _, _ = digits()
     one = sg.Model(net(), strategy("1 ps", "asynchronous"))
@@ -777,9 +801,14 @@ def test_servers_follow_a_change_of_the_optimizers_state(kind: str, tmp_path: An
         one = model(where, OPTIMIZERS["momentum"])
         callback = Load(tmp_path / "saved") if kind == "load" else Clear()
         one.fit(
-            x[:200], y[:200], epochs=3, batch_size=50, shuffle=False, verbose=0,
+            x[:200],
+            y[:200],
+            epochs=3,
+            batch_size=50,
+            shuffle=False,
+            verbose=0,
             callbacks=[callback],
-        )  # fmt: skip
+        )
         made.append(one)
     assert max(apart(each.module, made[-1].module) for each in made[:-1]) < 1e-5
 

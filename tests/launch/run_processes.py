@@ -7,11 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.clock import unless_late
+from tests.clock import wait_for as wait_for
 
 HEAD = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -49,9 +47,13 @@ class Launcher:
         command = [sys.executable, "-m", "stratagem", "run", *options]
         child = subprocess.Popen(
             command if "-m" in options or "train.py" in options else [*command, "train.py"],
-            cwd=self.where, env={**base, "CUDA_VISIBLE_DEVICES": "", **environ}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="surrogateescape",
-        )  # fmt: skip
+            cwd=self.where,
+            env={**base, "CUDA_VISIBLE_DEVICES": "", **environ},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            errors="surrogateescape",
+        )
         self.started.append(child)
         return child
 
@@ -76,13 +78,6 @@ class Launcher:
         """The process id that a script has noted in a file."""
         wait_for(lambda: (self.where / name).exists())
         return int((self.where / name).read_text())
-
-
-def wait_for(condition: Callable[[], bool], limit: float = 20.0) -> None:
-    end = time.monotonic() + limit
-    while not condition():
-        unless_late(time.monotonic() < end, "waited in vain")
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:

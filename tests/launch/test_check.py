@@ -16,8 +16,8 @@ import pytest
 
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.launch import check as command
-from stratagem.launch import diagnosis
-from stratagem.launch.check import Row, add_arguments, check, main
+from stratagem.launch import probe
+from stratagem.launch.check import CheckRow, add_arguments, check, main
 from stratagem.launch.probe import Speed
 from tests.clock import in_time, unless_late
 from tests.ports import free_ports
@@ -66,7 +66,9 @@ def lines(process: Process, name: str) -> str:
     return next(line for _, line in process.out if name in line)
 
 
-def try_alone(spec: ClusterSpec, task: Task | None = None, wait: float = 1.0) -> dict[str, Row]:
+def try_alone(
+    spec: ClusterSpec, task: Task | None = None, wait: float = 1.0
+) -> dict[str, CheckRow]:
     rows = check(spec, task, secret=b"s", wait=wait, size_bytes=1000)
     return {row.task: row for row in rows}
 
@@ -92,13 +94,15 @@ def test_three_tasks_find_and_measure_each_other(start: Start, tmp_path: Path) -
             assert "but it has not" not in row
     told = json.loads(files[0].read_text())["tasks"]
     assert {row["task"]: row["speed"] is not None and row["speed"]["up"] > 0 for row in told} == {
-        "worker 0": False, "worker 1": True, "ps 0": True,
-    }  # fmt: skip
+        "worker 0": False,
+        "worker 1": True,
+        "ps 0": True,
+    }
 
 
 def test_measurements_are_plausible() -> None:
     spec = spec_of(2)
-    found: dict[int, list[Row]] = {}
+    found: dict[int, list[CheckRow]] = {}
 
     def run(index: int) -> None:
         task = Task("worker", index)
@@ -177,7 +181,7 @@ def test_a_port_in_use_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("banner", "state"), [(b"SSH-2.0-OpenSSH_9.2\r\n", "something else"), (b"", "no answer")]
+    ("banner", "state"), [(b"SSH-2.0-OpenSSH_9.2\r\n", "something else"), (b"", "hung up")]
 )
 def test_something_else_answers(banner: bytes, state: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -220,7 +224,7 @@ def test_a_peer_that_never_accepts_is_timed_out_or_silent() -> None:
     ],
 )
 def test_each_failure_has_its_remedy(problem: OSError, state: str, remedy: str) -> None:
-    row = diagnosis.diagnose("worker 1", "10.0.0.2:2222", problem)
+    row = probe.diagnose("worker 1", "10.0.0.2:2222", problem)
     assert (row.state, row.ok, row.certain) == (state, False, False)
     assert remedy in row.remedy
 
@@ -275,13 +279,13 @@ def test_one_way_only_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         """worker 1 calls on nobody, as if a firewall held it back."""
         held_back.set()
 
-    from stratagem.launch.round_call import RoundCall
+    from stratagem.launch.check import CheckRound
 
-    call_on = RoundCall._call_on
-    monkeypatch.setattr(RoundCall, "_call_on", deaf)
+    call_on = CheckRound._call_on
+    monkeypatch.setattr(CheckRound, "_call_on", deaf)
     answering.start()
     assert held_back.wait(20)
-    monkeypatch.setattr(RoundCall, "_call_on", call_on)
+    monkeypatch.setattr(CheckRound, "_call_on", call_on)
     row = try_alone(spec, Task("worker", 0), wait=1.5)["worker 1"]
     answering.join()
     unless_late(row.ok, row)
@@ -318,26 +322,12 @@ def test_files_and_tasks_are_read_in_every_form(
     assert "--cluster" in capsys.readouterr().err
 
 
-def test_an_open_door_is_warned_of(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("STRATAGEM_SECRET", raising=False)
-    command._warn_of_open_door(ClusterSpec({"worker": ["localhost:1", "127.0.0.1:2", "[::1]:3"]}))
-    assert capsys.readouterr().err == ""
-    abroad = ClusterSpec({"worker": ["10.0.0.1:1"]})
-    command._warn_of_open_door(abroad)
-    assert "STRATAGEM_SECRET" in capsys.readouterr().err
-    monkeypatch.setenv("STRATAGEM_SECRET", "x")
-    command._warn_of_open_door(abroad)
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("columns", ["80", "200"])
 def test_addresses_and_remedies_survive_the_table(
     columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    command._print([Row("worker 0", "[::1]:2222", "refused", remedy="[bold] is no markup")])
+    command._print([CheckRow("worker 0", "[::1]:2222", "refused", remedy="[bold] is no markup")])
     printed = capsys.readouterr().out
     assert "[::1]:2222" in printed and "[bold]" in printed
 
@@ -360,7 +350,7 @@ def test_nothing_is_cut_off(
     address = "a-rather-long-host-name-17.training.internal.example.com:20222"
     speed = Speed(latency=1.25e-4, up=3.2e9, down=4.8e9)
     command._print(
-        [Row("worker 17", address, "reached: training", ok=True, speed=speed, certain=True)]
+        [CheckRow("worker 17", address, "reached: training", ok=True, speed=speed, certain=True)]
     )
     printed = capsys.readouterr().out
     assert all(len(line) <= int(columns) for line in printed.splitlines())

@@ -41,8 +41,17 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_of_run_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--help"]) == 0
     text = capsys.readouterr().out
-    for option in ("--replicas N", "--workers W", "--ps P", "--evaluator", "--port BASE",
-                   "--gpu-memory LIMIT", "--no-color", "--grace SECONDS", "-m "):  # fmt: skip
+    for option in (
+        "--replicas N",
+        "--workers W",
+        "--ps P",
+        "--evaluator",
+        "--port BASE",
+        "--gpu-memory LIMIT",
+        "--no-color",
+        "--grace SECONDS",
+        "-m ",
+    ):
         assert option in text
     assert "examples:\n  stratagem run --replicas 2 train.py" in text
     assert "50% or 0.5" in text
@@ -140,8 +149,6 @@ def test_misuse_is_one_sentence(
         (["simulate", "more"], "'more' is one argument too many"),
     ],
 )
-def test_an_unknown_option(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_option(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     assert said in capsys.readouterr().err

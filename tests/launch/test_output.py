@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.launch.lines import PATIENCE, Lines
-from stratagem.launch.output import Sink
+from stratagem.launch.output import PATIENCE, Lines, Sink
 
 sys.path.insert(0, str(Path(__file__).parent))
 from run_processes import Launcher, alive, said, wait_for
@@ -33,9 +32,15 @@ def test_lines_are_labelled_and_keep_their_stream(launcher: Launcher) -> None:
     code, out, err = launcher.finish(script, "--workers", "2", "--ps", "1")
     assert code == 0
     assert sorted(out.splitlines()) == [
-        "[ps 0] to out 0", "[worker 0] to out 0", "[worker 1] to out 1"]  # fmt: skip
+        "[ps 0] to out 0",
+        "[worker 0] to out 0",
+        "[worker 1] to out 1",
+    ]
     assert sorted(err.splitlines()) == [
-        "[ps 0] to err 0", "[worker 0] to err 0", "[worker 1] to err 1"]  # fmt: skip
+        "[ps 0] to err 0",
+        "[worker 0] to err 0",
+        "[worker 1] to err 1",
+    ]
 
 
 def test_lines_never_mix(launcher: Launcher) -> None:
@@ -96,10 +101,12 @@ def test_colours_only_on_a_terminal(launcher: Launcher) -> None:
         with os.fdopen(ours, "rb", buffering=0), os.fdopen(theirs, "wb", buffering=0) as end:
             (launcher.where / "train.py").write_text("print('hello')")
             subprocess.run(
-                [sys.executable, "-m", "stratagem", "run", *options, "train.py"], check=True,
-                cwd=launcher.where, stdout=end, env={**os.environ, "TERM": "xterm",
-                "CUDA_VISIBLE_DEVICES": "", **environ},
-            )  # fmt: skip
+                [sys.executable, "-m", "stratagem", "run", *options, "train.py"],
+                check=True,
+                cwd=launcher.where,
+                stdout=end,
+                env={**os.environ, "TERM": "xterm", "CUDA_VISIBLE_DEVICES": "", **environ},
+            )
             shown = os.read(ours, 1000)
         assert (b"\033[" in shown) is coloured and b"[worker 0]" in shown and b"hello" in shown
 

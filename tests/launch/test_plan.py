@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.cluster.cores import cores
+from stratagem.cluster.environment import cores
 from stratagem.launch import cli
-from stratagem.launch.diagnosis import Row, measured
-from stratagem.launch.probe import Speed
+from stratagem.launch.probe import CheckRow, Speed, measured
 from stratagem.plan import advice
-from stratagem.plan.calibration import Calibration
 from stratagem.plan.choose import choose
+from stratagem.plan.formulas import Calibration
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.profile import Table
+from stratagem.plan.profile import SparseTable
 from stratagem.plan.report import dumps
 from tests.plan.support import profile
 
@@ -60,9 +59,37 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "train.py"
 
 
+def test_hosts_of_several_devices_are_told(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for 8 hosts of a machine with 3 cores gets 24 replicas, and hears of it."""
+    monkeypatch.setattr("stratagem.plan.machine.cores", lambda: 3)
+    words, of = ["plan", "--quick", "--hosts", "8"], ["train.py", "--width", "8"]
+    assert cli.main([*words, *of]) == 0
+    told = "hosts of 3, as this machine, so 24 replicas at most; --gpus-per-host sets another"
+    assert told in capsys.readouterr().err
+    assert cli.main([*words, "--gpus-per-host", "3", *of]) == 0
+    assert "replicas at most" not in capsys.readouterr().err
+
+
 def test_a_plan_from_a_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--quick", "--link", "1Gbit", "--hosts", "4", "--gpus-per-host", "2",
-             "--json", "plan.json", "--html", "plan.html", "train.py", "--width", "8"]  # fmt: skip
+    words = [
+        "plan",
+        "--quick",
+        "--link",
+        "1Gbit",
+        "--hosts",
+        "4",
+        "--gpus-per-host",
+        "2",
+        "--json",
+        "plan.json",
+        "--html",
+        "plan.html",
+        "train.py",
+        "--width",
+        "8",
+    ]
     before = list(sys.argv), list(sys.path)
     assert cli.main(words) == 0
     shown = capsys.readouterr()
@@ -128,7 +155,7 @@ def test_links_as_check_has_seen_them(
     monkeypatch.chdir(tmp_path)
     Path("plan.json").write_text(dumps(choose(profile(), Hardware(hosts=4))))
     rows = [
-        Row("worker 0", "a:1", "this task"),
+        CheckRow("worker 0", "a:1", "this task"),
         measured("worker 1", "b:1", Speed(4e-4, 2e7, 1e7)),
         measured("worker 2", "c:1", Speed(2e-4, 3e7, 4e7)),
     ]
@@ -147,8 +174,20 @@ def test_links_as_check_has_seen_them(
 
 
 def test_batch_and_max_are_as_asked(script: Path) -> None:
-    words = ["plan", "--quick", "--batch", "300", "--max", "3", "--json", "p.json", "--",
-             "train.py", "--width", "4"]  # fmt: skip
+    words = [
+        "plan",
+        "--quick",
+        "--batch",
+        "300",
+        "--max",
+        "3",
+        "--json",
+        "p.json",
+        "--",
+        "train.py",
+        "--width",
+        "4",
+    ]
     assert cli.main(words) == 0
     told = json.loads(Path("p.json").read_text())
     assert told["profile"]["batch"] == 300
@@ -166,9 +205,18 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for option in ("--link RATE", "--latency TIME", "--hosts H", "--gpus-per-host G", "--max N",
-                   "--batch B", "--json FILE", "--html FILE", "--png FILE",
-                   "--validate"):  # fmt: skip
+    for option in (
+        "--link RATE",
+        "--latency TIME",
+        "--hosts H",
+        "--gpus-per-host G",
+        "--max N",
+        "--batch B",
+        "--json FILE",
+        "--html FILE",
+        "--png FILE",
+        "--validate",
+    ):
         assert option in done.stdout
 
 
@@ -193,9 +241,12 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
     ],
 )
 def test_misuse_is_one_sentence(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('this should not have run')")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x80")
     monkeypatch.chdir(tmp_path)
@@ -227,9 +278,12 @@ def test_misuse_is_one_sentence(
     ],
 )
 def test_scripts_that_cannot_be_planned(
-    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "train.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", "--quick", "--json", "plan.json", "train.py"]) == 2
@@ -276,14 +330,14 @@ def test_validate_runs_what_fits(
 
 def test_validate_tells_a_restless_machine_from_a_wrong_plan() -> None:
     """One device is predicted to take what it took when it was profiled, a minute before."""
-    from stratagem.launch.validate import Row, restless
+    from stratagem.launch.validate import ValidationRow, restless
     from stratagem.plan.configuration import MIRRORED, Configuration
 
-    two = Row(Configuration(MIRRORED, per_host=2), 0.12, 0.2)
+    two = ValidationRow(Configuration(MIRRORED, per_host=2), 0.12, 0.2)
     assert "65.00 ms now, 108.00 ms when it was profiled" in restless(
-        [Row(Configuration(), 0.108, 0.065), two]
+        [ValidationRow(Configuration(), 0.108, 0.065), two]
     )
-    assert restless([Row(Configuration(), 0.108, 0.105), two]) == restless([two]) == ""
+    assert restless([ValidationRow(Configuration(), 0.108, 0.105), two]) == restless([two]) == ""
 
 
 KERAS = """
@@ -321,9 +375,7 @@ def test_validate_runs_keras_too(
     assert "_stratagem" not in trial.module.__dict__ and "fit" not in trial.module.__dict__
 
 
-def test_a_loop_cannot_be_validated(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_cannot_be_validated(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text(
         "import torch\nnet = torch.nn.Linear(2, 1)\n"
         "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
@@ -344,7 +396,7 @@ def test_what_fits_is_of_this_machine() -> None:
     machine = Hardware(hosts=8, per_host=64, cores=64)
     found = fitting(choose(profile(), machine, most=8))
     assert all(each.hosts == 1 and each.replicas <= cores() for each in found)
-    sparse = fitting(choose(profile(sparse=(Table(100, 64, 5.0),)), machine, most=8))
+    sparse = fitting(choose(profile(sparse=(SparseTable(100, 64, 5.0),)), machine, most=8))
     assert all(each.strategy == "ParameterServerStrategy" for each in sparse)
 
 

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from stratagem.cluster.spec import ClusterSpec, Task
-from stratagem.launch.escalation import Escalation, steps_after
-from stratagem.launch.job import Job
-from stratagem.launch.supervise import culprit
-from tests.clock import in_time
+from stratagem.launch.local_job import Job
+from stratagem.launch.supervise import Escalation, culprit, steps_after
+from tests.clock import SLOWER, in_time
 from tests.ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -51,8 +50,12 @@ note(name, json.dumps(dict(found, argv=sys.argv[1:], cmdline=open("/proc/self/cm
 def test_every_task_finds_its_place(launcher: Launcher) -> None:
     code, out, err = launcher.finish(SHOW, "--workers", "2", "--ps", "1", "--evaluator")
     assert (code, out, err) == (0, "", "")
-    names = {"worker0": ("worker", 0), "worker1": ("worker", 1), "ps0": ("ps", 0),
-             "evaluator0": ("evaluator", 0)}  # fmt: skip
+    names = {
+        "worker0": ("worker", 0),
+        "worker1": ("worker", 1),
+        "ps0": ("ps", 0),
+        "evaluator0": ("evaluator", 0),
+    }
     told = {name: json.loads((launcher.where / name).read_text()) for name in names}
     configs = {name: json.loads(found["TF_CONFIG"]) for name, found in told.items()}
     for name, (role, index) in names.items():
@@ -60,7 +63,10 @@ def test_every_task_finds_its_place(launcher: Launcher) -> None:
     assert all(config["cluster"] == configs["ps0"]["cluster"] for config in configs.values())
     jobs = configs["ps0"]["cluster"]
     assert {role: len(listed) for role, listed in jobs.items()} == {
-        "worker": 2, "ps": 1, "evaluator": 1}  # fmt: skip
+        "worker": 2,
+        "ps": 1,
+        "evaluator": 1,
+    }
     addresses = [address for listed in jobs.values() for address in listed]
     assert len(set(addresses)) == 4 and all(a.startswith("127.0.0.1:") for a in addresses)
 
@@ -219,7 +225,7 @@ def test_a_server_that_ends_first_is_not_to_blame(launcher: Launcher, server: st
         script = served + script
     script = script.replace("if index == 1:", "if index == 1 and task['type'] == 'worker':")
     child = launcher(script, "--workers", "2", "--ps", "1", OMP_NUM_THREADS="1")
-    _, err = child.communicate(timeout=100)
+    _, err = child.communicate(timeout=100 * SLOWER)
     assert "worker 1 failed first: exit code 1 " in err, err
     assert err.rstrip().endswith("mine") and child.returncode == 1
 
@@ -278,7 +284,7 @@ sys.exit(9)
     task = launcher.pid("task0")
     wait_for(lambda: not alive(task))
     time.sleep(0.5)
-    out, err = child.communicate(timeout=20)
+    out, err = child.communicate(timeout=20 * SLOWER)
     told = err.splitlines()
     assert out == "[worker 0] and on stdout\n"
     assert child.returncode == 9 and len(told) == 900 + 1 + 10
@@ -420,7 +426,7 @@ except KeyboardInterrupt:
     for i in (0, 1):
         launcher.pid(f"task{i}")
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=20)
+    out, err = child.communicate(timeout=20 * SLOWER)
     assert child.returncode == 130 and "Traceback" not in err and "failed first" not in err
     assert said(out, "worker 0") == said(out, "worker 1") == ["goodbye"]
 
@@ -446,3 +452,34 @@ def test_the_steps_of_an_escalation() -> None:
     assert (plan.due(105.0), plan.begun, plan.over) == ([signal.SIGTERM], True, float("inf"))
     plan.hurry(106.0)
     assert (plan.due(106.0), plan.over) == ([signal.SIGKILL], 106.0)
+
+
+def test_a_job_is_started_again(launcher: Launcher) -> None:
+    """After a failure, and after a task that has saved; not more often than was said."""
+    script = """
+path = pathlib.Path(f"starts{index}")
+starts = int(path.read_text()) + 1 if path.exists() else 1
+note(f"starts{index}", starts)
+sys.exit([9, 75, 0][starts - 1])
+"""
+    code, _, said = launcher.finish(script, "--replicas", "1", "--restarts", "5")
+    assert code == 0, said
+    assert "failed (9); starting it again, 4 more" in said and "saved; starting it again" in said
+    (launcher.where / "starts0").unlink()
+    code, _, said = launcher.finish(script, "--replicas", "1", "--restarts", "1")
+    assert code == 75, said
+    assert (launcher.where / "starts0").read_text() == "2"
+
+
+def test_sigterm_lets_tasks_save_and_starts_nothing_again(launcher: Launcher) -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+note(f"ready{index}", os.getpid())
+time.sleep(60)
+"""
+    running = launcher(script, "--replicas", "2", "--restarts", "5")
+    wait_for(lambda: all((launcher.where / f"ready{i}").exists() for i in range(2)))
+    running.send_signal(signal.SIGTERM)
+    _, said = running.communicate(timeout=30 * SLOWER)
+    assert running.returncode == 75, said
+    assert "starting it again" not in said

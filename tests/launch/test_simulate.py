@@ -27,18 +27,34 @@ def test_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     "options",
-    [("--servers", "0", "--overlap", "0.5"), ("--spares", "1", "--spread", "lognormal:0.3"),
-     ("--asynchronous", "--stragglers", "0.1:10"), ("--bound", "2", "--spread", "pareto:3"),
-     ("--buffer", "3", "--slow", "0:5", "--spread", "exponential:0.8"),
-     ("--faults", "4", "--patience", "1s", "--per-host", "2")],
+    [
+        ("--servers", "0", "--overlap", "0.5"),
+        ("--spares", "1", "--spread", "lognormal:0.3"),
+        ("--asynchronous", "--stragglers", "0.1:10"),
+        ("--bound", "2", "--spread", "pareto:3"),
+        ("--buffer", "3", "--slow", "0:5", "--spread", "exponential:0.8"),
+        ("--faults", "4", "--patience", "1s", "--per-host", "2"),
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_a_seed_can_be_replayed(tmp_path: Path, options: tuple[str, ...]) -> None:
     traces = []
     for seed in ("7", "7", "8"):
         file = tmp_path / "trace.json"
-        main(["simulate", "--steps", "15", "--bytes", "1MB", *options, "--seed", seed,
-              "--trace", str(file)])  # fmt: skip
+        main(
+            [
+                "simulate",
+                "--steps",
+                "15",
+                "--bytes",
+                "1MB",
+                *options,
+                "--seed",
+                seed,
+                "--trace",
+                str(file),
+            ]
+        )
         traces.append(json.loads(file.read_text()))
     assert traces[0] == traces[1]
     chance = {"--spread", "--faults", "--stragglers"} & set(options)
@@ -66,8 +82,25 @@ def test_faults_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_faults_come_at_any_time_of_the_run(tmp_path: Path) -> None:
     """A narrow link makes it ten times as long as its computing."""
     file = tmp_path / "trace.json"
-    main(["simulate", "--steps", "20", "--workers", "4", "--bytes", "100MB", "--link", "4Gbit",
-          "--faults", "40", "--patience", "1000s", "--trace", str(file)])  # fmt: skip
+    main(
+        [
+            "simulate",
+            "--steps",
+            "20",
+            "--workers",
+            "4",
+            "--bytes",
+            "100MB",
+            "--link",
+            "4Gbit",
+            "--faults",
+            "40",
+            "--patience",
+            "1000s",
+            "--trace",
+            str(file),
+        ]
+    )
     events = json.loads(file.read_text())["events"]
     struck = [at for at, what, _, _ in events if what in ("kill", "stall", "cut")]
     assert max(struck) > 10.0 and sum(at < 2.0 for at in struck) < len(struck) / 2
@@ -84,36 +117,57 @@ def test_nothing_is_simulated_if_it_could_not_be_written(
 
 
 def test_messages_cost_what_is_said(tmp_path: Path) -> None:
-    run = told(tmp_path, "--workers", "1", "--bytes", "0B", "--latency", "0s", "--overhead",
-               "10ms:20ms")  # fmt: skip
+    run = told(
+        tmp_path, "--workers", "1", "--bytes", "0B", "--latency", "0s", "--overhead", "10ms:20ms"
+    )
     # the last push is applied before it is answered
     assert run["seconds"] == pytest.approx(20 * (0.1 + 0.02 + 0.04), rel=0.01)
 
 
 def test_a_recorded_trace(tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text("[0.25]")
-    run = told(tmp_path, "--workers", "2", "--bytes", "0B", "--latency", "0s", "--spread",
-               f"trace:{tmp_path / 'steps.json'}")  # fmt: skip
+    run = told(
+        tmp_path,
+        "--workers",
+        "2",
+        "--bytes",
+        "0B",
+        "--latency",
+        "0s",
+        "--spread",
+        f"trace:{tmp_path / 'steps.json'}",
+    )
     assert run["seconds"] == pytest.approx(20 * 0.25)
 
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [(("--link", "0Gbit"), "more than 0"), (("--workers", "0"), "1 or more"),
-     (("--spread", "wide"), "none of"), (("--spares", "9"), "nobody"),
-     (("--servers", "0", "--asynchronous"), "--servers 1"),
-     (("--stragglers", "often"), "PART:TIMES"), (("--stragglers", "0.02"), "PART:TIMES"),
-     (("--slow", "1"), "WORKER:TIMES"),
-     (("--slow", "1.7:2"), "WORKER:TIMES"), (("--slow", "1:inf"), "WORKER:TIMES"),
-     (("--stragglers", "0.1:inf"), "PART:TIMES"), (("--spread", "pareto:1"), "no average"),
-     (("--spread", "lognormal"), "none of"), (("--spread", "lognormal:50"), "median"),
-     (("--overlap", "1"), "less than 1"), (("--spread", "trace:nowhere.json"), "cannot be read"),
-     (("--asynchronous", "--spares", "1"), "--spares"), (("--bytes", "-1MB"), "--bytes"),
-     (("--compute", "soon"), "--compute"), (("--slow", "99:2", "--workers", "4"), "worker"),
-     (("--overhead", "1ms"), "WORKER:SERVER"),
-     (("--json", "/nowhere/run.json"), "cannot be written")],
+    [
+        (("--link", "0Gbit"), "more than 0"),
+        (("--workers", "0"), "1 or more"),
+        (("--spread", "wide"), "none of"),
+        (("--spares", "9"), "nobody"),
+        (("--servers", "0", "--asynchronous"), "--servers 1"),
+        (("--stragglers", "often"), "PART:TIMES"),
+        (("--stragglers", "0.02"), "PART:TIMES"),
+        (("--slow", "1"), "WORKER:TIMES"),
+        (("--slow", "1.7:2"), "WORKER:TIMES"),
+        (("--slow", "1:inf"), "WORKER:TIMES"),
+        (("--stragglers", "0.1:inf"), "PART:TIMES"),
+        (("--spread", "pareto:1"), "no average"),
+        (("--spread", "lognormal"), "none of"),
+        (("--spread", "lognormal:50"), "median"),
+        (("--overlap", "1"), "less than 1"),
+        (("--spread", "trace:nowhere.json"), "cannot be read"),
+        (("--asynchronous", "--spares", "1"), "--spares"),
+        (("--bytes", "-1MB"), "--bytes"),
+        (("--compute", "soon"), "--compute"),
+        (("--slow", "99:2", "--workers", "4"), "worker"),
+        (("--overhead", "1ms"), "WORKER:SERVER"),
+        (("--json", "/nowhere/run.json"), "cannot be written"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_refused_in_a_sentence(
     options: tuple[str, ...], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,8 +16,8 @@ import pytest
 from stratagem.plan.configuration import MULTI_WORKER, SERVERS, Configuration
 from stratagem.plan.cost import predict
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.profile import Bucket, Profile
-from stratagem.strategies.exchange import BUCKET_BYTES
+from stratagem.plan.profile import GradientPart, Profile
+from stratagem.training.exchange import BUCKET_BYTES
 
 DATA = Path(__file__).parents[2] / "studies" / "saturation" / "data.json"
 LAYERS = 4
@@ -32,14 +32,20 @@ def rows() -> list[dict[str, Any]]:
 def profile(row: dict[str, Any], loop: float) -> Profile:
     """As measured on one such host; `loop` is what its step takes besides sleeping."""
     compute, layer = row["compute_s"] + loop, row["bytes"] // LAYERS
-    gradients = [Bucket(layer, compute * 2 / 3 * (i + 1) / LAYERS) for i in range(LAYERS)]
+    gradients = [GradientPart(layer, compute * 2 / 3 * (i + 1) / LAYERS) for i in range(LAYERS)]
     group = max(1, BUCKET_BYTES // layer)
     parts = [gradients[i : i + group] for i in range(0, LAYERS, group)]
-    buckets = tuple(Bucket(sum(b.size for b in part), part[-1].ready) for part in parts)
+    buckets = tuple(GradientPart(sum(b.size for b in part), part[-1].ready) for part in parts)
     return Profile(
-        "sleeper", 1, compute / 3, compute * 2 / 3, 0.0, buckets,
-        ((layer // 4 // 64, 64),) * LAYERS, gradients=tuple(gradients),
-    )  # fmt: skip
+        "sleeper",
+        1,
+        compute / 3,
+        compute * 2 / 3,
+        0.0,
+        buckets,
+        ((layer // 4 // 64, 64),) * LAYERS,
+        gradients=tuple(gradients),
+    )
 
 
 def configuration(row: dict[str, Any]) -> Configuration:
@@ -47,9 +53,12 @@ def configuration(row: dict[str, Any]) -> Configuration:
     if row["strategy"] == "ring":
         return Configuration(MULTI_WORKER, row["hosts"], wire=wire)
     return Configuration(
-        SERVERS, row["hosts"], servers=row["servers"], wire=wire,
+        SERVERS,
+        row["hosts"],
+        servers=row["servers"],
+        wire=wire,
         asynchronous=row["strategy"] == "async",
-    )  # fmt: skip
+    )
 
 
 def errors(kinds: set[str]) -> list[float]:

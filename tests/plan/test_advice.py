@@ -13,10 +13,10 @@ from stratagem.plan.choose import Plan, choose
 from stratagem.plan.configuration import CENTRAL, MIRRORED, MULTI_WORKER, SERVERS, Configuration
 from stratagem.plan.cost import predict
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.profile import Bucket
+from stratagem.plan.profile import GradientPart
 from tests.plan.support import profile
 
-LARGE = (Bucket(400_000_000, 0.02),)
+LARGE = (GradientPart(400_000_000, 0.02),)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ LARGE = (Bucket(400_000_000, 0.02),)
         (1.25e6, LARGE, "10Mbit is too slow for more hosts: with 100Gbit, 4 of them"),
     ],
 )
-def test_is_the_link_enough(link: float, buckets: tuple[Bucket, ...], said: str) -> None:
+def test_is_the_link_enough(link: float, buckets: tuple[GradientPart, ...], said: str) -> None:
     model = profile(buckets=buckets, device="cuda", shapes=((10_000, 10_000),))
     plan = choose(model, Hardware(hosts=4, link=link))
     assert said in advice.sentence(plan)
@@ -58,7 +58,7 @@ def test_one_host_has_no_link() -> None:
 def test_a_restless_machine_is_no_reason_to_be_asynchronous() -> None:
     restless = (1.0,) * 17 + (4.0,) * 3
     at = Hardware(hosts=8, link=1.25e10)
-    small = {"buckets": (Bucket(400_000, 0.02),), "shapes": ((100, 1000),)}
+    small = {"buckets": (GradientPart(400_000, 0.02),), "shapes": ((100, 1000),)}
     free = choose(profile(samples=restless, device="cuda", **small), at)
     assert not free.recommendation.configuration.asynchronous
     assert "Asynchronous updates would take in" in advice.sentence(free)
@@ -92,12 +92,16 @@ def test_nobody_is_faster_among_others_than_alone() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("chosen", [
-    Configuration(MIRRORED),
-    Configuration(MIRRORED, per_host=2),
-    Configuration(CENTRAL, per_host=2),
-    Configuration(SERVERS, per_host=2, servers=1, asynchronous=True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        Configuration(MIRRORED),
+        Configuration(MIRRORED, per_host=2),
+        Configuration(CENTRAL, per_host=2),
+        Configuration(SERVERS, per_host=2, servers=1, asynchronous=True),
+    ],
+    ids=str,
+)
 def test_the_code_runs_as_printed(chosen: Configuration) -> None:
     """On one machine; a test of the command line also trains with it, on a cluster."""
     plan = choose(profile(batch=3), Hardware(per_host=2, cores=2))
@@ -114,25 +118,37 @@ def test_the_code_runs_as_printed(chosen: Configuration) -> None:
         assert strategy.num_replicas_in_sync == chosen.replicas
 
 
-@pytest.mark.parametrize(("chosen", "said"), [
-    (Configuration(MIRRORED), 'sg.MirroredStrategy(["cuda:0"])'),
-    (Configuration(MIRRORED, per_host=2), 'sg.MirroredStrategy(["cuda:0", "cuda:1"])'),
-    (Configuration(MULTI_WORKER, 2, 4), "sg.MultiWorkerMirroredStrategy()"),
-    (Configuration(MULTI_WORKER, 2, 1), 'sg.MultiWorkerMirroredStrategy(devices=["cuda:0"])'),
-    (Configuration(MULTI_WORKER, 2, 2, hierarchical=True),
-     'sg.MirroredStrategy(devices=["cuda:0", "cuda:1"], cross_device_ops="hierarchical")'),
-    (Configuration(SERVERS, per_host=2, servers=1),
-     "sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=sg.Synchronous(), "
-     'devices=["cuda:0", "cuda:1"])'),
-    (Configuration(SERVERS, 2, servers=1),
-     'sg.ParameterServerStrategy(updates=sg.Synchronous(), devices=["cuda:0"])'),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (Configuration(MIRRORED), 'sg.MirroredStrategy(["cuda:0"])'),
+        (Configuration(MIRRORED, per_host=2), 'sg.MirroredStrategy(["cuda:0", "cuda:1"])'),
+        (Configuration(MULTI_WORKER, 2, 4), "sg.MultiWorkerMirroredStrategy()"),
+        (Configuration(MULTI_WORKER, 2, 1), 'sg.MultiWorkerMirroredStrategy(devices=["cuda:0"])'),
+        (
+            Configuration(MULTI_WORKER, 2, 2, hierarchical=True),
+            'sg.MultiWorkerMirroredStrategy("hierarchical", devices=["cuda:0", "cuda:1"])',
+        ),
+        (
+            Configuration(SERVERS, per_host=2, servers=1),
+            "sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=sg.Synchronous(),"
+            ' devices=["cuda:0", "cuda:1"])',
+        ),
+        (
+            Configuration(SERVERS, 2, servers=1),
+            'sg.ParameterServerStrategy(updates=sg.Synchronous(), devices=["cuda:0"])',
+        ),
+    ],
+    ids=str,
+)
 def test_fewer_gpus_than_a_host_has_are_named(chosen: Configuration, said: str) -> None:
     """Whoever names none gets all of them."""
     plan = choose(profile(device="cuda"), Hardware(hosts=2, per_host=4))
     best = predict(plan.profile, plan.hardware, chosen)
     with patch.object(Plan, "recommendation", new_callable=PropertyMock, return_value=best):
         assert f"strategy = {said}\n" in advice.code(plan)
+        named = f"Take {said.removeprefix('sg.').partition('(')[0]}"
+        assert chosen.replicas == 1 or advice.sentence(plan).startswith(named)
 
 
 def test_threads_that_were_planned_with_are_in_the_code() -> None:

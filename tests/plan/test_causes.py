@@ -11,13 +11,16 @@ from stratagem.plan.choose import bottleneck, choose
 from stratagem.plan.configuration import MIRRORED, MULTI_WORKER, SERVERS, Configuration
 from stratagem.plan.cost import predict
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.profile import Bucket, Profile
+from stratagem.plan.profile import GradientPart, Profile
 from tests.plan.support import profile
 
 SMALL: dict[str, Any] = {
-    "forward": 2e-3, "backward": 1e-3, "optimizer": 9.5e-4, "buckets": (Bucket(150_000, 1e-3),),
+    "forward": 2e-3,
+    "backward": 1e-3,
+    "optimizer": 9.5e-4,
+    "buckets": (GradientPart(150_000, 1e-3),),
     "shapes": ((375, 100),),
-}  # fmt: skip
+}
 RING, SERVED = Configuration(MULTI_WORKER, 16), Configuration(SERVERS, 8, servers=1)
 FREE = Configuration(SERVERS, 8, servers=1, asynchronous=True)
 
@@ -27,22 +30,39 @@ def cause(model: Profile, machine: Hardware, cfg: Configuration) -> str:
     return bottleneck(predict(model, machine, cfg), one)
 
 
-@pytest.mark.parametrize(("model", "machine", "cfg", "said"), [
-    (profile(), Hardware(link=1.25e8), RING, "links between hosts (1Gbit)"),
-    (profile(), Hardware(link=1.25e8), SERVED, "a server's link (1Gbit)"),
-    (profile(**SMALL), Hardware(link=5e10, latency=0.02), RING, "latency between hosts (20ms)"),
-    (profile(**SMALL), Hardware(link=5e10, latency=0.02), SERVED, "latency between hosts (20ms)"),
-    (profile(**SMALL), Hardware(link=5e10, latency=1e-6), RING, "messages"),
-    (profile(), Hardware(link=1.25e11, latency=0.0), RING, "what a host's sockets carry"),
-    (profile(), Hardware(link=1.25e11, latency=0.0), SERVED, "a server's encryption"),
-    (profile(server=0.05), Hardware(link=1.25e11, latency=0.0), SERVED, "the servers' update"),
-    (profile(server=0.05), Hardware(link=1.25e11, latency=0.0), FREE, "the servers' update"),
-    (profile(samples=(1.0,) * 19 + (9.0,)), Hardware(link=1e11), RING, "stragglers"),
-    (profile(**SMALL, crowd=((2, 6.2e-3),)), Hardware(per_host=2, cores=2),
-     Configuration(MIRRORED, per_host=2), "shared cores"),
-    (profile(optimizer=0.1, device="cuda"), Hardware(per_host=2, local=1e12),
-     Configuration(MIRRORED, per_host=2), "compute"),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "machine", "cfg", "said"),
+    [
+        (profile(), Hardware(link=1.25e8), RING, "links between hosts (1Gbit)"),
+        (profile(), Hardware(link=1.25e8), SERVED, "a server's link (1Gbit)"),
+        (profile(**SMALL), Hardware(link=5e10, latency=0.02), RING, "latency between hosts (20ms)"),
+        (
+            profile(**SMALL),
+            Hardware(link=5e10, latency=0.02),
+            SERVED,
+            "latency between hosts (20ms)",
+        ),
+        (profile(**SMALL), Hardware(link=5e10, latency=1e-6), RING, "messages"),
+        (profile(), Hardware(link=1.25e11, latency=0.0), RING, "what a host's sockets carry"),
+        (profile(), Hardware(link=1.25e11, latency=0.0), SERVED, "a server's encryption"),
+        (profile(server=0.05), Hardware(link=1.25e11, latency=0.0), SERVED, "the servers' update"),
+        (profile(server=0.05), Hardware(link=1.25e11, latency=0.0), FREE, "the servers' update"),
+        (profile(samples=(1.0,) * 19 + (9.0,)), Hardware(link=1e11), RING, "stragglers"),
+        (
+            profile(**SMALL, crowd=((2, 6.2e-3),)),
+            Hardware(per_host=2, cores=2),
+            Configuration(MIRRORED, per_host=2),
+            "shared cores",
+        ),
+        (
+            profile(optimizer=0.1, device="cuda"),
+            Hardware(per_host=2, local=1e12),
+            Configuration(MIRRORED, per_host=2),
+            "compute",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_the_cause_is_named(
     model: Profile, machine: Hardware, cfg: Configuration, said: str
 ) -> None:

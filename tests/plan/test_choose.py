@@ -14,7 +14,7 @@ from stratagem.plan import advice
 from stratagem.plan.choose import WORTH, candidates, choose, sizes
 from stratagem.plan.configuration import CENTRAL, MIRRORED, MULTI_WORKER, SERVERS
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.profile import Bucket, Profile, Table
+from stratagem.plan.profile import GradientPart, Profile, SparseTable
 from stratagem.plan.report import text
 from tests.plan.support import machines, profile, profiles
 
@@ -39,7 +39,7 @@ def test_every_strategy_is_tried() -> None:
 
 
 def test_sparse_models_go_to_servers() -> None:
-    model = profile(sparse=(Table(1000, 64, 10.0),))
+    model = profile(sparse=(SparseTable(1000, 64, 10.0),))
     found = list(candidates(model, Hardware(hosts=4), 4))
     assert {each.strategy for each in found if each.replicas > 1} <= {CENTRAL, SERVERS}
     assert choose(model, Hardware(hosts=4)).recommendation.configuration.strategy == SERVERS
@@ -48,7 +48,7 @@ def test_sparse_models_go_to_servers() -> None:
 @pytest.mark.parametrize("machine", [Hardware(), Hardware(hosts=2), Hardware(hosts=8)])
 def test_sparse_models_on_one_device(machine: Hardware) -> None:
     """Where there is no room for a server, and where nobody asked for more."""
-    model = profile(sparse=(Table(1000, 64, 10.0),))
+    model = profile(sparse=(SparseTable(1000, 64, 10.0),))
     plan = choose(model, machine, most=1 if machine.hosts == 8 else None)
     assert plan.recommendation.configuration.replicas == 1
     assert "Stay on one device" in text(plan) and "Mirrored" in text(plan)
@@ -78,7 +78,7 @@ def test_fast_links_use_everything_and_slow_ones_stay_at_home() -> None:
 
 
 def test_saturation_names_the_link() -> None:
-    model = profile(**GPUS, buckets=(Bucket(40_000_000, 0.02),), shapes=((10_000_000,),))
+    model = profile(**GPUS, buckets=(GradientPart(40_000_000, 0.02),), shapes=((10_000_000,),))
     plan = choose(model, Hardware(hosts=32, link=1.25e8, latency=1e-3))
     at = plan.saturations["ParameterServer, 1 server"]
     row = plan.families["ParameterServer, 1 server"]
@@ -93,7 +93,7 @@ def test_saturation_names_the_link() -> None:
 
 def test_worth_it_is_measured_against_one_device() -> None:
     """Slower than one device to begin with: the gain over that is no gain."""
-    model = profile(**GPUS, buckets=(Bucket(40_000_000, 0.02),), shapes=((10_000_000,),))
+    model = profile(**GPUS, buckets=(GradientPart(40_000_000, 0.02),), shapes=((10_000_000,),))
     for link in (2e7, 4e7, 6e7, 1e8, 2e8, 4e8):
         plan = choose(model, Hardware(hosts=16, link=link))
         best = plan.recommendation
@@ -106,9 +106,15 @@ def test_worth_it_is_measured_against_one_device() -> None:
 
 def ranker(compute: float, rows: float) -> Profile:
     """A small model over a large table."""
-    return profile(forward=compute / 2, backward=compute / 2, optimizer=compute / 5,
-                   buckets=(Bucket(2600, compute / 2),), shapes=((64, 10), (10,)),
-                   sparse=(Table(100_000, 256, rows),), samples=(compute,) * 50)  # fmt: skip
+    return profile(
+        forward=compute / 2,
+        backward=compute / 2,
+        optimizer=compute / 5,
+        buckets=(GradientPart(2600, compute / 2),),
+        shapes=((64, 10), (10,)),
+        sparse=(SparseTable(100_000, 256, rows),),
+        samples=(compute,) * 50,
+    )
 
 
 @pytest.mark.parametrize(("compute", "rows"), [(9e-4, 300.0), (1.4e-3, 1000.0)])
@@ -131,13 +137,15 @@ def test_hosts_are_counted_not_replicas() -> None:
     """Eight hosts of one for a percent more than four of two are not worth having."""
     model = profile(forward=0.2, backward=0.3, crowd=((2, 0.505),))
     plan = choose(model, Hardware(hosts=8, per_host=2, cores=2), most=8)
-    assert (plan.recommendation.configuration.hosts, plan.recommendation.configuration.per_host) \
-        == (4, 2)  # fmt: skip
+    assert (
+        plan.recommendation.configuration.hosts,
+        plan.recommendation.configuration.per_host,
+    ) == (4, 2)
     assert plan.placements(plan.recommendation.configuration)[0].configuration.hosts == 8
 
 
 def test_the_end_of_a_row_is_not_the_end_of_the_plan() -> None:
-    model = profile(**GPUS, buckets=(Bucket(100_000_000, 0.02),), shapes=((25_000_000,),))
+    model = profile(**GPUS, buckets=(GradientPart(100_000_000, 0.02),), shapes=((25_000_000,),))
     plan = choose(model, Hardware(hosts=8, per_host=4, link=1.25e8, local=5e10, cores=16))
     assert "up to 4, all of one host, each more still pays" in advice.sentence(plan)
     assert "all 4" in text(plan) and "and more" not in text(plan)
@@ -145,7 +153,7 @@ def test_the_end_of_a_row_is_not_the_end_of_the_plan() -> None:
 
 def test_placement_is_told() -> None:
     """Replicas of one host share its link to the servers; few full hosts share memory instead."""
-    model = profile(**GPUS, buckets=(Bucket(80_000_000, 0.02),), shapes=((20_000, 1000),))
+    model = profile(**GPUS, buckets=(GradientPart(80_000_000, 0.02),), shapes=((20_000, 1000),))
     plan = choose(model, Hardware(hosts=4, per_host=4, link=1.25e9, local=1e11), most=4)
     assert plan.recommendation.configuration.hosts == 1
     both = choose(model, Hardware(hosts=8, per_host=8, link=1.25e10, local=3e11), most=16)
@@ -169,10 +177,15 @@ def test_of_equals_the_simple_one() -> None:
     assert best.configuration.strategy == MIRRORED
 
 
-@pytest.mark.parametrize("machine", [
-    Hardware(per_host=2, cores=2), Hardware(hosts=4, link=1e11), Hardware(hosts=4, link=1e8),
-    Hardware(hosts=2, per_host=8, link=1e9),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "machine",
+    [
+        Hardware(per_host=2, cores=2),
+        Hardware(hosts=4, link=1e11),
+        Hardware(hosts=4, link=1e8),
+        Hardware(hosts=2, per_host=8, link=1e9),
+    ],
+)
 def test_code_names_what_exists(machine: Hardware) -> None:
     for model in (profile(), profile(**GPUS), profile(samples=(1.0,) * 9 + (30.0,))):
         plan = choose(model, machine)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from stratagem.plan.machine import measure
-from stratagem.plan.measure import profile
+from stratagem.plan.machine import measure_hardware
+from stratagem.plan.notebook import profile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,5 +33,5 @@ def test_times_are_the_devices_own() -> None:
 
 
 def test_this_machine_has_gpus() -> None:
-    here = measure("cuda")
+    here = measure_hardware("cuda")
     assert here.per_host == torch.cuda.device_count() and 1e9 < here.local < 1e13

@@ -9,35 +9,68 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.errors import UsageError
-from stratagem.plan.calibration import Calibration
-from stratagem.plan.hardware import Hardware
-from stratagem.plan.machine import measure
-from stratagem.plan.units import rate, say_bytes, say_rate, say_seconds, seconds
+from stratagem.plan.formulas import Calibration
+from stratagem.plan.hardware import Hardware, rate, say_bytes, say_rate, say_seconds, seconds
+from stratagem.plan.machine import measure_hardware
 from tests.clock import in_time
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("10Gbit", 1.25e9), ("100Mbit", 12.5e6), ("1.5GB/s", 1.5e9), ("25Gbps", 3.125e9),
-     ("1 Tbit/s", 1.25e11), ("300GB/s", 3e11), ("64kb", 8e3), ("8bit", 1.0), ("10gbit", 1.25e9),
-     ("10G", 1.25e9), ("10GbE", 1.25e9), ("10Gbits", 1.25e9), ("10 Gbits/s", 1.25e9)],
-)  # fmt: skip
+    [
+        ("10Gbit", 1.25e9),
+        ("100Mbit", 12.5e6),
+        ("1.5GB/s", 1.5e9),
+        ("25Gbps", 3.125e9),
+        ("1 Tbit/s", 1.25e11),
+        ("300GB/s", 3e11),
+        ("64kb", 8e3),
+        ("8bit", 1.0),
+        ("10gbit", 1.25e9),
+        ("10G", 1.25e9),
+        ("10GbE", 1.25e9),
+        ("10Gbits", 1.25e9),
+        ("10 Gbits/s", 1.25e9),
+    ],
+)
 def test_rates(text: str, value: float) -> None:
     assert rate(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("50us", 5e-5), ("2ms", 2e-3), ("0.1s", 0.1), ("7ns", 7e-9), ("0s", 0.0),
-                        ("0", 0.0), ("50\u00b5s", 5e-5), ("50\u03bcs", 5e-5)]
-)  # fmt: skip
+    ("text", "value"),
+    [
+        ("50us", 5e-5),
+        ("2ms", 2e-3),
+        ("0.1s", 0.1),
+        ("7ns", 7e-9),
+        ("0s", 0.0),
+        ("0", 0.0),
+        ("50\u00b5s", 5e-5),
+        ("50\u03bcs", 5e-5),
+    ],
+)
 def test_times(text: str, value: float) -> None:
     assert seconds(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
-    "text", ["0Gbit", "-1Gbit", "10", "Gbit", "", "10 Gbyte", "nanGbit", "infGbit", "1e999Gbit",
-             "10Gbit/h", "１０Gbitx", "0.0B/s"],
-)  # fmt: skip
+    "text",
+    [
+        "0Gbit",
+        "-1Gbit",
+        "10",
+        "Gbit",
+        "",
+        "10 Gbyte",
+        "nanGbit",
+        "infGbit",
+        "1e999Gbit",
+        "10Gbit/h",
+        "１０Gbitx",
+        "0.0B/s",
+    ],
+)
 def test_no_rate_is_one_sentence(text: str) -> None:
     with pytest.raises(UsageError) as problem:
         rate(text)
@@ -91,10 +124,15 @@ def test_a_check_gives_the_link() -> None:
 
 @pytest.mark.parametrize(
     ("given_", "said"),
-    [({"hosts": 0}, "hosts is 0"), ({"per_host": -1}, "per_host is -1"), ({"link": 0.0}, "link"),
-     ({"latency": -1.0}, "latency"), ({"update": float("inf")}, "update"),
-     ({"local_latency": float("nan")}, "local_latency")],
-)  # fmt: skip
+    [
+        ({"hosts": 0}, "hosts is 0"),
+        ({"per_host": -1}, "per_host is -1"),
+        ({"link": 0.0}, "link"),
+        ({"latency": -1.0}, "latency"),
+        ({"update": float("inf")}, "update"),
+        ({"local_latency": float("nan")}, "local_latency"),
+    ],
+)
 def test_impossible_hardware(given_: dict[str, float], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Hardware(**given_)  # type: ignore[arg-type]
@@ -103,7 +141,7 @@ def test_impossible_hardware(given_: dict[str, float], said: str) -> None:
 @pytest.mark.timeout(60)
 def test_this_machine() -> None:
     start = time.perf_counter()
-    here = measure()
+    here = measure_hardware()
     in_time(time.perf_counter() - start, 10)
     assert 1e8 < here.local < 1e12 and 1e7 < here.update < here.local * 4
     assert 1e-7 < here.local_latency < 0.1 and here.hosts == 1

@@ -89,9 +89,12 @@ def _descent(params: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     "options",
-    [{"loss": "cross_entropy", "optimizer": "adam"}, {"optimizer": torch.optim.Adam},
-     {"loss": nn.CrossEntropyLoss(), "optimizer": _descent}],
-)  # fmt: skip
+    [
+        {"loss": "cross_entropy", "optimizer": "adam"},
+        {"optimizer": torch.optim.Adam},
+        {"loss": nn.CrossEntropyLoss(), "optimizer": _descent},
+    ],
+)
 def test_names_and_classes_as_compile_takes_them(options: dict[str, object]) -> None:
     net = nn.Linear(8, 4)
     before = [each.clone() for each in net.parameters()]
@@ -132,12 +135,19 @@ def test_a_keras_model_of_no_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"link": "0Gbit"}, "more than 0"), ({"latency": "soon"}, "'soon'"), ({"hosts": 0}, "hosts"),
-     ({"most": 0}, "1 or more"), ({"gpus_per_host": 0}, "gpus_per_host is 0"),
-     ({"most": 2.5}, "at most 2.5 replicas"), ({"link": [1]}, r"link is \[1\]"),
-     ({"latency": True}, "latency is True"), ({}, "say how it is trained"),
-     ({"loss": cross_entropy}, "say how it is trained")],
-)  # fmt: skip
+    [
+        ({"link": "0Gbit"}, "more than 0"),
+        ({"latency": "soon"}, "'soon'"),
+        ({"hosts": 0}, "hosts"),
+        ({"most": 0}, "1 or more"),
+        ({"gpus_per_host": 0}, "gpus_per_host is 0"),
+        ({"most": 2.5}, "at most 2.5 replicas"),
+        ({"link": [1]}, r"link is \[1\]"),
+        ({"latency": True}, "latency is True"),
+        ({}, "say how it is trained"),
+        ({"loss": cross_entropy}, "say how it is trained"),
+    ],
+)
 def test_misuse_is_one_sentence(options: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         sg.plan(nn.Linear(8, 4), data(), **options)  # type: ignore[arg-type]
@@ -145,13 +155,15 @@ def test_misuse_is_one_sentence(options: dict[str, object], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"loss": "cross_entropie"}, 'no loss "cross_entropie"'),
-     ({"optimizer": "adamant"}, 'no optimizer "adamant"'),
-     ({"loss": nn.CrossEntropyLoss}, "give an instance of it"),
-     ({"loss": 3}, "loss=3 is not callable"),
-     ({"optimizer": 3}, "gives no torch optimizer"),
-     ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "none of this Linear's")],
-)  # fmt: skip
+    [
+        ({"loss": "cross_entropie"}, 'no loss "cross_entropie"'),
+        ({"optimizer": "adamant"}, 'no optimizer "adamant"'),
+        ({"loss": nn.CrossEntropyLoss}, "give an instance of it"),
+        ({"loss": 3}, "loss=3 is not callable"),
+        ({"optimizer": 3}, "gives no torch optimizer"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "none of this Linear's"),
+    ],
+)
 def test_what_compile_refuses_and_other_parameters(options: dict[str, object], said: str) -> None:
     net = nn.Linear(8, 4)
     given = {"loss": cross_entropy, "optimizer": torch.optim.SGD(net.parameters()), **options}
@@ -217,11 +229,15 @@ def test_a_module_takes_numpy_and_its_own_fit_is_let_alone() -> None:
 
 @pytest.mark.parametrize(
     ("net", "batch", "said"),
-    [(nn.ReLU(), data(), "no parameter"), (nn.LazyLinear(4), data(), "lazy layers"),
-     (nn.Linear(8, 4), data()[0], "not x alone"), (nn.Linear(8, 4), (*data(), 1), "a pair"),
-     (nn.Linear(8, 4), data()[0].numpy(), "not x alone"),
-     (nn.Linear(8, 4), (data()[0], data(5)[1]), "here are 5 and 12 rows")],
-)  # fmt: skip
+    [
+        (nn.ReLU(), data(), "no parameter"),
+        (nn.LazyLinear(4), data(), "lazy layers"),
+        (nn.Linear(8, 4), data()[0], "not x alone"),
+        (nn.Linear(8, 4), (*data(), 1), "a pair"),
+        (nn.Linear(8, 4), data()[0].numpy(), "not x alone"),
+        (nn.Linear(8, 4), (data()[0], data(5)[1]), "here are 5 and 12 rows"),
+    ],
+)
 def test_a_module_that_cannot_be_planned_for(net: nn.Module, batch: object, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         planned(net, batch)

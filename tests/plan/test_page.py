@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -11,8 +13,7 @@ import pytest
 from stratagem.errors import UsageError
 from stratagem.plan.choose import Plan, choose
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.page import fragment, page
-from stratagem.plan.plot import drawing, png
+from stratagem.plan.page import figure, fragment, page, png
 from stratagem.plan.report import shown
 from tests.plan.support import profile
 
@@ -57,6 +58,46 @@ def test_points_lie_inside_the_drawing(plan: Plan) -> None:
         assert 50 <= float(x) <= 745 and 15 <= float(y) <= 385
 
 
+def test_no_point_lies_on_another() -> None:
+    """Central storage takes as long as mirrored replicas do; the pointer finds either."""
+    alike = choose(profile(), Hardware(hosts=8, per_host=2, link=1.25e8, cores=2))
+    found = re.findall(r'<circle cx="([-\d.]+)" cy="([-\d.]+)"', page(alike))
+    dots = [(float(x), float(y)) for x, y in found]
+    assert len(dots) > 12
+    assert min(math.dist(a, b) for a, b in itertools.combinations(dots, 2)) > 9.5
+
+
+def test_every_line_has_its_name_at_its_end(plan: Plan) -> None:
+    """Joined to its last point, in its colour, and none on another; a browser needs 6.2 pixels for
+    a letter of this size."""
+    text = fragment(plan)
+    named = re.findall(
+        r'<path d="M([\d.]+),([\d.]+) L[\d.]+,([\d.]+)" fill="none" stroke="(#\w+)"[^>]*/>'
+        r'<text x="(\d+)" y="([\d.]+)" font-size="12"><tspan style="fill:\4">[^<]*</tspan>'
+        " ([^<]+)<",
+        text,
+    )
+    assert sorted(name for *_, name in named) == sorted(name for name, _, _ in shown(plan)[:8])
+    heights = sorted(float(y) for *_, y, _ in named)
+    assert min(b - a for a, b in itertools.pairwise(heights)) > 15
+    width = float(re.findall(r'viewBox="0 0 (\d+) ', text)[0])
+    for x, y, _, colour, left, _, name in named:
+        dots = re.findall(rf'<circle cx="([\d.]+)" cy="([\d.]+)" r="\d" fill="{colour}"', text)
+        assert dots[-1] == (f"{float(x) - 6:.1f}", y)
+        assert float(left) + 6.2 * (len(name) + 2) < width, name
+
+
+def test_the_page_has_a_table(plan: Plan) -> None:
+    rows = re.findall(r"<tr>(.*?)</tr>", page(plan))
+    told = [re.sub(r"<[^>]+>", "|", row) for row in rows]
+    assert len(told) == 1 + len(shown(plan))
+    for (name, row, at), line in zip(shown(plan), told[1:], strict=True):
+        assert f"|{name}|" in line and at.reason.replace("'", "&#x27;") in line
+        assert all(f"|{each.speedup:.1f}|" in line for each in row)
+    best = f"{plan.recommendation.speedup:.1f}"
+    assert re.findall(r"<mark>([^<]*)</mark>", page(plan)) == [best]
+
+
 def test_notebooks_have_the_figures_without_a_script(plan: Plan) -> None:
     """And the page, whose script tells them, does not tell them twice."""
     text = fragment(plan)
@@ -89,7 +130,7 @@ def test_png_is_a_picture(plan: Plan) -> None:
 def test_the_picture_says_what_its_marks_are(plan: Plan) -> None:
     """Lines of strategies, the dotted line and the circle."""
     pytest.importorskip("matplotlib")
-    left = drawing(plan).axes[0]
+    left = figure(plan).axes[0]
     told = [each.get_text() for each in left.get_legend().get_texts()]
     assert len(told) == len(left.lines)
     assert {"recommended", "as many as there are replicas"} < {*told}
@@ -99,7 +140,7 @@ def test_of_two_lines_alike_both_are_seen() -> None:
     """On one host central storage takes as long as mirrored: dashes and rings over its line."""
     pytest.importorskip("matplotlib")
     alike = choose(profile(), Hardware(per_host=4, cores=8), most=4)
-    lines = {each.get_label(): each for each in drawing(alike).axes[0].lines}
+    lines = {each.get_label(): each for each in figure(alike).axes[0].lines}
     first, later = lines["Mirrored"], lines["CentralStorage"]
     assert list(first.get_ydata())[1:] == list(later.get_ydata())
     assert first.get_linestyle() == "-" and later.get_linestyle() == "--"

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from stratagem.errors import UsageError
-from stratagem.plan.measure import profile, rehearse
+from stratagem.plan.measure import rehearse
+from stratagem.plan.notebook import profile
 from stratagem.plan.profile import Profile
 from stratagem.plan.report import warnings
-from stratagem.strategies.rehearsal import Rehearsal
+from stratagem.training.dry_run import DryRun
 from tests.clock import in_time, unless_late
 from tests.plan import support
 
@@ -65,9 +66,12 @@ def test_other_work_is_told() -> None:
     try:
         time.sleep(0.1)
         seen = profile(
-            net, digits(), loss=cross_entropy, optimizer=torch.optim.SGD(net.parameters()),
+            net,
+            digits(),
+            loss=cross_entropy,
+            optimizer=torch.optim.SGD(net.parameters()),
             steps=500,
-        )  # fmt: skip
+        )
     finally:
         os.sched_setaffinity(0, places)
         torch.set_num_threads(threads)
@@ -92,9 +96,12 @@ def test_sparse_rows_are_counted() -> None:
     net = nn.Sequential(nn.Embedding(1000, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
     x = torch.tensor([[1, 2], [2, 3], [999, 1]])
     seen = profile(
-        net, (x, torch.tensor([0, 1, 0])), loss=cross_entropy,
-        optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2,
-    )  # fmt: skip
+        net,
+        (x, torch.tensor([0, 1, 0])),
+        loss=cross_entropy,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        steps=2,
+    )
     (table,) = seen.sparse
     assert (table.rows, table.row_bytes, table.touched) == (1000, 16, 4.0)
     assert seen.dense_bytes == (16 + 2) * 4 and seen.sparse_bytes == pytest.approx(4 * (16 + 8))
@@ -109,7 +116,7 @@ def test_a_batch_that_repeats_examples_touches_as_many_rows_as_one_that_does_not
         value: Tensor = net(batch).pow(2).mean()
         return value
 
-    few = Rehearsal(net, ids[:64], loss, optimizer.step, optimizer, device="cpu")
+    few = DryRun(net, ids[:64], loss, optimizer.step, optimizer, device="cpu")
     seen = rehearse(few, batch=1024, steps=1, crowded=False)
     (table,) = seen.sparse
     assert table.touched == pytest.approx(len(ids.unique()), rel=0.05)
@@ -153,8 +160,14 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_progress_is_said() -> None:
     said: list[str] = []
     net = nn.Linear(8, 8)
-    profile(net, digits(), loss=cross_entropy, optimizer=torch.optim.SGD(net.parameters()),
-            steps=2, say=said.append)  # fmt: skip
+    profile(
+        net,
+        digits(),
+        loss=cross_entropy,
+        optimizer=torch.optim.SGD(net.parameters()),
+        steps=2,
+        say=said.append,
+    )
     assert "profiling Linear, 16 examples" in said[0] and "2 steps" in said[1]
 
 
@@ -162,8 +175,14 @@ def test_progress_is_said() -> None:
 def test_among_others_on_this_machine() -> None:
     """Real replicas compute at once; a sleeping model is not slowed down by that."""
     net = nn.Sequential(Slow(0.02, 0.0))
-    seen = profile(net, digits(), loss=cross_entropy, optimizer=torch.optim.SGD(net.parameters()),
-                   steps=3, crowded=True)  # fmt: skip
+    seen = profile(
+        net,
+        digits(),
+        loss=cross_entropy,
+        optimizer=torch.optim.SGD(net.parameters()),
+        steps=3,
+        crowded=True,
+    )
     for n, compute in seen.crowd:
         assert n >= 2
         in_time(compute, 0.2, least=0.02)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from stratagem.plan import report
+from stratagem.plan import advice, report
 from stratagem.plan.choose import Plan, choose
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.profile import Profile, Table
+from stratagem.plan.profile import Profile, SparseTable
 from tests.plan.support import profile
 
 
@@ -23,9 +24,16 @@ def plan() -> Plan:
 
 def test_text_has_it_all(plan: Plan) -> None:
     text = report.text(plan, width=160)
-    for word in ("Net: 64 examples a replica", "8 MB", "8 hosts of 1, 1Gbit links",
-                 "strategy = sg.", "MultiWorkerMirrored", "batch_size = ", "asynchronous",
-                 "spares"):  # fmt: skip
+    for word in (
+        "Net: 64 examples a replica",
+        "8 MB",
+        "8 hosts of 1, 1Gbit links",
+        "strategy = sg.",
+        "MultiWorkerMirrored",
+        "batch_size = ",
+        "asynchronous",
+        "spares",
+    ):
         assert word in text
     best = plan.recommendation
     assert f"{best.speedup:.1f}x one device" in text
@@ -41,6 +49,24 @@ def test_every_row_has_the_number_that_it_is_worth_it_to(plan: Plan) -> None:
 
 def test_narrow_terminals_lose_nothing(plan: Plan) -> None:
     assert "batch_size = " in report.text(plan, width=60)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_word_is_broken(width: int) -> None:
+    """On a terminal, whose own way is to cut a line that is too long wherever it ends."""
+    plan = choose(profile(), Hardware(hosts=32, per_host=2, link=1.25e8, cores=2))
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, no_color=True)
+    report.render(plan, console)
+    text = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    table, _, rest = text.partition("Take")
+    said, _, _ = rest.partition("    import")
+    assert all(len(line) <= width for line in (table + said).splitlines())
+    words = {*table.split()}
+    for name, _, at in report.shown(plan):
+        assert {*name.split(), *at.reason.split()} <= words
+    assert f" {plan.recommendation.configuration.replicas} " in table
+    assert {*advice.sentence(plan).split()} <= {"Take", *said.split()}
 
 
 def test_rows_have_throughput_and_efficiency(plan: Plan) -> None:
@@ -74,7 +100,7 @@ def test_a_restless_machine_is_noted() -> None:
 
 
 def test_sparse_rows_are_told() -> None:
-    assert "12 sparse rows" in report.heading(profile(sparse=(Table(100, 64, 12.0),)))
+    assert "12 sparse rows" in report.heading(profile(sparse=(SparseTable(100, 64, 12.0),)))
 
 
 def test_files_are_whole_or_not_there(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from stratagem.launch import cli
 from stratagem.launch.script import beside, run_to_fit
 from stratagem.plan.choose import choose
-from stratagem.plan.crowd import crowd
 from stratagem.plan.hardware import Hardware
+from stratagem.plan.machine import crowd
 from stratagem.plan.report import dumps
 from tests.plan.support import profile
 
@@ -51,9 +51,7 @@ def test_a_script_that_catches_everything(
 
 def test_a_module_beside_the_script(tmp_path: Path) -> None:
     """Replicas at once import the model from where the script did."""
-    (tmp_path / "nearby.py").write_text(
-        "from torch import nn\nclass Net(nn.Linear): pass\n"
-    )
+    (tmp_path / "nearby.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
     words = script(tmp_path, "SGD(net.parameters(), lr=0.1)", "compute(); optimizer.step()")
     file = Path(words[0])
     text = "from nearby import Net\n" + file.read_text().replace("torch.nn.Linear(", "Net(")

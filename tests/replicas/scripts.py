@@ -15,25 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.clock import unless_late
+from tests.clock import wait_for as wait_for
 
 ROOT = Path(__file__).parents[2]
 
 NURSERY = Path(__file__).with_name("nursery.py")
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 30.0, what: str = "") -> float:
-    """Wait until it holds; the seconds it took."""
-    start = time.monotonic()
-    while not condition():
-        waited = time.monotonic() - start
-        unless_late(waited < seconds, f"waited {waited:.1f} s in vain {what}")
-        time.sleep(0.02)
-    return time.monotonic() - start
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -129,10 +117,16 @@ class Nursery:
         clean = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "RANK")}
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(NURSERY), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], cwd=ROOT, stdin=subprocess.DEVNULL,
-            env={**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                 "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            env={
+                **clean,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": str(ROOT),
+            },
+        )
         theirs.close()
         self._socket = ours
         self._file = ours.makefile("rw")
@@ -144,9 +138,11 @@ class Nursery:
         stem = where / name
         stem.with_suffix(".py").write_text(source)
         order = {
-            "path": str(stem.with_suffix(".py")), "where": str(where), "environ": environ,
+            "path": str(stem.with_suffix(".py")),
+            "where": str(where),
+            "environ": environ,
             **{key: str(stem.with_suffix(f".{key}")) for key in ("out", "err", "status")},
-        }  # fmt: skip
+        }
         print(json.dumps(order), file=self._file, flush=True)
         script = Script(int(self._file.readline()), stem)
         self._started.append(script)

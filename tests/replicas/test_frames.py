@@ -6,17 +6,17 @@ import socket
 
 import pytest
 
-from stratagem.replicas import frames
+from stratagem.replicas import pipe_frames
 
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_the_other_side_is_gone(heard: bool) -> None:
     """Also when it left without reading what it was sent: the system calls that a reset."""
     here, there = socket.socketpair()
-    frames.send(here, b"the answer")
+    pipe_frames.send(here, b"the answer")
     if heard:
-        assert frames.receive(there) == b"the answer"
+        assert pipe_frames.receive(there) == b"the answer"
     there.close()
-    assert frames.receive(here) is None
-    assert frames.Inbox(here).receive(lambda: None) is None
+    assert pipe_frames.receive(here) is None
+    assert pipe_frames.PipeReader(here).receive(lambda: None) is None
     here.close()

@@ -46,9 +46,11 @@ def stack() -> nn.Module:
     parametrize.register_parametrization(middle, "weight", Doubled())
     parametrize.register_parametrization(middle, "bias", Doubled())
     return nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(6, 16)), nn.Tanh(), middle,
+        parametrizations.weight_norm(nn.Linear(6, 16)),
+        nn.Tanh(),
+        middle,
         parametrizations.spectral_norm(nn.Linear(16, 4)),
-    )  # fmt: skip
+    )
 
 
 class Recurrent(nn.Module):

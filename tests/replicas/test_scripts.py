@@ -87,9 +87,14 @@ print("all is well")
 def run(*arguments: str, where: Path, stdin: str | None = None) -> str:
     """What an interpreter prints; it must end well and say nothing on stderr."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=where, input=stdin, text=True, capture_output=True,
-        timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+        [sys.executable, *arguments],
+        cwd=where,
+        input=stdin,
+        text=True,
+        capture_output=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stderr == ""
     return done.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stratagem.rules.ledger import Ledger
-from stratagem.rules.push import Push, Ticket, Update, Verdict
+from stratagem.rules.tickets import Push, Ticket, Update, Verdict
 from stratagem.rules.updates import Updates
 
 
@@ -17,7 +17,7 @@ def ledger(updates: Updates, workers: int, batches: int = 0, parts: int = 1) -> 
     for batch in range(batches):
         made.deal(batch, parts)
     if batches:
-        made.close_deck()
+        made.close_epoch()
     return made
 
 

@@ -11,23 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.rules.ledger import Ledger
-from stratagem.rules.push import Push
-from stratagem.rules.ramp import Ramp
-from stratagem.rules.staleness import (
+from stratagem.rules.tickets import Push
+from stratagem.rules.updates import (
+    Asynchronous,
     DelayCompensated,
     Drop,
     GapAware,
     LowerRate,
     Policy,
+    Ramp,
     ScaleDown,
 )
-from stratagem.rules.updates import Asynchronous
 from tests.rules.drive import drain, ledger, push, take
 
 EVERY: list[Policy] = [
-    LowerRate(), LowerRate(0.1), Drop(), Drop(0), ScaleDown(), ScaleDown(linear=True),
-    DelayCompensated(), GapAware(),
-]  # fmt: skip
+    LowerRate(),
+    LowerRate(0.1),
+    Drop(),
+    Drop(0),
+    ScaleDown(),
+    ScaleDown(linear=True),
+    DelayCompensated(),
+    GapAware(),
+]
 
 
 @pytest.mark.parametrize("buffer", [1, 3])
@@ -60,7 +66,7 @@ def test_in_turn_every_gradient_is_w_minus_1_old(workers: int) -> None:
         pulled[worker] = book.version
     assert taus[:workers] == list(range(workers))
     assert set(taus[workers:]) == {workers - 1}
-    assert book.stats().staleness[workers - 1] == 8 * workers + 1
+    assert book.recorder.stats().staleness[workers - 1] == 8 * workers + 1
 
 
 def test_factors_multiply_and_one_drop_is_enough() -> None:
@@ -82,14 +88,14 @@ def test_dropped_work_comes_back_at_once() -> None:
     push(book, 0, 0), push(book, 1, 0)
     assert take(book, 0).serial == 1
     assert sorted(p.serial for u in drain(book, [0, 1]) for p in u.pushes) == [1, 2]
-    assert (book.stats().requeued, book.stats().dropped) == (1, 1)
+    assert (book.recorder.stats().requeued, book.recorder.stats().dropped) == (1, 1)
 
 
 def test_dropped_work_may_be_lost() -> None:
     book = ledger(Asynchronous([Drop(0)], requeue=False, buffer=1), 2, batches=2)
     take(book, 0), take(book, 1)
     push(book, 0, 0), push(book, 1, 0)
-    assert book.over and book.stats().lost == 1
+    assert book.over and book.recorder.stats().lost == 1
 
 
 def test_lost_work_opens_the_gate_for_what_is_left() -> None:
@@ -109,7 +115,7 @@ def test_work_of_the_dead_is_put_back_even_without_requeue() -> None:
     book.leave(0)
     assert take(book, 1).serial == 0
     book.abandon(1, 0)
-    assert take(book, 1).serial == 0 and book.stats().lost == 0
+    assert take(book, 1).serial == 0 and book.recorder.stats().lost == 0
 
 
 def test_a_buffer_makes_one_update_of_k_and_of_the_rest() -> None:
@@ -121,11 +127,11 @@ def test_a_buffer_waits_while_more_may_be_dealt() -> None:
     book = ledger(Asynchronous(buffer=3), 1)
     book.deal(0)
     take(book, 0)
-    assert push(book, 0)[1] is None and book.stats().buffered == 1
-    book.close_deck()
+    assert push(book, 0)[1] is None and book.recorder.stats().buffered == 1
+    book.close_epoch()
     assert not book.over
     update = book.ripe()
-    assert update is not None and book.over and book.stats().buffered == 0
+    assert update is not None and book.over and book.recorder.stats().buffered == 0
 
 
 def test_the_rate_of_an_update_is_the_smallest_asked_for() -> None:
@@ -234,7 +240,7 @@ def test_workers_come_in_one_after_the_other() -> None:
     book = ledger(Asynchronous(warmup=Ramp(6)), 4, batches=40)
     at_work = []
     for _ in range(8):
-        at_work.append(sum(book.may_take(worker) for worker in range(4)))
+        at_work.append(sum(book.offer(worker) is not None for worker in range(4)))
         take(book, 0)
         push(book, 0)
     assert at_work == [1, 1, 2, 2, 3, 3, 4, 4]
@@ -259,12 +265,12 @@ def test_who_is_kept_out_does_not_hold_up_the_others_nor_when_let_in() -> None:
     take(book, 0)
     push(book, 0)
     assert take(book, 0) and take(book, 1)
-    assert book._table.crew.clocks.low == 10
+    assert book.states.active_workers.clocks.low == 10
 
 
 def clocks_that_count(book: Ledger) -> list[int]:
-    crew = book._table.crew
-    return sorted(clock for clock, count in crew.clocks._at.items() for _ in range(count))
+    active_workers = book.states.active_workers
+    return sorted(clock for clock, count in active_workers.clocks._at.items() for _ in range(count))
 
 
 def warmed_up_to_two_of_three() -> Ledger:
@@ -324,11 +330,11 @@ def test_policies_count_the_workers_that_are_let_in() -> None:
 
 def test_waiting_and_stats_as_json() -> None:
     book = ledger(Asynchronous(), 2, batches=2)
-    book.waited(1, 0.5)
-    book.waited(1, 0.25)
+    book.recorder.wait(1, 0.5)
+    book.recorder.wait(1, 0.25)
     take(book, 0), take(book, 1)
     push(book, 0, 0), push(book, 1, 0)
-    stats = book.stats()
+    stats = book.recorder.stats()
     assert stats.waiting == {0: 0.0, 1: 0.75} and stats.staleness == {0: 1, 1: 1}
     plain = stats.to_json()
     assert plain["waiting"] == {"0": 0.0, "1": 0.75} and plain["updates"] == 2

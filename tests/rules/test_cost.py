@@ -6,10 +6,8 @@ import time
 
 import pytest
 
-from stratagem.rules.push import Push
-from stratagem.rules.ramp import Ramp
-from stratagem.rules.staleness import Drop, ScaleDown
-from stratagem.rules.updates import Asynchronous, Synchronous, Updates
+from stratagem.rules.tickets import Push
+from stratagem.rules.updates import Asynchronous, Drop, Ramp, ScaleDown, Synchronous, Updates
 from tests.rules.drive import ledger
 
 

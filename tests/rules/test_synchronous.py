@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stratagem.errors import UsageError
 from stratagem.rules.ledger import Ledger
-from stratagem.rules.push import Push
+from stratagem.rules.tickets import Push
 from stratagem.rules.updates import Synchronous
 from tests.rules.drive import drain, ledger, push, take
 
@@ -60,7 +60,7 @@ def test_nobody_starts_on_the_next_batch() -> None:
     book = ledger(Synchronous(), 3, batches=2, parts=3)
     assert [take(book, worker).part for worker in range(3)] == [0, 1, 2]
     push(book, 0)
-    assert book.take(0) is None and not book.may_take(0)
+    assert book.take(0) is None and not book.offer(0)
     push(book, 1)
     _, update = push(book, 2)
     assert update is not None and update.version == book.version == 1
@@ -75,7 +75,7 @@ def test_everybody_has_a_part_of_each_batch(workers: int, cuts: list[int], seed:
     parts = [min(cut, workers) for cut in cuts]
     for batch, number in enumerate(parts):
         book.deal(batch, number)
-    book.close_deck()
+    book.close_epoch()
     updates = []
     while not book.over:
         worker = chance.choice(range(workers))
@@ -107,7 +107,7 @@ def test_worker_0_has_one_part_of_each_batch_unless_alone(workers: int, seed: in
             if ticket is None:
                 continue
             if worker == 0:
-                if book.stats().received == 0 or len(here) == 1:
+                if book.recorder.stats().received == 0 or len(here) == 1:
                     alone.add(ticket.batch)
                 had[ticket.batch] = had.get(ticket.batch, 0) + 1
                 push(book, 0)
@@ -172,7 +172,7 @@ def test_a_lost_part_does_not_stop_the_batch() -> None:
     verdict, update = push(book, 1, version=5)
     assert not verdict.kept and "not been" in verdict.why
     assert update is not None and len(update.pushes) == 1
-    assert book.stats().lost == 1
+    assert book.recorder.stats().lost == 1
 
 
 def test_a_batch_that_was_lost_whole_does_not_stop_the_epoch() -> None:
@@ -195,12 +195,12 @@ def test_the_first_n_make_the_update_and_the_last_is_late() -> None:
     assert update.divisor == 3
 
     assert book.late(0) and book.holds(0) is None
-    assert book.stats().requeued == 1
+    assert book.recorder.stats().requeued == 1
     assert take(book, 1) == tickets[0], "late work comes first"
 
     verdict = book.push(Push(0, tickets[0].serial, 0, 1.0))
     assert not verdict.kept and verdict.tau == 1 and "late" in verdict.why
-    assert book.stats().requeued == 1, "it is put back once only"
+    assert book.recorder.stats().requeued == 1, "it is put back once only"
     assert not book.late(0)
 
 
@@ -211,11 +211,11 @@ def test_a_late_worker_stops_and_takes_other_work() -> None:
     push(book, 1)
     assert book.late(0)
     book.abandon(0, first.serial)
-    assert not book.late(0) and book.stats().abandoned == 1
+    assert not book.late(0) and book.recorder.stats().abandoned == 1
     assert take(book, 0) == first
     verdict, update = push(book, 0)
     assert verdict.kept and update is not None
-    stats = book.stats()
+    stats = book.recorder.stats()
     assert (stats.received, stats.applied, stats.dropped, stats.requeued) == (2, 2, 0, 1)
 
 
@@ -224,7 +224,7 @@ def test_without_requeue_late_work_is_lost_and_counted() -> None:
     take(book, 0), take(book, 1)
     push(book, 1)
     assert book.late(0) and book.over
-    assert (book.stats().lost, book.stats().requeued) == (1, 0)
+    assert (book.recorder.stats().lost, book.recorder.stats().requeued) == (1, 0)
 
 
 def test_one_ticket_a_version() -> None:
@@ -245,7 +245,7 @@ def test_a_step_that_is_complete_takes_no_more() -> None:
         take(book, worker)
     for worker in (0, 1):
         assert book.push(Push(worker, worker, 0, 1.0)).kept
-    assert not book.may_take(3), "though it had none yet"
+    assert not book.offer(3), "though it had none yet"
     verdict = book.push(Push(2, 2, 0, 1.0))  # nobody called ripe() in between
     assert not verdict.kept and "complete" in verdict.why
     update = book.ripe()
@@ -289,7 +289,7 @@ def test_backups_at_the_end_of_the_epoch() -> None:
     book.deal(0, 2)
     first, second = take(book, 0), take(book, 1)
     assert book.take(2) is None, "more may be dealt"
-    book.close_deck()
+    book.close_epoch()
     assert take(book, 2) == first, "the oldest"
     assert book.take(3) is None, "as many backups as spares"
     assert push(book, 2)[0].kept
@@ -298,7 +298,7 @@ def test_backups_at_the_end_of_the_epoch() -> None:
     verdict = book.push(Push(0, first.serial, 0, 1.0))
     assert not verdict.kept
     assert push(book, 1)[1] is not None and book.over and book.late(3)
-    stats = book.stats()
+    stats = book.recorder.stats()
     assert (stats.applied, stats.dropped, stats.requeued) == (2, 1, 0)
 
 
@@ -306,11 +306,11 @@ def test_a_backup_that_leaves_takes_nothing_with_it() -> None:
     book = ledger(Synchronous(spares=1), 2, batches=1)
     take(book, 0), take(book, 1)
     book.leave(1)
-    assert book.stats().requeued == 0 and not book.over
+    assert book.recorder.stats().requeued == 0 and not book.over
     book.join(1)
     assert take(book, 1).serial == 0
     book.abandon(0, 0)
-    assert book.stats().requeued == 0 and book.take(0) is not None
+    assert book.recorder.stats().requeued == 0 and book.take(0) is not None
     assert push(book, 1)[1] is not None and book.over
 
 
@@ -358,19 +358,23 @@ def test_a_push_counts_once_and_only_for_who_holds_the_ticket() -> None:
     assert not book.push(Push(0, 0, 0, 1.0)).kept, "again"
     _, update = push(book, 1)
     assert update is not None and len(update.pushes) == 2
-    stats = book.stats()
+    stats = book.recorder.stats()
     assert (stats.received, stats.applied, stats.dropped) == (6, 2, 4)
     assert stats.by_worker[0]["dropped"] == 3 and stats.by_worker[5]["dropped"] == 1
     assert stats.by_worker[1] == {
-        "received": 1, "applied": 1, "dropped": 0, "buffered": 0, "abandoned": 0
-    }  # fmt: skip
+        "received": 1,
+        "applied": 1,
+        "dropped": 0,
+        "buffered": 0,
+        "abandoned": 0,
+    }
 
 
 def test_who_comes_back_starts_afresh() -> None:
     book = ledger(Synchronous(), 2, batches=1, parts=2)
     take(book, 0)
     book.join(0)
-    assert book.holds(0) is None and book.stats().requeued == 1
+    assert book.holds(0) is None and book.recorder.stats().requeued == 1
     assert take(book, 1).part == 0
 
 
@@ -380,7 +384,7 @@ def test_a_stranger_is_told_to_join() -> None:
         book.take(9)
     book.leave(9)
     book.abandon(9, 0)
-    assert not book.late(9) and not book.may_take(9) and book.holds(9) is None
+    assert not book.late(9) and not book.offer(9) and book.holds(9) is None
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
@@ -397,10 +401,10 @@ def test_epochs_follow_each_other_with_new_serials() -> None:
     drain(book, [0])
     with pytest.raises(UsageError, match="closed"):
         book.deal(0)
-    book.open_deck()
+    book.open_epoch()
     assert not book.over
     book.deal(0)
-    book.close_deck()
+    book.close_epoch()
     assert take(book, 0).serial == 2
     assert push(book, 0)[1] is not None and book.over and book.version == 3
 
@@ -409,19 +413,18 @@ def test_what_is_given_up_is_nobodys() -> None:
     """Not even if it comes back from one who had it in hand."""
     book = ledger(Synchronous(), 2, batches=2, parts=2)
     take(book, 0)
-    book.clear_deck()
-    book.open_deck()
+    book.open_epoch()
     book.deal(0)
     book.leave(0)
-    book.close_deck()
-    assert book.left == 1 and take(book, 1).serial == 4
+    book.close_epoch()
+    assert len(book.states.queue) == 1 and take(book, 1).serial == 4
     assert push(book, 1)[1] is not None and book.over
 
 
 def test_an_empty_epoch_is_over() -> None:
     book = Ledger(Synchronous())
     assert not book.over
-    book.close_deck()
+    book.close_epoch()
     assert book.over
 
 
@@ -434,7 +437,7 @@ def test_a_copy_that_is_dropped_leaves_the_ticket_with_the_other() -> None:
     book = ledger(Synchronous(spares=1), 2, batches=1)
     take(book, 0), take(book, 1)
     assert not push(book, 1, version=-1)[0].kept
-    assert book.stats().requeued == 0 and book._table.left == 1
+    assert book.recorder.stats().requeued == 0 and book.states.left == 1
     assert push(book, 0)[1] is not None and book.over
 
 
@@ -459,7 +462,7 @@ def test_no_backup_for_a_step_that_is_complete() -> None:
         take(book, worker)
     for worker in range(3):
         assert book.push(Push(worker, worker, 0, 1.0)).kept
-    assert not book.may_take(0)
+    assert not book.offer(0)
     assert book.ripe() is not None and take(book, 0).serial == 3
 
 

@@ -8,9 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stratagem.state.assembly import assemble, assemble_values, cut, cut_values, state_dict
-from stratagem.state.partition import FixedShards, partition
-from stratagem.state.recipe import OptimizerRecipe, describe, elementwise
+from stratagem.state.optimizer_recipe import OptimizerRecipe, describe, elementwise
+from stratagem.state.partition import (
+    FixedShards,
+    assemble,
+    assemble_values,
+    cut,
+    cut_values,
+    partition,
+    state_dict,
+)
 from stratagem.state.store import Store
 
 SHAPES: list[tuple[int, ...]] = [(7, 3), (5,), (), (2, 2, 2), (1, 4)]
@@ -28,15 +35,21 @@ class Servers:
     """K stores that hold what `params` are, with the optimizer that `make` makes of them."""
 
     def __init__(
-        self, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, servers: int,
+        self,
+        params: list[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        servers: int,
         shards: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.shapes = [tuple(p.shape) for p in params]
         self.recipe: OptimizerRecipe = describe(optimizer, params)
         self.pieces = partition(
-            self.shapes, 4, servers, FixedShards(shards or servers),
+            self.shapes,
+            4,
+            servers,
+            FixedShards(shards or servers),
             whole=not elementwise(self.recipe),
-        )  # fmt: skip
+        )
         self.own = [[p for p in self.pieces if p.server == s] for s in range(servers)]
         dtype = params[0].dtype
         self.stores = [Store(own, self.shapes, dtype, self.recipe) for own in self.own]
@@ -62,8 +75,11 @@ class Servers:
         return assemble_values(self.pieces, flats, self.shapes)
 
     def states(self) -> dict[int, dict[str, Any]]:
-        taken = [(p, s) for own, store in zip(self.own, self.stores, strict=True)
-                 for p, s in zip(own, store.snapshot().states, strict=True)]  # fmt: skip
+        taken = [
+            (p, s)
+            for own, store in zip(self.own, self.stores, strict=True)
+            for p, s in zip(own, store.snapshot().states, strict=True)
+        ]
         return assemble([p for p, _ in taken], [s for _, s in taken], self.shapes)
 
     def state_dict(self) -> dict[str, Any]:

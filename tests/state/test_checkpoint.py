@@ -145,12 +145,15 @@ def test_files_of_two_savings_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_without_a_number_are_loaded(tmp_path: Path) -> None:
-    """Those of older versions, and weights that somebody else has written."""
+    """Those of older versions; but not weights of somebody else's beside our state."""
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    checkpoint.save(tmp_path / "m", one, None, {"epoch": 2})
-    save_file(dict(one.state_dict()), str(tmp_path / "m.safetensors"))
-    assert checkpoint.load(tmp_path / "m", other, None) == {"epoch": 2}
     checkpoint.save(tmp_path / "m", one, None, {})
     torch.save({"optimizer": None, "epoch": 3}, tmp_path / "m.state.pt")
     assert checkpoint.load(tmp_path / "m", other, None) == {"epoch": 3}
+    save_file(dict(one.state_dict()), str(tmp_path / "m.safetensors"))
+    assert checkpoint.load(tmp_path / "m", other, None) == {"epoch": 3}
     assert torch.equal(one.weight, other.weight)
+    checkpoint.save(tmp_path / "m", one, None, {"epoch": 2})
+    save_file(dict(one.state_dict()), str(tmp_path / "m.safetensors"))
+    with pytest.raises(UsageError, match="not saved together"):
+        checkpoint.load(tmp_path / "m", other, None)

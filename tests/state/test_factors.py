@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem.data.shard import share
+from stratagem.data.shares import share
 from stratagem.state.factors import Factors, make_factors
 from stratagem.state.sliced import SlicedUpdate
-from stratagem.strategies import at_home
+from stratagem.training import gradient_placement
 from stratagem.wire.buckets import Buckets
 from stratagem.wire.segment import Segment
 from stratagem.wire.shared_memory import SharedMemoryCollective
@@ -26,9 +26,13 @@ from tests.state.crowd_support import together
 @pytest.mark.timeout(120)
 @settings(max_examples=60, deadline=None)
 @given(
-    size=st.integers(1, 4), height=st.integers(1, 12), width=st.integers(1, 5),
-    total=st.integers(0, 16), scale=st.sampled_from([1.0, 0.25]), draw=st.data(),
-)  # fmt: skip
+    size=st.integers(1, 4),
+    height=st.integers(1, 12),
+    width=st.integers(1, 5),
+    total=st.integers(0, 16),
+    scale=st.sampled_from([1.0, 0.25]),
+    draw=st.data(),
+)
 def test_the_sum_is_that_of_all_rows(
     size: int, height: int, width: int, total: int, scale: float, draw: st.DataObject
 ) -> None:
@@ -83,7 +87,7 @@ def test_the_sum_is_that_of_all_rows(
     size=st.integers(1, 5),
     shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=4),
     factored=st.sets(st.integers(0, 3)),
-)  # fmt: skip
+)
 def test_slices_cover_everything_once_and_cut_between_rows(
     size: int, shapes: list[tuple[int, int]], factored: set[int]
 ) -> None:
@@ -132,9 +136,14 @@ def tied() -> nn.Module:
 def folded() -> nn.Module:
     """Two rows for each example."""
     return nn.Sequential(
-        nn.Unflatten(1, (2, 350)), nn.Flatten(0, 1), nn.Linear(350, 192), nn.ReLU(),
-        nn.Unflatten(0, (-1, 2)), nn.Flatten(1), nn.Linear(384, 10),
-    )  # fmt: skip
+        nn.Unflatten(1, (2, 350)),
+        nn.Flatten(0, 1),
+        nn.Linear(350, 192),
+        nn.ReLU(),
+        nn.Unflatten(0, (-1, 2)),
+        nn.Flatten(1),
+        nn.Linear(384, 10),
+    )
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
@@ -171,11 +180,11 @@ def test_replicas_equal_one_device(three: sg.Strategy, case: str, rows: int) -> 
 
 
 def test_factors_are_taken_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_home, "WORTH", 1)
+    monkeypatch.setattr(gradient_placement, "WORTH", 1)
     net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     net[4].weight = net[2].weight  # type: ignore[union-attr]
     params = list(net.parameters())
-    home = at_home.AtHome(net, [(p, torch.empty_like(p)) for p in params])
+    home = gradient_placement.PlacedGradients(net, [(p, torch.empty_like(p)) for p in params])
     first, twice = alone(home)
     for factors in (first, twice):
         factors.expect(0, 2)
@@ -187,7 +196,7 @@ def test_factors_are_taken_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert twice.kept and params[2].grad is not None  # of the sum and of its second use
 
 
-def alone(home: at_home.AtHome) -> list[Factors]:
+def alone(home: gradient_placement.PlacedGradients) -> list[Factors]:
     control = Segment(SharedMemoryCollective.control_size(1))
     weights = home.weights()
     made = make_factors(weights, SharedMemoryCollective(0, 1, control))
@@ -200,30 +209,30 @@ def test_who_looks_at_gradients_is_known() -> None:
     params = list(net.parameters())
     for p in params:
         p.register_post_accumulate_grad_hook(lambda p: None)  # as the exchange has one
-    assert at_home.is_unseen(params)
+    assert gradient_placement.is_unseen(params)
     net(torch.randn(2, 700)).sum().backward()
-    assert at_home.is_unseen(params)
+    assert gradient_placement.is_unseen(params)
     for register in (params[1].register_hook, params[1].register_post_accumulate_grad_hook):
         handle = register(lambda _: None)
-        assert not at_home.is_unseen(params)
+        assert not gradient_placement.is_unseen(params)
         handle.remove()
-        assert at_home.is_unseen(params)
+        assert gradient_placement.is_unseen(params)
     with torch.autograd.detect_anomaly(check_nan=False):
-        assert not at_home.is_unseen(params)
+        assert not gradient_placement.is_unseen(params)
 
 
 def test_who_hooks_into_what_adds_up_is_known() -> None:
     net = stack()
     params = list(net.parameters())
     net(torch.randn(2, 700)).sum().backward()
-    assert not any(map(at_home.is_kept, params))
+    assert not any(map(gradient_placement.is_kept, params))
     node: Any = torch.autograd.graph.get_gradient_edge(params[3]).node
     node.register_prehook(lambda grads: None)
-    assert list(map(at_home.is_kept, params)) == [False, False, False, True]
+    assert list(map(gradient_placement.is_kept, params)) == [False, False, False, True]
     net(torch.randn(2, 700)).sum().backward()
-    assert at_home.is_kept(params[3])
+    assert gradient_placement.is_kept(params[3])
     del node
-    assert not any(map(at_home.is_kept, params))
+    assert not any(map(gradient_placement.is_kept, params))
 
 
 def look_at_hook(net: Any) -> dict[str, Any]:
@@ -290,14 +299,14 @@ def test_metrics_of_ones_own_find_gradients() -> None:
 
 def test_which_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large ones of torch's own layers, whatever hooks a replica has."""
-    monkeypatch.setattr(at_home, "WORTH", 100)
+    monkeypatch.setattr(gradient_placement, "WORTH", 100)
     net = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
     homes = [(p, torch.empty_like(p)) for p in net.parameters()]
-    assert at_home.AtHome(net, homes).weights() == [net[0].weight]
+    assert gradient_placement.PlacedGradients(net, homes).weights() == [net[0].weight]
     net[0].register_forward_hook(lambda *args: None)
-    assert at_home.AtHome(net, homes).weights() == [net[0].weight]
+    assert gradient_placement.PlacedGradients(net, homes).weights() == [net[0].weight]
 
     class Own(nn.Linear):
         pass
 
-    assert at_home.AtHome(nn.Sequential(*net, Own(2, 2)), homes).weights() == []
+    assert gradient_placement.PlacedGradients(nn.Sequential(*net, Own(2, 2)), homes).weights() == []

@@ -10,12 +10,24 @@ import torch
 from torch import nn
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.state.recipe import OptimizerRecipe, build, describe, elementwise
+from stratagem.state.optimizer_recipe import OptimizerRecipe, build, describe, elementwise
 
 NAMES = [
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam",
-    "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
-]  # fmt: skip
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+    "SparseAdam",
+]
 
 
 def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

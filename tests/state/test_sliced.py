@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stratagem.state.shared_state import SharedState
-from stratagem.state.sliced import can_slice
+from stratagem.state.sliced import SharedState, can_slice
 from stratagem.wire.shared_memory import SharedMemoryCollective, slices
 from tests.state.crowd_support import together
 
@@ -34,15 +33,21 @@ FORMS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True),
-    "adagrad": torch.optim.Adagrad, "adadelta": torch.optim.Adadelta,
-    "adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
-}  # fmt: skip
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+}
 
 
 @pytest.mark.parametrize("form", list(FORMS))
 @settings(max_examples=15, deadline=None)
-@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4), count=st.integers(1, 4),
-       unused=st.integers(0, 3))  # fmt: skip
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    count=st.integers(1, 4),
+    unused=st.integers(0, 3),
+)
 def test_state_in_parts_is_the_same_state(
     form: str, sizes: list[int], count: int, unused: int
 ) -> None:

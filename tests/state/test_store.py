@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from stratagem.errors import UsageError
 from stratagem.state import sums
+from stratagem.state.optimizer_recipe import describe
 from stratagem.state.partition import Piece
-from stratagem.state.recipe import describe
 from stratagem.state.store import Store
 from tests.state.store_support import Make, Servers, close, gradients, parameters
 
@@ -93,10 +93,14 @@ def test_equals_the_whole_model(make: Make, servers: int) -> None:
 @pytest.mark.parametrize("kind", [O.SGD, O.Adam, O.AdamW, O.RMSprop, O.Adagrad, O.NAdam])
 def test_groups_have_their_own_settings(kind: Any) -> None:
     def make(p: list[nn.Parameter]) -> O.Optimizer:
-        return kind([
-            {"params": [p[3], p[0]], "lr": 0.2}, {"params": [p[1]], "weight_decay": 0.2},
-            {"params": [p[4]], "maximize": True},
-        ], lr=0.01)  # fmt: skip
+        return kind(
+            [
+                {"params": [p[3], p[0]], "lr": 0.2},
+                {"params": [p[1]], "weight_decay": 0.2},
+                {"params": [p[4]], "maximize": True},
+            ],
+            lr=0.01,
+        )
 
     params, optimizer, spread = both(make, 3)
     for step in range(4):
@@ -105,8 +109,11 @@ def test_groups_have_their_own_settings(kind: Any) -> None:
         spread.each(grads, lambda store, grad, used: store.apply_one(grad, 1.0, used))
     close(spread.values(), params)
     assert torch.equal(params[2], parameters()[2])  # in no group: nobody moves or fetches it
-    changed = {o[d.piece].variable for o, s in zip(spread.own, spread.stores, strict=True)
-               for d in s.changed_since(3)}  # fmt: skip
+    changed = {
+        o[d.piece].variable
+        for o, s in zip(spread.own, spread.stores, strict=True)
+        for d in s.changed_since(3)
+    }
     assert changed == {0, 1, 3, 4}
 
 
@@ -248,9 +255,10 @@ def test_stored_in_another_type(name: str, dtype: torch.dtype) -> None:
         grads = gradients(step)
         plain_step(params, optimizer, grads)
         do: Any = (
-            (lambda store, grad, used: store.apply_one(grad.to(dtype), 1.0)) if step % 2
+            (lambda store, grad, used: store.apply_one(grad.to(dtype), 1.0))
+            if step % 2
             else (lambda store, grad, used: (store.add(grad.to(dtype), 1.0), store.apply(1.0)))
-        )  # fmt: skip
+        )
         spread.each(grads, do)
     assert all(store.values.dtype is dtype for store in spread.stores)
     for ours, plain in zip(spread.values(), params, strict=True):
@@ -332,7 +340,7 @@ def test_one_push_alone_takes_no_memory_for_a_sum() -> None:
     store = one_store(SETTINGS["sgd"], (10_000, 2), (20_000,))
     grad = torch.ones(40_000)
     store.apply_one(grad, 0.5)
-    assert store._sum._memory is None
+    assert store.sum._memory is None
     assert grad.unique().tolist() == [0.5]  # scaled where it lies
 
 
@@ -347,7 +355,7 @@ def test_a_gradient_may_begin_anywhere_in_its_memory() -> None:
 def test_an_empty_sum_is_written_not_cleared() -> None:
     """Rubbish in the sum's memory, NaN say, must not reach anybody."""
     store = one_store(lambda p: O.SGD(p, lr=1.0), (3,), (2,), (4,))
-    store._sum.flat.fill_(torch.nan)
+    store.sum.flat.fill_(torch.nan)
     store.add(torch.ones(9), 2.0, [True, False, True])
     store.add(torch.ones(9), 1.0, [True, True, False])
     assert store.norm_squared(2.0) == 4 * (3 * 9 + 2 * 1 + 4 * 4)

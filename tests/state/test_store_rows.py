@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stratagem.errors import UsageError
-from stratagem.state import row_versions
+from stratagem.state import store as store_module
+from stratagem.state.optimizer_recipe import describe
 from stratagem.state.partition import Piece
-from stratagem.state.recipe import describe
 from stratagem.state.store import Store
 from tests.state.store_support import Servers, close, parameters
 
@@ -144,7 +144,7 @@ def test_who_takes_what_changed_is_current(
 ) -> None:
     """A worker that fetches now and then, and rows alone where it may, has what the store has."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_versions, "_RECENT", recent)
+        patch.setattr(store_module, "_RECENT", recent)
         fetch_now_and_then(steps, data)
 
 

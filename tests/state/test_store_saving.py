@@ -10,9 +10,17 @@ import torch
 from torch import nn
 
 from stratagem.errors import UsageError
-from stratagem.state.assembly import assemble, assemble_values, cut, cut_values, states_of
-from stratagem.state.partition import FixedShards, Piece, partition
-from stratagem.state.recipe import describe
+from stratagem.state.optimizer_recipe import describe
+from stratagem.state.partition import (
+    FixedShards,
+    Piece,
+    assemble,
+    assemble_values,
+    cut,
+    cut_values,
+    partition,
+    states_of,
+)
 from tests.state.store_support import SHAPES, Servers, close, gradients, parameters
 from tests.state.test_store import SETTINGS, plain_step
 
@@ -31,9 +39,11 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 
 def grouped(name: str) -> Any:
     """The optimizer with its parameters in two groups and not in the model's order."""
+
     def make(params: list[nn.Parameter]) -> O.Optimizer:
-        return SETTINGS[name]([{"params": [params[4], params[1]]},
-                               {"params": [params[2], params[0]], "lr": 0.05}])  # fmt: skip
+        return SETTINGS[name](
+            [{"params": [params[4], params[1]]}, {"params": [params[2], params[0]], "lr": 0.05}]
+        )
 
     return make
 

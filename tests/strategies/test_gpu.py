@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.strategies import gpu_memory
-from stratagem.strategies.seat import Store
-from stratagem.wire.group import Group, Meeting
+from stratagem.cluster.membership import Membership
+from stratagem.training import gpu_memory
+from stratagem.wire.meeting_store import MeetingStore
+from stratagem.wire.process_group import Meeting, ProcessGroup
 from tests.support import data, distance, mlp, moved
 
 pytestmark = [
@@ -105,11 +106,23 @@ def test_two_tasks_share_one_gpu(tmp_path: Path) -> None:
     script.write_text(SCRIPT.format(path=str(tmp_path / "model")))
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "stratagem", "run", "--replicas", "2", "--gpu-memory", "30%",
-         str(script)],
-        capture_output=True, text=True, timeout=150, cwd=root,
+        [
+            sys.executable,
+            "-m",
+            "stratagem",
+            "run",
+            "--replicas",
+            "2",
+            "--gpu-memory",
+            "30%",
+            str(script),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=root,
         env={**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cuda:0" in done.stdout
     start = mlp()
@@ -137,9 +150,10 @@ def test_own_loop_on_the_gpu() -> None:
 
 def test_nccl_group_of_one() -> None:
     """NCCL refuses two ranks on one GPU; a group of one still shows that our calls fit its API."""
-    store = Store("127.0.0.1")
-    meeting = Meeting(store.store, "127.0.0.1", timedelta(seconds=60), lambda waited: None)
-    group = Group("alone", 0, 1, "nccl", meeting)
+    limit = timedelta(seconds=60)
+    store = MeetingStore(Membership.alone(), "x", limit)
+    meeting = Meeting(store, "127.0.0.1", limit, lambda waited: None)
+    group = ProcessGroup("alone", 0, 1, "nccl", meeting)
     group.size = 2  # else every operation returns at once
     flat = torch.arange(10.0, device="cuda")
     group.sum(flat).wait()
@@ -166,11 +180,14 @@ def test_running_out_of_memory_says_what_to_try(monkeypatch: pytest.MonkeyPatch)
 def test_the_memory_limit_holds() -> None:
     code = (
         "import torch, stratagem as sg\n"
-        "sg.MirroredStrategy(['cuda:0']).team.start()\n"
+        "sg.MirroredStrategy(['cuda:0']).replica_group.start()\n"
         "torch.empty(3 << 30, dtype=torch.uint8, device='cuda')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, gpu_memory.VARIABLE: "2GiB"},
-    )  # fmt: skip
+    )
     assert "OutOfMemoryError" in done.stderr

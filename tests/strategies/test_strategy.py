@@ -40,8 +40,10 @@ def test_results_come_in_order(three: sg.MirroredStrategy) -> None:
         return base + replica.index, replica.count, replica.name, replica.is_chief
 
     assert three.run(work, 10) == [
-        (10, 3, "replica 0", True), (11, 3, "replica 1", False), (12, 3, "replica 2", False),
-    ]  # fmt: skip
+        (10, 3, "replica 0", True),
+        (11, 3, "replica 1", False),
+        (12, 3, "replica 2", False),
+    ]
     pids = three.run(os.getpid)
     assert pids[0] == os.getpid() and len(set(pids)) == 3
     assert three.run(os.getpid) == pids, "replicas stay between calls"
@@ -89,9 +91,11 @@ def test_inside_replicas_talk(three: sg.MirroredStrategy) -> None:
         told = replica.broadcast(torch.tensor([10.0 * replica.index]), source=2)
         sizes = [len(part) for part in replica.all_gather(torch.ones(replica.index))]
         return (
-            replica.all_reduce(mine).tolist(), replica.all_reduce(mine, "max").item(),
-            told.item(), sizes,
-        )  # fmt: skip
+            replica.all_reduce(mine).tolist(),
+            replica.all_reduce(mine, "max").item(),
+            told.item(),
+            sizes,
+        )
 
     assert three.run(work) == [([6.0], 3.0, 20.0, [0, 1, 2])] * 3
 
@@ -161,9 +165,7 @@ def test_reduce(
 def test_gather(two: sg.MirroredStrategy) -> None:
     parts = two.run(lambda: torch.tensor(UNEVEN[sg.current_replica().index]))
     assert two.gather(parts).tolist() == [1, 2, 3, 10]
-    inside = two.run(
-        lambda: two.gather(torch.tensor(UNEVEN[sg.current_replica().index])).tolist()
-    )
+    inside = two.run(lambda: two.gather(torch.tensor(UNEVEN[sg.current_replica().index])).tolist())
     assert inside == [[1, 2, 3, 10]] * 2
     sides = two.run(lambda: torch.full((2, 1), float(sg.current_replica().index)))
     assert two.gather(sides, axis=1).tolist() == [[0, 1], [0, 1]]
@@ -185,18 +187,23 @@ def test_reduce_refuses(two: sg.MirroredStrategy) -> None:
 
 @pytest.mark.parametrize(
     ("value", "what"),
-    [({"a": 1.0, "b": 2.0}, "a dict"), (None, "a NoneType"), ("text", "a str"),
-     ([torch.ones(2), torch.ones(2)], "a list")],
-)  # fmt: skip
+    [
+        ({"a": 1.0, "b": 2.0}, "a dict"),
+        (None, "a NoneType"),
+        ("text", "a str"),
+        ([torch.ones(2), torch.ones(2)], "a list"),
+    ],
+)
 def test_reduce_and_gather_say_what_they_take(
     two: sg.MirroredStrategy, value: Any, what: str
 ) -> None:
     sentence = rf"takes? tensors or numbers, and this is {what}.*each"
     verbs = [
-        lambda: two.reduce("sum", value), lambda: two.gather(value),
+        lambda: two.reduce("sum", value),
+        lambda: two.gather(value),
         lambda: sg.current_replica().all_gather(value),
         lambda: sg.current_replica().all_reduce(value),
-    ]  # fmt: skip
+    ]
     for verb in verbs:
         with pytest.raises(sg.UsageError, match=sentence):
             two.run(verb)
@@ -237,9 +244,11 @@ def test_prepare_outside_of_run_is_refused(two: sg.MirroredStrategy) -> None:
 
 @pytest.mark.parametrize(
     ("role", "words"),
-    [("ps", r"ps 0, .*End the script there before the strategy is made.*leave ps out"),
-     ("evaluator", r"evaluator, .*model without a strategy.*model\.load.*model\.evaluate")],
-)  # fmt: skip
+    [
+        ("ps", r"ps 0, .*End the script there before the strategy is made.*leave ps out"),
+        ("evaluator", r"evaluator, .*model without a strategy.*model\.load.*model\.evaluate"),
+    ],
+)
 def test_a_task_that_does_not_train_is_told_what_to_do(role: str, words: str) -> None:
     spec = sg.ClusterSpec({"worker": ["127.0.0.1:1"], role: ["127.0.0.1:2"]})
     with pytest.raises(sg.UsageError, match=words):
@@ -358,9 +367,12 @@ def test_large_arrays_arrive_intact(three: sg.MirroredStrategy, kind: str) -> No
     dice = torch.Generator().manual_seed(1)
     tensor = torch.randn(200, LARGE // 200, generator=dice)
     value: Any = {
-        "tensor": tensor, "array": tensor.numpy(), "transposed": tensor.T,
-        "bfloat16": tensor.bfloat16(), "bool": torch.randn(300, 300) > 0,
-    }[kind]  # fmt: skip
+        "tensor": tensor,
+        "array": tensor.numpy(),
+        "transposed": tensor.T,
+        "bfloat16": tensor.bfloat16(),
+        "bool": torch.randn(300, 300) > 0,
+    }[kind]
 
     def back(given: Any) -> Any:
         return given

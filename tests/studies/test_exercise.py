@@ -26,7 +26,9 @@ def test_every_arm_reaches_the_target(tmp_path: Path) -> None:
         least = data["size"]["step"] * data["size"]["train"] / data["size"]["share"] / 2
         if row["arm"] != "servers, 1 spare":
             assert row["seconds"] >= 0.9 * least * row["epochs"], row
-    same = [runs[arm, "undisturbed"]["curve"]
-            for arm in ("mirrored", "central storage", "servers, synchronous")]  # fmt: skip
+    same = [
+        runs[arm, "undisturbed"]["curve"]
+        for arm in ("mirrored", "central storage", "servers, synchronous")
+    ]
     for curve in same:  # one model, whoever keeps it
         assert [a for _, a in curve] == pytest.approx([a for _, a in same[0]], abs=0.02)

@@ -38,9 +38,13 @@ def spaces(pid: int) -> list[str]:
 
 def study(*words: str, **more: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *words], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        cwd=FOLDER, **more,
-    )  # fmt: skip
+        [sys.executable, *words],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=FOLDER,
+        **more,
+    )
 
 
 @pytest.mark.slow
@@ -103,9 +107,14 @@ def runs(pid: int) -> bool:
 
 def row(**changes: Any) -> dict[str, Any]:
     given = {
-        "strategy": "ring", "hosts": 3, "servers": 0, "wire": "float32", "link_bits": 1e8,
-        "bytes": 4 << 20, "compute_s": 0.1,
-    }  # fmt: skip
+        "strategy": "ring",
+        "hosts": 3,
+        "servers": 0,
+        "wire": "float32",
+        "link_bits": 1e8,
+        "bytes": 4 << 20,
+        "compute_s": 0.1,
+    }
     return {**given, **changes}
 
 

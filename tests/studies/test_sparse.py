@@ -41,9 +41,10 @@ def test_rows_are_as_many_as_the_formula_says(data: Any) -> None:
 @pytest.mark.timeout(240)
 def test_on_a_narrow_link_sparse_goes_further(data: Any) -> None:
     best = {
-        row["kind"]: row["best"] for row in data["knees"]
+        row["kind"]: row["best"]
+        for row in data["knees"]
         if (row["rule"], row["link"], row["servers"]) == ("synchronous", "1 Gbit/s", 1)
-    }  # fmt: skip
+    }
     assert best["dense"] < best["sparse"] < best["needed"]
     assert all(0 < row["speedup"] <= 1.3 * row["workers"] for row in data["simulated"])
 

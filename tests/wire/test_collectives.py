@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 import stratagem as sg
-from stratagem.strategies.seat import Store
+from stratagem.cluster.membership import Membership
 from stratagem.wire.collective import Collective
-from stratagem.wire.group import Group, Meeting
+from stratagem.wire.meeting_store import MeetingStore
+from stratagem.wire.process_group import Meeting, ProcessGroup
 from tests.support import strategy
 
 pytestmark = pytest.mark.timeout(60)
@@ -43,12 +44,15 @@ RARE = [(5, "one device"), (5, "last device"), (2, "three packs"), (3, "hierarch
 
 @pytest.fixture(
     scope="module",
-    params=[(1, "ring"), *(
-        pytest.param(each, marks=pytest.mark.slow) if each in RARE else each
-        for each in itertools.product(SIZES, OPS)
-    )],
+    params=[
+        (1, "ring"),
+        *(
+            pytest.param(each, marks=pytest.mark.slow) if each in RARE else each
+            for each in itertools.product(SIZES, OPS)
+        ),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def several(request: pytest.FixtureRequest) -> Iterator[sg.MirroredStrategy]:
     count, name = request.param
     op = OPS[name] or sg.ReductionToOneDevice(f"cpu:{count - 1}")
@@ -158,9 +162,12 @@ def test_messages_of_any_size(several: sg.MirroredStrategy) -> None:
 
     def work(collective: Collective) -> list[list[Tensor]]:
         return [
-            [part.clone() for part in collective.gather_bytes(
-                message(collective.rank, sizes[(turn + collective.rank) % 6])
-            )]
+            [
+                part.clone()
+                for part in collective.gather_bytes(
+                    message(collective.rank, sizes[(turn + collective.rank) % 6])
+                )
+            ]
             for turn in range(6)
         ]
 
@@ -249,8 +256,10 @@ class Work:
 @pytest.mark.parametrize("error", [None, "Connection closed by peer"])
 def test_work_that_ends_between_two_looks(error: str | None) -> None:
     """Rare on an idle machine, and fatal: a reduction that succeeded must not end the training."""
-    meeting = Meeting(Store("127.0.0.1").store, "127.0.0.1", timedelta(seconds=9), lambda _: None)
-    group = Group("alone", 0, 1, "gloo", meeting)
+    limit = timedelta(seconds=9)
+    store = MeetingStore(Membership.alone(), "x", limit)
+    meeting = Meeting(store, "127.0.0.1", limit, lambda _: None)
+    group = ProcessGroup("alone", 0, 1, "gloo", meeting)
     if error is None:
         group.wait(Work(None))
     else:

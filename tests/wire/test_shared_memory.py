@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stratagem.errors import ReplicaLost, UsageError
 from stratagem.wire.segment import Segment, host_identity
-from stratagem.wire.shared_memory import SharedMemoryCollective, Table, slices, sum_rows
+from stratagem.wire.shared_memory import SharedMemoryCollective, SharedTable, slices, sum_rows
 
 
 @given(st.integers(0, 5000), st.integers(1, 40))
@@ -25,13 +25,15 @@ def test_slices_cover_everything_once(count: int, parts: int) -> None:
 
 
 @given(
-    st.integers(1, 6), st.integers(1, 50), st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 6),
+    st.integers(1, 50),
+    st.sampled_from([torch.float32, torch.bfloat16]),
     st.data(),
-)  # fmt: skip
+)
 def test_weighted_sums(rows: int, count: int, dtype: torch.dtype, draw: st.DataObject) -> None:
     choice = st.sampled_from([0.0, 0.25, 1.0, 2.5])
     weights = draw.draw(st.lists(choice, min_size=rows, max_size=rows))
-    table = Table(Segment(Table.size(rows, count, dtype)), rows, count, dtype)
+    table = SharedTable(Segment(SharedTable.size(rows, count, dtype)), rows, count, dtype)
     for row, weight in zip(table.rows, weights, strict=True):
         row.copy_(torch.randn(count))
         if weight == 0.0:

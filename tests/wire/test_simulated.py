@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.errors import UsageError
-from stratagem.wire.simulated import Clock, Flow, Link, Network, Route, Topology, Turns
-from stratagem.wire.turns import LARGE
+from stratagem.plan.simulation.simulated_server import LinkQueue
+from stratagem.wire.send_queue import LARGE
+from stratagem.wire.simulated import Clock, Flow, Network, Route, SimulatedLink, Topology
 
 SIZES = st.floats(1.0, 1e9)
 RATES = st.floats(1e3, 1e12)
@@ -26,8 +27,7 @@ def arrivals(topology: Topology, messages: list[tuple[float, int, int, float]]) 
         found[i] = clock.now
 
     for i, (at, source, target, size) in enumerate(messages):
-        clock.at(at, lambda i=i, s=source, t=target, n=size: network.send(
-            s, t, n, lambda: note(i)))  # type: ignore[misc]  # fmt: skip
+        clock.at(at, lambda i=i, s=source, t=target, n=size: network.send(s, t, n, lambda: note(i)))  # type: ignore[misc]
     clock.run()
     return found
 
@@ -69,9 +69,10 @@ def test_tasks_of_one_host_use_its_memory() -> None:
 @given(
     st.lists(
         st.tuples(st.floats(0, 10), st.integers(0, 3), st.integers(4, 6), st.floats(1, 1000)),
-        min_size=1, max_size=12,
+        min_size=1,
+        max_size=12,
     )
-)  # fmt: skip
+)
 def test_no_link_carries_more_than_it_can(messages: list[tuple[float, int, int, float]]) -> None:
     """The last arrival over a link is not before all its bytes can have passed, and, when all
     came at once, not after the slowest link would be done with everything."""
@@ -92,7 +93,7 @@ def test_no_link_carries_more_than_it_can(messages: list[tuple[float, int, int, 
 @given(st.lists(SIZES, min_size=1, max_size=20), RATES)
 def test_a_link_is_never_idle_while_something_waits(sizes: list[float], rate: float) -> None:
     clock = Clock()
-    link = Link(clock, rate)
+    link = SimulatedLink(clock, rate)
     done: list[float] = []
     for size in sizes:
         link.send(size, lambda: done.append(clock.now))
@@ -147,10 +148,17 @@ def test_it_can_be_stopped_and_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rate": 0.0}, {"rate": -1.0}, {"rate": 1.0, "latency": -1.0},
-              {"rate": 1.0, "latency": inf}, {"rate": 1.0, "per_host": 0},
-              {"rate": 1.0, "rack_rate": 0.0}, {"rate": float("nan")}],
-)  # fmt: skip
+    "wrong",
+    [
+        {"rate": 0.0},
+        {"rate": -1.0},
+        {"rate": 1.0, "latency": -1.0},
+        {"rate": 1.0, "latency": inf},
+        {"rate": 1.0, "per_host": 0},
+        {"rate": 1.0, "rack_rate": 0.0},
+        {"rate": float("nan")},
+    ],
+)
 def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         Topology(**wrong)  # type: ignore[arg-type]
@@ -188,7 +196,7 @@ def test_nothing_happens_after_a_stop_not_even_at_the_same_time() -> None:
 
 def test_a_small_message_overtakes_a_large_one() -> None:
     clock, seen = Clock(), list[tuple[str, float]]()
-    link = Link(clock, 100.0)
+    link = SimulatedLink(clock, 100.0)
     link.send(100.0, lambda: seen.append(("large", clock.now)))
     link.send(10.0, lambda: seen.append(("small", clock.now)))
     clock.run()
@@ -200,7 +208,7 @@ def answers(size: float, worked: float, groups: list[int]) -> list[list[float]]:
     of `size`. How long each took."""
     clock = Clock()
     network = Network(clock, Topology(size))
-    turns = Turns(network, 1, size, worked, overtakes=False)
+    turns = LinkQueue(network, 1, size, worked, overtakes=False)
     found: list[list[float]] = []
     for group in groups:
         begun, took = clock.now, list[float]()

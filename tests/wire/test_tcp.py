@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from stratagem.cluster.framing import BODY_LIMIT, HEADER_LIMIT, encode
 from stratagem.errors import UsageError
 from stratagem.wire.channel import _PIECES
-from stratagem.wire.frames import BODY_LIMIT, HEADER_LIMIT, Frame, WireError, encode
+from stratagem.wire.connection import Frame, WireError
 from stratagem.wire.tcp import Connection
 from tests.clock import in_time
 from tests.wire.wire_pairs import (
@@ -109,9 +110,17 @@ def test_more_tensors_than_one_call_takes(ends: tuple[Connection, Connection]) -
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bool, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint16,
-     torch.complex64, torch.float8_e4m3fn],
-)  # fmt: skip
+    [
+        torch.bool,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.uint16,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    ],
+)
 def test_any_dtype_travels_as_it_lies_in_memory(dtype: torch.dtype) -> None:
     with pair("unix") as (server, client):
         tensor = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.5, 0.0]]).to(dtype)
@@ -134,9 +143,14 @@ def test_parameters_are_sent_and_filled() -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.zeros(4, 4).t()[:2], torch.zeros(1).expand(3), torch.zeros(2, device="meta"),
-     torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()],
-)  # fmt: skip
+    [
+        torch.zeros(4, 4).t()[:2],
+        torch.zeros(1).expand(3),
+        torch.zeros(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+    ],
+)
 def test_memory_that_cannot_travel_is_refused_before_anything_is_sent(tensor: Tensor) -> None:
     with pair("unix") as (server, client):
         with pytest.raises(UsageError):

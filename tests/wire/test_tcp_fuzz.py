@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.cluster.framing import HEAD, encode
 from stratagem.wire.channel import PlainChannel
-from stratagem.wire.connection import Connection
-from stratagem.wire.frames import HEAD, Frame, WireError, encode
+from stratagem.wire.connection import Connection, Frame, WireError
 from tests.wire.wire_pairs import Outcome, call, listening, noise
 
 pytestmark = pytest.mark.timeout(60)
@@ -135,7 +135,7 @@ def test_strangers_at_the_door(kind: str) -> None:
     """Any garbage is turned away, and the next member is let in."""
     with listening(kind) as (listener, arrived):
 
-        @given(said=st.binary(max_size=120) | st.binary(max_size=80).map(b"STRATGM\x02".__add__))
+        @given(said=st.binary(max_size=120) | st.binary(max_size=80).map(b"STRATGM\x04".__add__))
         @settings(max_examples=60, deadline=None)
         def knock(said: bytes) -> None:
             if kind == "unix":

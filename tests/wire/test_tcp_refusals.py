@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stratagem.cluster.framing import BODY_LIMIT, HEAD, HEADER_LIMIT, encode
 from stratagem.errors import UsageError
-from stratagem.wire.frames import BODY_LIMIT, HEAD, HEADER_LIMIT, Frame, WireError, encode
+from stratagem.wire.connection import Frame, WireError
 from stratagem.wire.tcp import Connection
 from tests.wire.wire_pairs import (
     Lines,

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from stratagem.errors import HandshakeError
-from stratagem.wire.frames import Frame, WireError
+from stratagem.wire.connection import Frame, WireError
 from stratagem.wire.tcp import Connection, connect
 from tests.clock import in_time
 from tests.wire.wire_pairs import (
@@ -72,7 +72,7 @@ def test_closing_a_listener_ends_those_who_greet() -> None:
     with listening() as (listener, _):
         host, port = listener.address.split(":")
         with socket.create_connection((host, int(port))) as stranger:
-            eventually(lambda: listener._greetings)
+            eventually(lambda: listener._door._count)
             start = time.monotonic()
             listener.close()
             stranger.settimeout(20)
@@ -92,7 +92,7 @@ def test_a_connection_outlives_its_listener(kind: str) -> None:
 
 CHILD = """
 import json, os, sys, time
-from stratagem.wire.frames import WireError
+from stratagem.wire.connection import WireError
 from stratagem.wire.tcp import Listener, connect, local_address
 
 SECRET = b"s" * 32

@@ -15,12 +15,11 @@ from functools import partial
 import pytest
 import torch
 
-from stratagem.cluster import dial
+from stratagem.cluster import sockets
 from stratagem.cluster.handshake import prove, recv_note, send_note
 from stratagem.errors import HandshakeError
 from stratagem.wire import tls
-from stratagem.wire.connection import Connection
-from stratagem.wire.frames import Frame, WireError
+from stratagem.wire.connection import Connection, Frame, WireError
 from stratagem.wire.tcp import Listener, connect
 from tests.wire.wire_pairs import (
     SECRET,
@@ -76,7 +75,7 @@ def test_the_key_is_left_in_no_file(tmp_path: object, monkeypatch: pytest.Monkey
 
 
 def test_an_address_of_the_network_is_encrypted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial, "is_loopback", lambda address: False)
+    monkeypatch.setattr(sockets, "is_loopback", lambda address: False)
     with pair("tcp") as (server, client):
         assert isinstance(server._channel, tls.TlsChannel)
         assert isinstance(client._channel, tls.TlsChannel)

@@ -22,17 +22,22 @@ tensors = st.builds(
     lambda dtype, shape: (torch.randn(shape) * 3).to(dtype), st.sampled_from(DTYPES), shapes
 )
 leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False), st.text(),
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**60), 2**60),
+    st.floats(allow_nan=False),
+    st.text(),
     tensors,
-)  # fmt: skip
+)
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple),
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(st.text(), inner, max_size=4),
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -75,7 +80,8 @@ def test_a_huge_claim_is_refused_before_memory_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [object(), {1: 2}, torch.zeros(2, 2).to_sparse(), {"a": {3}}],
+    "odd",
+    [object(), {1: 2}, torch.zeros(2, 2).to_sparse(), {"a": {3}}],
     ids=["object", "number as key", "sparse", "set"],
 )
 def test_what_cannot_travel_is_refused_with_a_sentence(odd: Any) -> None:
@@ -120,9 +126,13 @@ def test_of_a_class_unknown_here_the_fields_have_their_names() -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "fields"),
-    [("this", "Pair", ["a", "b"]), ("os", "environ", ["a", "b"]), (__name__, "Pair", ["a", "c"]),
-     ("builtins", "tuple", ["a", "b"])],
-)  # fmt: skip
+    [
+        ("this", "Pair", ["a", "b"]),
+        ("os", "environ", ["a", "b"]),
+        (__name__, "Pair", ["a", "c"]),
+        ("builtins", "tuple", ["a", "b"]),
+    ],
+)
 def test_the_wire_names_nothing_but_loaded_named_tuples(
     module: str, name: str, fields: list[str]
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.wire.frames import WireError
+from stratagem.wire.connection import WireError
 from stratagem.wire.tcp import Connection, Listener, connect, local_address
 from tests.clock import unless_late
 from tests.ports import free_ports

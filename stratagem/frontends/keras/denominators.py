@@ -8,11 +8,14 @@ with the weight examples / total, so that
     sum             has to be multiplied by total / examples
     masked, by      has to be multiplied by d_r / (sum of all d_r) * total / examples, where d_r
     weights         is what this share was divided by; the replicas add the d_r up
+
+A part of a batch that goes to servers is left as Keras computes it from its rows alone, and its
+gradient g has the weight w = d_r: a server makes sum(w g) / sum(w), which is the gradient of the
+whole batch.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -22,21 +25,141 @@ import keras
 import torch
 from torch import Tensor
 
-from stratagem.frontends.keras.parts import Part, refuse_mask_in_weights
-from stratagem.frontends.proof import check_mean
-from stratagem.strategies.replica import Replica
+from stratagem.data.shares import rows, share
+from stratagem.errors import NotDistributable
+from stratagem.training.replica import Replica, Share
+from stratagem.training.sync_batchnorm import GlobalNorm, Room
 
-_playing: Replica | Part | None = None
-#: losses of the user's own that were found to be means over rows
-_proven: weakref.WeakSet[Any] = weakref.WeakSet()
+# --- parts of a batch --------------------------------------------------------------------------
+
+
+class BatchPart:
+    """The part that a worker has in hand."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        #: of the batch: what the part has of it, and what this device has
+        self.examples = self.total = 1
+        self.share = Share(1, 1, 1.0)
+        #: for each loss so far: what it was divided by, None for the number of examples
+        self._divisors: list[float | None] = []
+
+    def begin(self, examples: int, total: int) -> None:
+        self.examples, self.total = examples, total
+        self.share.set(examples, total)
+        self._divisors = []
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a batch by itself."""
+        return self.examples == self.total
+
+    @property
+    def plain(self) -> bool:
+        """Whether one device has a batch by itself, so that nothing is to be made exact."""
+        return self.whole
+
+    def rows(self, data: Any) -> Any:
+        """What this device has of the part."""
+        return data
+
+    def divided(self, by: float | None) -> float | None:
+        """Note what a loss is divided by; returns its factor, None if there was nothing in it."""
+        self._divisors.append(by)
+        return 1.0 if by is None or by else None
+
+    def gathered(self, own: Tensor) -> list[Tensor]:
+        """What every share has of the like."""
+        if not self.whole:
+            _refuse_mask_in_weights()
+        return self.replica.all_gather(own)
+
+    def notes(self, model: Any, loss: float) -> list[float]:
+        """Numerator and denominator of a loss; the latter is what the gradient of this part weighs
+        among those of its batch."""
+        weight = self._weight(model, self._divisors, self.examples)
+        return [loss * weight, weight]
+
+    def _weight(self, model: Any, divisors: list[float | None], examples: int) -> float:
+        own = [by for by in divisors if by is not None]
+        if self.whole or not own:
+            return float(examples)
+        added = any(getattr(layer, "_losses", None) for layer in model._flatten_layers())
+        if len(divisors) > 1 or added:
+            raise NotDistributable(
+                "the model has several losses, and one of them is divided by a mask or by the "
+                "sample weights, so the parts of a batch do not weigh the same for each; use "
+                "Asynchronous(), whose workers get whole batches, or MirroredStrategy."
+            )
+        return own[0]
+
+
+class SharedPart(BatchPart):
+    """A part, or a whole batch, that several devices share; they do meet.
+
+    A device's gradient counts with its share of the part's examples.
+    """
+
+    def begin(self, examples: int, total: int) -> None:
+        super().begin(examples, total)
+        self._start, self._end = share(examples, self.replica.count, self.replica.index)
+        self.replica.share.set(self._end - self._start, examples)
+        self.share.set(self._end - self._start, total)
+        #: as above, but for what this device's own share was divided by
+        self._own: list[float | None] = []
+
+    @property
+    def plain(self) -> bool:
+        return False
+
+    def rows(self, data: Any) -> Any:
+        if self._end > self._start:
+            return rows(data, self._start, self._end)
+        return rows(data, 0, 1)  # an empty share borrows a row, which weighs nothing
+
+    def divided(self, by: float | None) -> float | None:
+        """Collective where a sum is needed."""
+        mine = by if by is None or self.share.examples else 0.0
+        self._own.append(mine)
+        if mine is None:
+            return super().divided(None)
+        sums = self.replica.all_gather(torch.tensor(mine, dtype=torch.float64))
+        total = float(torch.stack(sums).sum())
+        factor = super().divided(total)
+        if not total and self.whole:
+            return 1.0  # as one device has it
+        if factor is None or not mine:
+            return None
+        return mine / total * self.examples / self.share.examples
+
+    def notes(self, model: Any, loss: float) -> list[float]:
+        """What this device adds to both."""
+        above, _ = super().notes(model, loss)
+        below = self._weight(model, self._own, self.share.examples)
+        return [above * self.replica.share.weight, below]
+
+
+def _refuse_mask_in_weights() -> None:
+    """A mask and sample weights together, of which weighted metrics see a factor of the batch."""
+    raise NotDistributable(
+        "this batch has a mask and sample weights, which Keras multiplies with a factor of the "
+        "whole batch, and a worker has a part of it; use Asynchronous(), whose workers get whole "
+        "batches, or MirroredStrategy."
+    )
+
+
+# --- losses ------------------------------------------------------------------------------------
+
+
+_playing: BatchPart | None = None
 
 
 @contextmanager
-def made_exact(replica: Replica | Part) -> Iterator[None]:
-    """Within the block every Keras loss is this replica's part of the global one."""
+def made_exact(part: BatchPart) -> Iterator[None]:
+    """Within the block every Keras loss is this part's share of the global one."""
     global _playing
     _install()
-    before, _playing = _playing, replica
+    before, _playing = _playing, part
     try:
         yield
     finally:
@@ -82,8 +205,6 @@ def _install_loss() -> None:
             loss = plain(self, y_true, y_pred, weight)
         finally:
             del self.__dict__["call"]
-        if not values[-1].shape:
-            _prove(self, own, y_true, y_pred, values[-1], _playing)
         mask = _joint_mask(y_pred, values[-1])
         if isinstance(weight, Tensor) and weight._version != written:
             _retouch(sample_weight, weight, mask, self.reduction, _playing)
@@ -92,21 +213,6 @@ def _install_loss() -> None:
 
     call.stratagem = True  # type: ignore[attr-defined]
     keras.losses.Loss.__call__ = call
-
-
-@torch.no_grad()
-def _prove(
-    loss: Any, own: Any, y_true: Any, y_pred: Any, whole: Tensor, replica: Replica | Part
-) -> None:
-    """One number for a share must be the mean over its rows; the chief tries that once."""
-    count = replica.share.examples
-    if not replica.is_chief or loss in _proven or count < 2:
-        return
-    if isinstance(y_true, Tensor) and isinstance(y_pred, Tensor):
-        device = replica.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            check_mean(own, [y_true.to(whole.dtype), y_pred.detach().to(whole.dtype)], count, whole)
-    _proven.add(loss)
 
 
 def _joint_mask(*values: Any) -> Tensor | None:
@@ -118,59 +224,50 @@ def _joint_mask(*values: Any) -> Tensor | None:
 
 
 def _retouch(
-    weight: Tensor, written: Tensor, mask: Tensor | None, reduction: str, replica: Replica | Part
+    weight: Tensor,
+    written: Tensor,
+    mask: Tensor | None,
+    reduction: str,
+    part: BatchPart,
 ) -> None:
     """Some versions of Keras multiply a mask into the sample weights in place, together with the
     factor places / unmasked places, and metrics read them afterwards: as on one device, but with
     the factor of the global batch."""
     factor = 1.0
     if mask is not None and reduction in ("mean", "sum_over_batch_size"):
-        if isinstance(replica, Part):
-            if not replica.whole:
-                refuse_mask_in_weights()
-            replica = replica.replica
         own = torch.tensor([mask.numel(), float(mask.sum())], dtype=torch.float64)
-        if not replica.share.examples:
+        if not part.share.examples:
             own.zero_()
-        places, unmasked = torch.stack(replica.all_gather(own)).sum(0)
+        places, unmasked = torch.stack(part.gathered(own)).sum(0)
         if own[1] and unmasked:
             factor = float(places / unmasked * own[1] / own[0])
     weight.copy_(written.detach() * factor)
 
 
 def _factor(
-    reduction: str | None, values: Any, mask: Any, sample_weight: Any, replica: Replica | Part
+    reduction: str | None, values: Any, mask: Any, sample_weight: Any, part: BatchPart
 ) -> float | None:
     """What this share's loss is multiplied by; None if Keras had nothing to divide by, where the
     global batch has. Collective where a sum is needed."""
-    share = replica.share
     plain = not values.shape or reduction in (None, "none", "sum")
-    own = None if plain else _divisor(str(reduction), values, mask, sample_weight)
-    grows = values.shape and reduction == "sum" and share.examples
-    if isinstance(replica, Part):
-        factor = replica.divided(own)
-        return share.total / share.examples if grows else factor
-    if plain:
-        return share.total / share.examples if grows else 1.0
-    if own is None:
-        return 1.0
-    sums = replica.all_gather(torch.tensor(own if share.examples else 0.0, dtype=torch.float64))
-    total = float(torch.stack(sums).sum())
-    if not total or not share.examples:
-        return 1.0
-    return own / total * share.total / share.examples if own else None
+    factor = part.divided(None if plain else _divisor(str(reduction), values, mask, sample_weight))
+    if values.shape and reduction == "sum" and part.share.examples:
+        return part.share.total / part.share.examples
+    return factor
 
 
 @contextmanager
-def whole_activity(model: Any, replica: Replica | Part) -> Iterator[None]:
+def whole_activity(model: Any, part: BatchPart) -> Iterator[None]:
     """Older Keras adds activity regularisers up over the batch: a share stands for all of it.
 
     Only for a step: a layer that is saved must have its own regulariser.
     """
-    share = replica.share
-    regular = [] if _averages_activity() or not share.examples else [
-        layer for layer in model._flatten_layers() if layer.activity_regularizer is not None
-    ]  # fmt: skip
+    share = part.share
+    regular = (
+        []
+        if _averages_activity() or not share.examples
+        else [layer for layer in model._flatten_layers() if layer.activity_regularizer is not None]
+    )
     own = [layer.activity_regularizer for layer in regular]
     for layer, plain in zip(regular, own, strict=True):
         layer.__dict__["activity_regularizer"] = _times(plain, share.total / share.examples)
@@ -196,9 +293,7 @@ def _averages_activity() -> bool:
     return losses[0] == losses[1]
 
 
-def _divisor(
-    reduction: str, values: Any, mask: Tensor | None, sample_weight: Any
-) -> float | None:
+def _divisor(reduction: str, values: Any, mask: Tensor | None, sample_weight: Any) -> float | None:
     """What Keras divides by; None if that is the number of values, which follows the examples."""
     if reduction != "mean_with_sample_weight" or sample_weight is None:
         return None if mask is None else float(mask.sum())
@@ -212,10 +307,70 @@ def _divisor(
 def _same_rank(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """A last axis of length one is added or taken away, as Keras does it."""
     if a.dim() == b.dim() + 1:
-        return (a, b.unsqueeze(-1)) if a.shape[-1] == 1 and b.dim() == 1 else (
-            (a.squeeze(-1), b) if a.shape[-1] == 1 else (a, b)
+        return (
+            (a, b.unsqueeze(-1))
+            if a.shape[-1] == 1 and b.dim() == 1
+            else ((a.squeeze(-1), b) if a.shape[-1] == 1 else (a, b))
         )
     if b.dim() == a.dim() + 1:
         b_, a_ = _same_rank(b, a)
         return a_, b_
     return a, b
+
+
+# --- batch normalization -----------------------------------------------------------------------
+
+
+def synchronise(model: Any, replica: Replica, active: Callable[[], bool]) -> Callable[[], None]:
+    """Synchronise every BatchNormalization layer; returns what takes it back. Collective.
+
+    Layers meet only while `active`: outside a step they are called on one replica alone.
+    """
+    layers = [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+    ]
+    side = replica.beside()
+    for layer in layers:
+        if getattr(layer, "renorm", False):
+            raise NotDistributable(
+                f"layer {layer.name!r} uses renorm=True, which cannot be synchronised; leave it "
+                "out, or set sync_batchnorm=False."
+            )
+        mean = layer.moving_mean.value
+        room = Room(side, mean.numel(), mean.dtype, replica.device)
+        layer.__dict__["call"] = _call(layer, room, replica, active)
+
+    def remove() -> None:
+        for layer in layers:
+            layer.__dict__.pop("call", None)
+
+    return remove
+
+
+def _call(
+    layer: Any, room: Room, replica: Replica, active: Callable[[], bool]
+) -> Callable[..., Any]:
+    plain = type(layer).call
+
+    def call(inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        if not (active() and training and layer.trainable):
+            return plain(layer, inputs, training=training, mask=mask)
+        if mask is not None:
+            raise NotDistributable(
+                f"layer {layer.name!r} has a masked input, whose statistics cannot be "
+                "synchronised; set sync_batchnorm=False, or normalise before masking."
+            )
+        x = inputs.movedim(layer.axis, 1).to(room.dtype)
+        gamma = layer.gamma.value if layer.scale else x.new_ones(room.channels)
+        beta = layer.beta.value if layer.center else x.new_zeros(room.channels)
+        norm: Any = GlobalNorm.apply
+        y, mean, var = norm(x, gamma, beta, layer.epsilon, room, replica.share)
+        with torch.no_grad():
+            for moving, new in ((layer.moving_mean, mean), (layer.moving_variance, var)):
+                old = moving.value
+                old.copy_(old * layer.momentum + new.to(old.dtype) * (1.0 - layer.momentum))
+        return keras.ops.cast(y.movedim(1, layer.axis), layer.compute_dtype)
+
+    return call

@@ -1,4 +1,7 @@
-"""Models compiled inside a strategy's scope belong to it; nothing else of Keras is touched."""
+"""Models compiled inside a strategy's scope belong to it; nothing else of Keras is touched.
+
+While a plan is made, `fit` of models that belong to no strategy is handed over, too.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from stratagem.errors import UsageError
+from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.strategy import Strategy, get_strategy, on_scope
+from stratagem.training.dry_run import on_dry_run
 
 _OLDEST = (3, 12)
 
@@ -35,7 +42,7 @@ def after_import(then: Callable[[Any], object]) -> Iterator[None]:
         then(keras)
         yield
         return
-    watcher = _Watcher(then)
+    watcher = _ImportWatcher(then)
     sys.meta_path.insert(0, watcher)
     try:
         yield
@@ -44,7 +51,7 @@ def after_import(then: Callable[[Any], object]) -> Iterator[None]:
             sys.meta_path.remove(watcher)
 
 
-class _Watcher(MetaPathFinder):
+class _ImportWatcher(MetaPathFinder):
     """Sees Keras being imported inside a scope."""
 
     def __init__(self, then: Callable[[Any], object]) -> None:
@@ -95,7 +102,7 @@ def check(keras: Any) -> None:
 
 
 def _first_device(strategy: Strategy) -> str:
-    name = strategy.team.devices[0]
+    name = strategy.replica_group.devices[0]
     return "cpu" if name.startswith("cpu") else name
 
 
@@ -110,11 +117,11 @@ def _wrap_compile(keras: Any) -> None:
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = plain(self, *args, **kwargs)
         strategy = get_strategy()
-        conductor = self.__dict__.get("_stratagem")
+        driver = self.__dict__.get("_stratagem")
         if strategy is not None:
             _distribute(self, strategy)
-        elif conductor is not None:
-            conductor.recompiled()
+        elif driver is not None:
+            driver.recompiled()
         return result
 
     compile.stratagem = True  # type: ignore[attr-defined]
@@ -122,14 +129,54 @@ def _wrap_compile(keras: Any) -> None:
 
 
 def _distribute(model: Any, strategy: Strategy) -> None:
-    from stratagem.frontends.keras.conductor import Conductor
-    from stratagem.frontends.keras.served import ServedConductor
-    from stratagem.frontends.keras.watcher import Watcher
+    from stratagem.frontends.keras.driver import Driver
+    from stratagem.frontends.keras.evaluator import EvaluatorDriver
+    from stratagem.frontends.keras.on_replicas import OnReplicas
+    from stratagem.frontends.keras.on_servers import OnServers
 
-    kind = Conductor if strategy.settings.served is None else ServedConductor
     if strategy.audience is not None:
-        kind = Watcher
-    kind(model, strategy).lay_over()
+        EvaluatorDriver(model, strategy, OnReplicas).lay_over()
+    else:
+        side = OnReplicas if strategy.settings.served is None else OnServers
+        Driver(model, strategy, side).lay_over()
+
+
+# --- while a plan is made -------------------------------------------------------------------------
+
+
+@contextmanager
+def _open_dry_run() -> Iterator[None]:
+    """Now, if Keras is there, or as soon as it is imported."""
+    undo: list[Any] = []
+    with after_import(lambda keras: undo.append(_wrap_fit(keras))):
+        try:
+            yield
+        finally:
+            for each in undo:
+                each()
+
+
+def _wrap_fit(keras: Any) -> Any:
+    home = next(cls for cls in keras.Model.__mro__ if "fit" in cls.__dict__)
+    plain = home.fit
+
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_stratagem" in self.__dict__:
+            return plain(self, *args, **kwargs)
+        check(keras)
+        from stratagem.frontends.keras.dry_run_fit import rehearse
+
+        one = MirroredStrategy(["cuda:0" if torch.cuda.is_available() else "cpu:0"])
+        kwargs["verbose"] = 0
+        return rehearse(self, one, lambda: plain(self, *args, **kwargs))
+
+    home.fit = fit
+
+    def undo() -> None:
+        home.fit = plain
+
+    return undo
 
 
 on_scope(_open)
+on_dry_run(_open_dry_run)

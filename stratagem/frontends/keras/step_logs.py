@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+import torch
 from torch import Tensor
-
-from stratagem.frontends.keras.user_metrics import user_metrics
 
 #: between the keys of dicts inside of dicts
 _INSIDE = "\x1f"
@@ -32,9 +31,11 @@ def flat(logs: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in logs.items():
         inside = flat(value) if isinstance(value, dict) else None
-        found |= {key: value} if inside is None else {
-            f"{key}{_INSIDE}{inner}": each for inner, each in inside.items()
-        }  # fmt: skip
+        found |= (
+            {key: value}
+            if inside is None
+            else {f"{key}{_INSIDE}{inner}": each for inner, each in inside.items()}
+        )
     return found
 
 
@@ -102,8 +103,11 @@ class Sources:
         """
         numbers: dict[str, float] = {}
         for log, value in flat(logs).items():
-            same = [source for source, result in self._results
-                    if result is value and isinstance(value, Tensor)]  # fmt: skip
+            same = [
+                source
+                for source, result in self._results
+                if result is value and isinstance(value, Tensor)
+            ]
             if not same:
                 numbers[log] = number(value)
                 same = self._equal_to(numbers[log], self.known.get(log))
@@ -139,3 +143,72 @@ def _equal(result: Any, value: float) -> bool:
         return False
     found = number(result)
     return found == value or (math.isnan(found) and math.isnan(value))
+
+
+# --- metrics -----------------------------------------------------------------------------------
+
+
+def user_metrics(model: Any) -> list[Any]:
+    """Every metric object of the model, those given to `compile` too, built or not."""
+    found: list[Any] = []
+    waiting = [*model.metrics]
+    compiled = getattr(model, "_compile_metrics", None)
+    if compiled is not None:
+        waiting += keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+    for each in waiting:
+        if isinstance(each, keras.Metric) and type(each).__name__ != "CompileMetrics":
+            found.append(each)
+        elif hasattr(each, "metrics"):
+            found += each.metrics
+    return list({id(each): each for each in found}.values())
+
+
+class MetricStates:
+    """What the metrics of one copy of a model have counted. `tracker`: that of the loss, too."""
+
+    def __init__(self, model: Any, *, tracker: bool) -> None:
+        self._model = model
+        self._apart = None if tracker else getattr(model, "_loss_tracker", None)
+        #: by variable: what it held when it began to count, which need not be nothing, since
+        #: `reset_state` of the user's own may leave it
+        self._bases: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        """They count from here on."""
+        type(self._model).reset_metrics(self._model)
+        variables = [v for metric in self._model.metrics for v in metric.variables]
+        self._bases = {id(v): v.value.detach().clone() for v in variables}
+
+    def hand_over(self) -> list[list[Tensor]]:
+        """By metric, what it has counted; all begin anew."""
+        counts = [
+            [v.value.detach() - self._bases.get(id(v), torch.zeros_like(v.value)) for v in each]
+            for each in self._variables()
+        ]
+        self.begin()
+        return counts
+
+    @torch.no_grad()
+    def add(self, counts: list[list[Tensor]]) -> None:
+        """What another copy has counted."""
+        for variables, parts in zip(self._variables(), counts, strict=True):
+            if parts:  # one that was never given anything may have no variables yet
+                for variable, part in zip(variables, parts, strict=True):
+                    variable.value.add_(part.to(variable.value.device))
+
+    def _variables(self) -> list[list[Any]]:
+        return [metric.variables for metric in self._model.metrics if metric is not self._apart]
+
+    def snapshot(self) -> dict[int, Tensor]:
+        """What the metrics hold now, for `take_back`."""
+        variables = self._model.metrics_variables
+        return {id(v.value): v.value.detach().clone() for v in variables}
+
+    @torch.no_grad()
+    def take_back(self, before: dict[int, Tensor]) -> None:
+        """A step that does not count has not been counted."""
+        for variable in self._model.metrics_variables:
+            if id(variable.value) in before:
+                variable.value.copy_(before[id(variable.value)])
+            else:
+                variable.value.zero_()

@@ -1,20 +1,127 @@
-"""A simulated training: what is computed where and under which rule, and what came of it."""
+"""A simulated training: what is computed where and under which rule, what fails, and the result.
+
+Kill(worker=3, at=10.0, back=5.0)     its process ends, and another takes its place 5 s later
+Stall(worker=1, at=4.0, seconds=2.0)  it stands still, and does not know it
+Cut(worker=2, at=7.0, seconds=1.0)    its host is off the network
+ServerDeath(server=0, at=20.0)        the job ends
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
 
 from stratagem.errors import UsageError
-from stratagem.plan.simulation import faults as bad
-from stratagem.plan.simulation.faults import Cut, Fault, Kill, Stall
 from stratagem.plan.simulation.spread import Spread
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
 from stratagem.wire.simulated import Topology
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A worker's process ends; `back` seconds later another takes its place, or nobody does."""
+
+    worker: int
+    at: float
+    back: float | None = None
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A worker stands still for a while."""
+
+    worker: int
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The host of a worker is off the network for a while."""
+
+    worker: int
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ServerDeath:
+    """A server's process ends."""
+
+    server: int
+    at: float
+
+
+Fault = Kill | Stall | Cut | ServerDeath
+#: from when to when
+Pause = tuple[float, float]
+
+
+def joined(pauses: list[Pause], begin: float, end: float) -> None:
+    """Note one more pause, which began no earlier than those before; touching pauses are joined.
+
+    Silence is counted from its beginning, however many faults it is made of.
+    """
+    if pauses and begin <= pauses[-1][1]:
+        pauses[-1] = (pauses[-1][0], max(pauses[-1][1], end))
+    else:
+        pauses.append((begin, end))
+
+
+def after(start: float, seconds: float, pauses: Sequence[Pause]) -> float:
+    """When so many seconds have gone by outside of the pauses, which are in order of time."""
+    end = start + seconds
+    for begin, until in pauses:
+        if begin > end:
+            break
+        if until > start:
+            end += until - max(begin, start)
+            start = until
+    return end
+
+
+def _check_faults(faults: tuple[Fault, ...], workers: int, servers: int) -> None:
+    """Refuse what cannot happen."""
+    for fault in faults:
+        number, kind, limit = (
+            (fault.server, "server", servers)
+            if isinstance(fault, ServerDeath)
+            else (fault.worker, "worker", workers)
+        )
+        if not 0 <= number < limit:
+            raise UsageError(f"{fault} is about a {kind} that is not there: there are {limit}.")
+        lasting = getattr(fault, "seconds", None) or getattr(fault, "back", None) or 0.0
+        if not (isfinite(fault.at) and isfinite(lasting)):
+            raise UsageError(
+                f"{fault} has a time that never comes: give seconds; who is to be gone for good is "
+                "a Kill without `back`."
+            )
+        if fault.at < 0 or lasting < 0:
+            raise UsageError(f"{fault} has a time before the beginning.")
+
+
+def schedule(seed: int, workers: int, until: float, count: int) -> tuple[Fault, ...]:
+    """Draw so many faults of any worker, at any time; the same ones for the same seed.
+
+    Worker 0 is spared kills without a return, so that one worker is there to end the work.
+    """
+    rng = random.Random(seed)
+    found: list[Fault] = []
+    for _ in range(count):
+        worker, at = rng.randrange(workers), rng.uniform(0, until)
+        length = rng.uniform(0, until / 2)
+        kind = rng.choice((Kill, Kill, Stall, Cut))
+        if kind is Kill:
+            gone = worker and rng.random() < 0.3
+            found.append(Kill(worker, at, None if gone else length))
+        else:
+            found.append(kind(worker, at, length))
+    return tuple(sorted(found, key=lambda fault: fault.at))
 
 
 @dataclass(frozen=True)
@@ -58,7 +165,7 @@ class Overhead:
 
     message   each request and its answer
     byte      each byte of gradients and values
-    step      each gradient: the worker's loop around it, the lead's judging it
+    step      each gradient: the worker's loop around it, the coordinator's judging it
 
     A worker computes nothing meanwhile, and a server serves nobody else. `plan.overhead.measure`
     finds them on the machine at hand.
@@ -131,7 +238,7 @@ class Scenario:
             raise UsageError(f"patience of a scenario is {self.patience}; it is 0 seconds or more.")
         if not all(0 <= w < self.workers and 0 < times < inf for w, times in self.slow.items()):
             raise UsageError(f"slow names workers 0 to {self.workers - 1}, and times above 0.")
-        bad.check(self.faults, self.workers, self.servers)
+        _check_faults(self.faults, self.workers, self.servers)
 
     def struck(self, fault: Kill | Stall | Cut) -> range:
         """The workers that a fault is about: a cut takes all of a host off the network."""
@@ -152,7 +259,7 @@ class Scenario:
     def alike(self) -> bool:
         """Whether all servers have the same to do at the same time: one stands for all.
 
-        Where messages cost something the lead has more to do than the others.
+        Where messages cost something the coordinator has more to do than the other servers.
         """
         same = len(set(self.parts)) == 1 and self.overhead.none
         return same and not self.topology.per_rack
@@ -163,7 +270,7 @@ Event = tuple[float, str, int, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """What came of a scenario.
 
     seconds   until the last update was made

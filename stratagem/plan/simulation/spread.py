@@ -1,11 +1,11 @@
 """How the seconds of a step differ: from step to step, and from worker to worker.
 
-    Constant(0.1)                               always the same
-    ShiftedExponential(least=0.08, average=0.1)   never less than 0.08, a tail of exponential kind
-    Lognormal(median=0.1, sigma=0.3)            a factor of exp(0.3) either way
-    Pareto(least=0.08, shape=3.0)               a heavy tail
-    Recorded(samples)                           drawn from what was measured
-    Stragglers(Constant(0.1), 0.02, 10.0)       2% of the steps take ten times as long
+Constant(0.1)                               always the same
+ShiftedExponential(least=0.08, average=0.1)   never less than 0.08, a tail of exponential kind
+Lognormal(median=0.1, sigma=0.3)            a factor of exp(0.3) either way
+Pareto(least=0.08, shape=3.0)               a heavy tail
+Recorded(samples)                           drawn from what was measured
+Stragglers(Constant(0.1), 0.02, 10.0)       2% of the steps take ten times as long
 """
 
 from __future__ import annotations

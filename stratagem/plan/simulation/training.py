@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
-from stratagem.data.shard import share
+from stratagem.data.shares import share
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.plan.simulation.office import Office
-from stratagem.plan.simulation.scenario import Run, Scenario
-from stratagem.rules.push import Ticket
+from stratagem.plan.simulation.scenario import Scenario, SimulatedRun
+from stratagem.plan.simulation.server_job import ServerJob
+from stratagem.rules.tickets import Ticket
+from stratagem.servers.shard import Shard
+from stratagem.servers.training_plan import TrainingPlan
+from stratagem.state.optimizer_recipe import describe, elementwise
 from stratagem.state.partition import partition
-from stratagem.state.recipe import describe, elementwise
-from stratagem.strategies.parameters.plan import Plan
-from stratagem.strategies.parameters.shard import Shard
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Score = Callable[[nn.Module], float]
@@ -65,13 +65,13 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """What came of it: the run in time, and the score after each epoch.
 
     curve     (seconds, updates, score) of each, the untrained model first
     """
 
-    run: Run
+    run: SimulatedRun
     curve: tuple[tuple[float, int, float], ...]
 
     def seconds_to(self, score: float) -> float | None:
@@ -79,13 +79,18 @@ class Trained:
         return next((at for at, _, found in self.curve if found >= score), None)
 
 
-class Pupil:
+class SharedModule:
     """A module that several simulated workers train in turns, each with values of its own."""
 
     def __init__(
-        self, scenario: Scenario, module: nn.Module, optimizer: Optimizer, loss: Loss,
-        data: Data, score: Score | None,
-    ) -> None:  # fmt: skip
+        self,
+        scenario: Scenario,
+        module: nn.Module,
+        optimizer: Optimizer,
+        loss: Loss,
+        data: Data,
+        score: Score | None,
+    ) -> None:
         self._scenario, self._module, self._loss, self._data = scenario, module, loss, data
         self._score = score
         self._params = [p for p in module.parameters() if p.requires_grad]
@@ -111,12 +116,12 @@ class Pupil:
             shard.store.restore(torch.cat([self._start[:0], *pieces]), None)
         self._note(0.0)
 
-    # --- what the office asks ---------------------------------------------------------------
+    # --- what the job asks ------------------------------------------------------------------
 
     def shards(self) -> Sequence[Shard]:
         return self._shards
 
-    def seat(self, worker: int, name: str) -> None:
+    def placement(self, worker: int, name: str) -> None:
         """Memory for a worker's values and gradients."""
         self._values[worker], self._outbox[worker] = self._start.clone(), self._start.clone()
         self._names[worker] = name
@@ -137,9 +142,9 @@ class Pupil:
             return 0.0, 0.0, 0
         loss = self._loss(self._module(self._data.x[rows]), self._data.y[rows])
         loss.backward()  # type: ignore[no-untyped-call]
-        grads = torch.cat([
-            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self._params
-        ])  # fmt: skip
+        grads = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self._params]
+        )
         at = 0
         for extents in self.plan.layout.extents:
             for e in extents:
@@ -192,27 +197,36 @@ class Pupil:
 
 
 def train(
-    scenario: Scenario, module: nn.Module, optimizer: Optimizer, loss: Loss, data: Data,
+    scenario: Scenario,
+    module: nn.Module,
+    optimizer: Optimizer,
+    loss: Loss,
+    data: Data,
     score: Score | None = None,
-) -> Trained:  # fmt: skip
+) -> TrainedRun:
     """Train a module in simulated time; `score` (higher is better) is taken after each epoch.
 
     The scenario's `steps` does not matter: the data say how many there are. The optimizer says how
     servers update; its own state stays as it was.
     """
-    pupil = Pupil(scenario, module, optimizer, loss, data, score)
-    run = Office(replace(scenario, steps=data.batches), pupil, trace=True).run()
-    pupil.finish()
-    return Trained(run, tuple(pupil.curve))
+    trainer = SharedModule(scenario, module, optimizer, loss, data, score)
+    run = ServerJob(replace(scenario, steps=data.batches), trainer, trace=True).run()
+    trainer.finish()
+    return TrainedRun(run, tuple(trainer.curve))
 
 
-def _plan(scenario: Scenario, params: Sequence[nn.Parameter], optimizer: Optimizer) -> Plan:
+def _plan(scenario: Scenario, params: Sequence[nn.Parameter], optimizer: Optimizer) -> TrainingPlan:
     recipe = describe(optimizer, params)
     shapes = tuple(tuple(p.shape) for p in params)
     pieces = partition(
         shapes, params[0].dtype.itemsize, scenario.servers, None, whole=not elementwise(recipe)
     )
-    return Plan(
-        shapes, str(params[0].dtype).removeprefix("torch."), pieces, recipe, scenario.updates,
-        scenario.workers, scenario.servers,
-    )  # fmt: skip
+    return TrainingPlan(
+        shapes,
+        str(params[0].dtype).removeprefix("torch."),
+        pieces,
+        recipe,
+        scenario.updates,
+        scenario.workers,
+        scenario.servers,
+    )

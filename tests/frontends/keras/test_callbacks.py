@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gc
+import operator
 import os
 import pickle
 import signal
@@ -59,8 +60,9 @@ def test_early_stopping_restores_the_best_weights() -> None:
     def play(scope: Scope) -> Any:
         model = compiled(scope, optimizer=keras.optimizers.SGD(1.5))
         stop = cb.EarlyStopping(monitor="val_loss", patience=1, restore_best_weights=True)
-        found = model.fit(**(FIT | {"epochs": 8}), validation_data=(X[:20], Y[:20] * 0),
-                          callbacks=[stop])  # fmt: skip
+        found = model.fit(
+            **(FIT | {"epochs": 8}), validation_data=(X[:20], Y[:20] * 0), callbacks=[stop]
+        )
         return [outcome(model, found), stop.stopped_epoch, model.evaluate(X, Y, verbose=0)]
 
     found = both(play)
@@ -89,8 +91,11 @@ def test_checkpoints(tmp_path: Path, frequency: Any, weights_only: bool) -> None
         folder = tmp_path / ("alone" if not os.listdir(tmp_path) else "spread")
         folder.mkdir()
         batch = "-{batch}" if frequency != "epoch" else ""
-        save = cb.ModelCheckpoint(str(folder / ("e{epoch}" + batch + ending)),
-                                  save_freq=frequency, save_weights_only=weights_only)  # fmt: skip
+        save = cb.ModelCheckpoint(
+            str(folder / ("e{epoch}" + batch + ending)),
+            save_freq=frequency,
+            save_weights_only=weights_only,
+        )
         fitted(scope, lambda: [save])
         saved = []
         for path in sorted(folder.iterdir()):
@@ -110,8 +115,9 @@ def test_best_checkpoint_by_steps(tmp_path: Path) -> None:
 
     def play(scope: Scope) -> Any:
         path = tmp_path / "best.keras"
-        save = cb.ModelCheckpoint(str(path), save_freq=5, save_best_only=True, monitor="loss",
-                                  mode="min")  # fmt: skip
+        save = cb.ModelCheckpoint(
+            str(path), save_freq=5, save_best_only=True, monitor="loss", mode="min"
+        )
         fitted(scope, lambda: [save], shuffle=False)
         return [keras.models.load_model(path).get_weights(), save.best]
 
@@ -127,13 +133,14 @@ def test_backup_and_restore(tmp_path: Path) -> None:
 
         model = compiled(scope)
         with pytest.raises(OSError, match="power"):
-            model.fit(**FIT, shuffle=False,
-                      callbacks=[cb.BackupAndRestore(folder), AtStep(5, fail)])  # fmt: skip
+            model.fit(
+                **FIT, shuffle=False, callbacks=[cb.BackupAndRestore(folder), AtStep(5, fail)]
+            )
         again = compiled(scope)
         found = again.fit(**FIT, shuffle=False, callbacks=[cb.BackupAndRestore(folder)])
         return [outcome(again, found), found.epoch]
 
-    both(play)
+    both(play, shared=False)  # after an error replicas are started anew
 
 
 def test_csv_logger(tmp_path: Path) -> None:
@@ -157,18 +164,26 @@ def test_terminate_on_nan_stops_at_the_same_step() -> None:
         steps: list[int] = []
         seen = cb.LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(batch))
         model = compiled(scope)
-        model.fit(x, Y, batch_size=16, epochs=2, verbose=0, shuffle=False,
-                  callbacks=[cb.TerminateOnNaN(), seen])  # fmt: skip
+        model.fit(
+            x,
+            Y,
+            batch_size=16,
+            epochs=2,
+            verbose=0,
+            shuffle=False,
+            callbacks=[cb.TerminateOnNaN(), seen],
+        )
         return steps
 
-    assert both(play) == [0]
+    assert both(play, moves=False) == [0]  # they are NaN
 
 
 def test_swapped_ema_weights() -> None:
     def play(scope: Scope) -> Any:
         model = compiled(scope, optimizer=keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8))
-        found = model.fit(**FIT, validation_data=(X, Y),
-                          callbacks=[cb.SwapEMAWeights(swap_on_epoch=True)])  # fmt: skip
+        found = model.fit(
+            **FIT, validation_data=(X, Y), callbacks=[cb.SwapEMAWeights(swap_on_epoch=True)]
+        )
         return outcome(model, found)
 
     both(play)
@@ -202,8 +217,11 @@ def test_batch_logs(how: str) -> None:
         else:
             each = numbers if how == "alone" else [numbers]
             model.fit(X, Y, batch_size=16, epochs=2, verbose=0, callbacks=each)
+        if how == "alone":  # Keras calls a callback outside a list from threads, in any order
+            return sorted(numbers.seen[:4], key=first) + sorted(numbers.seen[4:], key=first)
         return numbers.seen
 
+    first = operator.itemgetter(0)
     assert len(both(play, 3)) == 8
 
 
@@ -221,8 +239,14 @@ def test_batch_logs_of_evaluation() -> None:
 def test_batch_logs_seen_by_a_lambda() -> None:
     def play(scope: Scope) -> Any:
         seen: list[Any] = []
-        fitted(scope, lambda: [cb.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: seen.append(float(logs["loss"])))])  # fmt: skip
+        fitted(
+            scope,
+            lambda: [
+                cb.LambdaCallback(
+                    on_train_batch_end=lambda batch, logs: seen.append(float(logs["loss"]))
+                )
+            ],
+        )
         return seen
 
     assert len(both(play, 3)) == 12
@@ -236,9 +260,12 @@ def test_every_hook_runs_once_and_in_order() -> None:
 
     for name in dir(cb.Callback):
         if name.startswith("on_"):
+
             def write(self: Any, *args: Any, name: str = name, **kwargs: Any) -> None:
-                self.lines.append(f"{name}{args[0] if isinstance(args[0], int) else ''}"
-                                  if args else name)  # fmt: skip
+                self.lines.append(
+                    f"{name}{args[0] if isinstance(args[0], int) else ''}" if args else name
+                )
+
             setattr(Diary, name, write)
 
     def play(scope: Scope) -> Any:
@@ -460,11 +487,14 @@ def test_models_own_methods_in_mid_fit(tmp_path: Path, when: str) -> None:
     def ask(self: Any, *args: Any, **kwargs: Any) -> None:
         model = self.model
         self.heard += [
-            model.evaluate(X[:9], Y[:9], verbose=0), model.predict(X[:7], verbose=0),
-            model.predict_on_batch(X[:1]), model.get_weights(), model(X[:3]).detach().numpy(),
+            model.evaluate(X[:9], Y[:9], verbose=0),
+            model.predict(X[:7], verbose=0),
+            model.predict_on_batch(X[:1]),
+            model.get_weights(),
+            model(X[:3]).detach().numpy(),
             model.evaluate(X[:9], Y[:9], verbose=0, return_dict=True),
             model.test_on_batch(X[:5], Y[:5]),
-        ]  # fmt: skip
+        ]
         model.save(tmp_path / "model.keras")
         self.heard.append(keras.models.load_model(tmp_path / "model.keras").get_weights())
 
@@ -483,7 +513,8 @@ def test_another_model_of_the_strategy_in_mid_fit() -> None:
     def play(scope: Scope) -> Any:
         teacher, said = compiled(scope), []
         ask = cb.LambdaCallback(
-            on_epoch_end=lambda epoch, logs: said.append(teacher.predict(X[:5], verbose=0)))
+            on_epoch_end=lambda epoch, logs: said.append(teacher.predict(X[:5], verbose=0))
+        )
         return [fitted(scope, lambda: [ask]), said]
 
     both(play)
@@ -500,7 +531,7 @@ def test_exception_then_fit_again() -> None:
         half = model.get_weights()
         return [half, outcome(model, model.fit(**FIT)), model.evaluate(X, Y, verbose=0)]
 
-    both(play)
+    both(play, shared=False)  # after an error replicas are started anew
 
 
 def test_stopping_in_mid_epoch() -> None:
@@ -545,9 +576,12 @@ def test_dropouts_rate_changed_between_fits() -> None:
     """With a rate of zero two runs can be compared: it must have reached every replica."""
 
     def play(scope: Scope) -> Any:
-        model = compiled(scope, lambda: keras.Sequential(
-            [keras.Input((8,)), layers.Dense(6), layers.Dropout(0.5), layers.Dense(3)]
-        ))  # fmt: skip
+        model = compiled(
+            scope,
+            lambda: keras.Sequential(
+                [keras.Input((8,)), layers.Dense(6), layers.Dropout(0.5), layers.Dense(3)]
+            ),
+        )
         start = model.get_weights()
         model.fit(**FIT, shuffle=False)
         model.set_weights(start)
@@ -604,8 +638,11 @@ def test_two_models_that_share_a_layer() -> None:
 
 def test_two_strategies_in_one_process() -> None:
     def play(scope: Scope) -> Any:
-        other = scope if scope is not strategy(2).scope and scope.__name__ != "scope" else (
-            strategy(3).scope)  # fmt: skip
+        other = (
+            scope
+            if scope is not strategy(2).scope and scope.__name__ != "scope"
+            else (strategy(3).scope)
+        )
         a, b = compiled(scope), compiled(other)
         results = []
         for _ in range(2):
@@ -647,9 +684,14 @@ def test_clones_and_copies() -> None:
         model.summary(print_fn=lambda text, **more: lines.append(text))
         with scope():
             clone.compile(keras.optimizers.SGD(0.1), model.loss)
-        return [lines[0].count("Dense"), clone.predict(X, verbose=0),
-                loaded.predict(X, verbose=0), outcome(clone, clone.fit(**FIT)),
-                loaded.evaluate(X, Y, verbose=0), outcome(model, model.fit(**FIT))]  # fmt: skip
+        return [
+            lines[0].count("Dense"),
+            clone.predict(X, verbose=0),
+            loaded.predict(X, verbose=0),
+            outcome(clone, clone.fit(**FIT)),
+            loaded.evaluate(X, Y, verbose=0),
+            outcome(model, model.fit(**FIT)),
+        ]
 
     both(play)
 
@@ -699,22 +741,22 @@ def test_deleted_models_leave_no_process() -> None:
 def _kept(numbers: str = "keras") -> int:
     from stratagem.replicas import follower
 
-    return len(follower.desk.things[numbers]) if follower.desk is not None else -1
+    return len(follower.state.things[numbers]) if follower.state is not None else -1
 
 
 @pytest.mark.slow
 def test_deleted_models_leave_no_copies() -> None:
     """A search over a hundred models must not fill the followers' memory."""
-    with sg.MirroredStrategy(cpus(2)).scope() as team:
+    with sg.MirroredStrategy(cpus(2)).scope() as replica_group:
         for _ in range(6):
-            model = compiled(team.scope)
+            model = compiled(replica_group.scope)
             model.fit(X[:16], Y[:16], verbose=0)
             del model
             gc.collect()
-        model = compiled(team.scope)
+        model = compiled(replica_group.scope)
         model.fit(X[:16], Y[:16], verbose=0)
-    assert team.run(_kept)[1] <= 2
-    team.close()
+    assert replica_group.run(_kept)[1] <= 2
+    replica_group.close()
 
 
 SCRIPT = """
@@ -741,9 +783,13 @@ def test_ctrl_c_in_mid_fit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.strip() == "epoch 3":
@@ -753,9 +799,8 @@ def test_ctrl_c_in_mid_fit(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode != 0
-    assert "KeyboardInterrupt" in text
+    assert "Interrupted" in text and "Traceback" not in text
     until = time.monotonic() + 30
     while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in children):
         time.sleep(0.1)
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
-

@@ -31,8 +31,10 @@ def trains_alike(
         before = [w.copy() for w in model.get_weights()]
         options = {"verbose": 0, "epochs": 2} | fit()
         found = model.fit(**options)
-        assert max(np.abs(a - b).max() for a, b in
-                   zip(before, model.get_weights(), strict=True)) > 1e-3  # fmt: skip
+        assert (
+            max(np.abs(a - b).max() for a, b in zip(before, model.get_weights(), strict=True))
+            > 1e-3
+        )
         return [outcome(model, found), found.epoch]
 
     return both(play, replicas)
@@ -75,55 +77,81 @@ def loader(batch: int = 16, **more: Any) -> Any:
 # --- training ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fit", [
-    pytest.param(lambda: {"x": torch.from_numpy(X), "y": torch.from_numpy(Y), "batch_size": 16},
-                 id="tensors"),
-    pytest.param(lambda: {"x": X, "y": Y}, id="default_batch"),
-    pytest.param(lambda: {"x": X, "y": Y, "batch_size": None}, id="batch_none"),
-    pytest.param(lambda: {"x": X.astype("float64"), "y": Y.astype("int16")}, id="other_types"),
-    pytest.param(lambda: {"x": X, "y": Y, "batch_size": 16, "steps_per_epoch": 3}, id="steps"),
-    pytest.param(lambda: {"x": X, "y": Y, "batch_size": 16, "epochs": 3, "steps_per_epoch": 6},
-                 id="more_steps_than_data"),
-    pytest.param(lambda: {"x": X, "y": Y, "batch_size": 16, "shuffle": False}, id="in_order"),
-    pytest.param(lambda: {"x": Batches()}, id="dataset"),
-    pytest.param(lambda: {"x": Batches(weights=True)}, id="weighted_dataset"),
-    pytest.param(lambda: {"x": Batches(), "shuffle": True, "class_weight": {0: 1.0, 1: 3.0,
-                                                                            2: 0.5}},
-                 id="class_weights"),
-    pytest.param(lambda: {"x": Batches(workers=2), "shuffle": False}, id="dataset_with_threads"),
-    pytest.param(lambda: {"x": Batches(), "steps_per_epoch": 3, "epochs": 3}, id="dataset_steps"),
-    pytest.param(lambda: {"x": loader()}, id="loader"),
-    pytest.param(lambda: {"x": loader(shuffle=True)}, id="shuffled_loader"),
-    pytest.param(lambda: {"x": loader(drop_last=True)}, id="loader_drop_last"),
-    pytest.param(lambda: {"x": loader(batch=49)}, id="loader_last_of_one"),
-    pytest.param(lambda: {"x": loader(num_workers=1)}, id="loader_with_worker"),
-    pytest.param(lambda: {"x": generator(), "steps_per_epoch": 5}, id="generator"),
-    pytest.param(lambda: {"x": generator(weights=True), "steps_per_epoch": 5},
-                 id="weighted_generator"),
-    pytest.param(lambda: {"x": generator(times=6), "epochs": 1}, id="generator_of_one_epoch"),
-    pytest.param(lambda: {"x": generator(times=8), "steps_per_epoch": 5, "epochs": 2},
-                 id="generator_runs_dry"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fit",
+    [
+        pytest.param(
+            lambda: {"x": torch.from_numpy(X), "y": torch.from_numpy(Y), "batch_size": 16},
+            id="tensors",
+        ),
+        pytest.param(lambda: {"x": X, "y": Y}, id="default_batch"),
+        pytest.param(lambda: {"x": X, "y": Y, "batch_size": None}, id="batch_none"),
+        pytest.param(lambda: {"x": X.astype("float64"), "y": Y.astype("int16")}, id="other_types"),
+        pytest.param(lambda: {"x": X, "y": Y, "batch_size": 16, "steps_per_epoch": 3}, id="steps"),
+        pytest.param(
+            lambda: {"x": X, "y": Y, "batch_size": 16, "epochs": 3, "steps_per_epoch": 6},
+            id="more_steps_than_data",
+        ),
+        pytest.param(lambda: {"x": X, "y": Y, "batch_size": 16, "shuffle": False}, id="in_order"),
+        pytest.param(lambda: {"x": Batches()}, id="dataset"),
+        pytest.param(lambda: {"x": Batches(weights=True)}, id="weighted_dataset"),
+        pytest.param(
+            lambda: {"x": Batches(), "shuffle": True, "class_weight": {0: 1.0, 1: 3.0, 2: 0.5}},
+            id="class_weights",
+        ),
+        pytest.param(
+            lambda: {"x": Batches(workers=2), "shuffle": False}, id="dataset_with_threads"
+        ),
+        pytest.param(
+            lambda: {"x": Batches(), "steps_per_epoch": 3, "epochs": 3}, id="dataset_steps"
+        ),
+        pytest.param(lambda: {"x": loader()}, id="loader"),
+        pytest.param(lambda: {"x": loader(shuffle=True)}, id="shuffled_loader"),
+        pytest.param(lambda: {"x": loader(drop_last=True)}, id="loader_drop_last"),
+        pytest.param(lambda: {"x": loader(batch=49)}, id="loader_last_of_one"),
+        pytest.param(lambda: {"x": loader(num_workers=1)}, id="loader_with_worker"),
+        pytest.param(lambda: {"x": generator(), "steps_per_epoch": 5}, id="generator"),
+        pytest.param(
+            lambda: {"x": generator(weights=True), "steps_per_epoch": 5}, id="weighted_generator"
+        ),
+        pytest.param(lambda: {"x": generator(times=6), "epochs": 1}, id="generator_of_one_epoch"),
+        pytest.param(
+            lambda: {"x": generator(times=8), "steps_per_epoch": 5, "epochs": 2},
+            id="generator_runs_dry",
+        ),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_training(fit: Any) -> None:
     trains_alike(fit)
 
 
-@pytest.mark.parametrize("more", [
-    pytest.param(lambda: {"validation_split": 0.3}, id="split"),
-    pytest.param(lambda: {"validation_split": 0.3, "sample_weight": W}, id="weighted_split"),
-    pytest.param(lambda: {"validation_data": (X[:20], Y[:20])}, id="pair"),
-    pytest.param(lambda: {"validation_data": (X[:20], Y[:20], W[:20])}, id="triple"),
-    pytest.param(lambda: {"validation_data": (X[:20], Y[:20]), "validation_batch_size": 3},
-                 id="batch_size"),
-    pytest.param(lambda: {"validation_data": Batches(weights=True)}, id="dataset"),
-    pytest.param(lambda: {"validation_data": loader()}, id="loader"),
-    pytest.param(lambda: {"validation_data": generator(), "validation_steps": 3}, id="generator"),
-    pytest.param(lambda: {"validation_data": (X, Y), "validation_steps": 2}, id="steps"),
-    pytest.param(lambda: {"validation_data": (X, Y), "validation_freq": 2, "epochs": 4}, id="freq"),
-    pytest.param(lambda: {"validation_data": (X, Y), "validation_freq": [1, 3], "epochs": 3},
-                 id="freq_list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(lambda: {"validation_split": 0.3}, id="split"),
+        pytest.param(lambda: {"validation_split": 0.3, "sample_weight": W}, id="weighted_split"),
+        pytest.param(lambda: {"validation_data": (X[:20], Y[:20])}, id="pair"),
+        pytest.param(lambda: {"validation_data": (X[:20], Y[:20], W[:20])}, id="triple"),
+        pytest.param(
+            lambda: {"validation_data": (X[:20], Y[:20]), "validation_batch_size": 3},
+            id="batch_size",
+        ),
+        pytest.param(lambda: {"validation_data": Batches(weights=True)}, id="dataset"),
+        pytest.param(lambda: {"validation_data": loader()}, id="loader"),
+        pytest.param(
+            lambda: {"validation_data": generator(), "validation_steps": 3}, id="generator"
+        ),
+        pytest.param(lambda: {"validation_data": (X, Y), "validation_steps": 2}, id="steps"),
+        pytest.param(
+            lambda: {"validation_data": (X, Y), "validation_freq": 2, "epochs": 4}, id="freq"
+        ),
+        pytest.param(
+            lambda: {"validation_data": (X, Y), "validation_freq": [1, 3], "epochs": 3},
+            id="freq_list",
+        ),
+    ],
+)
 def test_validation(more: Any) -> None:
     trains_alike(lambda: {"x": X, "y": Y, "batch_size": 16} | more(), weighted_metrics=["accuracy"])
 
@@ -132,16 +160,27 @@ def pictures(kind: str) -> Any:
     return np.random.default_rng(0).integers(0, 255, (50, 4, 4, 3)).astype(kind)
 
 
-@pytest.mark.parametrize(("kind", "tensors"), [
-    ("uint8", False), ("uint8", True), ("int32", False), ("uint16", False), ("bool", False),
-    ("float16", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "tensors"),
+    [
+        ("uint8", False),
+        ("uint8", True),
+        ("int32", False),
+        ("uint16", False),
+        ("bool", False),
+        ("float16", True),
+    ],
+)
 def test_whole_numbers(kind: str, tensors: bool) -> None:
     """Pictures as they come from a file; labels as small numbers."""
     build = lambda: keras.Sequential(  # noqa: E731
-        [keras.Input((4, 4, 3)), layers.Lambda(lambda x: keras.ops.cast(x, "float32") / 255.0),
-         layers.Flatten(), layers.Dense(3)]
-    )  # fmt: skip
+        [
+            keras.Input((4, 4, 3)),
+            layers.Lambda(lambda x: keras.ops.cast(x, "float32") / 255.0),
+            layers.Flatten(),
+            layers.Dense(3),
+        ]
+    )
 
     def fit() -> Any:
         x, y = pictures(kind), Y.astype("uint8")
@@ -176,9 +215,17 @@ def test_list_of_inputs_from_a_generator() -> None:
 
 def test_list_of_targets() -> None:
     losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
-    trains_alike(lambda: {"x": X, "y": [Y, X[:, :1]], "batch_size": 16,
-                          "sample_weight": [W, W[::-1].copy()]},
-                 two_outputs, loss=losses, metrics=[["accuracy"], ["mae"]])  # fmt: skip
+    trains_alike(
+        lambda: {
+            "x": X,
+            "y": [Y, X[:, :1]],
+            "batch_size": 16,
+            "sample_weight": [W, W[::-1].copy()],
+        },
+        two_outputs,
+        loss=losses,
+        metrics=[["accuracy"], ["mae"]],
+    )
 
 
 class Reconstruction(keras.layers.Layer):
@@ -192,20 +239,27 @@ class Reconstruction(keras.layers.Layer):
         return y
 
 
-@pytest.mark.parametrize("fit", [
-    pytest.param(lambda: {"x": X, "batch_size": 16}, id="array"),
-    pytest.param(lambda: {"x": Batches(only_x=True)}, id="dataset"),
-    pytest.param(lambda: {"x": generator(only_x=True), "steps_per_epoch": 4}, id="generator"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fit",
+    [
+        pytest.param(lambda: {"x": X, "batch_size": 16}, id="array"),
+        pytest.param(lambda: {"x": Batches(only_x=True)}, id="dataset"),
+        pytest.param(lambda: {"x": generator(only_x=True), "steps_per_epoch": 4}, id="generator"),
+    ],
+)
 def test_inputs_only(fit: Any) -> None:
-    trains_alike(fit, lambda: keras.Sequential([keras.Input((8,)), Reconstruction()]), loss=None,
-                 metrics=None)  # fmt: skip
+    trains_alike(
+        fit,
+        lambda: keras.Sequential([keras.Input((8,)), Reconstruction()]),
+        loss=None,
+        metrics=None,
+    )
 
 
 def test_autoencoder() -> None:
     build = lambda: keras.Sequential(  # noqa: E731
         [keras.Input((8,)), layers.Dense(3, activation="tanh"), layers.Dense(8)]
-    )  # fmt: skip
+    )
     trains_alike(lambda: {"x": X, "y": X, "batch_size": 16}, build, loss="mae", metrics=["mse"])
 
 
@@ -302,12 +356,14 @@ SOURCES = {
 def test_evaluation_and_prediction(name: str) -> None:
     def play(scope: Scope) -> Any:
         model = compiled(scope, weighted_metrics=["accuracy"])
-        said = [model.evaluate(**SOURCES[name](), verbose=0),
-                model.evaluate(**SOURCES[name](), verbose=0, return_dict=True)]  # fmt: skip
+        said = [
+            model.evaluate(**SOURCES[name](), verbose=0),
+            model.evaluate(**SOURCES[name](), verbose=0, return_dict=True),
+        ]
         data = {k: v for k, v in SOURCES[name]().items() if k not in ("y", "sample_weight")}
         return [*said, model.predict(**data, verbose=0)]
 
-    both(play, 3)
+    both(play, 3, moves=False)
 
 
 def test_single_batches() -> None:
@@ -318,8 +374,9 @@ def test_single_batches() -> None:
             model.train_on_batch(X[:9], Y[:9], sample_weight=W[:9], return_dict=True),
             model.train_on_batch(torch.from_numpy(X[:1]), torch.from_numpy(Y[:1])),
             model.test_on_batch(X[:9], Y[:9], sample_weight=W[:9]),
-            model.predict_on_batch(X[:4]), model.predict_on_batch(torch.from_numpy(X[:1])),
-        ]  # fmt: skip
+            model.predict_on_batch(X[:4]),
+            model.predict_on_batch(torch.from_numpy(X[:1])),
+        ]
         return [said, outcome(model)]
 
     both(play, 3)

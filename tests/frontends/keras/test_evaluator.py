@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import stratagem as sg
-from stratagem.frontends.keras.watcher import _copy
+from stratagem.frontends.keras.evaluator import _copy
 from tests.frontends.keras.served_support import handwriting
 from tests.replicas.scripts import wait_for
-from tests.strategies.parameters.office import evaluator
+from tests.servers.server_threads import evaluator
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -67,9 +67,14 @@ def test_each_checkpoint_is_evaluated(tmp_path: Path, monkeypatch: pytest.Monkey
         chief = threading.Thread(target=be_chief)
         chief.start()
         history = model.fit(
-            x, y, epochs=3, batch_size=50, validation_data=(test_x, test_y), verbose=0,
+            x,
+            y,
+            epochs=3,
+            batch_size=50,
+            validation_data=(test_x, test_y),
+            verbose=0,
             callbacks=[saver, board, count],
-        )  # fmt: skip
+        )
         chief.join()
         model.save(tmp_path / "mine.keras")
         model.save_weights(tmp_path / "mine.weights.h5")

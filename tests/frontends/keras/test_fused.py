@@ -10,7 +10,7 @@ import pytest
 import torch
 from keras import layers
 
-from stratagem.frontends.keras import fused
+from stratagem.state import keras_stepper
 from tests.keras_support import apart, digits, strategy, train
 
 
@@ -33,8 +33,8 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_steps_are_those_of_keras(make: Any) -> None:
     plain, quick = made(make()), made(make())
-    fused.install(quick)
-    assert fused.STEP in quick.optimizer.__dict__
+    keras_stepper.fuse(quick.optimizer)
+    assert keras_stepper.STEP in quick.optimizer.__dict__
     dice = torch.Generator().manual_seed(0)
     for step in range(20):
         grads = [
@@ -53,14 +53,19 @@ class Own(keras.optimizers.Adam):
     """Somebody's own step must not be replaced."""
 
 
-@pytest.mark.parametrize("make", [
-    lambda: Own(0.01), lambda: keras.optimizers.Adam(0.01, amsgrad=True),
-    lambda: keras.optimizers.SGD(0.01), lambda: keras.optimizers.Nadam(0.01),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Own(0.01),
+        lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+        lambda: keras.optimizers.SGD(0.01),
+        lambda: keras.optimizers.Nadam(0.01),
+    ],
+)
 def test_others_keep_their_own_step(make: Any) -> None:
     model = made(make())
-    fused.install(model)
-    assert fused.STEP not in model.optimizer.__dict__
+    keras_stepper.fuse(model.optimizer)
+    assert keras_stepper.STEP not in model.optimizer.__dict__
 
 
 @pytest.mark.timeout(120)
@@ -68,9 +73,10 @@ def test_one_replica_in_a_scope_equals_plain_keras() -> None:
     x, y = digits(99)
     build = lambda: keras.Sequential([keras.Input((8,)), layers.Dense(6), layers.Dense(3)])  # noqa: E731
     compile = lambda: {  # noqa: E731
-        "optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3), "metrics": ["accuracy"],
+        "optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3),
+        "metrics": ["accuracy"],
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    }  # fmt: skip
+    }
     fit = {"x": x, "y": y, "batch_size": 16, "epochs": 2, "validation_split": 0.1}
     alone, expected = train(build, compile, fit)
     scoped, history = train(build, compile, fit, strategy(1))

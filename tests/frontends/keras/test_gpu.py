@@ -28,8 +28,14 @@ ROOT = str(Path(sg.__file__).parent.parent)
 
 
 def net() -> Any:
-    return keras.Sequential([keras.Input((8,)), layers.Dense(16, activation="tanh"),
-                             layers.BatchNormalization(), layers.Dense(3)])  # fmt: skip
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, activation="tanh"),
+            layers.BatchNormalization(),
+            layers.Dense(3),
+        ]
+    )
 
 
 def compile() -> dict[str, Any]:
@@ -91,12 +97,21 @@ def test_two_workers_share_one_gpu() -> None:
     for index in range(2):
         config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
         path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])
-        environ = {**os.environ, "TF_CONFIG": json.dumps(config), "KERAS_BACKEND": "torch",
-                   "PYTHONPATH": path}  # fmt: skip
-        tasks.append(subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(WORKER)], env=environ, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        ))  # fmt: skip
+        environ = {
+            **os.environ,
+            "TF_CONFIG": json.dumps(config),
+            "KERAS_BACKEND": "torch",
+            "PYTHONPATH": path,
+        }
+        tasks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(WORKER)],
+                env=environ,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
     for task in tasks:
         output, _ = task.communicate(timeout=150)
         assert task.returncode == 0, output

@@ -23,11 +23,14 @@ HERE = Path(__file__).parent
 ROOT = Path(sg.__file__).parent.parent
 AGAIN = {
     "test_refusals.py": [
-        "test_every_replica_has_the_keras_of_the_chief", "test_a_compiled_step",
+        "test_every_replica_has_the_keras_of_the_chief",
+        "test_a_compiled_step",
     ],
     "test_same_answer.py": [
-        "test_optimizers[2-adam]", "test_batches_that_do_not_divide[17-16-2]",
-        "test_cnn_with_synchronised_batchnorm[2]", "test_a_mask_that_reaches_the_loss[mean-True]",
+        "test_optimizers[2-adam]",
+        "test_batches_that_do_not_divide[17-16-2]",
+        "test_cnn_with_synchronised_batchnorm[2]",
+        "test_a_mask_that_reaches_the_loss[mean-True]",
     ],
     "test_models.py": ["test_activity_regularizer"],
     "test_served_calls.py": [
@@ -35,7 +38,7 @@ AGAIN = {
         "test_a_training_step_of_ones_own[asynchronous]",
         "test_sixteen_bits_on_the_wire[bfloat16-synchronous]",
     ],
-}  # fmt: skip
+}
 #: pytest, if this is the Keras that was asked for; a mistake in the path would test nothing
 RUN = f"""
 import sys, keras, pytest
@@ -53,10 +56,24 @@ def older(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if not folder.exists():
         fresh = tmp_path_factory.mktemp("fresh") / OLDEST
         done = subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-             "--no-deps", "--retries", "1", "--target", str(fresh), f"keras=={OLDEST}"],
-            capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-deps",
+                "--retries",
+                "1",
+                "--target",
+                str(fresh),
+                f"keras=={OLDEST}",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
         if done.returncode:
             sentence = f"Keras {OLDEST} cannot be installed here: {done.stderr.strip()[-300:]}"
             if os.environ.get("CI") == "true":
@@ -79,8 +96,11 @@ def test_with_the_oldest_keras(older: Path) -> None:
     names = [f"{HERE / file}::{test}" for file, tests in AGAIN.items() for test in tests]
     done = subprocess.run(
         [sys.executable, "-c", RUN, "-p", "no:cacheprovider", "-p", "no:xdist", *names],
-        capture_output=True, text=True, timeout=200, cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{older}{os.pathsep}{ROOT}", "KERAS_BACKEND": "torch"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert f"{len(names)} passed" in done.stdout, done.stdout

@@ -10,38 +10,57 @@ import pytest
 from keras import layers, ops
 
 from tests.keras_support import apart, digits, history_apart, moved, strategy, train
+from tests.spread import assert_work, watched
 
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def mlp() -> Any:
     return keras.Sequential(
-        [keras.Input((8,)), layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
-         layers.Dense(3)]
-    )  # fmt: skip
+        [
+            keras.Input((8,)),
+            layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
+            layers.Dense(3),
+        ]
+    )
 
 
 def cnn() -> Any:
     return keras.Sequential(
-        [keras.Input((6, 6, 2)), layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(),
-         layers.ReLU(), layers.Conv2D(4, 3), layers.BatchNormalization(momentum=0.8),
-         layers.GlobalAveragePooling2D(), layers.Dense(3)]
-    )  # fmt: skip
+        [
+            keras.Input((6, 6, 2)),
+            layers.Conv2D(4, 3, use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.Conv2D(4, 3),
+            layers.BatchNormalization(momentum=0.8),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(3),
+        ]
+    )
 
 
 def recurrent(cell: Any) -> Any:
     return keras.Sequential(
-        [keras.Input((7,), dtype="int32"), layers.Embedding(20, 6, mask_zero=True), cell(5),
-         layers.Dense(3)]
-    )  # fmt: skip
+        [
+            keras.Input((7,), dtype="int32"),
+            layers.Embedding(20, 6, mask_zero=True),
+            cell(5),
+            layers.Dense(3),
+        ]
+    )
 
 
 def tagger() -> Any:
     """A mask that reaches the loss."""
     return keras.Sequential(
-        [keras.Input((7,), dtype="int32"), layers.Embedding(20, 6, mask_zero=True),
-         layers.LSTM(5, return_sequences=True), layers.Dense(4)]
-    )  # fmt: skip
+        [
+            keras.Input((7,), dtype="int32"),
+            layers.Embedding(20, 6, mask_zero=True),
+            layers.LSTM(5, return_sequences=True),
+            layers.Dense(4),
+        ]
+    )
 
 
 def transformer() -> Any:
@@ -67,12 +86,19 @@ def pictures(rows: int = 75) -> tuple[Any, Any]:
 
 
 def check(
-    build: Any, compile: Any, fit: dict[str, Any], replicas: int, *, tolerance: float = 2e-6,
+    build: Any,
+    compile: Any,
+    fit: dict[str, Any],
+    replicas: int,
+    *,
+    tolerance: float = 2e-6,
     **options: Any,
-) -> None:  # fmt: skip
-    alone, expected = train(build, compile, fit)
+) -> None:
+    where = strategy(replicas, **options)
+    (alone, expected), here = watched(lambda: train(build, compile, fit))
     assert moved(build, alone)
-    spread, history = train(build, compile, fit, strategy(replicas, **options))
+    (spread, history), there = watched(lambda: train(build, compile, fit, where), where)
+    assert_work(here, there)
     assert apart(alone, spread) < tolerance
     assert history_apart(expected, history) < max(1e-5, tolerance)
 
@@ -100,8 +126,13 @@ OPTIMIZERS = {
 def test_optimizers(name: str, replicas: int) -> None:
     x, y = digits()
     compile = lambda: {"optimizer": OPTIMIZERS[name](), "loss": LOGITS, "metrics": ["accuracy"]}  # noqa: E731
-    check(mlp, compile, {"x": x, "y": y, "batch_size": 64, "epochs": 2, "validation_split": 0.2},
-          replicas, tolerance=1e-5 if name == "rmsprop" else 2e-6)  # fmt: skip
+    check(
+        mlp,
+        compile,
+        {"x": x, "y": y, "batch_size": 64, "epochs": 2, "validation_split": 0.2},
+        replicas,
+        tolerance=1e-5 if name == "rmsprop" else 2e-6,
+    )
 
 
 @pytest.mark.timeout(240)
@@ -110,8 +141,14 @@ def test_optimizers(name: str, replicas: int) -> None:
 def test_batches_that_do_not_divide(rows: int, batch: int, replicas: int) -> None:
     """A last batch smaller than the number of replicas leaves some of them without any example."""
     x, y = digits(rows)
-    compile = lambda: {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": LOGITS,  # noqa: E731
-                       "metrics": ["accuracy"]}  # fmt: skip
+
+    def compile():
+        return {
+            "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
+            "loss": LOGITS,
+            "metrics": ["accuracy"],
+        }
+
     check(mlp, compile, {"x": x, "y": y, "batch_size": batch, "epochs": 2}, replicas)
 
 
@@ -130,15 +167,19 @@ def test_cnn_with_synchronised_batchnorm(replicas: int) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("build", [
-    pytest.param(lambda: recurrent(layers.LSTM), id="lstm"),
-    pytest.param(lambda: recurrent(layers.GRU), id="gru"),
-    pytest.param(transformer, id="transformer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(lambda: recurrent(layers.LSTM), id="lstm"),
+        pytest.param(lambda: recurrent(layers.GRU), id="gru"),
+        pytest.param(transformer, id="transformer"),
+    ],
+)
 def test_sequences(build: Any, replicas: int) -> None:
     x, y = sentences()
-    check(build, adam(metrics=["accuracy"]), {"x": x, "y": y, "batch_size": 16, "epochs": 2},
-          replicas)  # fmt: skip
+    check(
+        build, adam(metrics=["accuracy"]), {"x": x, "y": y, "batch_size": 16, "epochs": 2}, replicas
+    )
 
 
 REDUCTIONS = ["sum_over_batch_size", "mean", "sum", "mean_with_sample_weight"]
@@ -154,8 +195,13 @@ def test_a_mask_that_reaches_the_loss(reduction: str, weights: bool) -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
     weight = np.random.default_rng(4).random(x.shape).astype("float32")
     more = {"sample_weight": weight} if weights else {}
-    check(tagger, adam(loss, weighted_metrics=["accuracy"]),
-          {"x": x, "y": y, "batch_size": 16, "epochs": 1, **more}, 3, tolerance=1e-5)  # fmt: skip
+    check(
+        tagger,
+        adam(loss, weighted_metrics=["accuracy"]),
+        {"x": x, "y": y, "batch_size": 16, "epochs": 1, **more},
+        3,
+        tolerance=1e-5,
+    )
 
 
 @pytest.mark.timeout(240)
@@ -166,10 +212,14 @@ def test_sample_weights(reduction: str, replicas: int) -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
     weight = np.random.default_rng(5).random(99).astype("float32")
     weight[:9] = weight[16:24] = weight[25:32] = 0.0  # whole shares without any weight
-    fit = {"x": x, "y": y, "batch_size": 16, "epochs": 2, "sample_weight": weight,
-           "shuffle": False}  # fmt: skip
-    check(mlp, adam(loss, metrics=["accuracy"], weighted_metrics=["accuracy"]), fit, replicas,
-          tolerance=1e-5)  # fmt: skip
+    fit = {"x": x, "y": y, "batch_size": 16, "epochs": 2, "sample_weight": weight, "shuffle": False}
+    check(
+        mlp,
+        adam(loss, metrics=["accuracy"], weighted_metrics=["accuracy"]),
+        fit,
+        replicas,
+        tolerance=1e-5,
+    )
 
 
 @pytest.mark.timeout(240)
@@ -182,17 +232,27 @@ def test_ignored_classes_are_a_mask_of_the_losses_own() -> None:
 @pytest.mark.timeout(240)
 def test_class_weights_and_shuffling_and_initial_epoch() -> None:
     x, y = digits(99)
-    fit = {"x": x, "y": y, "batch_size": 16, "epochs": 3, "initial_epoch": 1,
-           "class_weight": {0: 1.0, 1: 5.0, 2: 0.5}}  # fmt: skip
+    fit = {
+        "x": x,
+        "y": y,
+        "batch_size": 16,
+        "epochs": 3,
+        "initial_epoch": 1,
+        "class_weight": {0: 1.0, 1: 5.0, 2: 0.5},
+    }
     check(mlp, adam(), fit, 2)
 
 
 def branches() -> Any:
     a, b = keras.Input((8,), name="a"), keras.Input((3,), name="b")
     h = layers.Dense(6, activation="relu")(layers.Concatenate()([a, b]))
-    return keras.Model({"a": a, "b": b}, {
-        "kind": layers.Dense(3, name="kind")(h), "size": layers.Dense(1, name="size")(h),
-    })  # fmt: skip
+    return keras.Model(
+        {"a": a, "b": b},
+        {
+            "kind": layers.Dense(3, name="kind")(h),
+            "size": layers.Dense(1, name="size")(h),
+        },
+    )
 
 
 @pytest.mark.timeout(240)
@@ -200,11 +260,24 @@ def test_several_inputs_and_outputs() -> None:
     x, y = digits(99)
     b = x[:, :3] * 2
     weight = {"kind": np.ones(99, "float32"), "size": np.linspace(0, 1, 99).astype("float32")}
-    fit = {"x": {"a": x, "b": b}, "y": {"kind": y, "size": x[:, :1]}, "batch_size": 16,
-           "epochs": 2, "sample_weight": weight}  # fmt: skip
+    fit = {
+        "x": {"a": x, "b": b},
+        "y": {"kind": y, "size": x[:, :1]},
+        "batch_size": 16,
+        "epochs": 2,
+        "sample_weight": weight,
+    }
     losses = {"kind": LOGITS, "size": "mse"}
-    check(branches, adam(losses, loss_weights={"kind": 1.0, "size": 0.3},
-                         metrics={"kind": ["accuracy"], "size": ["mae"]}), fit, 3)  # fmt: skip
+    check(
+        branches,
+        adam(
+            losses,
+            loss_weights={"kind": 1.0, "size": 0.3},
+            metrics={"kind": ["accuracy"], "size": ["mae"]},
+        ),
+        fit,
+        3,
+    )
 
 
 class Penalised(keras.layers.Layer):
@@ -218,9 +291,13 @@ class Penalised(keras.layers.Layer):
 @pytest.mark.timeout(240)
 def test_losses_that_layers_add() -> None:
     build = lambda: keras.Sequential(  # noqa: E731
-        [keras.Input((8,)), layers.Dense(16, activity_regularizer="l2"), Penalised(),
-         layers.Dense(3)]
-    )  # fmt: skip
+        [
+            keras.Input((8,)),
+            layers.Dense(16, activity_regularizer="l2"),
+            Penalised(),
+            layers.Dense(3),
+        ]
+    )
     x, y = digits(99)
     check(build, adam(), {"x": x, "y": y, "batch_size": 16, "epochs": 2}, 3)
 
@@ -230,13 +307,20 @@ def test_losses_that_layers_add() -> None:
 def test_mixed_precision(policy: str) -> None:
     """Half precision is exact in its own measure: sums are taken in another order."""
     build = lambda: keras.Sequential(  # noqa: E731
-        [keras.Input((8,)), layers.Dense(16, activation="tanh", dtype=policy),
-         layers.Dense(3, dtype="float32" if policy != "float64" else policy)]
-    )  # fmt: skip
+        [
+            keras.Input((8,)),
+            layers.Dense(16, activation="tanh", dtype=policy),
+            layers.Dense(3, dtype="float32" if policy != "float64" else policy),
+        ]
+    )
     x, y = digits(99)
-    check(build, lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": LOGITS},
-          {"x": x, "y": y, "batch_size": 16, "epochs": 2}, 2,
-          tolerance=2e-6 if policy == "float64" else 2e-3)  # fmt: skip
+    check(
+        build,
+        lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": LOGITS},
+        {"x": x, "y": y, "batch_size": 16, "epochs": 2},
+        2,
+        tolerance=2e-6 if policy == "float64" else 2e-3,
+    )
 
 
 @pytest.mark.timeout(240)
@@ -246,12 +330,17 @@ def test_evaluate_and_predict(rows: int) -> None:
     compile = adam(metrics=["accuracy"])
     alone, _ = train(mlp, compile, {"x": x, "y": y, "batch_size": 16})
     spread, _ = train(mlp, compile, {"x": x, "y": y, "batch_size": 16}, strategy(3))
-    assert np.allclose(alone.predict(x[:rows], verbose=0), spread.predict(x[:rows], verbose=0),
-                       atol=1e-5)  # fmt: skip
-    assert np.allclose(alone.evaluate(x[:rows], y[:rows], verbose=0),
-                       spread.evaluate(x[:rows], y[:rows], verbose=0), atol=1e-5)  # fmt: skip
-    assert np.allclose(alone.predict_on_batch(x[:rows]), spread.predict_on_batch(x[:rows]),
-                       atol=1e-5)  # fmt: skip
+    assert np.allclose(
+        alone.predict(x[:rows], verbose=0), spread.predict(x[:rows], verbose=0), atol=1e-5
+    )
+    assert np.allclose(
+        alone.evaluate(x[:rows], y[:rows], verbose=0),
+        spread.evaluate(x[:rows], y[:rows], verbose=0),
+        atol=1e-5,
+    )
+    assert np.allclose(
+        alone.predict_on_batch(x[:rows]), spread.predict_on_batch(x[:rows]), atol=1e-5
+    )
 
 
 @pytest.mark.timeout(240)

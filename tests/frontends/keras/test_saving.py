@@ -42,11 +42,14 @@ TOLERANCE = 2e-6
 
 def build() -> Any:
     return keras.Sequential(
-        [keras.Input((8,), name="in"), layers.BatchNormalization(name="norm"),
-         layers.Dense(16, activation="tanh", kernel_regularizer="l2", name="hidden"),
-         layers.Dense(3, name="out")],
+        [
+            keras.Input((8,), name="in"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dense(16, activation="tanh", kernel_regularizer="l2", name="hidden"),
+            layers.Dense(3, name="out"),
+        ],
         name="small",
-    )  # fmt: skip
+    )
 
 
 def compile() -> dict[str, Any]:
@@ -73,8 +76,8 @@ def load(path: Any, count: int | None) -> Any:
 
 def replicas(model: Any) -> int | None:
     """How many took part in the model's last call; None when it is Keras' own alone."""
-    conductor = model.__dict__.get("_stratagem")
-    return None if conductor is None else int(conductor.player.replica.count)
+    driver = model.__dict__.get("_stratagem")
+    return None if driver is None else int(driver.side.adapter.replica.count)
 
 
 def config(path: Path) -> Any:
@@ -182,9 +185,10 @@ def nested(optimizers: Any) -> dict[str, Callable[[], Any]]:
 def every_optimizer() -> dict[str, Callable[[], Any]]:
     base = keras.optimizers.Optimizer
     found = {
-        name: kind for name, kind in vars(keras.optimizers).items()
+        name: kind
+        for name, kind in vars(keras.optimizers).items()
         if isinstance(kind, type) and issubclass(kind, base) and kind is not base
-    }  # fmt: skip
+    }
     return {**found, **nested(keras.optimizers)}
 
 
@@ -277,14 +281,17 @@ def others() -> Iterator[Any]:
         needed = "scipy" if backend == "numpy" else backend
         absent = find_spec(needed) is None
         reason = f"this interpreter has no {needed}; see STRATAGEM_OTHER_PYTHONS"
-        yield pytest.param(sys.executable, backend, id=backend,
-                           marks=pytest.mark.skipif(absent, reason=reason))  # fmt: skip
+        yield pytest.param(
+            sys.executable, backend, id=backend, marks=pytest.mark.skipif(absent, reason=reason)
+        )
     for python in filter(None, os.environ.get("STRATAGEM_OTHER_PYTHONS", "").split(":")):
         ask = "from importlib.util import find_spec as f; print(*[b for b in {} if f(b)])"
         known = subprocess.run(
-            [python, "-c", ask.format(("torch", "tensorflow", "jax"))], check=True, text=True,
+            [python, "-c", ask.format(("torch", "tensorflow", "jax"))],
+            check=True,
+            text=True,
             capture_output=True,
-        ).stdout.split()  # fmt: skip
+        ).stdout.split()
         for backend in known:
             yield pytest.param(python, backend, id=f"{python}-{backend}")
 
@@ -301,8 +308,12 @@ def test_every_backend_opens_it_and_goes_on(
     out = tmp_path / "found.npz"
     done = subprocess.run(
         [python, "-c", OPEN, str(tmp_path / "data.npz"), str(saved), str(out), stubs],
-        env=environ, capture_output=True, text=True, timeout=200, cwd=tmp_path,
-    )  # fmt: skip
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = np.load(out)
 
@@ -348,9 +359,7 @@ def test_opened_in_a_scope_it_is_distributed(
 
 OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
-    "accumulation": lambda: keras.optimizers.SGD(
-        0.05, momentum=0.9, gradient_accumulation_steps=3
-    ),
+    "accumulation": lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=3),
     "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9),
     "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
         keras.optimizers.Adam(0.01, epsilon=1e-3), initial_scale=4.0, dynamic_growth_steps=3

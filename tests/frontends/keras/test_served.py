@@ -15,6 +15,8 @@ import stratagem as sg
 from tests.clock import unless_late
 from tests.frontends.keras.served_support import close_served, handwriting, served
 from tests.keras_support import BOOKS, apart, digits, history_apart, moved, train
+from tests.servers.fault_support import ps_pids, shoot
+from tests.spread import assert_work, watched
 from tests.support import cpus
 
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -35,17 +37,21 @@ def clusters_end_with_the_file() -> Iterator[None]:
 
 def mlp() -> Any:
     return keras.Sequential(
-        [keras.Input((8,)), layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
-         layers.Dense(3)]
-    )  # fmt: skip
+        [
+            keras.Input((8,)),
+            layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
+            layers.Dense(3),
+        ]
+    )
 
 
 def same_answer(
     build: Any, compile: Any, fit: dict[str, Any], where: sg.Strategy, tolerance: float = 2e-6
 ) -> Any:
-    alone, expected = train(build, compile, fit)
+    (alone, expected), here = watched(lambda: train(build, compile, fit))
     assert moved(build, alone)
-    spread, history = train(build, compile, fit, where)
+    (spread, history), there = watched(lambda: train(build, compile, fit, where), where)
+    assert_work(here, there)
     assert apart(alone, spread) < tolerance
     assert history_apart(expected, history) < max(1e-5, tolerance)
     for ours, theirs in zip(alone.optimizer.variables, spread.optimizer.variables, strict=True):
@@ -66,16 +72,21 @@ def test_digits(rule: str, place: str) -> None:
     workers = 3 if rule == "spares" else 2
     strategy: Any = (
         sg.CentralStorageStrategy(cpus(workers), "cpu:0", updates=RULES[rule])
-        if place == "central" else served(RULES[rule], workers, int(place[0]))
-    )  # fmt: skip
+        if place == "central"
+        else served(RULES[rule], workers, int(place[0]))
+    )
     keras.utils.set_random_seed(4)
     with strategy.scope():
         model = keras.Sequential([layers.Dense(384, activation="relu"), layers.Dense(10)])
-        model.compile(optimizer=keras.optimizers.Adam(0.004), loss=LOGITS,
-                      metrics=["accuracy", "sparse_categorical_accuracy"])  # fmt: skip
+        model.compile(
+            optimizer=keras.optimizers.Adam(0.004),
+            loss=LOGITS,
+            metrics=["accuracy", "sparse_categorical_accuracy"],
+        )
     epochs = {"buffered": 16, "bounded": 10, "asynchronous": 10}.get(rule, 7)
-    history = model.fit(x, y, batch_size=50, epochs=epochs, verbose=0, callbacks=[
-        falling_rate(0.004, epochs)]).history  # fmt: skip
+    history = model.fit(
+        x, y, batch_size=50, epochs=epochs, verbose=0, callbacks=[falling_rate(0.004, epochs)]
+    ).history
     assert history["loss"][-1] < history["loss"][0]
     assert history["accuracy"] == history["sparse_categorical_accuracy"]
     _, accuracy, _ = model.evaluate(held_x, held_y, verbose=0)
@@ -130,8 +141,14 @@ OPTIMIZERS = {
 def test_synchronous_is_one_device(optimizer: str, ps: int) -> None:
     """83 rows in batches of 16: nothing divides, and the last batch has 3."""
     x, y = digits(83)
-    compile = lambda: {"optimizer": OPTIMIZERS[optimizer](), "loss": LOGITS,  # noqa: E731
-                       "metrics": ["accuracy"]}  # fmt: skip
+
+    def compile():
+        return {
+            "optimizer": OPTIMIZERS[optimizer](),
+            "loss": LOGITS,
+            "metrics": ["accuracy"],
+        }
+
     fit = {"x": x, "y": y, "batch_size": 16, "epochs": 2, "validation_split": 0.1}
     same_answer(mlp, compile, fit, served(sg.Synchronous(), 2, ps))
 
@@ -147,9 +164,13 @@ def test_a_last_batch_smaller_than_the_workers() -> None:
 def tagger() -> Any:
     """A mask that reaches the loss."""
     return keras.Sequential(
-        [keras.Input((7,), dtype="int32"), layers.Embedding(20, 6, mask_zero=True),
-         layers.LSTM(5, return_sequences=True), layers.Dense(4)]
-    )  # fmt: skip
+        [
+            keras.Input((7,), dtype="int32"),
+            layers.Embedding(20, 6, mask_zero=True),
+            layers.LSTM(5, return_sequences=True),
+            layers.Dense(4),
+        ]
+    )
 
 
 def sentences(rows: int = 43) -> Any:
@@ -163,8 +184,14 @@ def sentences(rows: int = 43) -> Any:
 @pytest.mark.timeout(120)
 def test_masked_losses_weigh_what_the_mask_leaves() -> None:
     x = sentences()
-    compile = lambda: {"optimizer": keras.optimizers.SGD(0.5), "loss": LOGITS,  # noqa: E731
-                       "metrics": ["accuracy"]}  # fmt: skip
+
+    def compile():
+        return {
+            "optimizer": keras.optimizers.SGD(0.5),
+            "loss": LOGITS,
+            "metrics": ["accuracy"],
+        }
+
     fit = {"x": x, "y": x % 4, "batch_size": 8, "epochs": 2}
     same_answer(tagger, compile, fit, served(sg.Synchronous(), 2, 2))
 
@@ -178,23 +205,31 @@ def test_sample_weights(reduction: str) -> None:
         from_logits=True, reduction=reduction
     )
     rate = 0.002 if reduction == "sum" else 0.1
-    compile = lambda: {"optimizer": keras.optimizers.SGD(rate, momentum=0.5),  # noqa: E731
-                       "loss": loss(), "weighted_metrics": ["accuracy"]}  # fmt: skip
+
+    def compile():
+        return {
+            "optimizer": keras.optimizers.SGD(rate, momentum=0.5),
+            "loss": loss(),
+            "weighted_metrics": ["accuracy"],
+        }
+
     fit = {"x": x, "y": y, "sample_weight": weights, "batch_size": 8, "epochs": 2}
     same_answer(mlp, compile, fit, served(sg.Synchronous(), 2, 1))
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("clip", [{"global_clipnorm": 1e-5}, {"clipnorm": 0.05},
-                                  {"clipvalue": 0.01}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "clip", [{"global_clipnorm": 1e-5}, {"clipnorm": 0.05}, {"clipvalue": 0.01}], ids=str
+)
 def test_clipping_is_exact_over_two_servers(clip: dict[str, float]) -> None:
     """Small gradients too, where adding 1e-6 to the norm, as torch does, would be seen."""
     x, y = digits(43)
     small = "global_clipnorm" in clip
     compile = lambda: {  # noqa: E731
-        "optimizer": keras.optimizers.SGD(1e4 if small else 1.0, **clip), "loss": LOGITS,
+        "optimizer": keras.optimizers.SGD(1e4 if small else 1.0, **clip),
+        "loss": LOGITS,
         "loss_weights": [1e-4 if small else 1.0],
-    }  # fmt: skip
+    }
     build = lambda: keras.Sequential([keras.Input((8,)), layers.Dense(3)])  # noqa: E731
     fit = {"x": x, "y": y, "batch_size": 16, "epochs": 2}
     same_answer(build, compile, fit, served(sg.Synchronous(), 2, 2))
@@ -205,24 +240,37 @@ def test_several_inputs_and_outputs() -> None:
     def build() -> Any:
         a, b = keras.Input((8,), name="a"), keras.Input((8,), name="b")
         h = layers.Dense(6, activation="tanh")(layers.Concatenate()([a, b]))
-        return keras.Model({"a": a, "b": b}, {
-            "class": layers.Dense(3, name="class")(h), "number": layers.Dense(1, name="number")(h),
-        })  # fmt: skip
+        return keras.Model(
+            {"a": a, "b": b},
+            {
+                "class": layers.Dense(3, name="class")(h),
+                "number": layers.Dense(1, name="number")(h),
+            },
+        )
 
     x, y = digits(43)
     compile = lambda: {  # noqa: E731
         "optimizer": keras.optimizers.Adam(0.01, epsilon=1e-3),
-        "loss": {"class": LOGITS, "number": "mse"}, "loss_weights": {"class": 0.3, "number": 2.0},
+        "loss": {"class": LOGITS, "number": "mse"},
+        "loss_weights": {"class": 0.3, "number": 2.0},
         "metrics": {"class": ["accuracy"], "number": ["mae"]},
-    }  # fmt: skip
-    fit = {"x": {"a": x, "b": -x}, "y": {"class": y, "number": x[:, :1]}, "batch_size": 8,
-           "epochs": 2}  # fmt: skip
+    }
+    fit = {
+        "x": {"a": x, "b": -x},
+        "y": {"class": y, "number": x[:, :1]},
+        "batch_size": 8,
+        "epochs": 2,
+    }
     same_answer(build, compile, fit, served(sg.Synchronous(), 2, 2))
 
 
 POLICIES = {
-    "none": [], "lower rate": [sg.LowerRate()], "drop": [sg.Drop()], "scale": [sg.ScaleDown()],
-    "delay": [sg.DelayCompensated()], "gap": [sg.GapAware()],
+    "none": [],
+    "lower rate": [sg.LowerRate()],
+    "drop": [sg.Drop()],
+    "scale": [sg.ScaleDown()],
+    "delay": [sg.DelayCompensated()],
+    "gap": [sg.GapAware()],
 }
 
 
@@ -230,8 +278,14 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_asynchronous_worker_is_plain_keras(policy: str) -> None:
     x, y = digits(43)
-    compile = lambda: {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9),  # noqa: E731
-                       "loss": LOGITS, "metrics": ["accuracy"]}  # fmt: skip
+
+    def compile():
+        return {
+            "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
+            "loss": LOGITS,
+            "metrics": ["accuracy"],
+        }
+
     fit = {"x": x, "y": y, "batch_size": 8, "epochs": 2}
     strategy = served(sg.Asynchronous(staleness=POLICIES[policy]), 1, 2)
     same_answer(mlp, compile, fit, strategy, tolerance=1e-7)
@@ -241,8 +295,14 @@ def test_one_asynchronous_worker_is_plain_keras(policy: str) -> None:
 @pytest.mark.timeout(120)
 def test_a_buffer_of_two_is_a_batch_of_twice_the_size() -> None:
     x, y = digits(44)
-    compile = lambda: {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9),  # noqa: E731
-                       "loss": LOGITS, "metrics": ["accuracy"]}  # fmt: skip
+
+    def compile():
+        return {
+            "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
+            "loss": LOGITS,
+            "metrics": ["accuracy"],
+        }
+
     fit = {"x": x, "y": y, "epochs": 3, "shuffle": False}
     alone, expected = train(mlp, compile, {**fit, "batch_size": 16})
     strategy = served(sg.Asynchronous(buffer=2), 1, 2)
@@ -268,3 +328,26 @@ def test_moving_means_of_one_device() -> None:
     alone, _ = train(normed, compile, fit)
     means = [np.array(model.layers[0].moving_mean) for model in (spread, alone)]
     assert np.abs(means[0]).max() > 0.01 and np.abs(means[0] - means[1]).max() < 1e-6
+
+
+# --- servers that are killed ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_another_holds_the_shard_of_a_server_that_is_killed() -> None:
+    """The answer is that of one device."""
+    strategy = served(sg.Synchronous(), 2, 2, backups=1)
+
+    class Kill(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 3:
+                assert shoot(ps_pids(strategy)[1])
+
+    x, y = digits(120)
+    compile = lambda: {"optimizer": "adam", "loss": LOGITS}  # noqa: E731
+    fit = {"x": x, "y": y, "batch_size": 16, "epochs": 8}
+    alone, _ = train(mlp, compile, fit)
+    spread, _ = train(mlp, compile, {**fit, "callbacks": [Kill()]}, strategy)
+    assert apart(alone, spread) < 2e-6
+    assert strategy.stats().updates == 8 * 8

@@ -22,6 +22,7 @@ from tests.clock import unless_late
 from tests.frontends.keras.served_support import close_served, served
 from tests.keras_both import alike
 from tests.keras_support import BOOKS, apart, digits, history_apart, strategy, train
+from tests.spread import assert_work, watched
 
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 SYNC = sg.Synchronous()
@@ -34,13 +35,17 @@ def clusters_end_with_the_file() -> Iterator[None]:
 
 
 def mlp() -> Any:
-    return keras.Sequential([keras.Input((8,)), layers.Dense(6, activation="tanh"),
-                             layers.Dense(3)])  # fmt: skip
+    return keras.Sequential(
+        [keras.Input((8,)), layers.Dense(6, activation="tanh"), layers.Dense(3)]
+    )
 
 
 def momentum(**more: Any) -> Any:
-    return {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9, **more), "loss": LOGITS,
-            "metrics": ["accuracy"]}  # fmt: skip
+    return {
+        "optimizer": keras.optimizers.SGD(0.1, momentum=0.9, **more),
+        "loss": LOGITS,
+        "metrics": ["accuracy"],
+    }
 
 
 def both(
@@ -49,8 +54,10 @@ def both(
     """A model trained plainly and one trained with servers; `fit` makes the arguments anew."""
     x, y = digits(43)
     given = lambda: {"x": x, "y": y, "batch_size": 8, "epochs": 3, **(fit() if fit else {})}  # noqa: E731
-    alone, expected = train(build, compile, given())
-    spread, history = train(build, compile, given(), where or served(SYNC, 2, 1))
+    where = where or served(SYNC, 2, 1)
+    (alone, expected), here = watched(lambda: train(build, compile, given()))
+    (spread, history), there = watched(lambda: train(build, compile, given(), where), where)
+    assert_work(here, there)
     assert apart(alone, spread) < 2e-6
     assert history_apart(expected, history) < 1e-5
     assert int(alone.optimizer.iterations.numpy()) == int(spread.optimizer.iterations.numpy())
@@ -63,16 +70,25 @@ def both(
 @pytest.mark.timeout(120)
 def test_a_schedule_runs_on_the_servers() -> None:
     schedule = lambda: keras.optimizers.schedules.CosineDecay(0.3, 15)  # noqa: E731
-    both(lambda: {"optimizer": keras.optimizers.SGD(schedule()), "loss": LOGITS},
-         where=served(SYNC, 2, 2))  # fmt: skip
+    both(
+        lambda: {"optimizer": keras.optimizers.SGD(schedule()), "loss": LOGITS},
+        where=served(SYNC, 2, 2),
+    )
 
 
 @pytest.mark.timeout(120)
 def test_callbacks_change_the_learning_rate() -> None:
-    alone, spread = both(fit=lambda: {"validation_split": 0.2, "callbacks": [
-        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
-        keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.1, patience=0, min_delta=10),
-    ]})  # fmt: skip
+    alone, spread = both(
+        fit=lambda: {
+            "validation_split": 0.2,
+            "callbacks": [
+                keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
+                keras.callbacks.ReduceLROnPlateau(
+                    monitor="loss", factor=0.1, patience=0, min_delta=10
+                ),
+            ],
+        }
+    )
     assert float(spread.optimizer.learning_rate) == float(alone.optimizer.learning_rate) < 0.01
 
 
@@ -124,8 +140,16 @@ def test_synchronous_callbacks_see_exact_steps_and_change_weights_between_them()
 
 @pytest.mark.timeout(120)
 def test_early_stopping_restores_the_best_weights() -> None:
-    both(fit=lambda: {"epochs": 6, "callbacks": [keras.callbacks.EarlyStopping(
-        monitor="loss", mode="max", patience=1, restore_best_weights=True)]})  # fmt: skip
+    both(
+        fit=lambda: {
+            "epochs": 6,
+            "callbacks": [
+                keras.callbacks.EarlyStopping(
+                    monitor="loss", mode="max", patience=1, restore_best_weights=True
+                )
+            ],
+        }
+    )
 
 
 @pytest.mark.timeout(120)
@@ -235,10 +259,14 @@ def test_what_callbacks_change_does_not_pile_up() -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.model.layers[0].beta = float(batch)
             self.model.layers[0].other = float(-batch)
-            seen.append(len(self.model.__dict__["_stratagem"]._news["attributes"]))
+            seen.append(len(self.model.__dict__["_stratagem"].side.training._news["attributes"]))
 
-    model = train(mlp, momentum, {"x": digits(43)[0], "y": digits(43)[1], "batch_size": 4,
-                                  "callbacks": [Annealing()]}, served(SYNC, 2, 1))[0]  # fmt: skip
+    model = train(
+        mlp,
+        momentum,
+        {"x": digits(43)[0], "y": digits(43)[1], "batch_size": 4, "callbacks": [Annealing()]},
+        served(SYNC, 2, 1),
+    )[0]
     assert model.layers[0].beta == 10.0 and max(seen) == 2
 
 
@@ -272,8 +300,9 @@ def test_a_training_step_of_ones_own(updates: Any) -> None:
         both(build=Own, where=served(updates, 2, 2))
         return
     x, y = digits(43)
-    _, history = train(Own, momentum, {"x": x, "y": y, "batch_size": 8, "epochs": 3},
-                       served(updates, 2, 1))  # fmt: skip
+    _, history = train(
+        Own, momentum, {"x": x, "y": y, "batch_size": 8, "epochs": 3}, served(updates, 2, 1)
+    )
     assert set(history) - BOOKS == {"mean", "largest"} and len(history["mean"]) == 3
     assert all(0 < value < 5 for value in history["mean"])
 
@@ -312,8 +341,11 @@ def test_weight_decay_and_constraints() -> None:
 @pytest.mark.parametrize("on_epoch", [False, True])
 def test_averages_swapped_in_for_a_while(on_epoch: bool) -> None:
     swap = lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=on_epoch)  # noqa: E731
-    both(lambda: momentum(use_ema=True, ema_momentum=0.8), where=served(SYNC, 2, 2),
-         fit=lambda: {"callbacks": [swap()], "validation_split": 0.2})  # fmt: skip
+    both(
+        lambda: momentum(use_ema=True, ema_momentum=0.8),
+        where=served(SYNC, 2, 2),
+        fit=lambda: {"callbacks": [swap()], "validation_split": 0.2},
+    )
 
 
 @pytest.mark.timeout(120)
@@ -416,8 +448,12 @@ def test_saved_in_mid_training_and_resumed_anywhere(tmp_path: Path) -> None:
     fit = {"x": x, "y": y, "batch_size": 8, "shuffle": False}
     alone, _ = train(mlp, momentum, {**fit, "epochs": 4})
     path = str(tmp_path / "{epoch}.keras")
-    train(mlp, momentum, {**fit, "epochs": 2, "callbacks": [
-        keras.callbacks.ModelCheckpoint(path)]}, served(SYNC, 2, 2))  # fmt: skip
+    train(
+        mlp,
+        momentum,
+        {**fit, "epochs": 2, "callbacks": [keras.callbacks.ModelCheckpoint(path)]},
+        served(SYNC, 2, 2),
+    )
     places: list[Any] = [None, strategy(2), served(SYNC, 2, 1)]
     for where in places:
         if where is None:
@@ -437,8 +473,9 @@ def test_saved_in_mid_training_and_resumed_anywhere(tmp_path: Path) -> None:
 def test_a_second_training_goes_on_from_the_first() -> None:
     x, y = digits(43)
     alone, _ = train(mlp, momentum, {"x": x, "y": y, "batch_size": 8, "epochs": 2})
-    spread, _ = train(mlp, momentum, {"x": x, "y": y, "batch_size": 8, "epochs": 2},
-                      served(SYNC, 2, 2))  # fmt: skip
+    spread, _ = train(
+        mlp, momentum, {"x": x, "y": y, "batch_size": 8, "epochs": 2}, served(SYNC, 2, 2)
+    )
     for model in (alone, spread):
         keras.utils.set_random_seed(1)
         model.fit(x, y, batch_size=8, verbose=0)
@@ -446,8 +483,9 @@ def test_a_second_training_goes_on_from_the_first() -> None:
     assert spread.fit(x, y, epochs=0, verbose=0).history == {}
     assert apart(alone, spread) < 2e-6
     with torch.no_grad():  # the model is the user's own again
-        spread.optimizer.apply([v.value * 0 for v in spread.trainable_variables],
-                               spread.trainable_variables)  # fmt: skip
+        spread.optimizer.apply(
+            [v.value * 0 for v in spread.trainable_variables], spread.trainable_variables
+        )
 
 
 @pytest.mark.timeout(120)
@@ -456,7 +494,7 @@ def test_a_server_that_lags_behind_does_not_give_old_values_at_the_end_of_an_epo
     """The second server sleeps most of the time; what is validated are the last values."""
     where = served(SYNC, 2, 2)
     both(where=where)
-    pid, done = where.team._servers[1].followers[0].pid, threading.Event()  # type: ignore[attr-defined]
+    pid, done = where.replica_group.server_pids[1], threading.Event()  # type: ignore[attr-defined]
 
     def doze() -> None:
         while not done.is_set():
@@ -486,7 +524,7 @@ def test_a_worker_that_is_killed_is_replaced() -> None:
         model = mlp()
         model.compile(optimizer=keras.optimizers.SGD(0.01), loss=LOGITS)
     model.fit(x, y, batch_size=8, verbose=0)
-    victim = where.team._children.members[0].pool.followers[0].pid
+    victim = where.replica_group._children.members[0].pool.followers[0].pid
     killer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
     killer.start()
     history = model.fit(x, y, batch_size=8, epochs=10, verbose=0).history
@@ -526,7 +564,11 @@ class Interrupted(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.epoch == 1 and batch == 2:
-            lines = self.model.__dict__["_stratagem"]._worker.lines if self.breaks else None
+            lines = (
+                self.model.__dict__["_stratagem"].side.training.client.lines
+                if self.breaks
+                else None
+            )
             if self.breaks == "connection":
                 lines.hang_up()
             elif self.breaks == "question":
@@ -591,8 +633,9 @@ class Clipping(Own):
         self.compute_loss(x=x, y=y, y_pred=self(x, training=True)).backward()
         torch.nn.utils.clip_grad_norm_([v.value for v in self.trainable_weights], 0.01)
         with torch.no_grad():
-            self.optimizer.apply([v.value.grad for v in self.trainable_weights],
-                                 self.trainable_weights)  # fmt: skip
+            self.optimizer.apply(
+                [v.value.grad for v in self.trainable_weights], self.trainable_weights
+            )
         return {"loss": 0.0}
 
 
@@ -610,19 +653,34 @@ def odd(weights: Any) -> Any:
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "optimizer of one's own": (mlp, lambda: {"optimizer": MySGD(), "loss": LOGITS}, "by name"),
-    "loss scaling": (mlp, lambda: {"optimizer": keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD()), "loss": LOGITS}, "mixed_bfloat16"),
-    "a callable rate": (mlp, lambda: {"optimizer": keras.optimizers.SGD(lambda: 0.1),
-                                      "loss": LOGITS}, "learning rate"),
-    "a constraint of one's own": (lambda: keras.Sequential([
-        keras.Input((8,)), layers.Dense(3, kernel_constraint=odd)]), momentum, "constraint"),
-    "clipping what is accumulated": (mlp, lambda: momentum(
-        global_clipnorm=1.0, gradient_accumulation_steps=2), "leave one of them out"),
+    "loss scaling": (
+        mlp,
+        lambda: {
+            "optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+            "loss": LOGITS,
+        },
+        "mixed_bfloat16",
+    ),
+    "a callable rate": (
+        mlp,
+        lambda: {"optimizer": keras.optimizers.SGD(lambda: 0.1), "loss": LOGITS},
+        "learning rate",
+    ),
+    "a constraint of one's own": (
+        lambda: keras.Sequential([keras.Input((8,)), layers.Dense(3, kernel_constraint=odd)]),
+        momentum,
+        "constraint",
+    ),
+    "clipping what is accumulated": (
+        mlp,
+        lambda: momentum(global_clipnorm=1.0, gradient_accumulation_steps=2),
+        "leave one of them out",
+    ),
     "apply twice": (Twice, momentum, "twice"),
     "no apply": (Silent, momentum, "did not hand its gradients"),
     "weights written to": (Squeezing, momentum, "constraint"),
     "changed gradients": (Clipping, momentum, "changed the gradients"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(120)
@@ -647,8 +705,12 @@ def test_optimizer_state_changed_by_a_callback_is_refused(tmp_path: Path) -> Non
 
     x, y = digits(43)
     with pytest.raises(sg.UsageError, match=r"model.set_weights"):
-        train(mlp, momentum, {"x": x, "y": y, "epochs": 3, "callbacks": [Loading()]},
-              served(SYNC, 2, 1))  # fmt: skip
+        train(
+            mlp,
+            momentum,
+            {"x": x, "y": y, "epochs": 3, "callbacks": [Loading()]},
+            served(SYNC, 2, 1),
+        )
 
 
 @pytest.mark.timeout(120)
@@ -671,8 +733,13 @@ def test_masks_with_several_losses_are_refused() -> None:
     tokens = keras.Input((7,), dtype="int32")
     h = layers.Embedding(20, 6, mask_zero=True)(tokens)
     with served(SYNC, 2, 1).scope():
-        model = keras.Model(tokens, {"each": layers.Dense(4, name="each")(h),
-                                     "all": layers.Dense(1, name="all")(layers.LSTM(3)(h))})
+        model = keras.Model(
+            tokens,
+            {
+                "each": layers.Dense(4, name="each")(h),
+                "all": layers.Dense(1, name="all")(layers.LSTM(3)(h)),
+            },
+        )
         model.compile(optimizer="sgd", loss={"each": LOGITS, "all": "mse"})
     x = np.random.default_rng(0).integers(0, 20, (16, 7))
     with pytest.raises(sg.errors.StratagemError, match="several losses"):

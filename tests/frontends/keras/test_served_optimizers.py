@@ -13,9 +13,16 @@ from keras import layers, optimizers
 from keras.optimizers import schedules
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.state import assembly, keras_recipe
-from stratagem.state.partition import FixedShards, partition
-from stratagem.state.recipe import OptimizerRecipe, elementwise
+from stratagem.state import keras_recipe
+from stratagem.state.optimizer_recipe import OptimizerRecipe, elementwise
+from stratagem.state.partition import (
+    FixedShards,
+    assemble,
+    assemble_values,
+    cut,
+    cut_values,
+    partition,
+)
 from stratagem.state.store import Store
 
 MAKE: dict[str, Callable[[], Any]] = {
@@ -43,14 +50,16 @@ MAKE: dict[str, Callable[[], Any]] = {
 NEWER = {"muon": "Muon", "schedule-free": "ScheduleFreeAdamW"}
 MAKE |= {
     name: lambda kind=kind: getattr(optimizers, kind)(0.01)  # type: ignore[misc]
-    for name, kind in NEWER.items() if hasattr(optimizers, kind)
-}  # fmt: skip
+    for name, kind in NEWER.items()
+    if hasattr(optimizers, kind)
+}
 
 
 def variables(constraint: Any = None) -> list[Any]:
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((5,)), layers.Dense(7, kernel_constraint=constraint),
-                              layers.Dense(3)])  # fmt: skip
+    model = keras.Sequential(
+        [keras.Input((5,)), layers.Dense(7, kernel_constraint=constraint), layers.Dense(3)]
+    )
     return list(model.trainable_variables)
 
 
@@ -72,27 +81,25 @@ class Servers:
         whole = dict(enumerate(keras_recipe.states(optimizer, given)))
         values = [v.value.detach() for v in given]
         for store, part in zip(self.stores, self.parts, strict=True):
-            store.restore(
-                assembly.cut_values(values, part), assembly.cut(whole, part, self.shapes)
-            )
+            store.restore(cut_values(values, part), cut(whole, part, self.shapes))
 
     def step(self, grads: list[Any], rate: float = 1.0, unused: int | None = None) -> None:
         for store, part in zip(self.stores, self.parts, strict=True):
-            flat = assembly.cut_values(grads, part).clone()
+            flat = cut_values(grads, part).clone()
             used = None if unused is None else [p.variable != unused for p in part]
             if used is not None:
-                flat = assembly.cut_values(grads, [p for p in part if p.variable != unused])
+                flat = cut_values(grads, [p for p in part if p.variable != unused])
             store.apply_one(flat.clone(), 1.0, used, rate)
 
     def values(self) -> list[Any]:
         placed = [p for part in self.parts for p in part]
         values = {k: store.values for k, store in enumerate(self.stores)}
-        return assembly.assemble_values(placed, values, self.shapes)
+        return assemble_values(placed, values, self.shapes)
 
     def take_back(self, optimizer: Any) -> None:
         placed = [p for part in self.parts for p in part]
         states = [s for store in self.stores for s in store.snapshot().states]
-        whole = assembly.assemble(placed, states, self.shapes)
+        whole = assemble(placed, states, self.shapes)
         keras_recipe.restore(optimizer, self.given, [whole[i] for i in range(len(self.shapes))])
 
 
@@ -123,8 +130,11 @@ def test_servers_make_the_step_of_keras(name: str, count: int) -> None:
 
 def test_pieces_are_whole_where_the_step_looks_at_all_of_a_variable() -> None:
     given = variables()
-    for make, by_rows in [(lambda: optimizers.Adam(), True), (lambda: optimizers.Lamb(), False),
-                          (lambda: optimizers.SGD(clipnorm=1.0), False)]:  # fmt: skip
+    for make, by_rows in [
+        (lambda: optimizers.Adam(), True),
+        (lambda: optimizers.Lamb(), False),
+        (lambda: optimizers.SGD(clipnorm=1.0), False),
+    ]:
         assert elementwise(described(make(), given)) is by_rows
     assert not elementwise(described(optimizers.Adam(), variables("max_norm")))
 
@@ -188,25 +198,41 @@ class Mine(optimizers.SGD):
     pass
 
 
-@pytest.mark.parametrize("recipe", [
-    ("os", {}), ("Optimizer", {}), ("LossScaleOptimizer", {}), ("get", {}), ("SGD.__init__", {}),
-    ("SGD", {"learning_rate": {"name": "deserialize", "config": {}}}),
-    ("SGD", {"learning_rate": {"name": "LearningRateSchedule", "config": {}}}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ("os", {}),
+        ("Optimizer", {}),
+        ("LossScaleOptimizer", {}),
+        ("get", {}),
+        ("SGD.__init__", {}),
+        ("SGD", {"learning_rate": {"name": "deserialize", "config": {}}}),
+        ("SGD", {"learning_rate": {"name": "LearningRateSchedule", "config": {}}}),
+    ],
+    ids=str,
+)
 def test_a_server_makes_nothing_but_keras_own(recipe: Any) -> None:
     name, config = recipe
-    group = {"config": json.dumps({"learning_rate": 0.1, **config}), "about": json.dumps(
-        {"paths": ["a"], "constraints": [None], "decays": [True]}), "by_rows": True,
-        "variables": [0]}  # fmt: skip
+    group = {
+        "config": json.dumps({"learning_rate": 0.1, **config}),
+        "about": json.dumps({"paths": ["a"], "constraints": [None], "decays": [True]}),
+        "by_rows": True,
+        "variables": [0],
+    }
     told = OptimizerRecipe.from_json({"library": "keras", "name": name, "groups": [group]})
     with pytest.raises(UsageError, match="server can"):
         Store(partition([(2,)], 4, 1), [(2,)], torch.float32, told)
 
 
 def test_constraints_come_from_keras_alone() -> None:
-    group = {"config": json.dumps({"learning_rate": 0.1}), "about": json.dumps({
-        "paths": ["a"], "constraints": [{"name": "get", "config": {}}], "decays": [True]}),
-        "by_rows": False, "variables": [0]}  # fmt: skip
+    group = {
+        "config": json.dumps({"learning_rate": 0.1}),
+        "about": json.dumps(
+            {"paths": ["a"], "constraints": [{"name": "get", "config": {}}], "decays": [True]}
+        ),
+        "by_rows": False,
+        "variables": [0],
+    }
     told = OptimizerRecipe.from_json({"library": "keras", "name": "SGD", "groups": [group]})
     with pytest.raises(UsageError, match="server can"):
         Store(partition([(2,)], 4, 1), [(2,)], torch.float32, told)
@@ -214,8 +240,11 @@ def test_constraints_come_from_keras_alone() -> None:
 
 def test_what_a_server_cannot_make_is_not_described() -> None:
     given = variables()
-    for optimizer in (Mine(), optimizers.SGD(lambda: 0.1),
-                      optimizers.LossScaleOptimizer(optimizers.SGD())):  # fmt: skip
+    for optimizer in (
+        Mine(),
+        optimizers.SGD(lambda: 0.1),
+        optimizers.LossScaleOptimizer(optimizers.SGD()),
+    ):
         with pytest.raises(NotDistributable):
             keras_recipe.describe(optimizer, given)
     with pytest.raises(NotDistributable, match="constraint"):

@@ -29,12 +29,13 @@ FIT: dict[str, Any] = {"x": X, "y": Y, "batch_size": 8, "epochs": 2, "shuffle": 
 def strategies() -> Iterator[dict[str, sg.Strategy]]:
     central = sg.CentralStorageStrategy(cpus(2))
     yield {
-        "mirrored": strategy(2), "central": central,
+        "mirrored": strategy(2),
+        "central": central,
         "synchronous": served(sg.Synchronous(), 2, 1),
         "spares": served(sg.Synchronous(spares=1), 3, 1),
         "one worker": served(sg.Asynchronous(), 1, 1),
         "free": served(sg.Asynchronous(), 2, 1),
-    }  # fmt: skip
+    }
     central.close()
     close_served()
 
@@ -187,11 +188,18 @@ def alone(build: Any, rate: float = 0.1) -> dict[str, list[float]]:
     return train(build, lambda: compile(rate), FIT)[1]
 
 
-@pytest.mark.parametrize(("build", "where"), [
-    *((build, "mirrored") for build in EVERY), *((build, "synchronous") for build in EVERY),
-    (Trackers, "central"), (Guided, "central"), (Numbers, "spares"), (Guided, "one worker"),
-    (Numbers, "one worker"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [
+        *((build, "mirrored") for build in EVERY),
+        *((build, "synchronous") for build in EVERY),
+        (Trackers, "central"),
+        (Guided, "central"),
+        (Numbers, "spares"),
+        (Guided, "one worker"),
+        (Numbers, "one worker"),
+    ],
+)
 def test_the_history_is_that_of_one_device(build: Any, where: str, strategies: Any) -> None:
     _, history = train(build, compile, FIT, strategies[where])
     assert history_apart(alone(build), history) < 1e-5

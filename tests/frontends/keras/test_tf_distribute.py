@@ -34,12 +34,21 @@ ROOT = str(Path(sg.__file__).parent.parent)
 
 def start(script: str, index: int, addresses: list[str], **more: str) -> subprocess.Popen[str]:
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-    environ = {**os.environ, "TF_CONFIG": json.dumps(config), "PYTHONPATH": ROOT,
-               "KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1", **more}  # fmt: skip
+    environ = {
+        **os.environ,
+        "TF_CONFIG": json.dumps(config),
+        "PYTHONPATH": ROOT,
+        "KERAS_BACKEND": "torch",
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], env=environ, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def start_task(
@@ -47,15 +56,25 @@ def start_task(
 ) -> subprocess.Popen[str]:
     """A task of any job; a ps task needs no script."""
     config = {"cluster": cluster, "task": {"type": job, "index": index}}
-    environ = {**os.environ, "TF_CONFIG": json.dumps(config), "PYTHONPATH": ROOT,
-               "OMP_NUM_THREADS": "1", **more}  # fmt: skip
+    environ = {
+        **os.environ,
+        "TF_CONFIG": json.dumps(config),
+        "PYTHONPATH": ROOT,
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
     if script:
         environ["KERAS_BACKEND"] = "torch"
     else:
         environ.pop("KERAS_BACKEND", None)
     words = ["-c", textwrap.dedent(script)] if script else ["-m", "stratagem.ps"]
-    return subprocess.Popen([sys.executable, *words], env=environ, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 WORKER = """
@@ -220,13 +239,22 @@ SERVED = """
 """
 
 
+#: a server that waits less for a worker that lives and has not begun to train
+IMPATIENT = """
+    import runpy
+    from stratagem.servers import participants
+    participants.GATHERING = participants.BUSY = 3.0
+    runpy.run_module("stratagem.ps", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_parameter_servers_fit_evaluate_and_predict(tmp_path: Path) -> None:
     """TensorFlow: ValueError, pass this dataset to ClusterCoordinator. Two clients, one server."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
     cluster = {"worker": addresses[:2], "ps": addresses[2:]}
-    server = start_task("", "ps", 0, cluster)
+    server = start_task(IMPATIENT, "ps", 0, cluster)
     tasks = [start_task(SERVED, "worker", i, cluster, DONE=str(tmp_path)) for i in range(2)]
     said = []
     for task in tasks:
@@ -256,7 +284,7 @@ def test_central_storage_reports_what_one_device_reports(updates: Any) -> None:
         "optimizer": keras.optimizers.SGD(0.0 if updates != sg.Synchronous() else 0.1),
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         "metrics": ["accuracy"],
-    }  # fmt: skip
+    }
     fit = {"x": x, "y": y, "batch_size": 16, "epochs": 2}
     central = sg.CentralStorageStrategy(cpus(2), "cpu:0", updates=updates)
     try:
@@ -287,10 +315,14 @@ def test_a_missing_worker_is_named_and_sigterm_ends_the_wait() -> None:
 
 
 def dense(start: float = 1.0, **more: Any) -> Any:
-    return keras.Sequential([
-        keras.Input((1,)), layers.Dense(1, use_bias=False, **more,
-                                        kernel_initializer=keras.initializers.Constant(start)),
-    ])  # fmt: skip
+    return keras.Sequential(
+        [
+            keras.Input((1,)),
+            layers.Dense(
+                1, use_bias=False, **more, kernel_initializer=keras.initializers.Constant(start)
+            ),
+        ]
+    )
 
 
 def one_update(x: Any, y: Any, batch: int, replicas: int, **sgd: Any) -> float:
@@ -298,16 +330,27 @@ def one_update(x: Any, y: Any, batch: int, replicas: int, **sgd: Any) -> float:
     with strategy(replicas).scope():
         model = dense()
         model.compile(optimizer=keras.optimizers.SGD(**sgd), loss="mse")
-    model.fit(np.array(x, "float32")[:, None], np.array(y, "float32")[:, None], batch_size=batch,
-              shuffle=False, verbose=0)  # fmt: skip
+    model.fit(
+        np.array(x, "float32")[:, None],
+        np.array(y, "float32")[:, None],
+        batch_size=batch,
+        shuffle=False,
+        verbose=0,
+    )
     return float(model.get_weights()[0][0, 0])
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("op", [
-    sg.HierarchicalCopyAllReduce(), sg.ReductionToOneDevice(), sg.RingAllReduce(),
-    sg.SharedMemoryAllReduce(),
-], ids=lambda op: type(op).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "op",
+    [
+        sg.HierarchicalCopyAllReduce(),
+        sg.ReductionToOneDevice(),
+        sg.RingAllReduce(),
+        sg.SharedMemoryAllReduce(),
+    ],
+    ids=lambda op: type(op).__name__,
+)
 def test_every_operation_equals_the_plain_sum_of_three(op: Any) -> None:
     """TensorFlow's hierarchical copy drops the last of an odd number: 1 + 10 + 100 gives 11."""
     three = sg.MirroredStrategy(cpus(3), cross_device_ops=op)
@@ -423,9 +466,10 @@ def test_made_outside_the_scope(outside: str) -> None:
     fit = {"x": x, "y": x[:, :1], "batch_size": 7, "epochs": 2, "verbose": 0}
     build = lambda: keras.Sequential([keras.Input((8,)), layers.Dense(1)])  # noqa: E731
     alone, _ = train(
-        build, lambda: {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": "mse"},
+        build,
+        lambda: {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": "mse"},
         {k: v for k, v in fit.items() if k != "verbose"},
-    )  # fmt: skip
+    )
     keras.utils.set_random_seed(7)
     model = build() if outside != "optimizer" else None
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9) if outside != "model" else None
@@ -443,6 +487,8 @@ def test_two_strategies_in_one_process() -> None:
     fit = {"x": x, "y": x[:, :1], "batch_size": 7, "epochs": 2}
     build = lambda: keras.Sequential([keras.Input((8,)), layers.Dense(1)])  # noqa: E731
     compile = lambda: {"optimizer": "adam", "loss": "mse"}  # noqa: E731
-    results = [train(build, compile, fit, where)[0] for where in
-               (None, strategy(2), strategy(3), strategy(2))]  # fmt: skip
+    results = [
+        train(build, compile, fit, where)[0]
+        for where in (None, strategy(2), strategy(3), strategy(2))
+    ]
     assert all(apart(results[0], other) < 2e-6 for other in results[1:])

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stratagem.plan.simulate import simulate
-from stratagem.plan.simulation.faults import Cut, Fault, Kill, Stall
-from stratagem.plan.simulation.scenario import Run, Scenario, Work
+from stratagem.plan.simulation.scenario import Cut, Fault, Kill, Scenario, SimulatedRun, Stall, Work
 from stratagem.plan.simulation.spread import Constant, Lognormal, ShiftedExponential
 from stratagem.rules.updates import Asynchronous, Synchronous
 from stratagem.wire.simulated import Topology
@@ -16,12 +15,16 @@ from stratagem.wire.simulated import Topology
 pytestmark = pytest.mark.timeout(60)
 
 
-def steps(*faults: Fault, workers: int = 2, per_host: int = 1, **given: object) -> Run:
+def steps(*faults: Fault, workers: int = 2, per_host: int = 1, **given: object) -> SimulatedRun:
     """Fifty of a second each, and nothing travels; who is silent for ten seconds is given up."""
     usual: dict[str, object] = {
-        "workers": workers, "steps": 50, "work": Work(Constant(1.0)), "patience": 10.0,
-        "topology": Topology(1e9, per_host=per_host), "faults": faults,
-    }  # fmt: skip
+        "workers": workers,
+        "steps": 50,
+        "work": Work(Constant(1.0)),
+        "patience": 10.0,
+        "topology": Topology(1e9, per_host=per_host),
+        "faults": faults,
+    }
     return simulate(Scenario(**{**usual, **given}), trace=True)  # type: ignore[arg-type]
 
 
@@ -67,10 +70,13 @@ def test_no_process_joins_from_a_host_that_is_cut_off() -> None:
 
 @pytest.mark.parametrize(
     ("faults", "end"),
-    [((Stall(0, 5.5, 17.0),), 15.5), ((Stall(0, 5.5, 9.0), Stall(0, 13.5, 9.0)), 15.5),
-     ((Stall(1, 5.5, 9.0), Cut(0, 13.5, 9.0)), 15.5),
-     ((Stall(0, 5.5, 9.0), Stall(2, 13.5, 9.0)), 0)],
-)  # fmt: skip
+    [
+        ((Stall(0, 5.5, 17.0),), 15.5),
+        ((Stall(0, 5.5, 9.0), Stall(0, 13.5, 9.0)), 15.5),
+        ((Stall(1, 5.5, 9.0), Cut(0, 13.5, 9.0)), 15.5),
+        ((Stall(0, 5.5, 9.0), Stall(2, 13.5, 9.0)), 0),
+    ],
+)
 def test_silence_ends_a_circle(faults: tuple[Fault, ...], end: float) -> None:
     run = steps(*faults, workers=4, per_host=2, servers=0)
     assert bool(run.failure) == bool(end) and (not end or run.seconds == end)
@@ -96,25 +102,47 @@ def test_nothing_is_computed_while_a_worker_stands_still() -> None:
 NEAR = Topology(100.0, per_host=2, inside_rate=500.0)
 SCENES = {
     "spares": Scenario(
-        4, 40, Work(ShiftedExponential(0.5, 1.0), push=100.0), Topology(1000.0, 0.01),
-        Synchronous(spares=1), seed=3,
+        4,
+        40,
+        Work(ShiftedExponential(0.5, 1.0), push=100.0),
+        Topology(1000.0, 0.01),
+        Synchronous(spares=1),
+        seed=3,
     ),
     "ties": Scenario(4, 40, Work(Constant(1.0), push=100.0, update=0.2), NEAR, servers=2),
     "two on a host": Scenario(
-        4, 40, Work(ShiftedExponential(0.5, 1.0), push=100.0, update=0.2), NEAR, servers=2, seed=46
+        4,
+        40,
+        Work(ShiftedExponential(0.5, 1.0), push=100.0, update=0.2),
+        NEAR,
+        servers=2,
+        seed=46,
     ),
     "late ones stop": Scenario(
-        3, 40, Work(Lognormal(1.0, 0.5), push=400.0),
-        Topology(1000.0, 0.01, per_host=2, inside_rate=500.0), Synchronous(spares=2), seed=31,
+        3,
+        40,
+        Work(Lognormal(1.0, 0.5), push=400.0),
+        Topology(1000.0, 0.01, per_host=2, inside_rate=500.0),
+        Synchronous(spares=2),
+        seed=31,
     ),
     "asynchronous": Scenario(
-        4, 160, Work(Constant(0.1), push=1e6), Topology(1e8, 1e-3), Asynchronous(), servers=3
+        4,
+        160,
+        Work(Constant(0.1), push=1e6),
+        Topology(1e8, 1e-3),
+        Asynchronous(),
+        servers=3,
     ),
     "in pieces": Scenario(
-        4, 40, Work(Lognormal(0.1, 0.3), push=1e6, buckets=((0.5, 0.5), (0.5, 1.0))),
-        Topology(1e8, 1e-3), Synchronous(spares=1), servers=2,
+        4,
+        40,
+        Work(Lognormal(0.1, 0.3), push=1e6, buckets=((0.5, 0.5), (0.5, 1.0))),
+        Topology(1e8, 1e-3),
+        Synchronous(spares=1),
+        servers=2,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", [Kill(0, 1e9), Stall(0, 1e9, 1.0), Cut(0, 1e9, 1.0)], ids=str)

@@ -31,6 +31,12 @@ def test_of_the_headlines(way: str, workers: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(STUDIES / "headlines"))
     monkeypatch.delitem(sys.modules, "study", raising=False)
     study = import_module("study")
-    job = {"model": "translation", "way": way, "compute": "2016", "network": "2016",
-           "workers": workers, "gbit": 1600}  # fmt: skip
+    job = {
+        "model": "translation",
+        "way": way,
+        "compute": "2016",
+        "network": "2016",
+        "workers": workers,
+        "gbit": 1600,
+    }
     assert 0.97 * workers < study.one(job)["speedup"] <= workers * (1 + 1e-9)

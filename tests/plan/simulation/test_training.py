@@ -11,12 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.plan.simulation.faults import Kill
-from stratagem.plan.simulation.scenario import Scenario, Work
+from stratagem.plan.simulation.scenario import Kill, Scenario, Work
 from stratagem.plan.simulation.spread import Constant, Lognormal
-from stratagem.plan.simulation.training import Data, Trained, train
-from stratagem.rules.staleness import DelayCompensated, Drop, GapAware, LowerRate, Policy, ScaleDown
-from stratagem.rules.updates import Asynchronous, Synchronous, Updates
+from stratagem.plan.simulation.training import Data, TrainedRun, train
+from stratagem.rules.updates import (
+    Asynchronous,
+    DelayCompensated,
+    Drop,
+    GapAware,
+    LowerRate,
+    Policy,
+    ScaleDown,
+    Synchronous,
+    Updates,
+)
 from stratagem.wire.simulated import Topology
 
 SEED = 3
@@ -35,15 +43,23 @@ def data(epochs: int = 2) -> Data:
 
 def run(
     updates: Updates, workers: int = 3, servers: int = 1, make: object = None, **given: object
-) -> tuple[nn.Module, Trained]:
+) -> tuple[nn.Module, TrainedRun]:
     module = mlp()
-    optimizer = make(module.parameters()) if callable(make) else torch.optim.SGD(
-        module.parameters(), lr=0.1
-    )  # fmt: skip
+    optimizer = (
+        make(module.parameters())
+        if callable(make)
+        else torch.optim.SGD(module.parameters(), lr=0.1)
+    )
     scenario = Scenario(
-        workers, 1, Work(Lognormal(0.1, 0.5), push=1e5), Topology(1e8, 1e-4), updates, servers,
-        seed=SEED, **given,  # type: ignore[arg-type]
-    )  # fmt: skip
+        workers,
+        1,
+        Work(Lognormal(0.1, 0.5), push=1e5),
+        Topology(1e8, 1e-4),
+        updates,
+        servers,
+        seed=SEED,
+        **given,  # type: ignore[arg-type]
+    )
     return module, train(scenario, module, optimizer, F.cross_entropy, data())
 
 
@@ -82,7 +98,12 @@ def test_synchronous_is_one_device(workers: int, servers: int, make: object) -> 
 
 
 POLICIES: list[list[Policy]] = [
-    [], [ScaleDown()], [LowerRate()], [Drop(older_than=2)], [DelayCompensated()], [GapAware()]
+    [],
+    [ScaleDown()],
+    [LowerRate()],
+    [Drop(older_than=2)],
+    [DelayCompensated()],
+    [GapAware()],
 ]
 
 

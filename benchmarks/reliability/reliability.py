@@ -1,0 +1,225 @@
+"""What faults cost, and that they change nothing: the table of docs/reliability.md.
+
+    python benchmarks/reliability/reliability.py [--seeds 200] [--kills 100] [--write]
+
+Replicas are killed at random moments in real trainings, in float64, and what comes of it is
+compared with one device that nobody disturbs. Times depend on the machine; differences do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import stratagem as sg
+
+ROWS, BATCH, EPOCHS = 512, 64, 5
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
+
+
+class Pace(sg.callbacks.Callback):
+    """When each batch ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends.append(time.perf_counter())
+
+    def after(self, when: float) -> float | None:
+        """Seconds from then to the next finished batch."""
+        return next((end - when for end in self.ends if end > when), None)
+
+
+class Slow:
+    """A loss that takes a while, as a model of some size does."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return nn.functional.cross_entropy(output, target)
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    dice = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, 32, generator=dice)
+    return x, torch.randint(0, 10, (ROWS,), generator=dice)
+
+
+def train(strategy: Any, seconds: float, epochs: int = EPOCHS) -> tuple[list[torch.Tensor], Pace]:
+    torch.manual_seed(0)
+    with strategy.scope(check=False):
+        module = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10))
+        model = sg.Model(module)
+        model.compile(lambda p: torch.optim.Adam(p, lr=1e-2), Slow(seconds))
+    x, y = data()
+    pace = Pace()
+    model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[pace])
+    return [p.detach().clone() for p in module.parameters()], pace
+
+
+def kill_one(strategy: Any, dice: random.Random) -> float | None:
+    """Kill one that the strategy has started; when, or None if there is nobody just now."""
+    pool = strategy.replica_group._pool
+    try:
+        os.kill(dice.choice(pool.followers).pid, signal.SIGKILL)
+    except (AttributeError, IndexError, ProcessLookupError):
+        return None
+    return time.perf_counter()
+
+
+@contextmanager
+def killing(strategy: Any, dice: random.Random, pauses: Iterator[float]) -> Iterator[list[float]]:
+    """Kill after each of the pauses."""
+    over, kills = threading.Event(), []
+
+    def run() -> None:
+        for pause in pauses:
+            if over.wait(pause):
+                return
+            when = kill_one(strategy, dice)
+            if when is not None:
+                kills.append(when)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield kills
+    finally:
+        over.set()
+        thread.join()
+
+
+def distance(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
+
+
+def at_random(kind: str | None, replicas: int, seeds: int) -> list[str]:
+    """A kill at a random moment, once for each seed."""
+    seconds = 0.005
+    with closing(sg.MirroredStrategy(["cpu:0"])) as one:
+        expected, pace = train(one, seconds)
+    whole = pace.ends[-1] - pace.ends[0]
+    worst, waits, hit = 0.0, [], 0
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    with closing(sg.MirroredStrategy(devices, kind, elastic=True)) as strategy:
+        train(strategy, seconds)  # starts everybody
+        for seed in range(seeds):
+            dice = random.Random(seed)
+            with killing(strategy, dice, iter([dice.uniform(0, whole)])) as kills:
+                found, pace = train(strategy, seconds)
+            worst = max(worst, distance(found, expected))
+            hit += len(kills)
+            waits += [wait for when in kills if (wait := pace.after(when)) is not None]
+    name = f"SIGKILL at a random moment, {kind or 'shared memory'}, {replicas} replicas"
+    return [
+        f"| {name}: {seeds} seeds, {hit} killed | largest difference of a weight {worst:.1e} |",
+        f"| from the kill to the next finished step, {kind or 'shared memory'} | "
+        f"{_spread(waits)} |",
+    ]
+
+
+def many_kills(replicas: int, kills: int, seconds: float) -> list[str]:
+    """One kill every twenty steps of one long run."""
+    epochs = -(-kills * 20 * BATCH // ROWS)
+    with closing(sg.MirroredStrategy(["cpu:0"])) as one:
+        expected, _ = train(one, 0.0, epochs)
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    with closing(sg.MirroredStrategy(devices, elastic=True)) as strategy:
+        train(strategy, seconds, 1)
+        _, pace = train(strategy, seconds, EPOCHS)
+        step = (pace.ends[-1] - pace.ends[0]) / (len(pace.ends) - 1)
+        pauses = (20 * step for _ in range(kills))
+        with killing(strategy, random.Random(0), pauses) as done:
+            found, pace = train(strategy, seconds, epochs)
+    took = pace.ends[-1] - pace.ends[0]
+    rate = step * (len(pace.ends) - 1) / took
+    return [
+        f"| {len(done)} kills and joins in one run, a kill every 20 steps of {step * 1e3:.0f} ms | "
+        f"ends; {distance(found, expected):.1e}; {rate:.0%} of the undisturbed rate |"
+    ]
+
+
+def cost(replicas: int, rounds: int) -> list[str]:
+    """A step where nothing fails, elastic and not, in turns."""
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    lines = []
+    for kind, name in ((None, "shared memory"), ("ring", "ring")):
+        with (
+            closing(sg.MirroredStrategy(devices, kind)) as plain,
+            closing(sg.MirroredStrategy(devices, kind, elastic=True)) as elastic,
+        ):
+            took: dict[bool, list[float]] = {False: [], True: []}
+            for _ in range(rounds + 1):
+                for which, strategy in ((False, plain), (True, elastic)):
+                    _, pace = train(strategy, 0.008)
+                    gaps = [b - a for a, b in zip(pace.ends, pace.ends[1:], strict=False)]
+                    took[which].append(statistics.median(gaps))
+            ratios = [b / a for a, b in zip(took[False][1:], took[True][1:], strict=True)]
+        lines.append(
+            f"| the cost when nothing fails, {name}, {replicas} replicas, "
+            f"steps of {statistics.median(took[False]) * 1e3:.1f} ms | "
+            f"{statistics.median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to "
+            f"{max(ratios) - 1:+.1%}, {rounds} rounds) |"
+        )
+    return lines
+
+
+def _spread(seconds: list[float]) -> str:
+    if not seconds:
+        return "nobody was killed in time"
+    ordered = sorted(seconds)
+    ninety = ordered[int(0.9 * (len(ordered) - 1))]
+    return (
+        f"median {statistics.median(ordered):.2f} s, nine of ten within {ninety:.2f} s, "
+        f"all within {ordered[-1]:.2f} s"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into docs/reliability.md"
+    )
+    args = parser.parse_args()
+    logging.getLogger("stratagem").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    lines = ["| what | seen |", "| --- | --- |"]
+    for part in (
+        lambda: at_random(None, args.replicas, args.seeds),
+        lambda: at_random("ring", args.replicas, args.seeds),
+        lambda: many_kills(args.replicas, args.kills, 0.05),
+        lambda: cost(args.replicas, args.rounds),
+    ):
+        lines += part()
+        print("\n".join(lines[-2:]), flush=True)
+    if args.write:
+        text = PAGE.read_text()
+        before, rest = text.split(BEGIN)
+        _, after = rest.split(END)
+        PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

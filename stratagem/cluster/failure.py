@@ -1,0 +1,150 @@
+"""The first thing that went wrong in a job: to whom, how, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from stratagem import errors
+from stratagem.errors import (
+    ReplicaError,
+    ReplicaFailed,
+    ReplicaLost,
+    ReplicaStalled,
+    StratagemError,
+    UsageError,
+)
+
+Kind = Literal["died", "stalled", "late", "failed", "joined"]
+
+#: kinds after which a member is gone, but the others could go on
+DEPARTURES = ("died", "stalled", "late")
+
+DETAIL_BYTES = 64 << 10
+
+_TRACE = "Its traceback:"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member: ("worker 1", "10.0.0.2:2222") or ("replica 1", "cpu:1, pid 4711")."""
+
+    name: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.where})"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What happened to a member; `rank` is the rank through which the others know it.
+
+    That a task joins an elastic job is told the same way: whoever waits drops what it does.
+    """
+
+    rank: int
+    member: Member
+    kind: Kind
+    detail: str
+
+    def error(self) -> ReplicaError:
+        """Return the exception to raise on every member."""
+        make, text = _WORDS[self.kind]
+        return make(text.format(who=self.member, detail=self.detail), self.member.name)
+
+    def to_note(self) -> dict[str, object]:
+        """Write it for the other members."""
+        return {
+            "t": "trouble",
+            "rank": self.rank,
+            "name": self.member.name,
+            "where": self.member.where,
+            "kind": self.kind,
+            "detail": shorten(self.detail),
+        }
+
+    @classmethod
+    def from_note(cls, note: Mapping[str, object]) -> Failure:
+        """Read what another member wrote; ValueError if it is no trouble."""
+        rank, kind = note["rank"], note["kind"]
+        if not isinstance(rank, int) or kind not in _WORDS:
+            raise ValueError(f"no trouble of rank {rank!r} and kind {kind!r} is known")
+        member = Member(str(note["name"]), str(note["where"]))
+        return cls(rank, member, kind, shorten(str(note["detail"])))
+
+
+def shorten(detail: str) -> str:
+    """Keep the last 64 KiB: the end of a traceback says what was raised."""
+    data = detail.encode("utf-8", "replace")
+    if len(data) <= DETAIL_BYTES:
+        return data.decode()
+    return "[...]" + data[-DETAIL_BYTES:].decode("utf-8", "ignore")
+
+
+_WORDS: dict[Kind, tuple[type[ReplicaError], str]] = {
+    "died": (
+        ReplicaLost,
+        "{who} died: {detail}. The last lines of its own output say why; if there are none, it "
+        "was killed (out of memory? see `dmesg` there). Then start the job again.",
+    ),
+    "stalled": (
+        ReplicaStalled,
+        "{who} stopped answering: {detail}. Its process may be stopped (`kill -CONT` wakes it), "
+        "its machine swapping or down, or the network cut. Then start the job again.",
+    ),
+    "late": (
+        ReplicaStalled,
+        "{who} has not come to the step where others wait for it, {detail}, though it lives: a "
+        "loop of another length, slow data or a breakpoint there. `py-spy dump` shows where it is; "
+        "if it only needs longer, give the strategy patience=sg.Patience(step=...).",
+    ),
+    "joined": (
+        ReplicaLost,
+        "{who} joins the job: {detail}. The step is done again with it.",
+    ),
+    "failed": (
+        ReplicaFailed,
+        "{who} raised an exception, so the job ended everywhere. Mend the cause and start the job "
+        "again. What it raised there:\n\n{detail}",
+    ),
+}
+
+
+# --- errors on their way between tasks --------------------------------------------------------
+
+
+def server_lost(name: str, why: str = "") -> ReplicaLost:
+    """Return what to raise where a server has died."""
+    seen = f" ({why})" if why else ""
+    return ReplicaLost(
+        f"{name} is gone{seen}, and a share of the parameters with it, so the job ends. Its own "
+        "output says why; the last checkpoint is whole. Start the job again from there.",
+        name,
+    )
+
+
+def failed(name: str, text: str) -> ReplicaFailed:
+    """Return what to raise where a task raised an exception; `text` is its traceback, if any."""
+    seen = f"{_TRACE}\n\n{text}" if text.strip() else "See its output for the reason."
+    return ReplicaFailed(f"{name} raised an exception; the others were stopped. {seen}", name)
+
+
+def headline(error: ReplicaError) -> str:
+    """Return what to log of an error that will be raised as well: a traceback is needed once."""
+    return str(error).partition("\n")[0].removesuffix(f" {_TRACE}")
+
+
+def error_note(error: StratagemError) -> dict[str, str]:
+    """Write an error for another task."""
+    return {"error": type(error).__name__, "text": str(error), "who": getattr(error, "who", "")}
+
+
+def error_of(note: Mapping[str, object]) -> StratagemError:
+    """Read the error that another task wrote."""
+    kind = getattr(errors, str(note["error"]), UsageError)
+    if not (isinstance(kind, type) and issubclass(kind, StratagemError)):
+        kind = UsageError
+    text = str(note["text"])
+    return kind(text, str(note.get("who", ""))) if issubclass(kind, ReplicaError) else kind(text)

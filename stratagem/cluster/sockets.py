@@ -1,0 +1,163 @@
+"""From host:port to a socket, in calls that Ctrl-C can end; and what forks do with sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+import weakref
+from typing import TypeVar
+
+from stratagem.cluster.parsing import endpoint
+from stratagem.errors import ClusterError
+
+log = logging.getLogger("stratagem")
+
+RESOLVE = 10.0  # seconds that a name server may take
+
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address of another machine's
+
+_Found = list[tuple[socket.AddressFamily, tuple[object, ...]]]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether host:port can be reached from this machine only."""
+    host, _ = endpoint(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def resolve(address: str, limit: float = RESOLVE) -> _Found:
+    """Look up host:port; gaierror if the name is unknown, TimeoutError if nobody answers."""
+    host, port = endpoint(address)
+    with contextlib.suppress(socket.gaierror):
+        return _look_up(host, port, socket.AI_NUMERICHOST)
+    # getaddrinfo cannot be interrupted and may take half a minute: let a thread wait for it.
+    answers: queue.SimpleQueue[_Found | OSError] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(_look_up(host, port, 0))
+        except OSError as problem:
+            answers.put(problem)
+
+    threading.Thread(target=ask, name="stratagem-resolve", daemon=True).start()
+    try:
+        answer = answers.get(timeout=limit)
+    except queue.Empty:
+        raise TimeoutError(f"the name server did not say where {host} is") from None
+    if isinstance(answer, OSError):
+        raise answer
+    return answer
+
+
+def _look_up(host: str, port: int, flags: int) -> _Found:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, where) for family, _, _, _, where in found]
+
+
+def connect(address: str, limit: float) -> socket.socket:
+    """Connect to host:port within `limit` seconds; OSError of the last address tried."""
+    deadline = time.monotonic() + limit
+    problem: OSError = TimeoutError("timed out")
+    for family, where in resolve(address, limit):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(where)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if sock.getsockname() == sock.getpeername():
+                # A port of the ephemeral range that nobody listens on can meet itself.
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+            sock.settimeout(None)
+            return sock
+        except OSError as failed:
+            problem = failed
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+    raise problem
+
+
+def listen(address: str, who: str) -> socket.socket:
+    """Listen on the address of this task: on its own interface wherever it has one.
+
+    A loopback address, for which no secret was asked, is never widened to the other interfaces.
+    """
+    try:
+        return _bind(address)
+    except OSError as problem:
+        unknown = isinstance(problem, socket.gaierror | TimeoutError)
+        if is_loopback(address) or not (unknown or problem.errno in _NOT_HERE):
+            raise _cannot_listen(address, who, problem) from problem
+    _, port = endpoint(address)
+    log.warning(
+        "the address of %s, %s, is none of this machine's (behind NAT, in a container?): listening "
+        "on port %d of all its interfaces",
+        who,
+        address,
+        port,
+    )
+    try:
+        return socket.create_server(("", port), backlog=128)
+    except OSError as problem:
+        raise _cannot_listen(address, who, problem) from problem
+
+
+def _bind(address: str) -> socket.socket:
+    problem: OSError = socket.gaierror("unknown")
+    for family, where in resolve(address):
+        try:
+            return socket.create_server(where, family=family, backlog=128)
+        except OSError as failed:
+            if failed.errno not in _NOT_HERE:
+                raise
+            problem = failed
+    raise problem
+
+
+def _cannot_listen(address: str, who: str, problem: OSError) -> ClusterError:
+    _, port = endpoint(address)
+    if problem.errno == errno.EADDRINUSE:
+        return ClusterError(
+            f"{who} cannot listen on {address}: port {port} of this machine is already in use. End "
+            "what holds it (an earlier run of this job? `ss -ltnp` names it) or give the task "
+            "another port in the cluster."
+        )
+    return ClusterError(
+        f"{who} cannot listen on {address}: {problem.strerror or problem}. Give the task an "
+        "address and port of this machine that this user may open (1024 and above)."
+    )
+
+
+_Socket = TypeVar("_Socket", bound=socket.socket)
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def not_in_children(sock: _Socket) -> _Socket:
+    """Have every child forked from now on close its copy, without a word to the peer.
+
+    A child (a DataLoader's worker, say) that inherits a connection would hold it open after its
+    parent was killed, and the peer would not notice the death.
+    """
+    _sockets.add(sock)
+    return sock
+
+
+def _close_in_child() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

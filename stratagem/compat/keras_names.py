@@ -1,0 +1,64 @@
+"""Private names of Keras: every one that the package uses, and what it is needed for.
+
+As in `torch_names`: modules of `keras.src` are imported here alone, attributes are read where they
+are needed and listed here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional as Functional
+from keras.src.models.model import inject_functional_model_class as inject_functional_model_class
+from keras.src.utils import tracking
+from keras.src.utils.backend_utils import DynamicBackend as DynamicBackend
+
+#: where a name lies (tests/compat has one object of each kind), and why it is needed
+PRIVATE = {
+    "keras.src.models.functional.Functional": "the class of functional models, also subclassed",
+    "keras.src.models.model.inject_functional_model_class": "a subclass that is made functional",
+    "keras.src.utils.tracking.Tracker": "keys variables by identity, which another process lacks",
+    "keras.src.utils.backend_utils.DynamicBackend": "an object that pickles by its argument",
+    "DynamicBackend._backend": "an object that pickles by its argument",
+    "Layer._flatten_layers": "every layer of a model, with those inside of layers",
+    "Layer._losses": "losses that a layer has added",
+    "Layer._torch_params": "a second home of the variables, which is made again on demand",
+    "Layer._track_variables": "gives variables of a late build() to torch",
+    "Model._loss_tracker": "the metric that is the loss",
+    "Model._compile_metrics": "the metrics of compile(), before and after the first batch",
+    "CompileMetrics._user_metrics": "the metrics of compile() as the user gave them",
+    "CompileMetrics._user_weighted_metrics": "the metrics of compile() as the user gave them",
+    "Evaluated._eval_epoch_iterator": "what fit keeps between its evaluations",
+    "MeanMetric._fn": "the function inside of a metric: whether it is Keras' own",
+    "Masked._keras_mask": "which elements of an output count in a loss",
+    "Model._symbolic_build": "is given the data's iterator by fit, before callbacks begin",
+    "Iterator._enumerate_iterator": "an epoch's batches, of which a backup leaves out those seen",
+    "Backup._save_model": "what a backup saves",
+    "Backup._load_model": "what a backup restores, weights and epoch",
+    "Backup._weights_path": "the file that it restores",
+    "Backup._training_metadata_path": "the file that it restores",
+    "Backup._current_epoch": "what a backup counts with, so that it goes on counting",
+    "Backup._last_batch_seen": "what a backup counts with, so that it goes on counting",
+    "Backup._batches_seen_since_last_saving": "what a backup counts with",
+    "Optimizer._iterations": "the number of steps, settable",
+    "Optimizer._learning_rate": "the variable, or the schedule, of the learning rate",
+    "Optimizer._variables": "the list of all variables, which is no state by variable",
+    "Optimizer._trainable_variables": "the variables that the optimizer was built for, in order",
+    "Optimizer._trainable_variables_indices": "their places by identity, made anew elsewhere",
+    "Optimizer._get_variable_index": "the place of a variable's state",
+    "Optimizer._momentums": "Adam's first moments",
+    "Optimizer._velocities": "Adam's second moments",
+    "Optimizer._parallel_update_step": "the step that the fused Adam replaces",
+    "Optimizer._apply_weight_decay": "decays on a server the variables that the user's would",
+    "Optimizer._use_weight_decay": "which variables are decayed",
+    "Optimizer._get_current_learning_rate": "another rate for one step on a server",
+    "Optimizer._update_model_variables_moving_average": "averages where no gradient came",
+    "Optimizer._overwrite_model_variables_with_average_value": "averages where no gradient came",
+}
+
+Tracker: Any = tracking.Tracker
+#: the lists, dicts and sets in which Keras notices what is put in
+COLLECTIONS = tuple(kind for name, kind in vars(tracking).items() if name.startswith("Tracked"))
+SAVEABLE: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "KerasSaveable")
+OPTIMIZER: Any = next(c for c in keras.Optimizer.__mro__ if c.__name__ == "BaseOptimizer")

@@ -1,0 +1,154 @@
+"""Private names of torch: every one that the package uses, and what it is needed for.
+
+Functions and classes are called through this module. Attributes of objects are read where they
+are needed, and listed here; `tests/compat` fails for a private name that is not listed, and for
+each listed name that the installed torch does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.nn.modules import module as every_module
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+__all__ = ["BatchNorm", "NormBase", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "pytree"]
+
+#: where a name lies (tests/compat has one object of each kind), and why it is needed
+PRIVATE = {
+    "Tensor._version": "counts writes in place: whether a tensor was changed since",
+    "Tensor._backward_hooks": "hooks of the user on a gradient that is put together elsewhere",
+    "Tensor._post_accumulate_grad_hooks": "hooks of the user, and ours, on finished gradients",
+    "SparseTensor._indices": "rows of a sparse gradient that is not coalesced",
+    "SparseTensor._values": "values of a sparse gradient that is not coalesced",
+    "Module._parameters": "what a module holds itself, without the modules in it",
+    "Module._buffers": "what a module holds itself, without the modules in it",
+    "Module._modules": "what a module holds itself, by attribute",
+    "Module._forward_hooks": "whether code of the user runs around a layer's forward",
+    "Module._forward_pre_hooks": "the same; torch's older spectral norm lies there, too",
+    "Module._backward_hooks": "whether code of the user runs around a layer's backward",
+    "Module._backward_pre_hooks": "whether code of the user runs around a layer's backward",
+    "StateDict._extra_state": "how state_dict names what get_extra_state returns",
+    "torch.nn.modules.module._global_forward_hooks": "hooks of the user on every module",
+    "torch.nn.modules.module._global_forward_pre_hooks": "hooks of the user on every module",
+    "torch.nn.modules.module._global_backward_hooks": "hooks of the user on every module",
+    "torch.nn.modules.module._global_backward_pre_hooks": "hooks of the user on every module",
+    "torch.nn.modules.batchnorm._BatchNorm": "the class of all batch norms",
+    "torch.nn.modules.batchnorm._NormBase": "the class of all norms with running statistics",
+    "torch.nn.utils.parametrize._inject_new_class": "parametrized modules in another process",
+    "torch.nn.utils.parametrize._inject_property": "parametrized modules in another process",
+    "Optimizer._optimizer_step_pre_hooks": "hooks of the user on steps that are made elsewhere",
+    "Optimizer._optimizer_step_post_hooks": "hooks of the user on steps that are made elsewhere",
+    "ScheduledStep._wrapped_by_lr_sched": "a step() that a scheduler has replaced, not the user",
+    "torch._foreach_copy_": "copies many tensors in one call",
+    "torch._foreach_norm": "norms of many tensors in one call",
+    "torch._fused_adam_": "Keras' Adam in one pass over memory",
+    "torch._C._current_graph_task_id": "whether a forward runs again inside of backward",
+    "torch._C._will_engine_execute_node": "whether this backward adds to a parameter's gradient",
+    "torch.autograd.graph._get_grad_fn_or_grad_acc": "the node that adds to a gradient",
+    "torch.autograd.Variable._execution_engine": "calls us when a backward pass has ended",
+    "Node._input_metadata": "the shape of what a node of the graph has computed",
+    "LossNode._saved_reduction": "whether a loss function was a mean or a sum",
+    "LossNode._saved_self": "what a loss function was given",
+    "LossNode._saved_target": "what a loss function was given",
+    "LossNode._saved_total_weight": "what a cross entropy was divided by",
+    "ProductNode._saved_other": "the number that a loss was multiplied with",
+    "SumNode._saved_dim": "along which axes a sum or a mean goes",
+    "SumNode._saved_self_sym_sizes": "the shape that a sum or a mean was taken of",
+    "IndexNode._saved_indices": "which rows were picked out of a batch",
+    "torch._ops": "operators travel to other processes by name",
+    "OpOverload._schema": "what an operator is called, and which arguments it writes to",
+    "OpOverload._overloadname": "operators travel to other processes by name",
+    "OpOverloadPacket._qualified_op_name": "operators travel to other processes by name",
+    "torch.ops.aten._fused_dropout": "an operator that draws random numbers",
+    "torch.ops.aten._sample_dirichlet": "an operator that draws random numbers",
+    "torch.ops.aten._standard_gamma": "an operator that draws random numbers",
+    "torch.utils._pytree": "the tensors inside of what a module is given and returns",
+    "torch.utils._python_dispatch": "sees every operator of a run that must leave no trace",
+    "torch.distributed.ProcessGroupGloo._Options": "a Gloo group on a chosen network device",
+    "GroupOptions._timeout": "how long a collective may take",
+    "GroupOptions._devices": "a Gloo group on a chosen network device",
+}
+
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def has_global_hooks() -> bool:
+    """Whether a hook is called for every module there is."""
+    return bool(
+        every_module._global_forward_hooks
+        or every_module._global_forward_pre_hooks
+        or every_module._global_backward_hooks
+        or every_module._global_backward_pre_hooks
+    )
+
+
+def parametrized(original: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """An empty module of that class, with computed tensors of these names."""
+    module = original.__new__(original)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target."""
+    torch._foreach_copy_(targets, sources)
+
+
+def norms(tensors: list[Tensor], order: float) -> list[Tensor]:
+    """Return the norm of each tensor."""
+    return list(torch._foreach_norm(tensors, order))
+
+
+def fused_adam(*tensors: list[Tensor], **settings: Any) -> None:
+    """Make a step of Adam in one pass: params, grads, averages, squares, maxima, step counts."""
+    torch._fused_adam_(*tensors, **settings)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+def accumulator(param: Tensor) -> Any:
+    """Return the node of the graph that adds to `param.grad`."""
+    return torch.autograd.graph._get_grad_fn_or_grad_acc(param)
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass under way runs a node; raises RuntimeError in autograd.grad."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call a function when the backward pass under way has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def gloo_options(timeout: timedelta, device: Any) -> Any:
+    """Return the options of a Gloo group on one network device."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout, options._devices = timeout, [device]
+    return options
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Return the options of an NCCL group."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options

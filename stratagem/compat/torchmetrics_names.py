@@ -1,0 +1,17 @@
+"""Private names of torchmetrics that the package uses, and what each is needed for.
+
+All are attributes, read where they are needed; `tests/compat` fails for one that is not listed.
+"""
+
+from __future__ import annotations
+
+#: where a name lies (tests/compat has one object of each kind), and why it is needed
+PRIVATE = {
+    "Metric._defaults": "which states a metric has declared, and so which replicas can join",
+    "Metric._computed": "the value of before, which is another with the other replicas' states",
+    "Metric._to_sync": "keeps compute() from syncing by itself",
+    "Metric._should_unsync": "keeps compute() from forgetting the other replicas' states",
+    "Metric._is_synced": "whether there is something to undo",
+    "Metric._reductions": "how states of several replicas become one, after a restart on fewer",
+    "Metric._update_count": "a metric that counted nothing itself, and holds others' states",
+}

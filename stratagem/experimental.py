@@ -1,0 +1,37 @@
+"""Names that tf.distribute has under `experimental`, which people type after a book."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stratagem import CentralStorageStrategy as CentralStorageStrategy
+    from stratagem import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from stratagem import ParameterServerStrategy as ParameterServerStrategy
+    from stratagem.strategies.mirrored import CollectiveCommunication as CollectiveCommunication
+
+_STRATEGIES = ["CentralStorageStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy"]
+__all__ = ["CollectiveCommunication", *_STRATEGIES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _STRATEGIES:
+        import stratagem
+
+        return getattr(stratagem, name)
+    if name == "CollectiveCommunication":
+        from stratagem.strategies.mirrored import CollectiveCommunication
+
+        return CollectiveCommunication
+    if name == "TPUStrategy":
+        from stratagem.errors import UsageError
+
+        raise UsageError(
+            "there is no TPUStrategy yet: TPUs are not supported. sg.MirroredStrategy trains on "
+            "GPUs and CPUs of one machine, sg.MultiWorkerMirroredStrategy on those of several."
+        )
+    raise AttributeError(f"module 'stratagem.experimental' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

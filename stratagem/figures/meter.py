@@ -1,0 +1,123 @@
+"""Where the time of this process goes: counters that whoever waits, loads or sends adds to.
+
+    wait    for other replicas, or for a ticket of the servers
+    load    drawing batches from the dataset
+    link    bringing gradients to the servers, and values back
+    bytes   handed over to be sent or added up
+
+They only grow. Whoever counts steps (`training/step_figures.py`) looks at the differences; what is
+left of a step's time is computing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Meter:
+    """The counters, in seconds and bytes. One thread trains; a lost addition would do no harm."""
+
+    __slots__ = (
+        "bytes",
+        "doing",
+        "generation",
+        "is_loading",
+        "link",
+        "load",
+        "passes",
+        "pushes",
+        "since",
+        "staleness",
+        "wait",
+    )
+
+    def __init__(self) -> None:
+        self.wait = self.load = self.link = 0.0
+        self.bytes = 0
+        #: gradients that were pushed to servers, and how many updates each was behind, added up
+        self.pushes = self.staleness = 0
+        #: how often the membership has changed
+        self.generation = 0
+        #: how often an epoch has begun: what came between is no part of a step
+        self.passes = 0
+        #: what the process is in the midst of, "wait" or "load", and since when
+        self.doing, self.since = "", 0.0
+        self.is_loading = False
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Time what draws a batch; what waits inside of it is waiting."""
+        if self.is_loading:  # a loader inside a loader
+            yield
+            return
+        before, started = self._begin_load()
+        try:
+            yield
+        finally:
+            self._end_load(before, started)
+
+    def next_of(self, source: Iterator[T], nothing: object) -> T | object:
+        """The next batch of a source, or `nothing`, with the time that drawing it takes counted."""
+        if self.is_loading:
+            return next(source, nothing)
+        before, started = self._begin_load()  # as `loading`, in a third of its time
+        try:
+            return next(source, nothing)
+        finally:
+            self._end_load(before, started)
+
+    def _begin_load(self) -> tuple[float, float]:
+        started = time.perf_counter()
+        self.is_loading, self.doing, self.since = True, "load", started
+        return self.wait, started
+
+    def _end_load(self, before: float, started: float) -> None:
+        self.load += time.perf_counter() - started - (self.wait - before)
+        self.is_loading, self.doing = False, ""
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Time what brings tensors to servers, or from them."""
+        before, started = self.wait, time.perf_counter()
+        try:
+            yield
+        finally:
+            self.link += time.perf_counter() - started - (self.wait - before)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time a wait for others."""
+        started = self.begin_wait()
+        try:
+            yield
+        finally:
+            self.end_wait(started)
+
+    def begin_wait(self) -> float:
+        """A wait begins; returns when."""
+        self.doing, self.since = "wait", time.perf_counter()
+        return self.since
+
+    def end_wait(self, started: float) -> None:
+        """The wait that began then is over."""
+        self.wait += time.perf_counter() - started
+        self.doing = ""
+
+
+#: of this process
+METER = Meter()
+
+
+def loading(batches: Iterable[T]) -> Iterator[T]:
+    """The same batches, with the time that drawing them takes counted."""
+    METER.passes += not METER.is_loading
+    nothing = object()
+    with METER.loading():
+        source = iter(batches)
+    while (item := METER.next_of(source, nothing)) is not nothing:
+        yield item  # type: ignore[misc]

@@ -1,0 +1,138 @@
+"""What callbacks remember, as plain values that others of their kind go on from.
+
+A callback says it itself by `state_dict` and `load_state_dict`; else it is the plain attributes
+that it has: numbers, words, switches, None, tensors, and lists, tuples and dicts of them. What has
+these two methods among its attributes (a scheduler of torch) is asked by them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stratagem.frontends.callbacks import Callback, Progress
+
+log = logging.getLogger("stratagem")
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_GIVEN = ("model", "params")
+_NOT = object()
+
+
+class CallbackStates:
+    """What some callbacks have come to remember since their training began.
+
+    What they were made with is not of it: `EarlyStopping(patience=5)` after a restart means 5,
+    whatever it was before.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = [each for each in callbacks if not isinstance(each, Progress)]
+        self._begun = [_state(each) for each in self._callbacks]
+
+    def saved(self) -> list[dict[str, Any]]:
+        """Return what each of them remembers, by its kind."""
+        return [
+            {
+                "kind": type(each).__name__,
+                "state": {k: v for k, v in _state(each).items() if not _alike(begun.get(k), v)},
+            }
+            for each, begun in zip(self._callbacks, self._begun, strict=True)
+        ]
+
+    def load(self, saved: Sequence[dict[str, Any]]) -> None:
+        """Have each go on from what the one of its kind remembered; the first from the first."""
+        left = list(saved)
+        for callback in self._callbacks:
+            kind = type(callback).__name__
+            found = next((i for i, each in enumerate(left) if each["kind"] == kind), None)
+            if found is None:
+                log.warning("the checkpoint knows of no callback %s; it begins anew", kind)
+            else:
+                _load(callback, left.pop(found)["state"])
+        for each in left:
+            log.warning("the checkpoint has a state of %s, which is not here", each["kind"])
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return bool(a == b)
+
+
+def _has_own(obj: Any) -> bool:
+    apart = isinstance(obj, nn.Module | torch.optim.Optimizer | type)
+    return not apart and all(
+        callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def _state(obj: Any) -> dict[str, Any]:
+    if _has_own(obj):
+        return {"own": _plain_parts(obj.state_dict())}
+    found = {name: _member(value) for name, value in vars(obj).items() if name not in _GIVEN}
+    return {name: value for name, value in found.items() if value is not _NOT}
+
+
+def _plain_parts(own: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: _copied(value) for name, value in own.items()}
+    return {name: value for name, value in found.items() if value is not _NOT}
+
+
+def _member(value: Any) -> Any:
+    if _has_own(value) or _is_ours(value):
+        return {"of": _state(value)}
+    copied = _copied(value)
+    return _NOT if copied is _NOT else {"is": copied}
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether it is a part of one of our own callbacks."""
+    kind = type(value)
+    return kind.__module__ == Callback.__module__ and not isinstance(value, Callback | type)
+
+
+def _load(obj: Any, state: dict[str, Any]) -> None:
+    if "own" in state:
+        obj.load_state_dict(copy.deepcopy(state["own"]))
+        return
+    for name, value in state.items():
+        if "is" in value:
+            setattr(obj, name, value["is"])
+        elif hasattr(obj, name):
+            _load(getattr(obj, name), value["of"])
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a plain value; `_NOT` of anything else."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        parts = {key: _copied(each) for key, each in value.items() if type(key) in _PLAIN}
+        whole = len(parts) == len(value) and _NOT not in _identities(parts.values())
+        return parts if whole else _NOT
+    if type(value) in (list, tuple):
+        inside = [_copied(each) for each in value]
+        return _NOT if _NOT in _identities(inside) else type(value)(inside)
+    return _NOT
+
+
+def _identities(values: Any) -> list[Any]:
+    """The same, but nothing that compares by its elements."""
+    return [None if isinstance(each, Tensor) else each for each in values]

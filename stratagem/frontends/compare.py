@@ -1,0 +1,245 @@
+"""What a few rows gave as one batch, against what shares of them gave: the same, to rounding?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import NotDistributable
+
+LOSS = "the loss"
+_OTHERWISE = "use one device, or skip this check (check=False) where that is meant."
+
+
+#: how much more than the rounding that was seen is taken for rounding
+_MARGIN = 20
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may do: to a tensor, to a gradient beside larger ones, and to the loss."""
+
+    own: float
+    beside: float
+    loss: float
+    #: of any gradient, absolutely
+    noise: float = 0.0
+
+    @classmethod
+    def of(cls, device: torch.device, epsilon: float) -> Tolerance:
+        """Where the coarsest numbers round by `epsilon`, relatively.
+
+        Honest float32 models, as they were made, differ between a batch and its shares by 1.2e-6
+        at most on a CPU: 40 layers with norms; 12 of a transformer 4.4e-7, LSTMs over 256 steps,
+        sums of 4096 and 12 convolutions less; gradients by 6e-7. Those of float64 by 1.6e-15.
+        """
+        if epsilon > 1e-4:
+            return cls(5e-2, 5e-2, 5e-2)
+        if epsilon < 1e-12:
+            return cls(1e-9, 1e-9, 1e-9)
+        if device.type != "cpu" or torch.get_float32_matmul_precision() != "highest":
+            return cls(1e-2, 1e-3, 1e-2)  # it may multiply with 10 bits of a float's 23 (TF32)
+        return cls(3e-5, 1e-5, 3e-5)
+
+    @property
+    def floor(self) -> float:
+        """For what is almost nothing."""
+        return min(1e-6, self.own / _MARGIN)
+
+    def widened(self, plain: Result, disturbed: Result) -> Tolerance:
+        """By what rounding does here: one result, and what it is if all on the way is rounded
+        otherwise."""
+        outputs = [
+            float((_plain(a) - _plain(b)).abs().max() / _plain(a).abs().max().clamp(min=1e-300))
+            for a, b in zip(plain.outputs, disturbed.outputs, strict=True)
+            if isinstance(a, Tensor) and a.numel() and a.shape == b.shape
+        ]
+        pairs = list(zip(plain.gradients, disturbed.gradients, strict=True))
+        gradients = [_norm(_difference(a, [] if b is None else [b])) for a, b in pairs]
+        losses = abs(plain.loss - disturbed.loss) / (abs(plain.loss) or 1.0)
+        return replace(
+            self,
+            own=max(self.own, *(_MARGIN * each for each in outputs), 0.0),
+            loss=max(self.loss, _MARGIN * losses),
+            noise=_MARGIN * max(gradients, default=0.0),
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one run."""
+
+    outputs: Sequence[Any]
+    gradients: Sequence[Tensor | None]
+    loss: float
+
+
+def agree(
+    compare: Callable[[Tolerance], None], tolerance: Tolerance, wider: Callable[[], Tolerance]
+) -> None:
+    """Compare; where that fails, once more by what rounding does to these very numbers: near a
+    minimum, say, gradients are the differences of numbers that are almost equal."""
+    try:
+        compare(tolerance)
+    except NotDistributable:
+        compare(wider())
+
+
+def compare_outputs(
+    verb: str, whole: list[Any], parts: list[list[Any]], tolerance: Tolerance, sizes: list[int]
+) -> None:
+    """Raise if a row's output is another one without the other rows."""
+    told = f"rows of a batch go to several replicas, so they would {verb} something else than one"
+    for leaf, *shares in zip(whole, *parts, strict=True):
+        if not isinstance(leaf, Tensor) or not all(isinstance(each, Tensor) for each in shares):
+            continue
+        axes = _row_axes(leaf, shares)
+        if len(axes) > 1 and leaf.shape[axes[0]]:
+            raise NotDistributable(
+                f"an output of the model compares rows with each other: it has the shape "
+                f"{tuple(leaf.shape)} for {sum(sizes)} rows, and {tuple(shares[0].shape)} for "
+                f"{sizes[0]} of them; {told} device; return what belongs to each row, and have "
+                f"nothing look at other rows, {_OTHERWISE}"
+            )
+        apart = _apart(leaf, shares, axes[0], tolerance) if len(axes) == 1 else 0.0
+        if apart and not _only_moved(leaf, shares, axes[0], tolerance):
+            raise NotDistributable(
+                f"the model's outputs for a row depend on the other rows of the batch (they differ "
+                f"by up to {apart:.3g} between {sum(sizes)} rows at once and shares of "
+                f"{' and '.join(map(str, sizes))}); {told} device; have layers look at each row by "
+                "itself (BatchNorm is exact over replicas with sync_batchnorm=True), "
+                f"{_OTHERWISE}"
+            )
+
+
+def _only_moved(leaf: Tensor, shares: list[Tensor], axis: int, tolerance: Tolerance) -> bool:
+    """Whether it is the order of rows that differs, as that of a trial's permutation does."""
+    return not _apart(leaf.flip(axis), [each.flip(axis) for each in shares], axis, tolerance)
+
+
+def _row_axes(leaf: Tensor, shares: Sequence[Tensor]) -> list[int]:
+    """Along which the shares make up the whole."""
+    if len({each.dim() for each in (leaf, *shares)}) > 1:
+        return []
+    lengths = [sum(each.shape[axis] for each in shares) for axis in range(leaf.dim())]
+    return [axis for axis, length in enumerate(lengths) if length == leaf.shape[axis]]
+
+
+def in_place(
+    whole: Sequence[Tensor | None], parts: list[list[Tensor | None]]
+) -> list[list[Tensor | None]]:
+    """Gradients of the shares' outputs as parts of that of the whole's, so that they add up."""
+    found: list[list[Tensor | None]] = [[] for _ in parts]
+    for leaf, *shares in zip(whole, *parts, strict=True):
+        given = [each for each in shares if each is not None]
+        axes = _row_axes(leaf, given) if leaf is not None and len(given) == len(parts) else []
+        start = 0
+        for column, each in zip(found, shares, strict=True):
+            if leaf is None or each is None or not axes:
+                column.append(each)
+                continue
+            placed = torch.zeros_like(leaf)
+            corner = placed.narrow(axes[0], start, each.shape[axes[0]])
+            corner[tuple(slice(length) for length in each.shape)] = each
+            column.append(placed)
+            start += each.shape[axes[0]]
+    return found
+
+
+def _apart(leaf: Tensor, shares: list[Tensor], axis: int, tolerance: Tolerance) -> float:
+    """By how much shares differ from the whole, where that is more than rounding; else 0."""
+    start, worst, size = 0, 0.0, 0.0
+    for each in shares:
+        same = leaf.narrow(axis, start, each.shape[axis])
+        start += each.shape[axis]
+        for other in range(leaf.dim()):  # padded to the longest row, which a share may not have
+            length = min(same.shape[other], each.shape[other])
+            same, each = same.narrow(other, 0, length), each.narrow(other, 0, length)
+        if same.numel():
+            ours, theirs = _plain(same), _plain(each)
+            worst = max(worst, float((ours - theirs).abs().max()))
+            size = max(size, float(ours.abs().max()))
+    if worst != worst or size in (float("inf"), float("nan")):
+        return 0.0  # training has gone wrong in another way
+    return worst if worst > tolerance.own * size + tolerance.floor else 0.0
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    kind = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().to("cpu", kind)
+
+
+def compare_loss(
+    whole: float, together: float, size: float, tolerance: Tolerance, sizes: list[int]
+) -> None:
+    """Raise unless the shares' losses add up."""
+    if is_same(whole, together, size, tolerance):
+        return
+    raise NotDistributable(
+        f"the loss is not the mean over the rows: {whole:.6g} for {sum(sizes)} rows, and "
+        f"{together:.6g} from shares of {' and '.join(map(str, sizes))}; it compares rows with "
+        "each other, or divides by something else than their number, so the shares of replicas do "
+        'not add up to the loss of one device; return a value for each row (reduction="none") that '
+        "depends on no other row, give outputs and targets the same shape, use a loss that counts "
+        f'its targets, such as "cross_entropy", {_OTHERWISE}'
+    )
+
+
+def is_same(whole: float, together: float, size: float, tolerance: Tolerance) -> bool:
+    """Whether two losses are one; `size`: of the largest that was added up."""
+    apart = abs(whole - together)
+    return apart != apart or apart <= tolerance.loss * max(abs(whole), size) + tolerance.floor
+
+
+def refuse_sum(what: str, sizes: list[int]) -> NoReturn:
+    raise NotDistributable(
+        f"{what} is a sum over the rows, or has one in it, so it grows with their number: that of "
+        f"{sum(sizes)} rows at once is not the mean of those of {' and '.join(map(str, sizes))}, "
+        "which is what replicas take; divide by the number of rows (ops.mean for ops.sum), use one "
+        f'of Keras\' losses with reduction="sum", which stays exact, {_OTHERWISE}'
+    )
+
+
+def compare_gradients(
+    what: str,
+    whole: Sequence[Tensor | None],
+    parts: list[list[Tensor | None]],
+    tolerance: Tolerance,
+    sizes: list[int],
+) -> None:
+    """Raise unless the shares' gradients add up; `what` they are of."""
+    norms = [sum(_norm(each) for each in column) for column in zip(*parts, strict=True)]
+    everything = sum(norm**2 for norm in norms) ** 0.5
+    for each, norm, *shares in zip(whole, norms, *parts, strict=True):
+        given = [part for part in shares if part is not None]
+        apart = _norm(_difference(each, given))
+        rounding = tolerance.own * norm + tolerance.beside * everything + tolerance.noise
+        if apart > rounding + 1e-30:
+            raise NotDistributable(
+                f"{what} depends for a row on the other rows of the batch: the gradient of "
+                f"{sum(sizes)} rows at once is not that of shares of "
+                f"{' and '.join(map(str, sizes))} together, so replicas, which share a batch, "
+                "would train something else than one device; compute it for each row by itself "
+                f"and take the mean, {_OTHERWISE}"
+            )
+
+
+def _difference(whole: Tensor | None, parts: list[Tensor]) -> Tensor | None:
+    left = whole
+    for part in parts:
+        left = -part if left is None else left - part
+    return left
+
+
+def _norm(gradient: Tensor | None) -> float:
+    if gradient is None:
+        return 0.0
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    kind = torch.float32 if gradient.dtype.itemsize < 4 else None
+    norm = float(torch.linalg.vector_norm(gradient.detach(), dtype=kind))
+    return norm if norm < float("inf") else 0.0

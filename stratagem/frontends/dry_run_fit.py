@@ -1,0 +1,123 @@
+"""The first batch of a `fit`, handed over to whoever plans instead of training."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.data.shares import count_rows
+from stratagem.errors import UsageError
+from stratagem.frontends.adapter import TorchAdapter
+from stratagem.frontends.callback_list import CallbackList
+from stratagem.frontends.callbacks import History
+from stratagem.frontends.fit import fit
+from stratagem.frontends.fit_job import Fit
+from stratagem.frontends.metrics import MetricSet
+from stratagem.frontends.recipe import Recipe
+from stratagem.frontends.sources import ArraySource, Portion, Source, rows_at
+from stratagem.strategies.strategy import Strategy
+from stratagem.training import dry_run
+from stratagem.training.devices import place
+from stratagem.training.replica import Replica, alone, current_replica
+
+_EPOCHS = 4  # the first of them warms up
+
+
+def rehearse(
+    module: nn.Module, optimizer: Optimizer, recipe: Recipe, source: Source, strategy: Strategy
+) -> NoReturn:
+    """Hand over what `fit` would do with its first batch."""
+    here = alone(current_replica())
+    portion = next(iter(source.portions(here, 0)), None)
+    if portion is None:
+        raise UsageError("the data to fit has no batch: it is empty; there is nothing to plan.")
+    device = place(strategy.replica_group.devices[0])
+    here = Replica(0, 1, device, here.name, here.collective, here.membership)
+    stage = _StepParts(module, optimizer, recipe, TorchAdapter(module, optimizer, recipe, here))
+    dry_run.hand_over(
+        dry_run.DryRun(
+            module,
+            (portion.x, portion.y, portion.weight),
+            stage.loss,
+            stage.adapter.update,
+            optimizer,
+            strategy.num_replicas_in_sync,
+            str(device),
+            stage.train,
+        )
+    )
+
+
+@dataclass
+class _PlannedModel:
+    """What callbacks see of a model."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    history: History
+    stop_training: bool = False
+    bring_home: Any = None
+
+
+@dataclass
+class _StepParts:
+    """What a step consists of."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    recipe: Recipe
+    adapter: TorchAdapter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To other replicas, without this one's place among them."""
+        return _stage_here, (self.module, self.optimizer, self.recipe)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y, weight = batch
+        with self.adapter.autocast():
+            output, target, given = self.adapter.forward(Portion(x, y, weight, 0, 0))
+            return self.recipe.loss.mean(output, target, given)
+
+    def train(self, strategy: Strategy, batch: Any, steps: int) -> float:
+        """Examples a second of a copy, on the same global batch over and over."""
+        size = count_rows(batch)
+        x, y, weight = (rows_at(part, torch.arange(size * steps) % size) for part in batch)
+        history = History()
+        copy = _PlannedModel(*deepcopy((self.module, self.optimizer)), history)
+        job = Fit(
+            copy.module,
+            copy.optimizer,
+            self._recipe(),
+            strategy.settings,
+            ArraySource(x, y, weight, size),
+            None,
+            range(_EPOCHS),
+            None,
+            0,
+            CallbackList([history], copy, {"epochs": _EPOCHS, "steps": steps}),
+        )
+        replica_group = strategy.replica_group
+        sent = (job.for_followers(),) if len(replica_group.devices) > 1 else None
+        replica_group.call(fit, (job,), sent)
+        return median(history.history["examples_per_second"][1:])
+
+    def _recipe(self) -> Recipe:
+        """Without metrics, which have their own price."""
+        return Recipe(
+            self.recipe.loss,
+            MetricSet(None),
+            self.recipe.clip_norm,
+            self.recipe.clip_value,
+            autocast=self.recipe.autocast,
+        )
+
+
+def _stage_here(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> _StepParts:
+    adapter = TorchAdapter(module, optimizer, recipe, alone(current_replica()))
+    return _StepParts(module, optimizer, recipe, adapter)

@@ -1,0 +1,135 @@
+"""A training that is begun again in the same process, because replicas have left or joined.
+
+Nothing that was done is done twice: the chief's weights are everybody's, the batch that broke off
+is taken again by those who are here now, and callbacks are called once for everything that happens.
+What counts is how many updates the chief has made; others may be one ahead, and take its weights.
+
+What metrics count would go with a replica that dies. So replicas tell each other before each update
+what they have counted for it, and each of them has the counts of all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.frontends.loss_sum import LossSum
+from stratagem.frontends.metrics import MetricSet, refuse_means_of
+from stratagem.training.replica import Replica, alone
+from stratagem.wire.tree import gather_tree
+
+
+class FitJournal:
+    """How far this process has come in one training."""
+
+    def __init__(self, restarts: int = 0) -> None:
+        #: how often the training was begun again
+        self.restarts = restarts
+        #: updates that were made
+        self.updates = 0
+        #: the epoch under way, how many of its batches are done, and of all epochs
+        self.epoch, self.batch, self.step = -1, 0, 0
+        #: of the epoch under way, once all its batches are done
+        self.logs: dict[str, Any] | None = None
+        self._called: set[tuple[str, int, int]] = set()
+        #: metrics of the update under way: this replica's, and what everybody has told
+        self._here: MetricSet | None = None
+        self._told: list[dict[str, Any]] = []
+        self._under_way = 0
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._tally: dict[str, Any] | None = None
+        self._earlier_pass: Any = None
+
+    def once(self, call: str, epoch: int = -1, batch: int = -1) -> bool:
+        """Whether this call of callbacks has not been made yet."""
+        if (call, epoch, batch) in self._called:
+            return False
+        self._called.add((call, epoch, batch))
+        return True
+
+    # --- going forward ------------------------------------------------------------------------
+
+    def enter(self, epoch: int, batch: int, earlier_pass: Any) -> None:
+        """An epoch begins, or goes on, with this batch; `earlier_pass` is that of the data."""
+        self.epoch, self.batch = epoch, batch
+        self._earlier_pass = earlier_pass
+
+    def leave(self) -> None:
+        """The epoch is over, with everything that belongs to it."""
+        self.epoch, self.batch, self.logs = self.epoch + 1, 0, None
+        self._called = {call for call in self._called if call[1] < 0}
+
+    def watch(self, metrics: MetricSet) -> Callable[..., None]:
+        """Return what takes in outputs and targets of the update under way."""
+        self._here = copy.deepcopy(metrics)
+        refuse_means_of(self._here)
+        self._here.reset()
+        return self._here.update
+
+    def gather(self, replica: Replica) -> None:
+        """Tell each other what was counted for the update that is to be made. Collective."""
+        if self._here:
+            self._told = gather_tree(replica.collective, self._here.progress())
+            self._here.reset()
+
+    def before_update(self, module: nn.Module, tally: LossSum | None) -> None:
+        """Gradients of an update are computed from here on; `tally` is given where losses are added
+        before the update is made."""
+        self._buffers = [(b, b.detach().clone()) for b in module.buffers()]
+        self._tally = None if tally is None else tally.state()
+        self._under_way = 0
+
+    def before_batch(self) -> None:
+        """A batch of the update under way."""
+        self._under_way += 1
+
+    def updated(self, metrics: MetricSet, replica: Replica) -> None:
+        """The update was made."""
+        if self._told:
+            mine = metrics.progress(copied=False)
+            metrics.go_on([mine, *self._told], alone(replica))
+        self.step, self.batch = self.step + self._under_way, self.batch + self._under_way
+        self.updates, self._under_way = self.updates + 1, 0
+        self._buffers, self._tally = [], None
+        self._told = []
+
+    # --- breaking off and going on ------------------------------------------------------------
+
+    @torch.no_grad()
+    def interrupt(self, metrics: MetricSet, tally: LossSum, begun: Any) -> dict[str, Any] | None:
+        """The training breaks off: undo what the update that was not made has done.
+
+        Returns what the chief goes on from, None if no epoch has begun. `begun` is the pass over
+        the data that is under way.
+        """
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        self._buffers, self._told = [], []
+        self.restarts += 1
+        if self.epoch < 0:
+            return None
+        added = LossSum().state() if not self.batch else self._tally or tally.state()
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "step": self.step,
+            "stopped": False,
+            "updates": self.updates,
+            "begun": begun is not self._earlier_pass,
+            "ended": self.logs is not None,
+            "tally": added,
+            "counted": metrics.progress() if self.batch and self.logs is None else None,
+            "replicas": [],
+            "callbacks": None,
+        }
+
+    def go_on(self, metrics: MetricSet, replica: Replica, told: Mapping[str, Any]) -> None:
+        """Count on from where the chief was."""
+        self.updates, self.step = int(told.get("updates", 0)), int(told["step"])
+        self.logs = (self.logs or {}) if told.get("ended") else None
+        if told.get("counted") is not None:
+            metrics.go_on([told["counted"]], alone(replica))

@@ -1,0 +1,294 @@
+"""One copy of a Keras model on one device, wherever its gradients go.
+
+    become, follow, take    be as the chief's copy, and stay so
+    play                    the model's own step on this device's rows, with exact denominators
+    test, predict           a batch that all replicas share
+    drain, average, logs    what all copies have counted, kept in mind and returned
+
+Methods that gather something are collective: every replica, or every device of a worker, calls
+them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from stratagem.data.shares import rows, share
+from stratagem.data.streams import generator_states
+from stratagem.frontends.change_tracker import adopt
+from stratagem.frontends.keras import attributes
+from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
+from stratagem.frontends.keras.model_pickle import optimizers
+from stratagem.frontends.keras.step_logs import (
+    MetricStates,
+    Sources,
+    flat,
+    has_own,
+    number,
+    user_metrics,
+)
+from stratagem.frontends.outputs import check_rows
+from stratagem.state.write_tracker import WriteTracker
+from stratagem.training.prepare import to_device
+from stratagem.training.replica import Replica
+from stratagem.training.replica_state import set_random
+from stratagem.wire.tree import gather_tree
+
+
+class KerasAdapter:
+    """Bound to one copy. `updates`: its own optimizer updates it; otherwise servers do."""
+
+    def __init__(self, model: Any, part: BatchPart, *, updates: bool) -> None:
+        self.model, self.part, self.updates = model, part, updates
+        self.replica: Replica = part.replica
+        self.optimizers = optimizers(model)
+        #: for steps whose logs are the user's own
+        self.sources = {
+            step: Sources(model) for step in ("train_step", "test_step") if has_own(model, step)
+        }
+        # Keras' own step gives its loss to the tracker before it hands its gradients in, so that
+        # servers add that loss up; another step may give it later, or weigh it otherwise
+        self.metrics = MetricStates(model, tracker=updates or "train_step" in self.sources)
+        #: as the chief: sees which of them were changed
+        self.attributes: attributes.Attributes | None = None
+        #: what the last training or test step returned
+        self.last: Any = None
+        self._tensors: list[Tensor] = []
+        #: how often each tensor had been written to when all copies were last alike
+        self._writes = WriteTracker()
+
+    def own(self, name: str) -> Callable[..., Any]:
+        """The model's own method, beneath what the driver laid over it."""
+        method: Callable[..., Any] = getattr(type(self.model), name).__get__(self.model)
+        return method
+
+    # --- like the chief's -------------------------------------------------------------------
+
+    def build(self, example: Any) -> None:
+        """Make the variables that are not there yet."""
+        model, optimizer = self.model, self.model.optimizer
+        if not model.built:
+            with torch.no_grad():
+                model(keras.utils.unpack_x_y_sample_weight(self.here(example))[0])
+            model._track_variables()  # a build of the user's own may come too late
+        if self.updates and optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+
+    def described(self, example: Any, seed: int) -> dict[str, Any]:
+        """As the chief: what another copy needs to become like this one, but for values."""
+        self.attributes = attributes.Attributes(self.model)
+        everything = [list(each) for each in self.attributes.everything()]
+        trained = trainable(self.model)
+        return {"example": example, "seed": seed, "attributes": everything, "trainable": trained}
+
+    def become(self, told: dict[str, Any]) -> None:
+        """Be as the chief's copy; what is not said came with the model."""
+        if not self.replica.is_chief:
+            self.build(told.get("example"))
+            if "trainable" in told:
+                self.follow(told["attributes"], told["trainable"])
+            for metric in user_metrics(self.model):
+                metric.reset_state()  # the copy came with what the chief had counted
+            self.metrics.begin()
+        self.arrive()
+        if told.get("values") is not None:
+            self.take(list(enumerate(told["values"])))
+
+    def arrive(self) -> None:
+        """Have everything live on this device, wherever it was made, and find what it has."""
+        variables = [*self.model.variables, *self.model.metrics_variables]
+        if self.updates:
+            variables += [v for optimizer in self.optimizers for v in optimizer.variables]
+        for variable in variables:
+            if variable.value.device != self.replica.device:
+                variable.value.data = variable.value.data.to(self.replica.device)
+        self._tensors = []
+        self._tensors = self.tensors()
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that copies must have alike, the optimizers' last: where servers update, other
+        copies have none of these. Asked for twice a step, so kept once all is built."""
+        if self._tensors:
+            return self._tensors
+        slots = [v.value for optimizer in self.optimizers for v in optimizer.variables]
+        return [*(v.value for v in self.model.weights), *_buffers(self.model), *slots]
+
+    # --- what is changed between steps ------------------------------------------------------
+
+    def mark(self) -> None:
+        """As the chief: all copies are alike; what is written from now on was changed."""
+        self._writes.mark(self.tensors())
+
+    def written(self) -> list[tuple[int, Tensor]]:
+        """Numbers and values of the tensors that were written to since; a new one starts at 0."""
+        mine = self.tensors()
+        return [(i, mine[i].detach()) for i in self._writes.written(mine)]
+
+    def follow(self, changes: Sequence[Any], trainable: Sequence[bool] | None = None) -> None:
+        """Take over attributes that were changed on the chief, and what is trained from now on."""
+        if self.replica.is_chief:
+            return
+        adopt(attributes.objects(self.model), list(changes))
+        for variable, wanted in zip(self.model.weights, trainable or (), strict=False):
+            if variable.trainable != wanted:
+                variable.trainable = wanted
+
+    @torch.no_grad()
+    def take(self, values: Iterable[tuple[int, Tensor]]) -> None:
+        """Take over tensors that were written to on the chief."""
+        if not self.replica.is_chief:
+            mine = self.tensors()
+            for index, value in values:
+                mine[index].copy_(value)
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def play(self, step: str, data: Any) -> Any:
+        """The model's own step on this device's rows of the part; what it returned."""
+        part, sources = self.part, self.sources.get(step)
+        mine = self.here(part.rows(data))
+        with ExitStack() as held:
+            if sources is not None:
+                held.enter_context(sources.listening())
+            if not part.plain:
+                held.enter_context(made_exact(part))
+                held.enter_context(whole_activity(self.model, part))
+            if not part.share.examples:
+                held.enter_context(_unheard(self.model))
+            self.last = self.own(step)(mine)
+        return self.last
+
+    def here(self, data: Any) -> Any:
+        return data if self.replica.device.type == "cpu" else to_device(data, self.replica.device)
+
+    def mode(self, training: bool) -> None:
+        if self.model.training != training:
+            self.model.train(training)
+
+    @torch.no_grad()
+    def test(self, data: Any, total: int) -> Any:
+        self.mode(False)
+        self.part.begin(total, total)
+        return self.play("test_step", data)
+
+    @torch.no_grad()
+    def predict(self, data: Any, total: int) -> list[Any]:
+        """Every replica's outputs, in order; an empty share has none. Collective."""
+        self.mode(False)
+        cuts = [share(total, self.replica.count, index) for index in range(self.replica.count)]
+        start, end = cuts[self.replica.index]
+        mine = None
+        if end > start:
+            mine = self.own("predict_step")(self.here(rows(data, start, end)))
+        parts = [part for part in gather_tree(self.replica.collective, mine) if part is not None]
+        check_rows(parts, [end - start for start, end in cuts if end > start])
+        return parts
+
+    # --- together ---------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Hand what the metrics have counted over to the first copy, and count anew. Collective."""
+        sources, mine = self.sources.get("train_step"), None
+        if not self.replica.leads:
+            mine = [self.metrics.hand_over(), {} if sources is None else sources.known]
+        for counts, known in gather_tree(self.replica.collective, mine)[1:]:
+            if self.replica.leads:
+                self.metrics.add(counts)
+                if sources is not None:
+                    sources.join(known)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """One defined answer for moving statistics: the mean over the copies. Collective."""
+        floats = [tensor for tensor in kept(self.model) if tensor.is_floating_point()]
+        if floats:
+            everybody = gather_tree(self.replica.collective, [t.detach() for t in floats])
+            for i, tensor in enumerate(floats):
+                tensor.copy_(sum(part[i].double() for part in everybody) / self.replica.count)
+
+    def logs(self, names: Sequence[str]) -> dict[str, float]:
+        """Means of numbers that the last step of the user's own returned. Collective."""
+        returned = flat(self.last)
+        return self.mean({name: number(returned[name]) for name in names})
+
+    def mean(self, mine: dict[str, float]) -> dict[str, float]:
+        """Over the rows of the part that the devices share. Collective."""
+        weight = self.replica.share.weight
+        everybody = gather_tree(self.replica.collective, {k: v * weight for k, v in mine.items()})
+        return {key: sum(part[key] for part in everybody) for key in mine}
+
+
+def device_name(replica: Replica) -> str:
+    """What `keras.device` calls the replica's device."""
+    device = replica.device
+    return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+
+
+def trainable(model: Any) -> list[bool]:
+    return [bool(v.trainable) for v in model.weights]
+
+
+def kept(model: Any) -> list[Tensor]:
+    """What layers keep in mind and nobody trains: moving statistics and the like."""
+    return [*(v.value for v in model.non_trainable_weights), *_buffers(model)]
+
+
+def roll_dice(model: Any, seed: int, index: int) -> None:
+    """Other random numbers than the other copies', following from the chief's."""
+    keras.utils.set_random_seed((seed + 7919 * index) % 2**31)
+    known = {id(v) for v in (*model.weights, *model.metrics_variables)}
+    for variable in model.non_trainable_variables:
+        if id(variable) not in known and "seed" in variable.path:
+            with torch.no_grad():
+                variable.value[0] = (variable.value[0] + 104729 * index) % 2**31
+
+
+def own_variables(model: Any) -> list[Tensor]:
+    """What copies may have each for itself, but for metrics: moving statistics, seeds."""
+    metrics = {id(v) for v in model.metrics_variables}
+    found = [v.value for v in model.non_trainable_variables if id(v) not in metrics]
+    return [*found, *_buffers(model)]
+
+
+def replica_progress(model: Any, replica: Replica) -> dict[str, Any]:
+    """What a backup has of this replica beside weights, optimizer and metrics."""
+    kept = [tensor.detach().cpu().clone() for tensor in own_variables(model)]
+    return {"random": generator_states(replica.device), "kept": kept}
+
+
+@torch.no_grad()
+def take_progress(model: Any, saved: dict[str, Any] | None, replica: Replica) -> None:
+    """Go on from it; where there was no such replica, it has begun by itself."""
+    if saved is not None:
+        for mine, value in zip(own_variables(model), saved["kept"], strict=True):
+            mine.copy_(value)
+        set_random(replica, saved["random"])
+
+
+def _buffers(model: Any) -> list[Tensor]:
+    """What torch modules inside the model keep beside their parameters."""
+    layers = model._flatten_layers()
+    return list({id(b): b for layer in layers for b in layer.buffers()}.values())
+
+
+@contextmanager
+def _unheard(model: Any) -> Iterator[None]:
+    """A borrowed row keeps a copy in step; it must leave no trace."""
+
+    def unsteady() -> list[Any]:
+        return [*model.metrics_variables, *model.non_trainable_weights]
+
+    before = {id(v): v.value.detach().clone() for v in unsteady()}
+    yield
+    with torch.no_grad():
+        for variable in unsteady():
+            if id(variable) in before:
+                variable.value.copy_(before[id(variable)])
+            else:
+                variable.value.zero_()

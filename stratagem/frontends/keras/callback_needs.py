@@ -1,0 +1,173 @@
+"""A call and its callbacks: what they may look at or change between two steps, and what it returns.
+
+The servers' statistics come into Keras' history by a callback of ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import torch
+
+from stratagem.frontends import server_stats
+from stratagem.rules.stats import Stats
+
+
+@dataclass(frozen=True)
+class CallbackNeeds:
+    """Exact numbers of single steps, and attributes that may be changed between them."""
+
+    train_logs: bool = False
+    test_logs: bool = False
+    attributes: bool = False
+    #: whether something may be looked at, or changed, between two steps of a training
+    steps: bool = False
+    #: whether it is a call of one step, which ends when the step is done
+    single: bool = False
+
+    def joined(self, other: CallbackNeeds) -> CallbackNeeds:
+        return CallbackNeeds(
+            self.train_logs or other.train_logs,
+            self.test_logs or other.test_logs,
+            self.attributes or other.attributes,
+            self.steps or other.steps,
+            self.single or other.single,
+        )
+
+    @classmethod
+    def of(cls, callbacks: Any) -> CallbackNeeds:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        each = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+        needs = cls()
+        for callback in each:
+            if callback is not None:
+                needs = needs.joined(_needs(callback))
+        return needs
+
+
+def _needs(callback: Any) -> CallbackNeeds:
+    """Keras' own callbacks look at epochs, but for a few; anybody else's may do anything."""
+    kinds = keras.callbacks
+    lambdas = isinstance(callback, kinds.LambdaCallback)
+    if type(callback).__module__.startswith("keras.") and not lambdas:
+        steps = (
+            isinstance(callback, kinds.TerminateOnNaN)
+            or (isinstance(callback, kinds.ModelCheckpoint) and callback.save_freq != "epoch")
+            or (isinstance(callback, kinds.TensorBoard) and callback.update_freq != "epoch")
+        )
+        backup = isinstance(callback, kinds.BackupAndRestore) and callback.save_freq != "epoch"
+        return CallbackNeeds(train_logs=steps, test_logs=steps, steps=steps or backup)
+
+    def overridden(*names: str) -> bool:
+        return any(
+            name in callback.__dict__
+            or getattr(type(callback), name, None) is not getattr(kinds.Callback, name)
+            for name in names
+        )
+
+    after = overridden("on_train_batch_end", "on_batch_end")
+    before = overridden("on_train_batch_begin", "on_batch_begin")
+    return CallbackNeeds(after, overridden("on_test_batch_end"), True, after or before)
+
+
+#: a call of one step, after and before which anything may be looked at and changed
+ONE_STEP = CallbackNeeds(True, True, True, True, single=True)
+
+
+# --- servers' statistics -----------------------------------------------------------------------
+
+
+class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Writes what the servers have counted into Keras' history; logs stay what metrics say."""
+
+    def __init__(self, stats: Callable[[], Stats | None]) -> None:
+        super().__init__()
+        self._stats, self._epochs = stats, server_stats.EpochStats()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        counted, details = self._epochs.turn(self._stats())
+        found = {**counted, **details}
+        taken = set(logs or {})  # a metric of the user's has that name
+        server_stats.enter(
+            self.model.history.history, {k: v for k, v in found.items() if k not in taken}
+        )
+
+
+def with_stats_callback(
+    own: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stats: Callable[[], Stats | None],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `fit` with one callback more."""
+    given = inspect.signature(own).bind(*args, **kwargs)
+    callbacks = given.arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return args, kwargs  # the user's own, with a history of the user's own
+    each = keras.tree.flatten(callbacks) if callbacks is not None else []
+    given.arguments["callbacks"] = [*each, StatsCallback(stats)]
+    return given.args, given.kwargs
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+def portable(result: Any) -> Any:
+    """A call's result for the other workers of a cluster."""
+    if isinstance(result, keras.callbacks.History):
+        numbers = {k: v for k, v in result.history.items() if not _detailed(v)}
+        floats = {k: [float(v) for v in values] for k, values in numbers.items()}
+        rest = {k: v for k, v in result.history.items() if k not in numbers}
+        details = [
+            server_stats.portable(dict(zip(rest, each, strict=True)))
+            for each in zip(*rest.values(), strict=True)
+        ]
+        epochs = [int(e) for e in result.epoch]
+        return {"history": floats, "details": details, "epoch": epochs}
+    return {"result": keras.tree.map_structure(_plain, result)}
+
+
+def _detailed(values: list[Any]) -> bool:
+    """Whether they are the details that servers give, and not numbers."""
+    return bool(values) and isinstance(values[0], dict)
+
+
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, bool | int | float | str) or leaf is None:
+        return leaf
+    value = torch.as_tensor(leaf)
+    return value if value.dim() else value.item()
+
+
+def from_chief(told: Any, model: Any) -> Any:
+    """The chief's result, on another worker."""
+    if told is None:
+        return None
+    if "history" in told:
+        history = keras.callbacks.History()
+        history.set_model(model)
+        history.history, history.epoch = told["history"], told["epoch"]
+        for details in told["details"]:
+            server_stats.enter(history.history, server_stats.numbered(details))
+        model.history = history
+        return history
+    return keras.tree.map_structure(
+        lambda leaf: leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf, told["result"]
+    )
+
+
+def public_names(config: Any) -> Any:
+    """A compile config in which optimizers, those inside of others too, have public names."""
+    if isinstance(config, dict):
+        config = {key: public_names(value) for key, value in config.items()}
+        private = str(config.get("module", "")).startswith("keras.src.backend.torch.optimizers")
+        if private and config.get("class_name") in dir(keras.optimizers):
+            config["module"], config["registered_name"] = "keras.optimizers", None
+    elif isinstance(config, list | tuple):
+        config = type(config)(public_names(value) for value in config)
+    return config

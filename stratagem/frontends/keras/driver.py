@@ -1,0 +1,358 @@
+"""Stands before a model's methods: Keras' own loop calls these, and they call the model's.
+
+    fit, evaluate, predict ...   the model's own methods, called while the others take part
+    train_step, test_step ...    follow what was changed, try some rows, have the batch played
+    metrics, weights, files      brought here before somebody reads them
+
+Data, shuffling, callbacks and the progress bar are Keras' business and happen once. Who plays a
+batch, and how, is the affair of one of two others:
+
+    OnReplicas    all replicas play each step together, and add up their gradients
+    OnServers     workers of parameter servers play what they are dealt
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import keras
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from stratagem.data.loader import check_sampler
+from stratagem.errors import NotDistributable
+from stratagem.figures.meter import METER
+from stratagem.frontends.hooks import refuse_on_parameters
+from stratagem.frontends.keras.adapter import KerasAdapter, device_name, replica_progress
+from stratagem.frontends.keras.backups import exact_backups
+from stratagem.frontends.keras.callback_needs import ONE_STEP, CallbackNeeds, public_names
+from stratagem.frontends.keras.dry_run_fit import rehearse
+from stratagem.frontends.keras.model_pickle import number_of, optimizers
+from stratagem.frontends.keras.row_check import CheckSchedule, check_step
+from stratagem.state.keras_stepper import fuse
+from stratagem.strategies.strategy import Strategy, checks_rows
+from stratagem.training import dry_run
+from stratagem.training.replica import Replica
+
+CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+STEPS = ("train_step", "test_step", "predict_step")
+#: what files are made of; the last is on the way of keras.saving.save_model, too
+_FILES = ("save", "save_weights", "get_compile_config")
+_READS = ("get_metrics_result", "get_weights", *_FILES)
+#: the driver whose call is under way in this process
+_leader: Driver | None = None
+
+
+@dataclass
+class Call:
+    """One call of the user's, and what its callbacks need to know of single steps."""
+
+    name: str
+    own: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    needs: CallbackNeeds
+
+    @property
+    def trains(self) -> bool:
+        return self.name in ("fit", "train_on_batch")
+
+    def run(self) -> Any:
+        return self.own(*self.args, **self.kwargs)
+
+
+class KerasSide(Protocol):
+    """Who plays the batches of a model."""
+
+    @property
+    def plays(self) -> Sequence[str]:
+        """The kinds of step that others take part in."""
+
+    @property
+    def adapter(self) -> KerasAdapter:
+        """The chief's copy, while a call is under way."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether others have a copy that something can be told of."""
+
+    def takes(self, call: Call) -> bool:
+        """Whether others take part in such a call."""
+
+    def start(self, call: Call) -> Any:
+        """Have everybody take part; returns what the chief's call returned."""
+
+    def inner_call(self) -> None:
+        """A validation, or a callback's call, begins in the midst of another."""
+
+    def prepare(self, data: Any) -> bool:
+        """Before a step all copies are alike; returns whether others have anything to do."""
+
+    def shares(self) -> tuple[int, bool]:
+        """How many share a batch, or 2 and True if their whole batches must add up; 1: neither."""
+
+    def step(self, name: str, data: Any, total: int) -> Any:
+        """Have the batch played; returns what the step returns to Keras."""
+
+    def settle(self, *, counts: bool, state: bool) -> None:
+        """Bring the copy here what all have trained and, if asked for, counted; `state`: the
+        optimizer's, too."""
+
+    def reset(self) -> None:
+        """Metrics begin anew, everywhere."""
+
+    def refuse_changes(self) -> None:
+        """Raise if a callback has changed what cannot be followed."""
+
+    def send_attributes(self, changes: list[Any]) -> None:
+        """A callback has changed these."""
+
+    def send_tensors(self, written: list[tuple[int, Tensor]], *, last: bool) -> None:
+        """A callback has written to these; `last`: no step follows."""
+
+    def recompiled(self) -> None:
+        """The model was compiled again."""
+
+
+class Driver:
+    """Takes the place of one model's methods, on this instance only."""
+
+    overlaid = (*CALLS, *STEPS, *_READS, "reset_metrics")
+
+    def __init__(self, model: Any, strategy: Strategy, kind: Callable[[Driver], KerasSide]) -> None:
+        self.model, self.strategy, self.number = model, strategy, number_of(model)
+        self.leading = self.in_step = False
+        #: what the running call needs to know of single steps
+        self.needs = CallbackNeeds()
+        #: whether it is tried that rows do not depend on each other, and which batches
+        self.checks, self.schedule = checks_rows(), CheckSchedule(model)
+        self._calls = 0
+        #: when the last training step was over, and how long this process had waited then
+        self._left: tuple[float, float] | None = None
+        #: what replicas had when a backup was made that is gone on from, until they are told
+        self.resumed: list[Any] | None = None
+        self.side = kind(self)
+
+    def lay_over(self) -> None:
+        """Take the place of the model's methods."""
+        methods: dict[str, Callable[..., Any]] = {"reset_metrics": self.reset_metrics}
+        methods |= {name: partial(self.call, name) for name in CALLS}
+        methods |= {name: partial(self.step, name) for name in STEPS}
+        methods |= {name: partial(self.read, name) for name in _READS}
+        taken = "_stratagem" in self.model.__dict__
+        for name in self.overlaid:
+            if not taken and name in self.model.__dict__:
+                raise NotDistributable(
+                    f"{name} was set on this model alone, where replicas do not see it; define it "
+                    "in a subclass of keras.Model."
+                )
+            self.model.__dict__[name] = methods[name]
+        self.model.__dict__["_stratagem"] = self
+        for optimizer in optimizers(self.model):
+            fuse(optimizer)
+
+    def own(self, name: str) -> Callable[..., Any]:
+        """The model's own method."""
+        method: Callable[..., Any] = getattr(type(self.model), name).__get__(self.model)
+        return method
+
+    # --- calls ------------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's own method, while others take part."""
+        if name == "fit" and dry_run.wanted():
+            kwargs["verbose"] = 0
+            rehearse(self.model, self.strategy, lambda: self.own("fit")(*args, **kwargs))
+        call = Call(name, self.own(name), args, kwargs, self._needs_of(name, args, kwargs))
+        if self.leading:
+            before, self.needs = self.needs, self.needs.joined(call.needs)
+            try:
+                self.side.inner_call()
+                return call.run()
+            finally:
+                self.needs = before
+        if name == "fit" and _leader is None and self.strategy.audience is None:
+            run: Any = partial(exact_backups, self, call.own)
+            run.__signature__ = inspect.signature(call.own)  # others look at what fit was given
+            call.own = run
+        if _leader is not None:  # in a callback of another model: here alone, on whole batches
+            return call.run()
+        return self.begin(call)
+
+    def _needs_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallbackNeeds:
+        if name in CALLS[3:]:
+            return ONE_STEP
+        given = inspect.signature(self.own(name)).bind_partial(*args, **kwargs).arguments
+        for loader in given.values():
+            if isinstance(loader, DataLoader):
+                check_sampler(loader)
+        return CallbackNeeds.of(given.get("callbacks"))
+
+    def begin(self, call: Call) -> Any:
+        """A call of the user's."""
+        if not self.side.takes(call):
+            with keras.device(device_name(self.strategy.replica_group.start())):
+                return call.run()
+        _refuse(self.model)
+        if call.trains:
+            refuse_on_parameters(self.strategy, self.model)
+        return self.side.start(call)
+
+    @contextmanager
+    def leads(self, call: Call) -> Iterator[None]:
+        """In the chief, while everybody takes part in this call."""
+        global _leader
+        self.leading, self.needs, _leader = True, call.needs, self
+        try:
+            with keras.device(device_name(self.side.adapter.replica)):
+                yield
+        finally:
+            self.leading, _leader = False, None
+
+    def recompiled(self) -> None:
+        """The model was compiled again."""
+        self.side.recompiled()
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def step(self, name: str, data: Any) -> Any:
+        if not self.leading or self.in_step or name not in self.side.plays:
+            return self.own(name)(data)
+        self._count_loading(name)
+        data = keras.tree.map_structure(_as_tensor, data)
+        total = _rows_of(data)
+        if not self.side.prepare(data):
+            return self.own(name)(data)  # Keras trains nothing then, and counts
+        self._check(name, data, total)
+        result = self.side.step(name, data, total)
+        self._left = (time.perf_counter(), METER.wait) if name == "train_step" else None
+        return result
+
+    def _count_loading(self, name: str) -> None:
+        """Between two training steps Keras draws the next batch, and callbacks run."""
+        left, self._left = self._left, None
+        if left is not None and name == "train_step":
+            METER.load += time.perf_counter() - left[0] - (METER.wait - left[1])
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """While the chief plays a step itself, its model's methods are its own."""
+        self.in_step = True
+        try:
+            yield
+        finally:
+            self.in_step = False
+
+    def _check(self, step: str, data: Any, total: int) -> None:
+        """Before the first of a kind, and some later ones: whether shares of a batch add up."""
+        (count, apart), adapter = self.side.shares(), self.side.adapter
+
+        def check() -> bool:
+            with self.playing():
+                found = check_step(self.model, step, data, adapter.replica, count, apart=apart)
+            adapter.mark()
+            return found
+
+        if self.checks and count > 1:
+            self.schedule.before(step, total, check)
+
+    def follow_changes(self, *, last: bool = False) -> None:
+        """Have the others follow what a callback, or the user between two calls, has changed."""
+        side, adapter = self.side, self.side.adapter
+        side.refuse_changes()
+        if self.needs.attributes:
+            assert adapter.attributes is not None
+            adapter.attributes.refuse_replaced()
+            if changes := adapter.attributes.changed():
+                side.send_attributes(changes)
+        if written := adapter.written():
+            side.send_tensors(written, last=last)
+            adapter.mark()
+
+    @property
+    def replica(self) -> Replica:
+        """The one of this process that leads."""
+        return self.strategy.replica_group.start()
+
+    def replica_states(self) -> list[Any]:
+        """For a backup: what every replica has of its own."""
+        side: Any = self.side
+        listens = self._listening()
+        return side.progress() if listens else [replica_progress(self.model, self.replica)]
+
+    def seed(self) -> int:
+        """Follows from the state of this process' dice without rolling them."""
+        self._calls += 1
+        state = torch.get_rng_state().numpy().tobytes()
+        return zlib.crc32(state + self._calls.to_bytes(8, "big"))
+
+    # --- reading ----------------------------------------------------------------------------
+
+    def read(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Something is looked at, or saved: what others have counted or updated is brought here."""
+        self.settle(counts=name == "get_metrics_result", state=name in _FILES)
+        found = self.own(name)(*args, **kwargs)
+        # the optimizer's name as every backend knows it, so that any of them opens the file
+        return public_names(found) if name == "get_compile_config" else found
+
+    def settle(self, *, counts: bool = False, state: bool = False) -> None:
+        if self._listening():
+            self.side.settle(counts=counts, state=state)
+
+    def reset_metrics(self) -> None:
+        self._left = None  # an epoch begins, or a validation
+        METER.passes += 1
+        if self._listening():
+            self.side.reset()
+        else:
+            self.own("reset_metrics")()
+
+    def _listening(self) -> bool:
+        return self.leading and not self.in_step and self.side.is_open
+
+
+def _refuse(model: Any) -> None:
+    if model.compiled and model.jit_compile is True:
+        raise NotDistributable(
+            "jit_compile=True compiles a step that replicas cannot take part in; compile the "
+            "model with jit_compile=False."
+        )
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise NotDistributable(
+            "the model's parameters were sharded by torch (fully_shard, or a tensor-parallel "
+            "plan), which Keras' variables do not follow: it would train wrongly. Leave that "
+            "out; the strategy distributes the model."
+        )
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            raise NotDistributable(
+                f"layer {layer.name!r} is stateful: it keeps a state for each row of the "
+                "batch, and replicas see other rows; use stateful=False, or one replica."
+            )
+
+
+def _rows_of(data: Any) -> int:
+    """Examples in a batch, of which every part of it must have a row each."""
+    parts = [t for t in keras.tree.flatten(data) if isinstance(t, torch.Tensor) and t.dim()]
+    lengths = sorted({len(part) for part in parts})
+    if len(lengths) != 1:
+        raise NotDistributable(
+            f"the parts of a batch have {' and '.join(map(str, lengths)) or 'no'} rows; replicas "
+            "share a batch by its rows, so all its parts need a row for each example."
+        )
+    return lengths[0]
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.as_tensor(keras.ops.convert_to_tensor(leaf))

@@ -1,0 +1,207 @@
+"""Run a step of a Keras model on some rows without leaving a trace, and note what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from stratagem.frontends.compare import Result
+from stratagem.frontends.isolated_run import Replacement, dry_run, norms_by_row, replaced
+from stratagem.frontends.keras import attributes
+from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
+from stratagem.frontends.keras.model_pickle import optimizers
+from stratagem.frontends.keras.step_logs import user_metrics
+from stratagem.training.replica import Replica
+
+
+class Trial(BatchPart):
+    """One of two shares; it knows what the other was divided by if that one was played before."""
+
+    def __init__(
+        self, replica: Replica, examples: int, total: int, other: Trial | None = None
+    ) -> None:
+        super().__init__(replica)
+        self.begin(examples, total)
+        self.noted: list[Tensor] = []
+        self._others = None if other is None else iter(other.noted)
+
+    def gathered(self, own: Tensor) -> list[Tensor]:
+        self.noted.append(own)
+        return [own] if self._others is None else [own, next(self._others)]
+
+    def divided(self, by: float | None) -> float | None:
+        if by is None:
+            return 1.0
+        total = float(sum(self.gathered(torch.tensor(by, dtype=torch.float64))))
+        if not total:
+            return 1.0
+        return by / total * self.total / self.examples if by else None
+
+
+@dataclass
+class Run:
+    """What came of a step, or of several one after the other."""
+
+    weight: float = 1.0
+    outputs: list[Any] = field(default_factory=list)
+    #: by variable, of each backward pass
+    gradients: list[list[Tensor]] = field(default_factory=list)
+    #: by metric, what it has counted in each variable
+    counts: dict[int, list[Tensor]] = field(default_factory=dict)
+    #: by metric, what was there before, which counts are rounded by
+    bases: dict[int, list[Tensor]] = field(default_factory=dict)
+    #: the metrics of the user's own that were given something
+    given: list[Any] = field(default_factory=list)
+    #: what the step returned under that name
+    loss: Any = None
+    epsilon: float = 0.0
+
+    def all_gradients(self) -> list[Tensor]:
+        return [gradient for each in self.gradients for gradient in each]
+
+    def result(self) -> Result:
+        single = self.loss is not None and not self.loss.shape
+        return Result(self.outputs, self.all_gradients(), float(self.loss) if single else 0.0)
+
+
+class Bench:
+    """Runs a step of a model without a trace; looks for its parts once."""
+
+    def __init__(self, model: Any, step: str) -> None:
+        self.model, self.step = model, step
+        self.trains = step == "train_step"
+        self._modules = _modules(model)
+        self._optimizers = optimizers(model)
+        self._norms = _norms_by_row(model, self._modules) if self.trains else []
+
+    def run(
+        self, batches: list[Any], trial: Trial | None = None, *, disturbed: bool = False
+    ) -> Run:
+        model = self.model
+        run = Run(1.0 if trial is None else trial.share.weight)
+        own = getattr(type(model), self.step).__get__(model)
+        with ExitStack() as held:
+            held.enter_context(_as_before(model, self._modules))
+            journal = held.enter_context(dry_run(disturbed=disturbed))
+            watches = self.step != "predict_step"
+            held.enter_context(_watched(model, run, self._optimizers, outputs=watches))
+            held.enter_context(torch.set_grad_enabled(self.trains))
+            model.train(self.trains)
+            held.enter_context(replaced(self._norms))
+            if trial is not None:
+                held.enter_context(made_exact(trial))
+                held.enter_context(whole_activity(model, trial))
+            type(model).reset_metrics(model)  # what is small beside a long epoch is rounded away
+            run.bases = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
+            for batch in batches:
+                returned = own(batch)
+            returned = keras.tree.map_structure(_copied, returned)
+            counted = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
+        run.epsilon = journal.epsilon
+        for key, after in counted.items():
+            before = run.bases.get(key) or [torch.zeros(())] * len(after)
+            run.bases[key] = before
+            run.counts[key] = [a - b for a, b in zip(after, before, strict=True)]
+        if self.step == "predict_step":
+            run.outputs = keras.tree.flatten(returned)
+        elif isinstance(returned, dict) and "loss" in returned:
+            run.loss = torch.as_tensor(returned["loss"])
+        return run
+
+
+def _copied(leaf: Any) -> Any:
+    """What is written to is put back when the run is over."""
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _plain(variable: Any) -> Tensor:
+    value: Tensor = variable.value
+    return value.detach().to("cpu", torch.float64, copy=True)
+
+
+@contextmanager
+def _as_before(model: Any, modules: list[Any]) -> Iterator[None]:
+    """Plain attributes, the mode and gradients are put back; tensors are the journal's affair.
+    Nobody else is told of gradients: they would be sent."""
+    plain = attributes.Attributes(model).values()
+    modes = [(module, module.training) for module in modules]
+    grads = [(v.value, v.value.grad) for v in model.variables]
+    found = (v.value._post_accumulate_grad_hooks for v in model.variables)
+    told = [(hooks, dict(hooks)) for hooks in found if hooks]
+    for hooks, _ in told:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in told:
+            hooks.update(before)
+        for obj, values in plain:
+            vars(obj).update(values)
+        for module, training in modes:
+            module.training = training
+        for tensor, grad in grads:
+            tensor.grad = grad
+
+
+def _modules(model: Any) -> list[Any]:
+    """Its layers, and torch's own inside of them."""
+    found = (module for layer in model._flatten_layers() for module in layer.modules())
+    return list({id(module): module for module in found}.values())
+
+
+@contextmanager
+def _watched(model: Any, run: Run, optimizers: list[Any], *, outputs: bool) -> Iterator[None]:
+    """Note what the model returns and what backward makes; nothing is updated."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        run.outputs += map(_copied, keras.tree.flatten(result))
+        return result
+
+    plain = type(model).call.__get__(model)
+    methods: list[Replacement] = [(model, "call", wraps(plain)(call))] if outputs else []
+    methods += [(each, "apply", lambda *args, **kwargs: None) for each in optimizers]
+    own = [each for each in user_metrics(model) if not type(each).__module__.startswith("keras.")]
+    methods += [(each, "update_state", _giving(each, run)) for each in own]
+    variables = model.trainable_variables
+    run.gradients = [[] for _ in variables]
+    pairs = zip(variables, run.gradients, strict=True)
+    hooks = [variable.value.register_hook(_noting(noted)) for variable, noted in pairs]
+    try:
+        with replaced(methods):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _giving(metric: Any, run: Run) -> Callable[..., Any]:
+    def update_state(*args: Any, **kwargs: Any) -> Any:
+        run.given.append(metric)
+        return type(metric).update_state(metric, *args, **kwargs)
+
+    return update_state
+
+
+def _noting(noted: list[Tensor]) -> Callable[[Tensor], None]:
+    return lambda gradient: noted.append(gradient.detach().clone())
+
+
+def _norms_by_row(model: Any, modules: list[Any]) -> list[Replacement]:
+    kind = keras.layers.BatchNormalization
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, kind)]
+    return [*norms_by_row(modules), *((layer, "call", _by_row(layer)) for layer in layers)]
+
+
+def _by_row(layer: Any) -> Callable[..., Any]:
+    def call(inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        return type(layer).call(layer, inputs, training=False, mask=mask)
+
+    return call

@@ -1,0 +1,196 @@
+"""A Keras model for our own children, as the graph of objects that it is.
+
+Keras pickles a model by saving and loading it, which fails for classes of `__main__` and for
+subclassed models without a config. Here every object travels with its attributes, and what Keras
+keys by identity (variables of an optimizer, tracked objects) is keyed anew on arrival.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import torch
+
+from stratagem.compat.keras_names import (
+    COLLECTIONS,
+    OPTIMIZER,
+    SAVEABLE,
+    DynamicBackend,
+    Functional,
+    Tracker,
+    inject_functional_model_class,
+)
+from stratagem.replicas import graph_pickle
+from stratagem.training.settings import Settings
+
+#: attributes of a model that are the driver's, or are made again on demand
+_LEFT_BEHIND = frozenset(
+    {
+        "train_function",
+        "test_function",
+        "predict_function",
+        "_eval_epoch_iterator",
+        "_torch_params",
+        "_parallel_update_step",
+        "update_state",
+    }
+)
+
+
+def reduce_keras(obj: Any) -> Any:
+    """How a Keras object is pickled; NotImplemented for anything else."""
+    kind = type(obj)
+    if isinstance(obj, Functional):
+        return _blank_functional, (kind,), _attributes(obj), None, None, _fill
+    if isinstance(obj, SAVEABLE):
+        return _blank, (kind,), _attributes(obj), None, None, _fill
+    if kind in COLLECTIONS:
+        return _blank, (kind,), (_contents(obj), dict(obj.__dict__)), None, None, _fill_collection
+    if kind is Tracker:
+        return _blank, (kind,), dict(obj.__dict__), None, None, _fill
+    if kind is DynamicBackend:
+        return kind, (obj._backend,)
+    if isinstance(obj, keras.Variable):
+        return _blank, (kind,), dict(obj.__dict__), None, None, _fill
+    return NotImplemented
+
+
+graph_pickle.register(reduce_keras)
+
+
+def copied(model: Any) -> Any:
+    """Another one like it, that shares nothing with it, in this process."""
+    data, segments = graph_pickle.dumps(model)
+    copy = graph_pickle.loads(data)
+    segments.clear()
+    settle(copy)
+    return copy
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    """Its own attributes without what a driver laid over its methods."""
+    kept = {key: value for key, value in obj.__dict__.items() if key not in _LEFT_BEHIND}
+    overlaid = kept.pop("_stratagem", None)
+    for name in getattr(overlaid, "overlaid", ()):
+        kept.pop(name, None)
+    modules = kept.get("_modules")
+    if modules and "_torch_params" in modules:
+        kept["_modules"] = {k: v for k, v in modules.items() if k != "_torch_params"}
+    return kept
+
+
+def _blank(kind: Any) -> Any:
+    if issubclass(kind, list | dict | set):
+        return kind.__base__.__new__(kind)
+    return object.__new__(kind)
+
+
+def _blank_functional(kind: Any) -> Any:
+    """A class that calls `super().__init__(inputs, outputs)` becomes functional with its first
+    model, which another process has yet to see."""
+    if not issubclass(kind, Functional):
+        inject_functional_model_class(kind)
+    return _blank(kind)
+
+
+def _fill(obj: Any, attributes: dict[str, Any]) -> None:
+    obj.__dict__.update(attributes)
+    if isinstance(obj, keras.Model):
+        obj.__dict__.update(train_function=None, test_function=None, predict_function=None)
+
+
+def _contents(obj: Any) -> list[Any]:
+    return list(obj.items()) if isinstance(obj, dict) else list(obj)
+
+
+def _fill_collection(obj: Any, state: tuple[list[Any], dict[str, Any]]) -> None:
+    contents, attributes = state
+    obj.__dict__.update(attributes)
+    if isinstance(obj, list):
+        list.extend(obj, contents)
+    elif isinstance(obj, dict):
+        dict.update(obj, contents)
+    else:
+        set.update(obj, contents)
+
+
+def settle(model: Any) -> None:
+    """Key anew by identity what was keyed by the identities of another process."""
+    for obj in _reachable(model):
+        if isinstance(obj, Tracker):
+            obj.stored_ids = {
+                name: {id(value) for value in store} for name, (_, store) in obj.config.items()
+            }
+        elif obj.built:
+            variables = obj._trainable_variables
+            obj._trainable_variables_indices = {id(v): i for i, v in enumerate(variables)}
+
+
+def optimizers(model: Any) -> list[Any]:
+    """Every optimizer that hangs on the model, one inside of another too; in a fixed order."""
+    return [obj for obj in _reachable(model) if isinstance(obj, OPTIMIZER)]
+
+
+def _reachable(root: Any) -> list[Any]:
+    """The trackers and optimizers of every Keras object that hangs on the model."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        obj = waiting.pop()
+        if id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        if isinstance(obj, Tracker | OPTIMIZER):
+            found.append(obj)
+        if isinstance(obj, Tracker):
+            continue
+        if isinstance(obj, list | tuple | set):
+            waiting.extend(obj)
+        elif isinstance(obj, dict):
+            waiting.extend(obj.values())
+        elif isinstance(obj, SAVEABLE | torch.nn.Module):
+            waiting.extend(obj.__dict__.values())
+    return found
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+#: Keras' own settings, which layers read when they are made
+_SETTINGS = ("floatx", "epsilon", "image_data_format", "dtype_policy")
+_numbers = itertools.count()
+#: numbers of models that are gone here, for followers to forget
+_gone: list[int] = []
+
+
+def number_of(model: Any) -> int:
+    """A number for a new model; followers forget it when the model is gone."""
+    number = next(_numbers)
+    weakref.finalize(model, _gone.append, number)
+    return number
+
+
+def _config() -> dict[str, Any]:
+    return {name: getattr(keras.config, name)() for name in _SETTINGS}
+
+
+@dataclass
+class FollowerModel:
+    """What a follower needs to play; `model` is None when it has it from an earlier call."""
+
+    number: int
+    model: Any
+    settings: Settings
+    config: dict[str, Any] = field(default_factory=_config)
+    gone: list[int] = field(default_factory=lambda: list(_gone))
+
+    def unpacked(self) -> Any:
+        """As a follower: the model, in the sender's settings of Keras."""
+        for name, value in self.config.items():
+            getattr(keras.config, f"set_{name}")(value)
+        settle(self.model)
+        return self.model

@@ -1,0 +1,271 @@
+"""Whether shares of a batch add up to what one device makes of it, for a step of a Keras model.
+
+As for torch models (frontends/row_check.py), with the model's own step, whoever wrote it: a few
+rows go through it as one batch and as two shares. What the model returned, the gradients of every
+backward pass and what the metrics have counted must agree to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from stratagem.data.shares import count_rows, rows, share
+from stratagem.errors import NotDistributable, StratagemError
+from stratagem.frontends.compare import (
+    LOSS,
+    Tolerance,
+    agree,
+    compare_gradients,
+    compare_loss,
+    compare_outputs,
+    is_same,
+    refuse_sum,
+)
+from stratagem.frontends.keras.dry_step import Bench, Run, Trial
+from stratagem.frontends.keras.step_logs import has_own, user_metrics
+from stratagem.frontends.row_check import say_untried, sizes_of
+from stratagem.training.prepare import to_device
+from stratagem.training.replica import Replica
+
+_VERBS = {"train_step": "train", "test_step": "evaluate", "predict_step": "predict"}
+
+
+def check_step(
+    model: Any, step: str, data: Any, replica: Replica, count: int, *, apart: bool = False
+) -> bool:
+    """Raise if `count` shares of this batch do not add up; `apart`: workers have whole batches, and
+    their metrics must. Leaves no trace; returns False where it cannot be tried."""
+    total = count_rows(data)
+    first, second = (end - start for start, end in (share(total, count, i) for i in (0, 1)))
+    sizes = list(sizes_of(first, second))
+    if not all(sizes):
+        return True  # a single row
+    few = rows(data, 0, sum(sizes))
+    few = few if replica.device.type == "cpu" else to_device(few, replica.device)
+    try:
+        _Check(Bench(model, step), replica, few, sizes, apart).run()
+    except StratagemError:
+        raise
+    except Exception as error:
+        say_untried(error)
+        return False
+    return True
+
+
+@dataclass
+class _Check:
+    """Some rows as one batch and as shares."""
+
+    bench: Bench
+    replica: Replica
+    few: Any
+    sizes: list[int]
+    apart: bool
+
+    def run(self) -> None:
+        bench, sizes = self.bench, self.sizes
+        parts = [rows(self.few, 0, sizes[0]), rows(self.few, sizes[0], sum(sizes))]
+        together = parts if self.apart else [self.few]
+        whole = bench.run(together)
+        shares = [bench.run([p]) for p in parts] if self.apart else self._shares(parts, sizes)
+        epsilon = max(run.epsilon for run in (whole, *shares))
+        tolerance = Tolerance.of(self.replica.device, epsilon)
+
+        def compare(tolerance: Tolerance) -> None:
+            if not self.apart:
+                _compare(bench, whole, shares, sizes, tolerance)
+            _compare_counts(bench.model, whole, shares, sizes, tolerance)
+
+        def wider() -> Tolerance:
+            disturbed = bench.run(together, disturbed=True)
+            return tolerance.widened(whole.result(), disturbed.result())
+
+        try:
+            agree(compare, tolerance, wider)
+        except NotDistributable:
+            if not self.apart and bench.trains and self._has_sum(whole, shares, parts, tolerance):
+                refuse_sum(_judge(bench.model), sizes)
+            raise
+
+    def _shares(self, parts: list[Any], sizes: list[int]) -> list[Run]:
+        (one, two), (first, second), run = parts, sizes, self.bench.run
+        alone = Trial(self.replica, first, first + second)
+        before = run([one], alone)
+        both = Trial(self.replica, second, first + second, alone)
+        after = run([two], both)
+        if alone.noted:  # once more, now that it is known what the other was divided by
+            before = run([one], Trial(self.replica, first, first + second, both))
+        return [before, after]
+
+    def _has_sum(
+        self, whole: Run, shares: list[Run], parts: list[Any], tolerance: Tolerance
+    ) -> bool:
+        """Whether the loss is a mean and a sum: every row twice leaves the one and doubles the
+        other, and both add up by themselves."""
+        once = [run.all_gradients() for run in (whole, *shares)]
+        parts = [_twice(part) for part in parts]
+        doubled = self._shares(parts, [2 * size for size in self.sizes])
+        twice = [run.all_gradients() for run in (self.bench.run([_twice(self.few)]), *doubled)]
+        if [*map(len, once)] != [*map(len, twice)] or len({*map(len, once)}) > 1:
+            return False
+        sums = [_less(b, a) for a, b in zip(once, twice, strict=True)]
+        means = [_less(a, each) for a, each in zip(once, sums, strict=True)]
+        if _size(sums[0]) <= 100 * tolerance.own * _size(once[0]):
+            return False
+        weights = [run.weight for run in shares]
+        weighed = [[g * w for g in mean] for mean, w in zip(means[1:], weights, strict=True)]
+        # at once, since one of them may be nothing but the rounding of the other
+        pairs = zip(sums[1:], weighed, strict=True)
+        both: list[list[Tensor | None]] = [[*part, *mean] for part, mean in pairs]
+        try:
+            compare_gradients(LOSS, [*sums[0], *means[0]], both, tolerance, self.sizes)
+        except NotDistributable:
+            return False
+        return True
+
+
+def _twice(batch: Any) -> Any:
+    def twice(leaf: Any) -> Any:
+        return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    return keras.tree.map_structure(twice, batch)
+
+
+def _less(one: list[Tensor], other: list[Tensor]) -> list[Tensor]:
+    return [left - right for left, right in zip(one, other, strict=True)]
+
+
+def _size(gradients: list[Tensor]) -> float:
+    return float(sum(float(each.norm()) ** 2 for each in gradients) ** 0.5)
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def _compare(
+    bench: Bench, whole: Run, shares: list[Run], sizes: list[int], tolerance: Tolerance
+) -> None:
+    if all(len(run.outputs) == len(whole.outputs) for run in shares):
+        parts = [run.outputs for run in shares]
+        compare_outputs(_VERBS[bench.step], whole.outputs, parts, tolerance, sizes)
+    passes = [
+        each
+        for each in zip(whole.gradients, *(run.gradients for run in shares), strict=True)
+        if len({len(gradients) for gradients in each}) == 1
+    ]
+    parts = [
+        [gradient * run.weight for each in passes for gradient in each[place]]
+        for place, run in enumerate(shares, 1)
+    ]
+    everything = [gradient for each in passes for gradient in each[0]]
+    compare_gradients(_judge(bench.model), everything, parts, tolerance, sizes)
+
+
+def _compare_counts(
+    model: Any, whole: Run, shares: list[Run], sizes: list[int], tolerance: Tolerance
+) -> None:
+    moved = False
+    for metric in user_metrics(model):
+        if not metric.variables and metric in whole.given:
+            raise NotDistributable(
+                f"metric {metric.name!r} keeps what it counts outside of its variables, where the "
+                "replicas' counts cannot be added up; use self.add_variable in it."
+            )
+        counts = [run.counts.get(id(metric), []) for run in (whole, *shares)]
+        bases = whole.bases.get(id(metric), [])
+        for base, one, *parts in zip(bases, *counts, strict=True):
+            moved = moved or bool(one.any())
+            rounding = tolerance.own * max(
+                1.0, float(torch.stack([base.expand_as(one), *parts]).abs().max())
+            )
+            if not torch.allclose(one, sum(parts), tolerance.own, rounding, equal_nan=True):
+                _refuse(model, metric, counts, sizes, tolerance)
+    if not moved and whole.loss is not None and not whole.loss.shape:
+        losses = [float(run.loss) for run in (whole, *shares)]
+        _compare_losses(model, losses, [run.weight for run in shares], tolerance, sizes)
+
+
+def _refuse(
+    model: Any, metric: Any, counts: list[list[Tensor]], sizes: list[int], tolerance: Tolerance
+) -> None:
+    if metric is getattr(model, "_loss_tracker", None):
+        above, below = ([float(count[i].sum()) for count in counts] for i in (0, 1))
+        losses = [a / b for a, b in zip(above, below, strict=True)]
+        weights = [each / sum(below[1:]) for each in below[1:]]
+        _compare_losses(model, losses, weights, tolerance, sizes)
+    raise NotDistributable(
+        f"metric {metric.name!r} does not add up: what it counts on two shares of a batch is not "
+        "what it counts on the whole, so replicas cannot count their shares; keep sums in its "
+        "variables, give it values that depend on no other row, or compute it in a callback."
+    )
+
+
+def _compare_losses(
+    model: Any, losses: list[float], weights: list[float], tolerance: Tolerance, sizes: list[int]
+) -> None:
+    """The whole's and the shares', which are to be added up with these weights."""
+    whole, *shares = losses
+    parts = [loss * weight for loss, weight in zip(shares, weights, strict=True)]
+    size = max(map(abs, parts))
+    if is_same(whole, sum(shares), size, tolerance) and not is_same(
+        whole, sum(parts), size, tolerance
+    ):
+        refuse_sum(_judge(model), sizes)
+    compare_loss(whole, sum(parts), size, tolerance, sizes)
+
+
+def _judge(model: Any) -> str:
+    """Whose code the loss is."""
+    for name in ("train_step", "compute_loss"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            return f"{LOSS} of {name}"
+    return LOSS
+
+
+# --- which batches are tried -------------------------------------------------------------------
+
+
+class CheckSchedule:
+    """The first batch of each kind of step; where the step, the loss or a metric is the user's own,
+    the 2nd, 4th, 8th, ... too: a mask may come later."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._seen: dict[str, int] = {}
+        #: the number of the batch that is tried next; none where it is missing and one was seen
+        self._next: dict[str, float] = {}
+
+    def before(self, step: str, examples: int, check: Callable[[], bool]) -> None:
+        """Asked before every step: have it tried if it is its turn; `check` says whether it was."""
+        seen = self._seen[step] = self._seen.get(step, 0) + 1
+        if examples > 1 and seen >= self._next.get(step, 1):
+            again = check() and judged_by_own(self.model, step)
+            self._next[step] = 2 * seen if again else float("inf")
+
+
+def judged_by_own(model: Any, step: str) -> bool:
+    """Whether code of the user's own makes a loss or a metric of the rows."""
+    if step == "predict_step":
+        return False
+    if has_own(model, step) or type(model).compute_loss is not keras.Model.compute_loss:
+        return True
+    compiled = getattr(model, "_compile_metrics", None)
+    given = [model.loss, *model.metrics]
+    if compiled is not None:
+        given += [compiled._user_metrics, compiled._user_weighted_metrics]
+    return not all(map(_is_kerass, keras.tree.flatten(given)))
+
+
+def _is_kerass(judge: Any) -> bool:
+    """Whether a loss or a metric is Keras' own, also inside of what Keras wraps around it."""
+    if judge is None or isinstance(judge, str):
+        return True
+    made = judge if callable(judge) and hasattr(judge, "__name__") else type(judge)
+    inside = getattr(judge, "fn", None) or getattr(judge, "_fn", None)
+    return str(getattr(made, "__module__", "")).startswith("keras.") and _is_kerass(inside)

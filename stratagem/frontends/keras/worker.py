@@ -1,0 +1,349 @@
+"""A worker of parameter servers: tickets in, gradients out, nothing updated here.
+
+The model's own `train_step` is played on the rows of a ticket. Where it hands its gradients to the
+optimizer, they are committed to the servers instead, which decide whether they count; if they do
+not, what the metrics have counted on these rows is taken back.
+
+Where a worker has several devices they share every ticket: the first of them is the worker, and
+says a verb to the others; gradients are added up in backward, and the first commits the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stratagem.data.shares import count_rows
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends.keras.adapter import KerasAdapter, kept, roll_dice
+from stratagem.frontends.keras.callback_needs import from_chief
+from stratagem.frontends.keras.denominators import BatchPart, SharedPart
+from stratagem.frontends.keras.model_pickle import FollowerModel
+from stratagem.frontends.keras.step_logs import flat
+from stratagem.frontends.keras.worker_session import Dismissed, KerasSession
+from stratagem.servers.client import Assignment, Client, EpochOver, FitOver
+from stratagem.servers.no_collective import in_group
+from stratagem.servers.push_committer import GroupedCommitter, PushCommitter
+from stratagem.servers.session import Late
+from stratagem.state import keras_recipe
+from stratagem.state.write_tracker import WriteTracker
+from stratagem.training import setup
+from stratagem.training.command_loop import END, CommandLoop
+from stratagem.training.committer import Committer
+from stratagem.training.exchange import GradientExchange
+from stratagem.training.replica import Replica
+from stratagem.training.settings import Settings
+
+
+def adapter_of(model: Any, replica: Replica) -> KerasAdapter:
+    """The copy of a worker, or of one of its devices."""
+    part = SharedPart(replica) if in_group(replica) else BatchPart(replica)
+    return KerasAdapter(model, part, updates=False)
+
+
+class TicketStep:
+    """A training step of one device of a worker; bound to one model for one training.
+
+    Of another device than the first there is no session: it has added its gradients already.
+    """
+
+    def __init__(self, adapter: KerasAdapter, session: KerasSession | None = None) -> None:
+        self.adapter, self.session = adapter, session
+        self.model, self._part = adapter.model, adapter.part
+        self.custom = "train_step" in adapter.sources
+        named = [(v.path, v.value) for v in self.model.trainable_variables]
+        self.params = [param for _, param in named]
+        self.push = None if session is None else PushCommitter(session)
+        self._exchange: GradientExchange | None = None
+        self._committer: Committer | None = self.push
+        if in_group(adapter.replica):
+            #: the type of the wire is for what goes to the servers
+            reducer = setup.choose_reducer(self.params, adapter.replica, Settings())
+            exchange = GradientExchange(named, adapter.replica, reducer, every_backward=True)
+            exchange.armed = False
+            if session is not None:
+                session.cancels = False  # the other devices would wait for the first
+                exchange.after = session.added_up
+            self._exchange = exchange
+            self._committer = GroupedCommitter(exchange, adapter.replica, self.push)
+        #: whether a step is under way; whether it has handed its gradients over
+        self._open = self._handed = False
+        self._loss: float | None = None
+        #: whether the model's own tracker was told of a loss that the servers add up
+        self.tracked = False
+        #: numbers that the last step of the user's own returned: their mean over the rows
+        self.numbers: dict[str, float] = {}
+        self._counted = False
+        self._edition = 0
+        self._tracker = getattr(self.model, "_loss_tracker", None)
+        self.model.optimizer.__dict__["apply"] = self._apply
+        if self._tracker is not None:
+            self._tracker.__dict__["update_state"] = self._listening(self._tracker)
+
+    def close(self) -> None:
+        """The optimizer is the user's own again."""
+        self.model.optimizer.__dict__.pop("apply", None)
+        if self._tracker is not None:
+            self._tracker.__dict__.pop("update_state", None)
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def train(self, payload: Any) -> bool:
+        """Compute on the rows of a ticket, and commit; returns whether they count."""
+        adapter, data = self.adapter, payload["rows"]
+        self._follow_changes(payload.get("news"))
+        before = adapter.metrics.snapshot()
+        if self._exchange is not None:
+            setup.spread(self.params, adapter.replica)
+            self._exchange.armed = True
+        self._part.begin(count_rows(data), int(payload["total"]))
+        self._open, self._handed, self._counted, self._loss = True, False, False, None
+        try:
+            self._play(data)
+        except Late:
+            assert self.push is not None
+            self.push.abandon()
+        finally:
+            self._open = False
+            if self._exchange is not None:
+                self._exchange.armed = False
+            self._forget_gradients()
+        if not self._counted:
+            adapter.metrics.take_back(before)
+        elif self.custom and isinstance(adapter.last, dict):
+            self._note(adapter.last)
+        return self._counted
+
+    def _play(self, data: Any) -> None:
+        weights = WriteTracker(self.params)
+        self.adapter.play("train_step", data)
+        if weights.written():
+            raise NotDistributable(
+                "train_step wrote to weights that are trained, and the servers do not see that; "
+                "have the optimizer do it (kernel_constraint=..., weight_decay=...), or a callback."
+            )
+        if not self._handed:
+            raise NotDistributable(
+                "train_step did not hand its gradients to self.optimizer.apply, so nothing came "
+                "to the servers; call loss.backward(), then self.optimizer.apply(gradients, "
+                "self.trainable_variables)."
+            )
+
+    def _note(self, logs: dict[str, Any]) -> None:
+        noted = self.adapter.sources["train_step"].note(logs)
+        numbers = {log: noted.get(log, 0.0) for log in flat(logs)}
+        self.numbers = numbers if self._exchange is None else self.adapter.mean(numbers)
+
+    def _forget_gradients(self) -> None:
+        if self.session is not None:
+            self.session.forget_gradients()
+        for param in self.params:
+            param.grad = None
+
+    def _apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """In the place of the optimizer's `apply`."""
+        if not self._open or self._handed:
+            raise UsageError(
+                "optimizer.apply was called outside of train_step, or twice in it; with parameter "
+                "servers each batch makes one gradient, of a batch that this worker was dealt."
+            )
+        self._handed = True
+        variables = trainable_variables
+        if variables is None:
+            variables = self.model.optimizer._trainable_variables
+        given = {id(v.value): g for v, g in zip(variables, grads, strict=True)}
+        if self.session is not None:
+            for i, param in enumerate(self.session.params):
+                self._give(self.session, i, param, given.get(id(param)))
+        assert self._committer is not None
+        notes = self._part.notes(self.model, self._loss or 0.0)
+        self._counted = self._committer.commit(notes).counted
+
+    def _give(self, session: KerasSession, index: int, param: Any, grad: Any) -> None:
+        """See to it that this gradient is what the servers get."""
+        if grad is not None and (id(grad), grad._version) == session.made[index]:
+            return  # as backward made it, and it is there already
+        if not self._part.whole and grad is not None:
+            raise NotDistributable(
+                "train_step changed the gradients before it handed them to the optimizer, and "
+                "this worker has a part of the batch only; let the optimizer clip them "
+                "(global_clipnorm=...), or use Asynchronous(), whose workers get whole batches."
+            )
+        param.grad = None if grad is None else grad.detach()
+        session.worker.memory.take(index)
+
+    def _listening(self, tracker: Any) -> Callable[..., Any]:
+        def update_state(values: Any, sample_weight: Any = None) -> Any:
+            if self._open:
+                self._loss = float(torch.as_tensor(values).detach())
+                self.tracked = not self.custom
+                if self.tracked and self.session is not None and self._exchange is None:
+                    # backward comes next, and just once
+                    self.session.worker.begin_backward(listens=self.session.cancels)
+            return type(tracker).update_state(tracker, values, sample_weight=sample_weight)
+
+        return update_state
+
+    def _follow_changes(self, news: Any) -> None:
+        """Take over what was changed on the chief; it says the last of each."""
+        if news is not None and news["edition"] > self._edition:
+            self._edition = news["edition"]
+            self.adapter.follow(news["attributes"])
+            self.adapter.take(news["weights"])
+
+
+class TicketWorker:
+    """One worker at work on a Keras model, for one training."""
+
+    def __init__(self, adapter: KerasAdapter, session: KerasSession) -> None:
+        self.adapter, self.session, self.worker = adapter, session, session.worker
+        self._devices: CommandLoop | None = None
+        if in_group(adapter.replica):
+            self._devices = CommandLoop(adapter.replica.collective)
+            self._tell("begin", {**session.told, "worker": self.worker.index})
+            setup.spread(kept(adapter.model), adapter.replica)
+        self.step = TicketStep(adapter, session)
+        #: what the last step that counts returned
+        self.logs: Any = None
+        self._epoch = 0
+        self.begin()
+
+    def close(self) -> None:
+        self.step.close()
+
+    def begin(self) -> None:
+        """Nothing of what is counted from now on has been reported."""
+        self._worked, self.step.tracked = 0, False
+        self._sums: dict[str, list[float]] = {}
+        self._base = [v.value.detach().clone() for v in self._tracked()]
+
+    def follow(self) -> Any:
+        """Work until the chief ends the training; returns what it tells."""
+        self.adapter.model.train()
+        while True:
+            work = self.worker.next()
+            if isinstance(work, FitOver):
+                self.session.end()
+                return self.session.take_last(work)
+            if isinstance(work, EpochOver):
+                self.worker.report(self.report())
+                self.begin()
+            else:
+                self.do(work)
+
+    def do(self, work: Assignment) -> None:
+        """Compute on the rows of a ticket, with all devices, and hand in."""
+        if work.epoch != self._epoch:
+            if self._worked and not self.worker.is_chief:  # it was absent when the last one ended
+                self._tell("reset")
+                self.adapter.metrics.begin()
+                self.begin()
+            self._epoch = work.epoch
+        examples = count_rows(work.payload["rows"])
+        self._tell("train", work.payload)
+        assert self.step.push is not None
+        self.step.push.begin(work.ticket, examples)
+        if self.step.train(work.payload):
+            self.logs = self.adapter.last
+            self._worked += 1
+            self._add_up(examples)
+
+    def _tell(self, verb: str, *arguments: Any) -> None:
+        """The other devices of this worker."""
+        if self._devices is not None:
+            self._devices.tell(verb, *arguments)
+
+    def _add_up(self, examples: int) -> None:
+        """For the mean of what steps returned; a worker alone has a last one, as one device."""
+        if self.session.plan.workers == 1:
+            self._sums = {}
+        for log, number in self.step.numbers.items():
+            total, weight = self._sums.get(log, (0.0, 0.0))
+            self._sums[log] = [total + number * examples, weight + examples]
+
+    def report(self) -> dict[str, Any]:
+        """What was counted since the last report; other workers than the chief hand it over."""
+        if self._devices is not None:
+            self._tell("drain")
+            self.adapter.drain()
+            self._tell("average")
+            self.adapter.average()
+        sources = self.adapter.sources.get("train_step")
+        report: dict[str, Any] = {
+            "worker": self.worker.index,
+            "tracked": self.step.tracked,
+            "logs": self._sums,
+            "sources": {} if sources is None else sources.known,
+            "counts": None,
+            "kept": None,
+        }
+        if self._worked:
+            state = kept(self.adapter.model)
+            report["kept"] = [t.detach() for t in state if t.is_floating_point()]
+            if not self.worker.is_chief:
+                report["counts"] = self.adapter.metrics.hand_over()
+        return report
+
+    @torch.no_grad()
+    def merge(self, reports: list[Any], loss: float, examples: int) -> None:
+        """As the chief: add what the others have counted to what was counted here."""
+        for report in reports:
+            if report["counts"] is not None:
+                self.adapter.metrics.add(report["counts"])
+        if any(report["tracked"] for report in reports):
+            tracked = zip(self._tracked(), self._base, (loss, float(examples)), strict=True)
+            for variable, base, new in tracked:
+                variable.value.copy_(base + new)
+
+    def _tracked(self) -> list[Any]:
+        tracker = getattr(self.adapter.model, "_loss_tracker", None)
+        return [] if tracker is None else list(tracker.variables)
+
+
+def assist(seat: FollowerModel, replica: Replica) -> None:
+    """As another device than the first: do what the first says until it says that all is done."""
+    loop = CommandLoop(replica.collective)
+    verb, arguments = loop.hear()
+    if verb == END:
+        return
+    adapter, (told,) = adapter_of(seat.unpacked(), replica), arguments
+    adapter.become(told)
+    setup.spread(kept(adapter.model), replica)
+    roll_dice(adapter.model, told["seed"], told["worker"] + setup.DEVICES * replica.index)
+    adapter.model.train()
+    step = TicketStep(adapter)
+    try:
+        loop.serve(
+            {
+                "train": step.train,
+                "drain": adapter.drain,
+                "average": adapter.average,
+                "reset": adapter.metrics.begin,
+            }
+        )
+    finally:
+        step.close()
+
+
+def attend(worker: Client, model: Any, settings: Settings, replica: Replica) -> Any:
+    """As another worker than the chief: take part until it ends the training; its result."""
+    adapter = adapter_of(model, replica)
+    try:
+        session = KerasSession(worker, adapter, settings)
+    except Dismissed as nothing:
+        return from_chief(nothing.told["result"], model)
+    if session.over is not None:
+        last = session.take_last(session.over) or {}
+    else:
+        hand = TicketWorker(adapter, session)
+        try:
+            last = hand.follow() or {}
+        finally:
+            hand.close()
+    if "states" in last:
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        keras_recipe.restore(model.optimizer, model.trainable_variables, last["states"])
+    return from_chief(last.get("result"), model)

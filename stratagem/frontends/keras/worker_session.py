@@ -1,0 +1,145 @@
+"""A training of a Keras model with parameter servers, on one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import NotDistributable
+from stratagem.frontends.keras.adapter import KerasAdapter, kept, roll_dice
+from stratagem.servers.client import Client
+from stratagem.servers.session import Session
+from stratagem.servers.training_plan import Clip, TrainingPlan
+from stratagem.state import keras_recipe
+from stratagem.state.optimizer_recipe import OptimizerRecipe
+from stratagem.state.partition import partition
+from stratagem.training.settings import Served, Settings
+
+
+class Dismissed(Exception):
+    """The training was over before it began; `told` is what the chief says of it."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__("a training without a step")
+        self.told = told
+
+
+class KerasSession(Session):
+    """Keras' variables and optimizer where others have torch's.
+
+    `told` is what the chief tells the others, so that their models become like its own.
+    """
+
+    def __init__(
+        self,
+        worker: Client,
+        adapter: KerasAdapter,
+        settings: Settings,
+        told: dict[str, Any] | None = None,
+    ) -> None:
+        self.adapter, optimizer = adapter, adapter.model.optimizer
+        #: by variable: the gradient that backward made, and how often it had been written to
+        self.made: list[tuple[int, int] | None] = []
+        assert settings.served is not None
+        super().__init__(
+            worker,
+            adapter.model,
+            optimizer,
+            settings.served,
+            wire=settings.wire,
+            clip=Clip(_clip_norm(optimizer), margin=0.0),
+            told=told,
+        )
+
+    def _find(self) -> None:
+        model = self.adapter.model
+        self.params, self.beside = [], []
+        if not model.built:
+            return  # it is built from the chief's first example
+        self.adapter.arrive()
+        self.variables = list(model.trainable_variables)
+        self.params = [v.value for v in self.variables]
+        self.beside = kept(model)
+        self.made = [None] * len(self.params)
+
+    def _arrive(self, beside: Sequence[Tensor]) -> None:
+        if "dismissed" in self.told:
+            raise Dismissed(self.told["dismissed"])
+        self.adapter.become(self.told)
+        self._find()
+        super()._arrive(beside)
+        roll_dice(self.adapter.model, self.told["seed"], self.worker.index)
+
+    def last_words(self, result: Any) -> dict[str, Any]:
+        """As the chief: what the others need besides the weights."""
+        return {"result": result, "states": keras_recipe.states(self.optimizer, self.variables)}
+
+    def _recipe(self) -> OptimizerRecipe:
+        return keras_recipe.describe(self.optimizer, self.variables)
+
+    def _states(self, plan: TrainingPlan) -> Mapping[int, Mapping[str, Any]]:
+        return dict(enumerate(keras_recipe.states(self.optimizer, self.variables)))
+
+    def _take_states(self, by_variable: Mapping[int, Mapping[str, Any]]) -> None:
+        given = [by_variable.get(i, {}) for i in range(len(self.variables))]
+        keras_recipe.restore(self.optimizer, self.variables, given)
+
+    def _read_last(self) -> None:
+        """It is here, and a callback may have changed it since."""
+
+    def settings(self) -> list[dict[str, Any]]:
+        return [{"config": keras_recipe.settings(self.optimizer)}]
+
+    def _hook(self, index: int) -> Any:
+        plain = super()._hook(index)
+
+        def ready(param: Any) -> None:
+            plain(param)
+            self.made[index] = (id(param.grad), param.grad._version)
+
+        return ready
+
+    def added_up(self) -> None:
+        """Several devices have added up their gradients: what they have now is backward's."""
+        grads = [param.grad for param in self.params]
+        self.made = [None if grad is None else (id(grad), grad._version) for grad in grads]
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        self.made = [None] * len(self.params)
+
+
+def refuse(model: Any) -> None:
+    """One sentence for an optimizer that servers cannot run, before anybody is asked to work."""
+    variables = model.trainable_variables if model.built else []
+    keras_recipe.describe(model.optimizer, variables)
+    _clip_norm(model.optimizer)
+
+
+def _clip_norm(optimizer: Any) -> float | None:
+    """The limit of the whole gradient's norm, as gradients come to the servers: scaled."""
+    limit = optimizer.global_clipnorm
+    if not limit or limit <= 0:
+        return None
+    if optimizer.gradient_accumulation_steps:
+        raise NotDistributable(
+            "global_clipnorm clips what gradient_accumulation_steps have added up, of which each "
+            "server has its share only; leave one of them out, or use clipnorm."
+        )
+    return float(limit) * float(optimizer.loss_scale_factor or 1.0)
+
+
+def dismiss(worker: Client, served: Served, told: Any) -> None:
+    """As the chief: a training without a single step is over before it begins."""
+    number = worker.fits
+    worker.fits += 1
+    pieces = partition([(1,)], 4, served.servers, None)
+    recipe = OptimizerRecipe("torch", "SGD", ({"lr": 0.0, "variables": [0]},))
+    plan = TrainingPlan(
+        ((1,),), "float32", pieces, recipe, served.updates, served.workers, served.servers
+    )
+    worker.open(number, plan, [torch.zeros(1)], None, [{"dismissed": told}, None, []])
+    worker.finish([told, None])

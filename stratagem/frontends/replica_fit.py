@@ -1,0 +1,248 @@
+"""`fit` on replicas that all-reduce: every one of them runs the loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stratagem.data.streams import mixed
+from stratagem.errors import ReplicaError
+from stratagem.figures.meter import loading
+from stratagem.frontends import replica_progress
+from stratagem.frontends.alignment import align, align_loss, move, own_streams
+from stratagem.frontends.batch_scheduler import Segments
+from stratagem.frontends.change_tracker import heed, news, share_attributes
+from stratagem.frontends.fit_job import Fit
+from stratagem.frontends.fit_journal import FitJournal
+from stratagem.frontends.loop import FitLoop
+from stratagem.frontends.loss_sum import LossSum
+from stratagem.frontends.row_check import RowCheck
+from stratagem.frontends.sources import Portion
+from stratagem.frontends.steps import Sliced, Step, choose
+from stratagem.training import setup
+from stratagem.training.replica import Replica, alone, current_replica
+from stratagem.training.step_figures import figures_of
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+
+def fit(job: Fit) -> None:
+    """Train; the module and the optimizer of every replica end alike."""
+    replica = current_replica()
+    move(job.module, job.optimizer, replica.device)
+    job.recipe.metrics.to(replica.device)
+    align(job.module, replica)
+    align_loss(job.recipe.loss, replica)
+    if job.journal is not None and replica.count > 1:
+        share_attributes(job.module, replica)
+    setup.align_state(job.optimizer, replica)
+    turn = job.generation + (job.journal.restarts << 10 if job.journal is not None else 0)
+    setup.roll_own_dice(replica, turn)
+    # a later fit begins where the data's numbers are, and the model must not draw the same again
+    seed = mixed(torch.initial_seed(), -1, turn) if turn else None
+    with own_streams(replica, seed):
+        job.source.agree(replica)
+        side = ReplicaSide(job, replica)
+        try:
+            FitLoop(job, side).train()
+            side.step.close()
+        except BaseException as error:
+            if job.journal is not None and isinstance(error, ReplicaError):
+                side.break_off(job.journal)
+            side.step.leave()
+            raise
+        if not job.terminated:
+            job.callbacks.train_end()
+
+
+class ReplicaSide:
+    """One replica among others; every method is collective."""
+
+    segments: Segments | None = None
+
+    def __init__(self, job: Fit, replica: Replica) -> None:
+        self.job, self.replica, self.tester = job, replica, replica
+        self.is_chief = replica.is_chief
+        self._check = RowCheck(job.module, job.recipe, replica, "fit")
+        self._prepare()
+        self.tally = LossSum()
+        self._figures = figures_of(replica)
+        job.callbacks.changes.alone = replica.count == 1
+        try:
+            self._follow_the_chief()
+        except BaseException:
+            self.step.leave()
+            raise
+
+    def _follow_the_chief(self) -> None:
+        """Other workers may have been given other callbacks, or none."""
+        job, replica = self.job, self.replica
+        tried = job.journal is not None and job.journal.restarts > 0
+        mine = [job.between_steps, job.around_tests, job.between_tests, job.saves, tried]
+        listening = map(bool, broadcast_tree(replica.collective, mine))
+        job.between_steps, job.around_tests, job.between_tests, job.saves, tried = listening
+        self._check.open = self._check.open and not tried
+
+    def _prepare(self) -> None:
+        job, replica = self.job, self.replica
+        self.step: Step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
+        if job.journal is not None:
+            self.step.take_in = job.journal.watch(job.recipe.metrics)
+            self.step.before_commit = partial(job.journal.gather, replica)
+        self._frozen = _frozen(job.module)
+        job.callbacks.changes.in_common = isinstance(self.step, Sliced)
+
+    def begin(self, epoch: int) -> None:
+        self.job.module.train()
+        self.job.recipe.metrics.reset()
+        self.tally = LossSum()
+
+    def work(self, number: int, epoch: int) -> Iterator[tuple[Portion, bool]]:
+        """Portions, and whether each is the epoch's last."""
+        self._thaw()
+        self.step.tally = self.tally
+        job, source = self.job, self.job.source
+        drawn, limit = source.journal.seen, self.job.steps_per_epoch
+        # without a sure end, the last batch is known when there is none behind it
+        ahead = job.recipe.accumulate > 1 and not source.certain
+        steps = min(source.steps, limit) if source.steps and limit else source.steps or limit
+        waiting: Portion | None = None
+        if drawn and drawn == limit:
+            source.leave(self.replica.ordering)
+        portions = loading(source.portions(self.replica, epoch))
+        for portion in islice(portions, limit and limit - drawn):
+            drawn += 1
+            if not ahead:
+                yield portion, drawn == steps
+                continue
+            if waiting is not None:
+                yield waiting, False
+            waiting = portion
+        if waiting is not None:
+            yield waiting, True
+        source.check_enough(drawn, limit, epoch)
+
+    def _thaw(self) -> None:
+        """Others are trained from this epoch on, if a callback has frozen or unfrozen some."""
+        if _frozen(self.job.module) != self._frozen and self.replica.count > 1:
+            scaler = self.step.scaler
+            self.step.close()
+            setup.align_state(self.job.optimizer, self.replica)
+            self._prepare()
+            self.step.scaler = scaler  # it goes on with the scale that it has found
+            self.job.callbacks.changes.settle()
+
+    def take(self, work: tuple[Portion, bool]) -> None:
+        portion, last = work
+        if self._check.open:
+            self._check.before(portion)
+        journal = self.job.journal
+        if journal is None:
+            self.step.take(portion, last)
+            self._figures.step(portion.examples)
+            return
+        self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
+        if self.step.settled:
+            several = self.job.recipe.accumulate > 1
+            journal.before_update(self.job.module, self.tally if several else None)
+        journal.before_batch()
+        self.step.take(portion, last)
+        if self.step.settled:
+            journal.updated(self.job.recipe.metrics, self.replica)
+        self._figures.step(portion.examples)
+
+    def break_off(self, journal: FitJournal) -> None:
+        """Keep what this training goes on from, when replicas have come together again."""
+        job, replica, begun = self.job, self.replica, self.job.source.journal.begun
+        found = journal.interrupt(job.recipe.metrics, self.tally, begun)
+        if found is not None and replica.is_chief:
+            scaler = None if self.step.scaler is None else self.step.scaler.state_dict()
+            data = replica_progress.data_progress(job, replica)
+            job.resumed = {**found, **data, "scaler": scaler}
+
+    def arrive(self) -> None:
+        """The weights are here."""
+
+    refresh = arrive
+
+    def after_batch(self) -> bool:
+        return False  # replicas listen before the next batch, or at the end of the epoch
+
+    def stop(self, work: Any) -> None:
+        """All replicas have heard that they stop."""
+
+    def note(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Every replica has the same."""
+
+    def end_epoch(self, started: float) -> dict[str, Any]:
+        job, replica, tally = self.job, self.replica, self.tally
+        if job.between_steps:
+            self.listen()  # what the last batch's callbacks changed
+        # where replicas may leave, each has the counts of all
+        counted = replica if job.journal is None else alone(replica)
+        logs = {"loss": tally.mean(), **job.recipe.metrics.compute(counted)}
+        seconds = max(time.perf_counter() - started, 1e-9)
+        logs["examples_per_second"] = tally.examples / seconds
+        setup.average_buffers(job.module, replica)
+        return logs
+
+    def agree(self, mine: Any) -> list[Any]:
+        found: list[Any] = gather_tree(self.replica.collective, mine)
+        return found
+
+    @property
+    def settled(self) -> bool:
+        return self.step.settled
+
+    def progress(self) -> dict[str, Any] | None:
+        return replica_progress.gathered(self.job, self.replica, self.step, self.tally)
+
+    def go_on(self, saved: dict[str, Any] | None) -> None:
+        replica_progress.go_on(self.job, self.replica, self.step, self.tally, saved)
+
+    def listen(self, *, between: bool = False) -> bool:
+        job, replica, step = self.job, self.replica, self.step
+        if replica.count == 1:
+            for group in job.optimizer.param_groups:
+                group.update(_settings(group))
+            return job.callbacks.stop
+        mine, changes = None, job.callbacks.changes
+        if replica.is_chief:
+            changes.check_layout()
+            changes.check_state()
+            written = bool(changes.written())
+            if written:
+                step.take_back()
+            mine = {
+                "stop": job.callbacks.stop,
+                "groups": [_settings(group) for group in job.optimizer.param_groups],
+                **news(job, written=written),
+            }
+        told = broadcast_tree(replica.collective, mine)
+        for group, settings in zip(job.optimizer.param_groups, told["groups"], strict=True):
+            group.update(settings)
+        step.follow_settings()
+        heed(job, replica, told)
+        return bool(told["stop"])
+
+
+def _frozen(module: nn.Module) -> list[bool]:
+    return [not p.requires_grad for p in module.parameters()]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    plain = {
+        key: value.item() if isinstance(value, np.generic) else value
+        for key, value in group.items()
+    }
+    return {
+        key: value
+        for key, value in plain.items()
+        if key != "params" and isinstance(value, bool | int | float | Tensor | tuple | list)
+    }

@@ -1,0 +1,310 @@
+"""Whether shares of a batch add up to what one device makes of it: tried before the first update.
+
+The chief puts a few rows through the model and the loss as one batch and as two shares. Outputs,
+the loss, its gradient and metrics that are functions must agree to rounding; else a row's result
+depends on other rows, and replicas, which do not see each other's, would train something else than
+one device. Where somebody's own function judges the rows, that is done again before the 2nd, 4th,
+8th, ... batch: a mask may come later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.compat.torch_names import pytree
+from stratagem.data.shares import count_rows, rows, same_kind, share
+from stratagem.errors import NotDistributable, StratagemError
+from stratagem.frontends.adapter import TorchAdapter
+from stratagem.frontends.compare import (
+    LOSS,
+    Result,
+    Tolerance,
+    agree,
+    compare_gradients,
+    compare_loss,
+    compare_outputs,
+    in_place,
+)
+from stratagem.frontends.isolated_run import dry_run, norms_by_row, replaced
+from stratagem.frontends.recipe import Recipe
+from stratagem.frontends.sources import Portion
+from stratagem.training.replica import Replica
+from stratagem.wire.tree import encode, gather_tree
+
+log = logging.getLogger("stratagem")
+
+#: rows of the trial
+ROWS = 7
+#: rows that can be cut in two shares of several: a single one is often something else to a model
+ENOUGH = 6
+
+
+class RowCheck:
+    """Asked before every batch, on every replica; acts before the first, and before ever fewer."""
+
+    def __init__(self, module: Any, recipe: Recipe, replica: Replica, verb: str) -> None:
+        """`verb`: "fit", "evaluate" or "predict"."""
+        self.module, self.replica, self.verb = module, replica, verb
+        self.recipe = replace(recipe, jit_compile=False)
+        #: whether a later batch may show what this one does not
+        self._again = verb != "predict" and (recipe.loss.own or bool(recipe.metrics.functions))
+        self._seen, self._next = 0, 1
+        self.open = recipe.check and replica.count > 1
+        #: whether trying is of no use
+        self._failed = False
+        #: rows of a share that was too small to be cut
+        self._kept: Any = None
+
+    def before(self, portion: Portion) -> None:
+        """Raise if the replicas' shares of this batch do not add up. Collective."""
+        if self._is_due() and portion.total > 1:
+            first = share(portion.total, self.replica.count, 0)[1]
+            batch = [portion.x, portion.y, portion.weight]
+            if first < ENOUGH:
+                second = _portable(batch) if self.replica.index == 1 else None
+                told = gather_tree(self.replica.collective, second)[1]
+                self._act(portion.examples, batch, told)
+            elif self.replica.index == 0:
+                self._act(portion.examples, batch, None)
+            self._settle()
+
+    def alone(self, portion: Portion) -> None:
+        """The same where others have the rest of the batch, some other time: small shares wait for
+        the next one."""
+        if self._is_due():
+            batch = [portion.x, portion.y, portion.weight]
+            other, self._kept = self._kept, batch
+            if portion.examples >= ENOUGH or other is not None:
+                few = portion.examples < ENOUGH
+                self._act(portion.examples, batch, other if few else None)
+                self._settle()
+
+    def _is_due(self) -> bool:
+        if not self.open:
+            return False
+        self._seen += 1
+        return self._seen >= self._next
+
+    def _settle(self) -> None:
+        self._next, self._kept, self.open = 2 * self._seen, None, self._again
+
+    def _act(self, examples: int, batch: Any, other: Any) -> None:
+        """On the chief, with rows of its share, and maybe some of another one."""
+        if self.replica.index != 0 or self._failed:
+            return
+        try:
+            self._compare(*self._rows(examples, batch, other))
+        except StratagemError:
+            raise
+        except Exception as error:
+            self._failed = True
+            say_untried(error)
+
+    def _rows(self, examples: int, batch: Any, other: Any) -> tuple[Any, list[Any]]:
+        """A few of them as one batch, and as two shares. Targets that cannot be cut are left out,
+        with the loss, if that is torch's own."""
+        try:
+            check_rows(batch, examples)
+        except ValueError:
+            if self.recipe.loss.own:
+                raise
+            batch = [batch[0], None, None]
+            other = other and [other[0], None, None]
+        return few_rows(batch, examples, _on(other, self.replica.device))
+
+    def _compare(self, whole: Any, parts: list[Any]) -> None:
+        total = count_rows(whole)
+        one, *shares = (self._run(each, total) for each in (whole, *parts))
+        epsilon = max(run.epsilon for run in (one, *shares))
+        tolerance = Tolerance.of(self.replica.device, epsilon)
+
+        def wider() -> Tolerance:
+            again = self._run(whole, total, disturbed=True)
+            return tolerance.widened(one.result(), again.result())
+
+        agree(lambda given: self._judge(one, shares, given), tolerance, wider)
+
+    def _judge(self, one: BatchOutcome, shares: list[BatchOutcome], tolerance: Tolerance) -> None:
+        sizes = [run.examples for run in shares]
+        compare_outputs(self.verb, one.outputs, [run.outputs for run in shares], tolerance, sizes)
+        if not all(run.judged for run in (one, *shares)):
+            return
+        below = sum(float(run.below) for run in shares)
+        if below:
+            compare_loss(
+                float(one.above),
+                sum(float(run.above) for run in shares) / below,
+                max(abs(float(run.above)) / (float(run.below) or 1.0) for run in shares),
+                tolerance,
+                sizes,
+            )
+            gradients = in_place(one.gradients, [_over(run.gradients, below) for run in shares])
+            compare_gradients(LOSS, one.gradients, gradients, tolerance, sizes)
+        metrics = [run.metrics for run in shares]
+        self.recipe.metrics.check_functions(one.metrics, metrics, tolerance.loss)
+
+    def _run(self, batch: Any, total: int, *, disturbed: bool = False) -> BatchOutcome:
+        """One batch through model and loss, and nothing of it remains."""
+        trains = self.verb == "fit"
+        loss = self.recipe.loss
+        function = getattr(loss, "function", None)
+        losses = function.modules() if isinstance(function, torch.nn.Module) else [function]
+        buffers = _marks(function)
+        x, y, weight = batch
+        portion = Portion(x, y, weight, count_rows(batch), total)
+        with (
+            dry_run(*self.module.modules(), *losses, disturbed=disturbed) as journal,
+            torch.set_grad_enabled(trains),
+            replaced(norms_by_row(self.module.modules()) if trains else []),
+        ):
+            run = self._through(portion)
+            if _marks(function) != buffers:
+                raise NotDistributable(
+                    f"the loss {type(function).__name__} writes into its own buffers, and every "
+                    "replica would do so from its own rows; keep them in the model, whose buffers "
+                    "are averaged when an epoch ends, or use one device."
+                )
+        run.epsilon = journal.epsilon
+        return run
+
+    def _through(self, portion: Portion) -> BatchOutcome:
+        adapter, loss = TorchAdapter(self.module, None, self.recipe, self.replica), self.recipe.loss
+        with adapter.autocast():
+            output, y, weight = adapter.forward(portion)
+            outputs = pytree.tree_leaves(output)
+            run = BatchOutcome(list(map(_copied, outputs)), portion.examples)
+            if self.verb == "predict" or (y is None and not loss.own):
+                return run
+            run.judged = True
+            if portion.examples == portion.total:
+                above, run.below = loss.mean(output, y, weight), 1.0
+            else:
+                above, below = loss.terms(output, y, weight, portion.examples)
+                run.below = portion.examples / portion.total if below is None else float(below)
+        if above.requires_grad:
+            gradients = torch.autograd.grad(above, self._sources(outputs), allow_unused=True)
+            run.gradients = list(map(_copied, gradients))
+        run.above = float(above.detach())
+        run.metrics = self.recipe.metrics.try_functions(output, y)
+        return run
+
+    def _sources(self, outputs: list[Any]) -> list[Tensor]:
+        """What gradients are of: the outputs, which have been compared; or, where one is a single
+        number (a loss that the model computes itself, say), the parameters."""
+        found = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+        if found and all(each.dim() or each.is_leaf for each in found):
+            return found
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+
+@dataclass
+class BatchOutcome:
+    """What came of one batch, in copies: what is written to is put back when it is over."""
+
+    outputs: list[Any]
+    examples: int
+    #: whether the loss says something; then that, and what it is yet to be divided by
+    judged: bool = False
+    above: float = 0.0
+    below: float = 1.0
+    gradients: Sequence[Tensor | None] = ()
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    epsilon: float = 0.0
+
+    def result(self) -> Result:
+        return Result(self.outputs, self.gradients, self.above)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _over(gradients: Sequence[Tensor | None], below: float) -> list[Tensor | None]:
+    return [None if each is None else each / below for each in gradients]
+
+
+def _marks(loss: Any) -> dict[str, tuple[int, int]]:
+    """What tells whether a loss has written into its buffers, or made others."""
+    named = loss.named_buffers() if isinstance(loss, torch.nn.Module) else ()
+    return {name: (id(buffer), buffer._version) for name, buffer in named}
+
+
+def say_untried(error: Exception) -> None:
+    """The step itself may well succeed, and if not, its error is the one to see."""
+    log.warning(
+        "whether rows depend on each other cannot be tried on a part of a batch (%s: %s), so that "
+        "is taken on trust, unchecked.",
+        type(error).__name__,
+        error,
+    )
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def few_rows(batch: Any, examples: int, other: Any = None) -> tuple[Any, list[Any]]:
+    """Some of a share, or a small one and another, as one batch and as two shares, not of one size
+    if that can be: means over something else than rows may agree otherwise."""
+    size = check_rows(batch, examples)
+    if other is not None:
+        batch = joined(batch, other)
+    first, second = sizes_of(size, check_rows(other) if other is not None else 0)
+    few = rows(batch, 0, first + second)
+    return few, [rows(few, 0, first), rows(few, first, first + second)]
+
+
+def sizes_of(first: int, second: int) -> tuple[int, int]:
+    """Rows of the trial's shares, from those of two real ones."""
+    if first >= ENOUGH or not second:
+        few = min(ROWS, first)
+        return few - few // 3, few // 3
+    return first, second - (second == first > 2)
+
+
+def check_rows(batch: Any, examples: int | None = None) -> int:
+    """How many rows everything in a batch has; raises if something in it cannot be cut."""
+    count = count_rows(batch) if examples is None else examples
+    for leaf in pytree.tree_leaves(batch):
+        if not isinstance(leaf, _LEAVES):
+            raise ValueError(f"a {type(leaf).__name__} in a batch of {count} rows")
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != count:
+            raise ValueError(f"a tensor of shape {tuple(leaf.shape)} in a batch of {count} rows")
+    return count
+
+
+_LEAVES = (Tensor, str, bytes, bool, int, float, type(None))
+
+
+def joined(one: Any, other: Any) -> Any:
+    """The rows of two shares as those of one."""
+    if isinstance(one, Tensor):
+        return torch.cat([one, other]) if one.dim() else one
+    if isinstance(one, dict):
+        return same_kind(one, {key: joined(part, other[key]) for key, part in one.items()})
+    if isinstance(one, list | tuple):
+        if one and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(one)):
+            return [*one, *other]
+        parts = [joined(*pair) for pair in zip(one, other, strict=True)]
+        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+    return one
+
+
+def _portable(batch: Any) -> Any:
+    """A batch for the chief, if it can travel."""
+    try:
+        encode(batch)
+    except NotDistributable:
+        return None
+    return batch
+
+
+def _on(batch: Any, device: torch.device) -> Any:
+    return pytree.tree_map(
+        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch
+    )

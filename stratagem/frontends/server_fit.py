@@ -1,0 +1,384 @@
+"""`fit` with parameter servers.
+
+chief            runs the loop: deals the epoch's batches, works like the others, has callbacks
+other workers    take tickets, compute, push, until the chief says that the training is over
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from stratagem.errors import NotDistributable
+from stratagem.figures.meter import METER
+from stratagem.frontends import server_progress, server_stats
+from stratagem.frontends.batch_scheduler import BatchScheduler, Segments
+from stratagem.frontends.fit_job import Fit
+from stratagem.frontends.loop import FitLoop
+from stratagem.frontends.row_check import RowCheck
+from stratagem.frontends.server_steps import Grouped, Pushed, assist, lead
+from stratagem.servers.client import Assignment, EpochOver, FitOver
+from stratagem.servers.no_collective import in_group
+from stratagem.servers.session import Session
+from stratagem.servers.task_main import current_worker
+from stratagem.servers.training_plan import Clip
+from stratagem.state.write_tracker import TrackedState
+from stratagem.training.replica import Replica, alone, current_replica
+from stratagem.training.termination import Termination
+
+
+def fit(job: Fit) -> None:
+    """Train; every worker's module ends with the same values."""
+    replica = current_replica()
+    grouped = in_group(replica)
+    if grouped and not replica.leads:
+        assist(job, replica)
+        return
+    job.module.to(replica.device)
+    job.recipe.metrics.to(replica.device)
+    job.recipe.metrics.saves = job.saves
+    served = job.settings.served
+    assert served is not None
+    session = Session(
+        current_worker(),
+        job.module,
+        job.optimizer,
+        served,
+        wire=job.settings.wire,
+        clip=Clip(job.recipe.clip_norm, job.recipe.clip_value),
+        told=job.source.seed,
+        look=("fit", job.look()) if job.by_itself else None,
+    )
+    if session.over is not None:
+        _believe(job, session, session.over)
+        return
+    job.source.seed = session.told
+    session.cancels = session.cancels and not grouped  # its devices would wait for the first
+    step = lead(job, session, replica) if grouped else Pushed(job, session, replica)
+    if session.worker.is_chief:
+        _lead(ChiefSide(job, session, replica, step))
+    else:
+        with Termination() as termination:
+            WorkerSide(job, session, replica, step).follow()
+        job.terminated = job.saves and termination.asked
+    step.close()
+
+
+def _lead(side: ChiefSide) -> None:
+    """As the chief: run the loop, and end the training for everybody."""
+    job = side.job
+    model = job.callbacks.model
+    model.bring_home = side.bring_home
+    try:
+        FitLoop(job, side).train()
+        side.end()
+    finally:
+        model.bring_home = None
+        side.state.end()
+    if not job.terminated:
+        job.callbacks.train_end()
+
+
+def check(job: Fit) -> None:
+    """Refuse what servers cannot do, before anybody is asked to."""
+    if job.recipe.accumulate > 1:
+        raise NotDistributable(
+            "accumulate cannot go with parameter servers, which decide themselves how many "
+            "gradients make an update; use Asynchronous(buffer=...) or a larger batch_size."
+        )
+    if job.recipe.autocast is torch.float16:
+        raise NotDistributable(
+            'precision="float16" scales gradients in a way that servers do not follow; use '
+            '"bfloat16".'
+        )
+
+
+def _believe(job: Fit, session: Session, over: FitOver) -> None:
+    """Take over what the chief said of the training that is over."""
+    history = session.take_last(over)
+    model = job.callbacks.model
+    if history and model is not None:  # a client of its own; a child has no history to keep
+        for epoch, logs, details in history:
+            server_stats.enter(model.history.history, server_stats.numbered(details))
+            job.callbacks.epoch_end(epoch, logs)
+
+
+class WorkerSide:
+    """One worker at work."""
+
+    def __init__(
+        self, job: Fit, session: Session, replica: Replica, step: Pushed | Grouped
+    ) -> None:
+        self.job, self.session, self.replica, self.step = job, session, replica, step
+        self.worker = session.worker
+        self.scheduler = BatchScheduler(job.source, session.plan.parts)
+        grouped = isinstance(step, Grouped)
+        self._check = RowCheck(job.module, job.recipe, replica, "fit")
+        several = session.plan.parts > 1 or grouped
+        self._check.open = job.recipe.check and several and self.worker.is_chief
+        #: how many gradients of this epoch counted
+        self._counted = 0
+        #: the epoch that is worked on, and the last one of which the mean statistics are here
+        self._epoch, self._settled = 0, -1
+        self._begin()
+
+    def _begin(self) -> None:
+        """An epoch begins."""
+        self.job.module.train()
+        self.step.begin()
+        self._counted = 0
+
+    def follow(self) -> None:
+        """As another worker than the chief: work until the chief ends it."""
+        while True:
+            work = self.worker.next(wait=False)
+            if isinstance(work, FitOver):
+                self.session.end()
+                _believe(self.job, self.session, work)
+                return
+            if isinstance(work, EpochOver):
+                self._report(void=work.void)
+                self._take_statistics(work.epoch)
+                self._begin()
+            else:
+                self.take(work)
+
+    def take(self, work: Assignment) -> None:
+        """One ticket."""
+        if work.epoch != self._epoch:
+            if self._epoch and not self.worker.is_chief:
+                self._begin()  # it was absent when the last one ended
+            self._epoch = work.epoch
+            if not self.worker.is_chief and work.epoch > self._settled + 1:
+                self._take_statistics(work.epoch - 1)
+        self.step.count()
+        with METER.loading():
+            portion = self.scheduler.portion(work, self.job.epochs.start)
+        self.worker.arrive()
+        if self._check.open:
+            self._check.alone(portion)
+        self._counted += self.step.push(work, portion)
+
+    def _report(self, *, void: bool = False) -> None:
+        """What this worker has counted in the epoch that is over; `void`: but for the last."""
+        self._counted -= void
+        self.step.count(void=void)
+        grouped = isinstance(self.step, Grouped)
+        states = self.step.states() if self._counted or grouped else []
+        floats = self.session.statistics()
+        self.worker.report([states, floats if self._counted else None])
+
+    def _take_statistics(self, epoch: int) -> None:
+        self._settled = epoch
+        self.session.take_statistics(epoch)
+        self.step.spread()
+
+
+class ChiefSide(WorkerSide):
+    """The chief, as the loop of `fit` sees it."""
+
+    settled = False  # a checkpoint is made between two segments
+
+    def __init__(
+        self, job: Fit, session: Session, replica: Replica, step: Pushed | Grouped
+    ) -> None:
+        super().__init__(job, session, replica, step)
+        self.tester, self.is_chief = alone(replica), True
+        #: of the epoch under way, but for its last segment: the loss and the examples, added up,
+        #: and what workers have counted
+        self.loss_sum: list[Any] = [0.0, 0]
+        self._states: list[Any] = []
+        self.segments = Segments()
+        self.tally = RunningLoss(self.worker, lambda: self.loss_sum)
+        self.state = TrackedState(job.optimizer, session.params)
+        self._told: list[Any] = []
+        self._stats, self._details = server_stats.EpochStats(), server_stats.Details()
+        #: the version that was brought home after an epoch
+        self._home: int | None = None
+        #: whether others have models of their own, which do not see what callbacks change here
+        self._several = session.plan.workers > 1 or isinstance(step, Grouped)
+        #: whether a callback has written into what is not trained, frozen parameters say
+        self._beside = False
+
+    def end(self) -> None:
+        """The training is over for everybody."""
+        self.session.end(self._told)
+
+    def bring_home(self) -> int:
+        """One version of everything into the user's own objects, while the others go on."""
+        if self._home is not None:
+            return self._home  # nobody has trained since
+        version = self.session.read_state()
+        self.job.callbacks.changes.settle()
+        self.state.mark()
+        return version
+
+    def begin(self, epoch: int) -> None:
+        self._home = None
+        self.loss_sum, self._states = [0.0, 0], []
+        self._begin()
+
+    def work(self, number: int, epoch: int) -> Iterator[Assignment]:
+        job, scheduler = self.job, self.scheduler
+        if job.saves:
+            yield from self._segments(epoch)
+        else:
+            self._send_beside()
+            scheduler.open(self.worker, number, job.steps_per_epoch)
+            while isinstance(work := self.worker.next(scheduler.fill, wait=False), Assignment):
+                yield work
+        if not job.terminated:
+            job.source.check_enough(scheduler.dealt, job.steps_per_epoch, epoch)
+
+    def _segments(self, epoch: int) -> Iterator[Assignment]:
+        """An epoch in pieces, after each of which a checkpoint may be made: all that was dealt is
+        in the weights then, and every worker has reported."""
+        scheduler, segments = self.scheduler, self.segments
+        scheduler.open_epoch(epoch, self.job.steps_per_epoch)
+        while not scheduler.dry:
+            self._send_beside()
+            segments.count += 1
+            scheduler.open_segment(self.worker, segments.count, segments.ends)
+            while isinstance(work := self.worker.next(scheduler.fill, wait=False), Assignment):
+                yield work
+            segments.dealt = scheduler.dealt
+            if not scheduler.dry:
+                self._gather()
+                self._begin()
+                self.worker.refresh()
+                if segments.rest(epoch, segments.dealt):
+                    return
+
+    def _send_beside(self) -> None:
+        self.session.send_statistics(everything=self._beside)
+        self.step.spread()
+        self._beside = False
+
+    def _gather(self) -> None:
+        """Add up what all have counted, and make running statistics one."""
+        self._report()
+        reports, total, examples = self.worker.gather()
+        self.loss_sum[0] += total
+        self.loss_sum[1] += examples
+        self._states += [state for each in reports for state in each[0]]
+        self.session.share_statistics([each[1] for each in reports if each[1] is not None])
+        self.step.spread()
+
+    def arrive(self) -> None:
+        self.worker.arrive()
+        self.job.callbacks.changes.settle()  # what came is no change of theirs
+
+    def refresh(self) -> None:
+        self.worker.refresh()  # or what callbacks write would undo the update
+
+    def after_batch(self) -> bool:
+        self._follow_weights(between=True)  # settings once this batch is applied
+        return self.job.callbacks.stop
+
+    def stop(self, work: Assignment | None) -> None:
+        """What is in hand is done, and nothing more."""
+        if work is not None:
+            self.worker.abandon(work.ticket)
+        self.worker.put_back()
+        self.worker.ask("enough")
+        while isinstance(left := self.worker.next(wait=False), Assignment):
+            self.take(left)
+
+    def end_epoch(self, started: float) -> dict[str, Any]:
+        seconds = time.perf_counter() - started
+        self._gather()
+        total, examples = self.loss_sum
+        logs = {"loss": total / examples if examples else math.nan}
+        logs |= self.job.recipe.metrics.merged(self._states)
+        logs["examples_per_second"] = examples / max(seconds, 1e-9)
+        counted, self._details = self._stats.turn(self.worker.stats())
+        if self.job.wants_state:
+            self._home = self.bring_home()
+        else:
+            self.worker.refresh()
+        return logs | counted
+
+    def note(self, epoch: int, logs: dict[str, Any]) -> None:
+        server_stats.enter(self.job.callbacks.model.history.history, self._details)
+        self._told.append([epoch, logs, server_stats.portable(self._details)])
+
+    def agree(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def progress(self) -> dict[str, Any]:
+        self.bring_home()
+        counted = [state["progress"] for state in self._states if "progress" in state]
+        here = self.job.recipe.metrics.progress()
+        return server_progress.gathered(self.job, counted or [here], self.loss_sum)
+
+    def go_on(self, saved: dict[str, Any] | None) -> None:
+        assert saved is not None
+        self.loss_sum = server_progress.go_on(self.job, self.replica, saved)
+        self._follow_beside(between=False)
+        self.job.callbacks.changes.settle()
+
+    def listen(self, *, between: bool = False) -> bool:
+        """Tell the servers what callbacks changed: settings, or the weights themselves."""
+        self.worker.set_settings(self.session.settings())
+        self._follow_weights(between=between)
+        return self.job.callbacks.stop
+
+    def _follow_beside(self, between: bool) -> None:
+        """What is not trained goes to the others when the next epoch begins."""
+        if between and self.session.plan.workers > 1:
+            raise NotDistributable(
+                "a callback wrote into buffers or frozen parameters between two batches, and the "
+                "other workers would go on with the old ones; write them in on_epoch_end, or use "
+                "sg.MirroredStrategy."
+            )
+        self._beside = True
+        if between:
+            self.step.spread()
+
+    def _follow_weights(self, *, between: bool = False) -> None:
+        changes = self.job.callbacks.changes
+        changes.check_layout()
+        if self._several and (what := changes.unfollowable()):
+            raise NotDistributable(
+                f"a callback changed {what!r} of the model, and workers of servers do not follow "
+                "such changes; make it between two fits, or use sg.MirroredStrategy."
+            )
+        written = {id(tensor) for tensor in changes.written()}
+        params = [i for i, p in enumerate(self.session.params) if id(p) in written]
+        state = self.state.changes()
+        if any(id(tensor) in written for tensor in self.session.beside):
+            self._follow_beside(between)
+        if written or state:
+            if between and self.session.plan.parts > 1:
+                raise NotDistributable(
+                    "a callback changed weights, or the optimizer's state, between two batches, "
+                    "and in step with servers the others have gone on with the old ones by then; "
+                    "change them in on_epoch_end, or use sg.MirroredStrategy."
+                )
+            self.session.worker.memory.take_back()
+            self.worker.assign(self.session.params, params)
+        if state:
+            self.session.send_state(state)
+            self.state.mark()
+        changes.settle()
+
+
+class RunningLoss:
+    """What batch callbacks see of the loss in mid-epoch: asked for only if somebody looks."""
+
+    def __init__(self, worker: Any, before: Callable[[], list[Any]]) -> None:
+        """`before`: the loss and the examples of the epoch's earlier segments, added up."""
+        self._worker, self._before = worker, before
+
+    @property
+    def examples(self) -> int:
+        return int(self._worker.ask("so far")[0]["examples"]) + int(self._before()[1])
+
+    def mean(self) -> float:
+        (total, count), (told, _) = self._before(), self._worker.ask("so far")
+        examples = told["examples"] + count
+        return (told["loss"] + total) / examples if examples else math.nan

@@ -1,0 +1,256 @@
+"""Steps of a worker: servers update, here gradients are made and pushed.
+
+Pushed       a worker of one device
+Grouped      the devices of one worker share every ticket, and push one gradient together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.data.shares import rows, share
+from stratagem.frontends.adapter import TorchAdapter
+from stratagem.frontends.batch_scheduler import BatchScheduler
+from stratagem.frontends.fit_job import Fit
+from stratagem.frontends.losses import SummedLoss
+from stratagem.frontends.sources import Portion
+from stratagem.frontends.steps import Replicated
+from stratagem.rules.tickets import Ticket
+from stratagem.servers.client import Assignment
+from stratagem.servers.push_committer import GroupedCommitter, PushCommitter
+from stratagem.servers.session import Late, Session
+from stratagem.training import setup
+from stratagem.training.command_loop import END, CommandLoop
+from stratagem.training.gradient_placement import PlacedGradients
+from stratagem.training.replica import Replica
+from stratagem.training.settings import Settings
+from stratagem.wire.tree import gather_tree
+
+
+class Pushed(TorchAdapter):
+    """A worker of one device."""
+
+    def __init__(self, job: Fit, session: Session, replica: Replica) -> None:
+        super().__init__(job.module, job.optimizer, job.recipe, replica)
+        self.session, self.committer = session, PushCommitter(session, session.settings)
+        homes = () if job.recipe.jit_compile else session.worker.memory.homes()
+        self._placed = PlacedGradients(job.module, homes)
+        #: outputs, targets, and whether they are of a part: metrics take in what is sure to count
+        self._last: tuple[Any, Any, bool] | None = None
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self.recipe.metrics.reset()
+        self._last = None
+
+    def push(self, work: Assignment, portion: Portion) -> bool:
+        """Compute on the rows of a ticket and push; returns whether the gradient counted."""
+        self.count()
+        self.committer.begin(work.ticket, portion.examples)
+        try:
+            notes, output, y = self._gradients(portion)
+        except Late:
+            self.session.forget_gradients()
+            self.committer.abandon()
+            return False
+        counted = self.committer.commit(notes).counted
+        self.session.forget_gradients()
+        if counted:
+            self._last = (output, y, portion.examples < portion.total)
+        return counted
+
+    def _gradients(self, portion: Portion) -> tuple[list[float], Any, Any]:
+        session = self.session
+        with self.autocast():
+            with self._placed.forward():
+                output, y, sample_weight = self.forward(portion)
+            if portion.examples == portion.total:  # a whole batch: as on one device
+                loss = self.recipe.loss.mean(output, y, sample_weight)
+                weight = float(portion.examples)
+            else:
+                loss, weight = self._part(portion, output, y, sample_weight)
+        if session.cancels and session.worker.is_late:
+            raise Late
+        session.worker.begin_backward(listens=session.cancels)
+        with self._placed.backward():
+            loss.backward()  # type: ignore[no-untyped-call]
+        return [float(loss.detach()) * weight, weight], output, y
+
+    def _part(
+        self, portion: Portion, output: Any, y: Any, sample_weight: Tensor | None
+    ) -> tuple[Tensor, float]:
+        """A part's loss, and what it weighs among the parts of its batch."""
+        numerator, denominator = self.recipe.loss.terms(output, y, sample_weight, portion.examples)
+        if denominator is None:  # a sum over rows grows with the batch
+            return numerator * (portion.total / portion.examples), float(portion.examples)
+        weight = float(denominator)
+        return (numerator / weight if weight else numerator * 0.0), weight
+
+    def count(self, *, void: bool = False) -> None:
+        """Metrics take in the last batch; not if it is `void`."""
+        last, self._last = self._last, None
+        if last is not None and self.recipe.metrics and not void:
+            output, y, part = last
+            self.recipe.metrics.update(output, y, part=part)
+
+    def states(self) -> list[Any]:
+        """What was counted in this epoch, by device."""
+        return [self.recipe.metrics.state()]
+
+    def spread(self) -> None:
+        """There is no other device."""
+
+    def close(self) -> None:
+        """There is no other device."""
+
+
+class DelayedMetrics:
+    """Stands in for the metrics until it is known whether a gradient counts."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, Any, bool]] = []
+
+    def update(self, output: Any, target: Any, *, part: bool = False) -> None:
+        self.seen.append((output, target, part))
+
+
+class Grouped(Replicated):
+    """One device of a worker's group; `session` is the first device's, which pushes."""
+
+    def __init__(self, job: Fit, replica: Replica, session: Session | None = None) -> None:
+        self._metrics, self._later = job.recipe.metrics, DelayedMetrics()
+        waiting: Any = self._later
+        recipe = replace(job.recipe, metrics=waiting)
+        # the type of the wire is for what goes to the servers
+        super().__init__(job.module, job.optimizer, recipe, replica, Settings())
+        self._job = job
+        self._push = None if session is None else PushCommitter(session, session.settings)
+        self._group = GroupedCommitter(self.committer, replica, self._push, self._adjust)
+        self._trained = [p for p in job.module.parameters() if p.requires_grad]
+        self.commands = CommandLoop(replica.collective)
+        self._portion: Portion | None = None
+
+    # --- as the first device ----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._metrics.reset()
+
+    def push(self, work: Assignment, portion: Portion) -> bool:
+        """As the first: have everybody compute a share of a ticket; whether the sum counted."""
+        ticket = work.ticket
+        words = [ticket.serial, ticket.batch, ticket.part, ticket.parts]
+        self.commands.tell("work", words, work.epoch, work.payload)
+        assert self._push is not None
+        self._push.begin(ticket, portion.examples)
+        return self.compute(portion)
+
+    def count(self, *, void: bool = False) -> None:
+        """Every device counts when it hears that a gradient did."""
+
+    def states(self) -> list[Any]:
+        """As the first: what each device has counted in this epoch."""
+        self.commands.tell("report")
+        return [state for state in self.report() if state is not None]
+
+    def spread(self) -> None:
+        """As the first: what is not trained here, for everybody."""
+        if self.beside():
+            self.commands.tell("take_beside")
+            self.take_beside()
+
+    def close(self) -> None:
+        """As the first: the training is over, with the last values for everybody."""
+        self.commands.tell(END)
+        self.finish()
+
+    # --- on every device: the verbs ---------------------------------------------------------------
+
+    def compute(self, portion: Portion) -> bool:
+        """This device's share of a ticket's rows, with the first's values. Collective."""
+        setup.spread(self._trained, self.replica)
+        self.forget_gradients()
+        self._portion = portion
+        self.take(_share(portion, self.replica), True)
+        return self._counted
+
+    def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
+        """In the place of an update: the servers make it."""
+        self._counted = self._group.commit([numerator, denominator]).counted
+        for output, target, part in self._later.seen:
+            if self._counted and self._metrics:
+                self._metrics.update(output, target, part=part)
+        self._later.seen.clear()
+        self.forget_gradients()
+
+    def _adjust(self, notes: Sequence[float]) -> Sequence[float]:
+        """Divide the sum by what the loss is divided by; a sum over rows grows with the batch."""
+        portion, buckets = self._portion, self.committer.buckets
+        assert portion is not None
+        above, below = notes
+        if isinstance(self.recipe.loss, SummedLoss):
+            factor = portion.total / portion.examples
+            buckets.scale(torch.tensor(factor))
+            return above * factor * portion.examples, portion.examples
+        if self.recipe.loss.counted and below:
+            buckets.scale(torch.tensor(portion.examples / below, dtype=buckets.notes.dtype))
+        return notes
+
+    def report(self) -> list[Any]:
+        """Running statistics become one; what each device has counted. Collective."""
+        setup.average_buffers(self.module, self.replica)
+        metrics = self._metrics
+        mine = metrics.state() if metrics.counted else None
+        everybody = gather_tree(self.replica.collective, mine)
+        metrics.reset()
+        return everybody
+
+    def beside(self) -> list[Tensor]:
+        """Frozen parameters that a callback may have written into, and buffers."""
+        frozen = [p for p in self.module.parameters() if not p.requires_grad]
+        return [*frozen, *self.module.buffers()]
+
+    def take_beside(self) -> None:
+        setup.spread(self.beside(), self.replica)
+
+    def finish(self) -> None:
+        """The last values. Collective."""
+        super().close()
+        setup.spread([*self.module.parameters(), *self.module.buffers()], self.replica)
+
+
+def _share(portion: Portion, replica: Replica) -> Portion:
+    """This device's rows of a ticket."""
+    start, end = share(portion.examples, replica.count, replica.index)
+    bounds = (start, end) if end > start else (0, 1)
+    x, y, weight = (rows(part, *bounds) for part in (portion.x, portion.y, portion.weight))
+    return Portion(x, y, weight, end - start, portion.examples)
+
+
+def lead(job: Fit, session: Session, replica: Replica) -> Grouped:
+    """As the first device of a worker: have the others begin."""
+    CommandLoop(replica.collective).tell("begin", job.source.seed)
+    setup.roll_dice_of_devices(replica)
+    return Grouped(job, replica, session)
+
+
+def assist(job: Fit, replica: Replica) -> None:
+    """As another device: do what the first says until it says that all is done."""
+    job.module.to(replica.device)
+    job.recipe.metrics.to(replica.device)
+    job.module.train()
+    _, (job.source.seed,) = CommandLoop(replica.collective).hear()
+    setup.roll_dice_of_devices(replica)
+    step, scheduler = Grouped(job, replica), BatchScheduler(job.source, 1)
+
+    def work(words: list[int], epoch: int, payload: Any) -> None:
+        given = Assignment(Ticket(*words), epoch, payload)
+        step.compute(scheduler.portion(given, job.epochs.start))
+
+    step.commands.serve({"work": work, "report": step.report, "take_beside": step.take_beside})
+    step.finish()

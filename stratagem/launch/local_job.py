@@ -1,0 +1,169 @@
+"""The tasks of a job on this machine: started, watched to their end, started again if they may."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from stratagem.cluster.environment import cores
+from stratagem.cluster.handshake import SECRET_VARIABLE
+from stratagem.cluster.spec import ClusterSpec, Task
+from stratagem.errors import UsageError
+from stratagem.figures.recorder import VARIABLE as RECORD_VARIABLE
+from stratagem.figures.recorder import Recorder
+from stratagem.figures.run_folder import LAUNCHER
+from stratagem.launch.output import Relay, Sink, wants_colour
+from stratagem.launch.processes import Guard, Process
+from stratagem.launch.supervise import SignalQueue, Supervisor, ending
+from stratagem.tracebacks import VARIABLE as TRACEBACK_VARIABLE
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command for every task of a cluster, and the GPUs of each."""
+
+    spec: ClusterSpec
+    command: tuple[str, ...]
+    gpus: Mapping[Task, tuple[str, ...]]
+    gpu_memory: str | None = None
+
+    def environments(self, base: Mapping[str, str]) -> dict[Task, dict[str, str]]:
+        """The environment of every task, a fresh secret in all of them."""
+        tasks = self.spec.tasks()
+        shared = {
+            "OMP_NUM_THREADS": str(max(1, cores() // len(tasks))),
+            **base,
+            "PYTHONUNBUFFERED": "1",
+            SECRET_VARIABLE: secrets.token_hex(32),
+        }
+        if self.gpu_memory:
+            shared["STRATAGEM_GPU_MEMORY"] = self.gpu_memory
+        return {task: {**shared, **self._own(task)} for task in tasks}
+
+    def _own(self, task: Task) -> dict[str, str]:
+        own = {"TF_CONFIG": self.spec.tf_config(task)}
+        if any(self.gpus.values()):
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[task])
+        return own
+
+
+def launch(
+    job: Job,
+    *,
+    grace: float,
+    colour: bool,
+    tracebacks: bool = False,
+    record: Path | None = None,
+    task_restarts: int = 0,
+) -> tuple[int, bool]:
+    """Start the tasks, see them to their end, and say which failed first; the exit code, and
+    whether a signal to the launcher has ended them."""
+    out, err = (
+        Sink(s, colour=colour and wants_colour(s, os.environ)) for s in (sys.stdout, sys.stderr)
+    )
+    relay = Relay(out, err)
+    with SignalQueue() as inbox, ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
+        guard = Guard(folder)
+        stack.callback(guard.close)
+        environ = os.environ | ({TRACEBACK_VARIABLE: "1"} if tracebacks else {})
+        environ |= {RECORD_VARIABLE: str(record)} if record else {}
+        events = _Events(environ.get(RECORD_VARIABLE))
+        starter = _Starter(job, environ, guard, relay, stack, folder, task_restarts, events)
+        processes = [starter.start(task) for task in starter.environments]
+        relay.start()
+        supervisor = Supervisor(
+            processes, guard, relay, inbox, grace, tracebacks, events.add, starter.restart
+        )
+        supervisor.run()
+        _finish(relay, inbox, hurry=supervisor.stopped is not None)
+    if supervisor.first is not None:
+        err.write(_verdict(supervisor.first, relay.tail(supervisor.first)).encode())
+    return supervisor.code, supervisor.stopped is not None
+
+
+class _Events:
+    """What the launcher itself knows of a run, for its folder."""
+
+    def __init__(self, folder: str | None) -> None:
+        try:
+            self._file = Recorder(Path(folder), LAUNCHER, announced=False) if folder else None
+        except OSError as problem:
+            raise UsageError(f"nothing can be recorded in {folder}: {problem.strerror}") from None
+
+    def launched(self, process: Process) -> None:
+        """A task was started."""
+        if self._file is not None:
+            host, pid = socket.gethostname(), process.pid
+            self._file.write(event="launched", about=str(process.task), host=host, pid=pid)
+
+    def add(self, kind: str, process: Process | None, text: str) -> None:
+        """Something happened, to a task or by the launcher."""
+        if self._file is not None:
+            about = {"about": str(process.task), "error": text} if process is not None else {}
+            self._file.write(event=kind, text=text, **about)
+
+
+class _Starter:
+    """Starts the tasks of a job, and those that were killed so many times again."""
+
+    def __init__(
+        self,
+        job: Job,
+        base: Mapping[str, str],
+        guard: Guard,
+        relay: Relay,
+        stack: ExitStack,
+        folder: Path,
+        restarts: int,
+        events: _Events,
+    ) -> None:
+        self._job, self._guard, self._relay, self._stack = job, guard, relay, stack
+        self._folder, self._restarts, self._events = folder, restarts, events
+        self.environments = dict(job.environments(base))
+
+    def start(self, task: Task) -> Process:
+        number = list(self.environments).index(task)
+        blame = self._folder / str(number)
+        process = Process(task, self._job.command, self.environments[task], blame)
+        self._stack.callback(process.kill)
+        self._guard.add(process)
+        self._relay.add(process, number)
+        self._events.launched(process)
+        return process
+
+    def restart(self, process: Process) -> Process | None:
+        """Start a task again; but the chief and the first server, which no job can do without."""
+        task = process.task
+        if not self._restarts or task.type not in ("ps", "worker") or not task.index:
+            return None
+        self._restarts -= 1
+        return self.start(process.task)
+
+
+def _finish(relay: Relay, inbox: SignalQueue, *, hurry: bool) -> None:
+    """Let everything out that was printed; whoever is interrupted waits a second at most."""
+    relay.close()
+    waited = 0.0
+    while not relay.join(0.1):
+        hurry = hurry or bool(inbox.arrived)
+        waited += 0.1
+        if hurry and waited > 1:
+            return
+
+
+def _verdict(first: Process, tail: Sequence[str]) -> str:
+    """The last word: who failed first, how and when, and what it said."""
+    assert first.code is not None
+    lived = first.ended - first.started
+    what = f"{first.task} failed first: {ending(first.code)} (pid {first.pid}) after {lived:.1f} s"
+    if not tail:
+        return f"{what}; it wrote nothing to stderr.\n"
+    return "\n".join([f"{what}; its last lines:", *(f"    {line}" for line in tail), ""])

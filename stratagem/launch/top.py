@@ -1,0 +1,178 @@
+"""A run as it goes: what every task does, step by step.
+
+RUN is the folder that was given to `stratagem run --record`, or that STRATAGEM_RECORD names;
+without it, the newest one in runs/. On a terminal the table is drawn anew every second; in a pipe
+each task gets a plain line. A task that has died turns red and stays. It ends with the run, or
+with Ctrl-C; the exit code is 1 if a task has died.
+
+examples:
+  stratagem run --record runs/first --replicas 2 train.py &
+  stratagem top runs/first
+  ssh host stratagem top --once runs/first            one look, over ssh
+  stratagem top runs/first | tee top.log              plain lines
+  stratagem top --prometheus 9464 runs/first          also at http://127.0.0.1:9464/metrics
+  stratagem top --tensorboard logs runs/first         also for TensorBoard
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from stratagem.figures.run_folder import Line, RunFolder, RunTask, State, find
+from stratagem.launch.exporters import PrometheusPage, TensorBoardWriter
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_STYLES: dict[State, str] = {"runs": "", "silent": "yellow", "done": "dim", "dead": "bold red"}
+_COLUMNS = (
+    "task",
+    "host",
+    "state",
+    "step",
+    "examples/s",
+    "step ms",
+    "computes",
+    "loads",
+    "waits",
+    "link",
+    "MB/s",
+    "stale",
+    "gen",
+    "restarts",
+)
+_PAUSE = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stratagem top`."""
+    add = parser.add_argument
+    add("run", nargs="?", metavar="RUN", help="the run's folder (the newest in runs/)")
+    add("--once", action="store_true", help="one table, and no more")
+    add(
+        "--prometheus",
+        metavar="[HOST:]PORT",
+        help="serve the figures for Prometheus; on 127.0.0.1 unless a host is named",
+    )
+    add("--tensorboard", metavar="DIR", help="write the figures into DIR for TensorBoard")
+    add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Show the run until it is over."""
+    run = find(args.run)
+    with ExitStack() as stack:
+        sinks: list[PrometheusPage | TensorBoardWriter] = []
+        if args.tensorboard:
+            sinks.append(stack.enter_context(TensorBoardWriter(args.tensorboard)))
+        if args.prometheus:
+            sinks.append(stack.enter_context(PrometheusPage(args.prometheus, run)))
+        show = _live if sys.stdout.isatty() and not args.once else _plain
+        try:
+            show(run, sinks, args)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(any(run.state(task) == "dead" for task in run.tasks.values()))
+
+
+def _follow(run: RunFolder, sinks: Sequence[PrometheusPage | TensorBoardWriter]) -> bool:
+    """Take in what is new; returns whether the run is over."""
+    for task, line in run.read():
+        for sink in sinks:
+            sink.take(task, line)
+    return run.is_over
+
+
+def _live(
+    run: RunFolder, sinks: Sequence[PrometheusPage | TensorBoardWriter], args: argparse.Namespace
+) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(no_color=True if args.no_color else None)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            over = _follow(run, sinks)
+            live.update(_table(run), refresh=True)
+            if over:
+                return
+            time.sleep(_PAUSE)
+
+
+def _plain(
+    run: RunFolder, sinks: Sequence[PrometheusPage | TensorBoardWriter], args: argparse.Namespace
+) -> None:
+    """Lines of columns as wide as their heads, for files and for other programs."""
+    over = _follow(run, sinks)
+    print(_columns(_COLUMNS, run), flush=True)
+    while True:
+        for task in _sorted(run):
+            print(_columns(cells(run, task), run), flush=True)
+        if over or args.once:
+            return
+        time.sleep(_PAUSE)
+        over = _follow(run, sinks)
+
+
+def _columns(words: Sequence[str], run: RunFolder) -> str:
+    first = max([10, *map(len, run.tasks)])
+    host = max([6, *(len(task.host) for task in run.tasks.values())])
+    widths = [first, host, 8, *(max(7, len(name)) for name in _COLUMNS[3:])]
+    left = [word.ljust(width) for word, width in zip(words[:3], widths, strict=False)]
+    right = [word.rjust(width) for word, width in zip(words[3:], widths[3:], strict=False)]
+    return " ".join([*left, *right]).rstrip()
+
+
+def _table(run: RunFolder) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{run.path}, {time.strftime('%H:%M:%S')}", expand=False)
+    for i, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="left" if i < 3 else "right", no_wrap=True)
+    for task in _sorted(run):
+        table.add_row(*cells(run, task), style=_STYLES[run.state(task)])
+    slow = [event for event in run.events if event["event"] in ("slow", "fault")][-3:]
+    if slow:
+        table.caption = "\n".join(str(event["text"]) for event in slow)
+        table.caption_justify = "left"
+    return table
+
+
+def _sorted(run: RunFolder) -> list[RunTask]:
+    """By kind and number: worker 2 comes before worker 10."""
+
+    def key(task: RunTask) -> list[tuple[int, str]]:
+        words = task.name.split()
+        return [(int(word), "") if word.isdecimal() else (-1, word) for word in words]
+
+    return sorted(run.tasks.values(), key=key)
+
+
+def cells(run: RunFolder, task: RunTask) -> list[str]:
+    """One row: what the task does, in words and numbers."""
+    line, state = task.last, run.state(task)
+    busy = task.doing if state == "runs" else ""
+    figures = [str(task.step), *_figures(line)] if task.lines else [""] * 10
+    return [task.name, task.host, busy or state, *figures, str(task.restarts)]
+
+
+def _figures(line: Line) -> list[str]:
+    """The rate; how long a step is, and of what; bytes, staleness, generation."""
+    parts = [float(line.get(kind, 0.0)) for kind in ("compute", "load", "wait", "link")]
+    whole = sum(parts)
+    shares = [f"{part / whole:.0%}" if whole else "" for part in parts]
+    stale = line.get("staleness")
+    return [
+        f"{line['rate']:,.0f}" if "rate" in line else "",
+        f"{whole * 1e3:.1f}" if whole else "",
+        *shares,
+        f"{line['bytes'] / 1e6:.1f}" if "bytes" in line else "",
+        "" if stale is None else f"{stale:.1f}",
+        str(line.get("generation", "")),
+    ]

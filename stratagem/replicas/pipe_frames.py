@@ -1,0 +1,70 @@
+"""Messages between a process and the followers it started: frames with nothing but a body."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Callable
+
+from stratagem.cluster.framing import HEAD, FrameReader, encode
+
+
+def send(sock: socket.socket, data: bytes, watch: Callable[[], None] = lambda: None) -> None:
+    """A whole message; `watch` is called while the other side does not read, and may raise."""
+    sock.sendall(encode({}, len(data)))
+    rest = memoryview(data)
+    while rest:
+        if select.select([], [sock], [], 0.2)[1]:
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[sock.send(rest, socket.MSG_DONTWAIT) :]
+        else:
+            watch()
+
+
+def receive(sock: socket.socket) -> bytes | None:
+    """The next message, or None when the other side is gone."""
+    return PipeReader(sock).receive()
+
+
+class PipeReader:
+    """Messages of one socket, for a reader who will not wait for ever in the middle of one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self.frames = sock, FrameReader()
+
+    def receive(self, watch: Callable[[], None] | None = None) -> bytes | None:
+        """The next message, or None when the other side is gone.
+
+        `watch` is called while nothing comes. If it raises, what has come is kept, and the next
+        call goes on from there.
+        """
+        while True:
+            if watch is not None and not select.select([self._sock], [], [], 0.2)[0]:
+                watch()
+                continue
+            try:
+                count = self._sock.recv_into(self.frames.room)
+            except ConnectionResetError:
+                return None  # it has left without hearing us out
+            if not count:
+                return None
+            if (frame := self.frames.filled(count)) is not None:
+                return frame[1]
+
+
+def send_with_fds(sock: socket.socket, data: bytes, fds: list[int]) -> None:
+    """A message with open descriptors attached (Unix sockets)."""
+    socket.send_fds(sock, [encode({}, len(data))], fds)
+    sock.sendall(data)
+
+
+def receive_with_fds(sock: socket.socket, most: int) -> tuple[bytes | None, list[int]]:
+    """The next message and its descriptors; None for it when the other side is gone."""
+    try:
+        head, fds, _, _ = socket.recv_fds(sock, HEAD.size, most)
+    except ConnectionResetError:
+        return None, []
+    reader = PipeReader(sock)
+    list(reader.frames.feed(head))  # no frame yet: a head alone is none
+    return (reader.receive() if head else None), fds

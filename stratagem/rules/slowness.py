@@ -1,0 +1,148 @@
+"""Who is slow, and why: the rule, without a clock.
+
+Replicas that wait for each other all take as long as the slowest. What tells them apart is the
+time that a replica takes itself:
+
+    own = compute + load + link        step = own + wait
+
+A task is slow whose own time is more than RATIO times the median of the others', over STEPS steps.
+What it takes most of beyond theirs is the reason.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+RATIO, STEPS = 1.5, 20
+#: a task that was named may be named again after it was no more than this
+AGAIN = 1.25
+#: seconds a step that are worth a word
+LEAST = 0.001
+
+Reason = Literal["computes", "loads data", "link"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some steps of one task: how many, and the mean seconds of each."""
+
+    steps: int
+    compute: float
+    load: float
+    link: float
+    wait: float
+    #: examples a step
+    examples: float = 1.0
+
+    @property
+    def own(self) -> float:
+        return self.compute + self.load + self.link
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Sample:
+        """What a line of figures says; ValueError if it says something else."""
+        numbers = [line.get(name) for name in ("compute", "load", "link", "wait", "examples")]
+        steps, known = line.get("steps"), [n for n in numbers if isinstance(n, int | float)]
+        if not isinstance(steps, int) or len(known) < len(numbers):
+            raise ValueError("a line of figures lacks a number")
+        return cls(steps, *map(float, known))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A task that is slow: its seconds a step, those of the others, and what of it is in excess."""
+
+    task: str
+    reason: Reason
+    own: float
+    others: float
+    part: float
+    theirs: float
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.task} is slow: it takes {_ms(self.own)} a step, the others {_ms(self.others)}; "
+        )
+        if self.reason == "link":
+            return text + (
+                f"its link takes {_ms(self.part)} of them (the others' {_ms(self.theirs)}). Look "
+                "at its network: the card, the cable, and what else uses them."
+            )
+        if self.reason == "loads data":
+            return text + (
+                f"it loads data for {_ms(self.part)} of them (the others {_ms(self.theirs)}). More "
+                "num_workers= in its DataLoader may help, or a faster disk."
+            )
+        return text + (
+            f"it computes for {_ms(self.part)} of them (the others {_ms(self.theirs)}). Does "
+            "something else run there, is the device slower, or hot? On the chief: a callback?"
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+class SlowRule:
+    """Takes every task's samples as they come, and names who is slow."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, deque[Sample]] = {}
+        self._means: dict[str, Sample] = {}
+        self._named: set[tuple[str, Reason]] = set()
+
+    def add(self, task: str, sample: Sample) -> Finding | None:
+        """A task has made some more steps; returns what is to be said of it, once."""
+        if sample.steps < 1:
+            return None
+        window = self._windows.setdefault(task, deque())
+        window.append(sample)
+        while sum(each.steps for each in window) - window[0].steps >= STEPS:
+            window.popleft()
+        if sum(each.steps for each in window) < STEPS:
+            return None
+        self._means[task] = _mean(window)
+        others = [each for name, each in self._means.items() if name != task]
+        return self._judge(task, self._means[task], others) if others else None
+
+    def _judge(self, task: str, mine: Sample, others: Sequence[Sample]) -> Finding | None:
+        fair = median(each.own for each in others)
+        # shares differ by a row at most, which is much where there are few
+        rows = median(each.examples for each in others)
+        fair *= max(1.0, mine.examples / rows) if rows > 0 else 1.0
+        if mine.own <= AGAIN * fair:
+            self._named = {each for each in self._named if each[0] != task}
+        if mine.own <= RATIO * fair or mine.own - fair <= LEAST:
+            return None
+        found = _finding(task, mine, others, fair)
+        if (task, found.reason) in self._named:
+            return None
+        self._named.add((task, found.reason))
+        return found
+
+
+def _finding(task: str, mine: Sample, others: Sequence[Sample], fair: float) -> Finding:
+    """What it takes most of beyond the others is the reason."""
+    parts: list[tuple[float, Reason, float, float]] = []
+    names: dict[str, Reason] = {"compute": "computes", "load": "loads data", "link": "link"}
+    for name, reason in names.items():
+        part, theirs = getattr(mine, name), median(getattr(each, name) for each in others)
+        parts.append((part - theirs, reason, part, theirs))
+    _, reason, part, theirs = max(parts)
+    return Finding(task, reason, mine.own, fair, part, theirs)
+
+
+def _mean(window: Iterable[Sample]) -> Sample:
+    """Over the window, without its longest twentieth: a pause now and then slows nobody down."""
+    kept = sorted(window, key=lambda each: each.own)
+    kept = kept[: len(kept) - len(kept) // STEPS]
+    steps = sum(each.steps for each in kept)
+
+    def over(name: str) -> float:
+        return float(sum(getattr(each, name) * each.steps for each in kept)) / steps
+
+    return Sample(steps, *map(over, ("compute", "load", "link", "wait", "examples")))

@@ -1,0 +1,152 @@
+"""Batches that the chief reads, and deals out far enough ahead that nobody waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from stratagem.data.loader import is_stream
+from stratagem.data.passes import PassJournal, dice_of
+from stratagem.data.shares import count_rows, rows, share
+from stratagem.servers.client import Client
+
+log = logging.getLogger("stratagem")
+
+#: batches that wait to be taken, for each worker
+AHEAD = 2
+
+#: cuts one batch into at most so many parcels
+Cut = Callable[[int], list[dict[str, Any]]]
+
+
+class BatchSource:
+    """An iterator of batches on its way to the workers."""
+
+    def __init__(
+        self,
+        worker: Client,
+        epoch: int,
+        batches: Iterator[Cut],
+        parts: int,
+        *,
+        first: int = 0,
+        ends: Callable[[int], bool] = lambda dealt: False,
+    ) -> None:
+        """`first`: the number of the first batch; `ends` says, of how many were dealt, whether the
+        rest is left for later."""
+        assert worker.plan is not None
+        self._ends = ends
+        self._worker, self._epoch, self._batches, self._parts = worker, epoch, batches, parts
+        self._ahead = AHEAD * worker.plan.workers
+        self._left = 0
+        #: whether all are dealt that will be; and whether there are no others
+        self.closed = self.dry = False
+        #: the number of the next batch
+        self.dealt = self._first = first
+
+    def fill(self) -> None:
+        """Deal until enough waits, or nothing is left."""
+        if self.closed:
+            return
+        if self.dealt > self._first:
+            self._left = self._worker.deal(self._epoch, self.dealt, [], False)
+        wanted = self._ahead - self._left // self._parts
+        if wanted <= 0:
+            return
+        runs, parcels, first = [], [], self.dealt
+        for _ in range(wanted):
+            if self._ends(self.dealt):
+                self.closed = True
+                break
+            cut = next(self._batches, None)
+            if cut is None:
+                self.closed = self.dry = True
+                break
+            parts = cut(self._parts)
+            runs.append((1, len(parts)))
+            parcels += parts
+            self.dealt += 1
+        self._worker.deal(self._epoch, first, runs, self.closed, parcels)
+
+
+def read(loader: DataLoader[Any], indices: list[int]) -> Any:
+    """The batch of these rows, as the loader would make it; by whoever trains on it."""
+    collate: Any = loader.collate_fn
+    dataset: Any = loader.dataset
+    if getattr(dataset, "__getitems__", None) is not None:
+        return collate(dataset.__getitems__(indices))
+    return collate([dataset[i] for i in indices])
+
+
+def say_who_reads(loader: DataLoader[Any]) -> None:
+    """Whoever trains on rows, and not the processes that the loader was to have for that."""
+    if loader.num_workers and not is_stream(loader):
+        log.warning(
+            "with parameter servers every worker reads the rows of its batches itself, while "
+            "values are on their way: the loader's num_workers=%d%s is not used.",
+            loader.num_workers,
+            " and worker_init_fn" if loader.worker_init_fn else "",
+        )
+
+
+class IndexSource:
+    """Batches of indices, in the order in which the loader itself would take them."""
+
+    def __init__(self, loader: DataLoader[Any], journal: PassJournal | None = None) -> None:
+        self._loader, self._begun = loader, False
+        self._journal = PassJournal() if journal is None else journal
+        found = [loader.generator, getattr(loader.sampler, "generator", None)]
+        self._dice = [dice for dice in found if isinstance(dice, torch.Generator)]
+        #: by batches drawn in this pass: what the dice were then
+        self._drawn: list[list[torch.Tensor]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass."""
+        loader = self._loader
+        self._journal.begin(dice_of(loader))
+        if not (self._begun and loader.persistent_workers):
+            # A loader draws a seed for its workers first, from the dice that may shuffle as well.
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        self._begun = True
+        self._journal.before_first()
+        batches: Any = loader.batch_sampler
+        self._drawn = []
+        for batch in self._journal.rest(iter(batches)):
+            self._drawn.append([dice.get_state() for dice in self._dice])
+            yield batch
+
+    def rewind(self, taken: int) -> None:
+        """The pass was left after so many batches: what was drawn ahead was drawn in vain."""
+        if 0 < taken <= len(self._drawn):
+            for dice, state in zip(self._dice, self._drawn[taken - 1], strict=True):
+                dice.set_state(state)
+
+
+def parts_of_indices(batch: Any) -> Cut:
+    """Indices travel; who gets them fetches the examples."""
+    indices = [int(i) for i in batch]
+
+    def cut(parts: int) -> list[dict[str, Any]]:
+        bounds = _bounds(len(indices), parts)
+        return [{"indices": indices[a:b], "total": len(indices)} for a, b in bounds]
+
+    return cut
+
+
+def parts_of_rows(batch: Any) -> Cut:
+    """The examples themselves travel."""
+    total = count_rows(batch)
+
+    def cut(parts: int) -> list[dict[str, Any]]:
+        return [{"rows": rows(batch, a, b), "total": total} for a, b in _bounds(total, parts)]
+
+    return cut
+
+
+def _bounds(total: int, parts: int) -> list[tuple[int, int]]:
+    count = max(1, min(parts, total))
+    return [share(total, count, part) for part in range(count)]

@@ -1,0 +1,128 @@
+"""The commands that every server is given: the same, and in the same order."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from stratagem.cluster.failure import failed
+from stratagem.errors import ReplicaError
+from stratagem.rules.tickets import Push, Update, Verdict
+from stratagem.rules.updates import Asynchronous
+from stratagem.servers.shard import Order
+from stratagem.servers.training_plan import TrainingPlan
+
+
+class OwnShard(Protocol):
+    """The coordinator's own shard."""
+
+    changed: threading.Condition
+    failure: ReplicaError | None
+
+    def training(self) -> TrainingPlan:
+        """Return the plan of the fit that is under way, or was last."""
+
+    def obey(self, order: Order) -> Any:
+        """Carry an order out."""
+
+    def fetch(self, placement: str, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
+        """The newest values, for a worker that has version `have`."""
+
+
+class OtherShard(Protocol):
+    """Another server, as the coordinator commands it."""
+
+    def order(self, order: Order) -> None:
+        """Send an order off; it is carried out after all before it."""
+
+    def answer(self) -> float:
+        """The number that the last order asked for."""
+
+
+class Commands:
+    """Has the coordinator's decisions carried out on all shards; called under its lock."""
+
+    def __init__(
+        self, shard: OwnShard, far: Sequence[OtherShard], end_job: Callable[[ReplicaError], None]
+    ) -> None:
+        self._shard, self._far, self._end_job = shard, list(far), end_job
+        #: how many orders the fit has seen: who needs their effect waits for as many
+        self.given = 0
+
+    def begin(self, plan: TrainingPlan) -> None:
+        """A fit begins, with this plan."""
+        self.given, self._plan = 0, plan
+        policies = plan.updates.staleness if isinstance(plan.updates, Asynchronous) else ()
+        self._gaps = [(each, each.step_norm()) for each in policies if each.needs_gap]
+
+    def give(self, order: Order) -> None:
+        """Have it done, now or soon."""
+        try:
+            self.given += 1
+            for server in self._far:
+                server.order(order)
+            self._shard.obey(order)
+        except Exception as error:
+            raise self._ended(error) from error
+
+    def ask(self, order: Order) -> list[float]:
+        """Have it done, and wait for the number that each server answers."""
+        try:
+            self.given += 1
+            for server in self._far:
+                server.order(order)
+            mine = float(self._shard.obey(order))
+            return [mine, *(server.answer() for server in self._far)]
+        except Exception as error:
+            raise self._ended(error) from error
+
+    def _ended(self, error: Exception) -> ReplicaError:
+        """What is carried out by halves makes nonsense of the parameters: the job ends."""
+        failure = error
+        if not isinstance(failure, ReplicaError):
+            failure = failed("ps 0", traceback.format_exc())
+        self._end_job(failure)
+        return failure
+
+    # --- gradients --------------------------------------------------------------------------
+
+    def take_in(
+        self, placement: str, push: Push, verdict: Verdict, used: Any, update: Update | None
+    ) -> None:
+        """A gradient that counts, and the update that it makes ripe, if any."""
+        factor = verdict.factor * self._gap_factor(placement) if self._gaps else verdict.factor
+        if update is not None and len(update.pushes) == 1 and self._plan.clip.norm is None:
+            self.give(["one", placement, factor, update.rate, used])
+            self._measure_step()
+            return
+        self.give(["add", placement, factor * push.weight, used])
+        if update is not None:
+            self.apply(update)
+
+    def apply(self, update: Update) -> None:
+        """Make an update of what was added up, clipped by the norm over all shards."""
+        scale = 1.0 / update.divisor if update.divisor else 0.0
+        limit = self._plan.clip.norm
+        if limit is not None:
+            norm = sum(self.ask(["norm", scale])) ** 0.5
+            if not norm <= limit:  # or it is no number, and then nothing is
+                scale *= limit / (norm + self._plan.clip.margin)
+        self.give(["apply", scale, update.rate])
+        self._measure_step()
+
+    def _measure_step(self) -> None:
+        if self._gaps:
+            norm = sum(self.ask(["step"])) ** 0.5
+            for _, usual in self._gaps:
+                usual.add(norm)
+
+    def _gap_factor(self, placement: str) -> float:
+        factor = 1.0
+        for policy, usual in self._gaps:
+            gap = sum(self.ask(["distance", placement])) ** 0.5
+            factor *= policy.gap_factor(gap, usual.value)
+        return factor

@@ -1,0 +1,158 @@
+"""A worker's connections: one to every server for its work, and one for its heartbeat.
+
+Questions are answered in turn on each. What the coordinator says unasked ("news": the newest
+version) comes between answers and is kept. When a connection ends, the heartbeat may know better
+why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stratagem.cluster.failure import headline, server_lost
+from stratagem.errors import ReplicaError, ReplicaFailed, StratagemError
+from stratagem.rules.stats import Stats
+from stratagem.servers.heartbeat_thread import KNOWS_BETTER, HeartbeatThread
+from stratagem.servers.reach import Address, meet, reach
+from stratagem.servers.shard_lines import LineLost, ShardLines
+from stratagem.training.agreement import Patience
+from stratagem.wire.segment import host_identity
+from stratagem.wire.tcp import Connection
+
+#: "0" has tensors travel over sockets on one machine, too
+SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
+
+log = logging.getLogger("stratagem")
+
+
+class Connections(ShardLines):
+    """The lines of one worker, its heartbeat, and a line for whoever wants to see the books."""
+
+    def __init__(
+        self,
+        me: Mapping[str, Any],
+        address: Address,
+        patience: Patience,
+        watch: Callable[[], None],
+    ) -> None:
+        """`me` is how the worker introduces itself; `watch` is called while servers do not answer
+        yet, and may raise."""
+        self.address = address
+        self._name = str(me["name"])
+        #: the newest version that the coordinator has told of
+        self.news = 0
+        #: whether somebody has been told here, by an error, that the job cannot go on
+        self.fell = False
+        self._visit: Connection | None = None
+        self._asking = threading.Lock()
+        hello = {**me, "token": secrets.token_hex(8)}
+        tasks = [(f"ps {i}", where) for i, where in enumerate(address.servers)]
+        limit = patience.arrive
+        self._hello, self._limit = hello, limit
+        self._lost: set[int] = set()
+        self._lines = meet(address, hello, limit, watch)
+        try:
+            (beats,) = reach(
+                tasks[:1], address.secret, {"hello": "heartbeat", **hello}, limit, watch
+            )
+            self.heartbeat = HeartbeatThread(beats, patience.answer, self._cut_off)
+            self._visit = self._call_on_coordinator(limit)
+            here = host_identity()
+            #: whether every server can map this process' memory
+            self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and all(
+                self.call(i, {"t": "host"}).header["host"] == here
+                for i, lines in enumerate(self._lines)
+                if lines
+            )
+        except BaseException:
+            self.hang_up()
+            raise
+
+    # --- talking ------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Hear what the coordinator has said unasked."""
+        coordinator = self._lines[0][0].connection
+        while coordinator.readable():
+            try:
+                frame = coordinator.receive()
+            except OSError as problem:
+                raise self._why(0) from problem
+            if frame is None:
+                raise self._why(0)
+            self.news = max(self.news, int(frame.header["news"]))
+        self._check()
+
+    def stats(self) -> Stats | None:
+        """The books; any thread may ask at any time.
+
+        On a connection of its own, made at the start: a job that runs must not depend on a new
+        one, for which it would queue behind whoever else knocks.
+        """
+        assert self._visit is not None
+        with self._asking:
+            try:
+                self._visit.send({"t": "stats"})
+                frame = self._visit.receive()
+            except OSError as problem:
+                raise self._why(0) from problem
+        if frame is None:
+            raise self._why(0)
+        told = frame.header["stats"]
+        return Stats.from_json(told) if told else None
+
+    def _call_on_coordinator(self, limit: float) -> Connection:
+        hello = {"hello": "visitor", "name": self._name}
+        coordinator = [("ps 0", self.address.servers[0])]
+        return reach(coordinator, self.address.secret, hello, limit, self._check)[0]
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def close(self, *, goodbye: bool) -> None:
+        """Say goodbye to every server, the coordinator last."""
+        for i in reversed(range(len(self) if goodbye else 0)):
+            for line in reversed(self.of(i)):
+                try:
+                    self.write_to(i, [line], {"t": "bye"})
+                    self._receive(i, line)
+                except (OSError, StratagemError, LineLost):
+                    continue  # it has gone first
+        self.heartbeat.stop()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        for lines in self._lines:
+            for line in list(lines):
+                line.connection.close()
+        if self._visit is not None:
+            self._visit.close()
+
+    def _cut_off(self, trouble: ReplicaError) -> None:
+        """The job cannot go on: say so, and wake whoever waits for a server."""
+        if not (isinstance(trouble, ReplicaFailed) and trouble.who == self._name):  # it knows
+            log.warning("%s", headline(trouble))
+        self.hang_up()
+
+    def interrupt(self, error: BaseException) -> None:
+        """From another thread: have whatever waits here end with this error."""
+        if isinstance(error, ReplicaError):
+            self.heartbeat.fall(error)
+        else:
+            self.hang_up()
+
+    def _check(self) -> None:
+        if self.heartbeat.trouble is not None:
+            self.fell = True
+            raise self.heartbeat.trouble
+
+    # --- several holders of a shard -------------------------------------------------------------
+
+    def _why(self, i: int) -> ReplicaError:
+        """A connection ended: the heartbeat may know better whose fault it was."""
+        self.fell = True
+        return self.heartbeat.explain(KNOWS_BETTER) or server_lost(f"ps {i}")

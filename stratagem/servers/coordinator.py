@@ -1,0 +1,395 @@
+"""The coordinator: the one server that decides, for all of them, what becomes of a gradient.
+
+    push -> ledger: keep or drop, once for all shards -> orders to every server, in one order
+
+Everything happens under the lock of the coordinator's own shard. Waiting is done in the thread of
+the connection that asks, so a worker that waits keeps nobody else from being served. What workers
+ask of the coordinator besides: coordinator_requests.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import ReplicaError, UsageError
+from stratagem.rules.ledger import Ledger
+from stratagem.rules.tickets import Push
+from stratagem.rules.updates import Synchronous
+from stratagem.servers.commands import Commands, OtherShard, OwnShard
+from stratagem.servers.holders import Holders
+from stratagem.servers.participants import Participant, Participants
+from stratagem.servers.training_plan import TrainingPlan
+
+Answer = tuple[dict[str, Any], list[Tensor]]
+
+
+@dataclass
+class AppliedLoss:
+    """The loss over all examples whose gradients were applied."""
+
+    total: float = 0.0
+    examples: int = 0
+    waiting: list[tuple[float, float, int]] = field(default_factory=list)
+
+    def fold(self) -> None:
+        """An update was made of all that waits: the loss of its batch, weighted by examples."""
+        weight, count, total = 0.0, 0, 0.0
+        for loss, w, n in self.waiting:
+            weight, count = weight + w, count + n
+            total += loss * w if w else 0.0  # where nothing weighs, its loss may be no number
+        if weight and count:
+            self.total += total / weight * count
+            self.examples += count
+        self.waiting = []
+
+
+@dataclass
+class Epoch:
+    """One pass of the chief over its batches."""
+
+    number: int = 0
+    #: whether all its batches have been put up
+    dealt: bool = False
+    #: by a ticket's serial: the examples to go with it, where the chief hands them out
+    payloads: dict[int, Tensor] = field(default_factory=dict)
+    #: by worker: what it has counted
+    reports: dict[int, Tensor] = field(default_factory=dict)
+    #: workers whose last part was dropped again
+    void: set[int] = field(default_factory=set)
+    tally: AppliedLoss = field(default_factory=AppliedLoss)
+
+
+class Coordinator:
+    """The state of a training, and the decisions about it. Any thread may call any method."""
+
+    def __init__(
+        self,
+        shard: OwnShard,
+        far: Sequence[OtherShard],
+        end_job: Callable[[ReplicaError], None],
+        clock: Callable[[], float] = time.monotonic,
+        alive: Callable[[], set[int]] = set,
+        dismiss: Callable[[str, ReplicaError], None] = lambda *_: None,
+    ) -> None:
+        """alive     the workers whose processes are heard, whether they train or not
+        dismiss   hang up on the process of this placement, and tell it why
+        """
+        self.shard, self.clock = shard, clock
+        self.end_job, self.alive, self.dismiss = end_job, alive, dismiss
+        self.changed = shard.changed
+        self.participants = Participants()
+        self.commands = Commands(shard, far, end_job)
+        self.ledger: Ledger | None = None
+        self.plan: TrainingPlan | None = None
+        #: the number of the fit that is under way, or was last
+        self.fit = -1
+        self.running = False
+        #: the chief has left, so no other fit will begin
+        self.closed = False
+        self.epoch = Epoch()
+        self.failure: ReplicaError | None = None
+        #: which servers hold the other shards; none in a simulation
+        self.holders: Holders | None = None
+        #: workers to be told that their ticket is too late; once is enough, they may not listen
+        self._late: set[int] = set()
+        #: by worker: the batch (Ticket.first) that it did last
+        self.done: dict[int, int] = {}
+        #: who waits for work, and since when; by worker, when it last got some
+        self.waiting: dict[Participant, float] = {}
+        self._taken: dict[int, float] = {}
+        #: means that the chief has made of what workers reported, and of which epoch
+        self.means: tuple[int, Tensor] | None = None
+        #: what the chief has put beside the parameters, and what it said at the end
+        self.beside = self.told = torch.empty(0, dtype=torch.uint8)
+
+    def open(self, fit: int, plan: TrainingPlan, beside: Tensor) -> None:
+        """The chief begins a fit; every server has the plan and its values."""
+        with self.changed:
+            self.check()
+            self.plan, self.fit, self.running = plan, fit, True
+            self.participants.open(plan.workers, self.clock())
+            self.commands.begin(plan)
+            self.ledger, self.epoch = Ledger(plan.updates, 0, plan.workers), Epoch()
+            self._late.clear()
+            self.done.clear()
+            self.means = None
+            self.beside, self.told = beside, torch.empty(0, dtype=torch.uint8)
+            self.changed.notify_all()
+
+    # --- who is here ------------------------------------------------------------------------
+
+    def join(self, participant: Participant) -> Answer:
+        """A worker takes part from now on, unless the fit has ended since it entered."""
+        with self.changed:
+            self.check()
+            if participant.fit != self.fit:
+                return {"over": True}, []
+            if not self.running:
+                return {"over": True, "after": self.commands.given}, [self.told]
+            ledger = self.open_ledger()
+            before = self.participants.here.get(participant.worker)
+            if before is not None:
+                self.leave(before, dead=True)
+            self.participants.join(participant)
+            ledger.join(participant.worker)
+            self.changed.notify_all()
+            return {}, []
+
+    def leave(self, participant: Participant, *, dead: bool = False) -> None:
+        """A worker has gone: its work goes back, and the gates count anew.
+
+        If it is dead, the other servers hang up as well; else it may take part in the next fit.
+        """
+        with self.changed:
+            if self.participants.here.get(participant.worker) is not participant:
+                return
+            self.participants.leave(participant)
+            if self.running and self.failure is None and self.ledger is not None:
+                self.ledger.leave(participant.worker)
+                self.settle()
+                self.commands.give(["bury" if dead else "leave", participant.placement])
+            self.changed.notify_all()
+
+    def fail(self, failure: ReplicaError) -> None:
+        """Nobody goes on after this; whoever asks is told why."""
+        with self.changed:
+            self.failure = self.failure or failure
+            self.shard.failure = self.failure
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what has ended the job, if anything has."""
+        if self.failure is not None:
+            raise self.failure
+
+    def open_ledger(self) -> Ledger:
+        """Return the ledger of the fit that is under way, which must be."""
+        self.check()
+        if self.ledger is None or not self.running:
+            raise UsageError("no training is under way here")
+        return self.ledger
+
+    def ledger_of(self, participant: Participant) -> Ledger | None:
+        """Return the ledger, if the participant's fit is under way.
+
+        Raises if another process has its place there.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if not self.running or participant.fit != self.fit:
+            return None
+        here = self.participants.here.get(participant.worker)
+        if participant.gone or here is not participant:
+            self.participants.refuse(participant)
+        return self.ledger
+
+    @property
+    def in_step(self) -> bool:
+        """Whether every worker has a part of each batch."""
+        updates = self.plan.updates if self.plan is not None else None
+        return isinstance(updates, Synchronous) and not updates.spares
+
+    def held_up(self) -> list[tuple[Participant, float]]:
+        """Who has had work in hand while somebody waited for some, and for how long.
+
+        It does not wait for the lock: nobody is named while an order is carried out.
+        """
+        if not self.changed.acquire(blocking=False):
+            return []
+        try:
+            if not self.waiting or not self.running or self.ledger is None:
+                return []
+            since, now = min(self.waiting.values()), self.clock()
+            return [
+                (each, now - max(since, self._taken[each.worker]))
+                for each in self.participants.working()
+                if self.ledger.holds(each.worker) and each not in self.waiting and not each.silent
+            ]
+        finally:
+            self.changed.release()
+
+    # --- work -------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        participant: Participant,
+        epoch: int,
+        have: int,
+        feeds: int | None,
+        since: float,
+        strict: bool = False,
+    ) -> Answer | None:
+        """What there is for a worker that has waited since then; None: nothing yet.
+
+        Who feeds is told when no more than so many tickets are left to take, instead of waiting
+        for itself.
+        """
+        with self.changed:
+            ledger = self.ledger_of(participant)
+            if ledger is None:
+                return self.last_words(participant)
+            number = self.epoch.number
+            if number <= epoch:
+                return None
+            if strict and number > epoch + 1:
+                return {"over": epoch + 1, "after": self.commands.given}, []
+            if participant.worker in self.participants.aside:
+                self.participants.come_back(ledger, participant.worker)
+            found = self._ticket(ledger, participant, have, since)
+            if found is not None:
+                return found
+            if ledger.over:
+                void = participant.worker in self.epoch.void
+                return {"over": number, "after": self.commands.given, "void": void}, []
+            hungry = (
+                feeds is not None and not self.epoch.dealt and len(ledger.states.queue) <= feeds
+            )
+            return ({"hungry": True}, []) if hungry else None
+
+    def last_words(self, participant: Participant) -> Answer:
+        """What a worker is told whose fit is over, and how far servers must be for its values."""
+        after = self.commands.given * (participant.fit == self.fit)
+        return {"end": True, "after": after}, [self.told]
+
+    def _ticket(
+        self, ledger: Ledger, participant: Participant, have: int, since: float
+    ) -> Answer | None:
+        """A ticket, if there is one for it, with the newest values."""
+        ticket = ledger.take(participant.worker)
+        if ticket is None:
+            return None
+        self._taken[participant.worker] = now = self.clock()
+        ledger.recorder.wait(participant.worker, now - since)
+        header, body = self.shard.fetch(participant.placement, have, 0)
+        header["ticket"] = ticket
+        header["epoch"], header["after"] = self.epoch.number, self.commands.given
+        payload = self.epoch.payloads.get(ticket.serial) if self.epoch.payloads else None
+        if payload is not None:
+            header["payload"] = payload.numel()
+            body = [payload, *body]  # first, so that it can be unpacked while the rest comes
+        return header, body
+
+    def abandon(self, participant: Participant, serial: int) -> None:
+        """A worker gives a ticket back."""
+        with self.changed:
+            ledger = self.ledger_of(participant)
+            if ledger is not None:
+                turn = ledger.turn
+                ledger.abandon(participant.worker, serial)
+                self.settle()
+                self.wake(ledger, turn)
+
+    def skip(self, participant: Participant, serial: int) -> None:
+        """A worker has gone past a ticket without a gradient: it counts as done."""
+        with self.changed:
+            ledger = self.ledger_of(participant)
+            if ledger is not None:
+                ticket, turn = ledger.holds(participant.worker), ledger.turn
+                ledger.skip(participant.worker, serial)
+                if ticket is not None and ticket.serial == serial:
+                    self.epoch.payloads.pop(serial, None)
+                    self.done[participant.worker] = ticket.first
+                self.settle()
+                self.wake(ledger, turn)
+
+    def push(
+        self,
+        participant: Participant,
+        push: Push,
+        notes: Sequence[Any],
+        *,
+        used: list[bool] | None = None,
+        settings: list[dict[str, Any]] | None = None,
+        next: Sequence[int] | None = None,
+        strict: bool | None = None,
+        holders: int | None = None,
+        lost: Sequence[int] | None = None,
+    ) -> Answer:
+        """Decide on a gradient that lies in the worker's slot on every server.
+
+        notes   the loss and the number of examples
+        holders the generation of servers for which it lies there, with backups; `lost`: but for
+                these, which the worker does not reach any more
+        next    the worker's epoch and version: its next ticket comes with the answer, if there is
+                one; else it would wait once more for its turn, behind others' updates
+        """
+        with self.changed:
+            ledger = self.ledger_of(participant)
+            if ledger is None:
+                why = "the training is over"
+                return {"kept": False, "tau": 0, "why": why, "after": 0, "version": 0}, []
+            if self.holders is not None and not self.holders.agreed(holders, lost or ()):
+                self.check()
+                return {"again": True}, []
+            if settings:
+                self.commands.give(["settings", settings])
+            ticket = ledger.holds(push.worker)
+            if ticket is not None and self.participants.aside and self.in_step:
+                self.participants.refuse_alone(push.worker, ticket.first, self.done)
+            turn, update = ledger.turn, None
+            verdict = ledger.push(push)
+            if verdict.kept:
+                assert ticket is not None
+                self.epoch.payloads.pop(ticket.serial, None)  # nobody will ask for it
+                self.done[push.worker] = ticket.first
+                loss, examples = notes
+                self.epoch.tally.waiting.append((float(loss), push.weight, int(examples)))
+                update = ledger.ripe()
+                self.commands.take_in(participant.placement, push, verdict, used, update)
+            if update is not None:
+                self.epoch.tally.fold()
+            if update is not None or not verdict.kept:
+                self.settle()
+            elif ledger.turn != turn or self._late:  # else nobody has become late
+                self._tell_late()
+            self.wake(ledger, turn)
+            header = {
+                "kept": verdict.kept,
+                "tau": verdict.tau,
+                "why": verdict.why,
+                "after": self.commands.given,
+                "version": ledger.version,
+            }
+            if next is None or self.epoch.number <= next[0]:
+                return header, []
+            if strict and self.epoch.number > next[0] + 1:
+                return header, []
+            found = self._ticket(ledger, participant, next[1], self.clock())
+            if found is None:
+                return header, []
+            header["next"], body = found
+            return header, body
+
+    def wake(self, ledger: Ledger, turn: int) -> None:
+        """Wake those who wait, but only if there is news for them since that turn."""
+        if ledger.turn != turn or ledger.over:
+            self.changed.notify_all()
+
+    def settle(self) -> None:
+        """Apply whatever else has become ripe, and tell those whose work is too late now."""
+        assert self.ledger is not None
+        while (update := self.ledger.ripe()) is not None:
+            self.commands.apply(update)
+            self.epoch.tally.fold()
+        self._tell_late()
+
+    def _tell_late(self) -> None:
+        assert self.ledger is not None
+        self._late.update(self.ledger.states.overtaken)
+        self.ledger.states.overtaken.clear()
+        if not self._late:
+            return
+        for worker in sorted(self._late):
+            participant = self.participants.here.get(worker)
+            if participant is not None and self.ledger.late(worker):
+                told = participant.tell({"news": self.ledger.version})
+            else:
+                told = True
+            if told:
+                self._late.discard(worker)

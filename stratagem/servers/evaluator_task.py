@@ -1,0 +1,65 @@
+"""The evaluator: takes no part in the training, and wants to know when it is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stratagem.cluster.handshake import secret_for
+from stratagem.cluster.spec import Place
+from stratagem.servers.reach import reach
+from stratagem.training.agreement import Patience
+from stratagem.training.replica import Replica
+from stratagem.training.replica_group import ReplicaGroup
+from stratagem.training.settings import Settings
+
+
+class EvaluatorLink:
+    """A connection to the coordinator that lasts as long as the job."""
+
+    def __init__(self, place: Place, patience: Patience, *, insecure: bool = False) -> None:
+        spec = place.spec
+        (self._connection,) = reach(
+            [("ps 0", spec.jobs["ps"][0])],
+            secret_for(spec, spec.jobs["ps"], insecure=insecure),
+            {"hello": "evaluator", "name": str(place.task)},
+            patience.arrive,
+        )
+
+    def over(self) -> bool:
+        """Whether the job has ended."""
+        return self._connection.readable()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@dataclass(eq=False)
+class EvaluatorReplica(Replica):
+    """The evaluator's replica: whoever asks before writing a checkpoint is told not to."""
+
+    @property
+    def is_chief(self) -> bool:
+        return False
+
+
+class EvaluatorDevice(ReplicaGroup):
+    """One device that evaluates."""
+
+    def __init__(self, device: str, name: str, patience: Patience) -> None:
+        super().__init__((device,), Settings(), None, patience)
+        self._name = name
+
+    def _start(self) -> Replica:
+        alone = super()._start()
+        replica = EvaluatorReplica(
+            0,
+            1,
+            alone.device,
+            self._name,
+            alone.collective,
+            alone.membership,
+            alone.connect,
+            ops=alone.ops,
+        )
+        self._become(replica)
+        return replica

@@ -1,0 +1,162 @@
+"""One's own loop on several devices of one worker: they share every ticket.
+
+    the first    has the tickets (loop.py); tells the others what comes, and gives them the values
+    the others   compute their share of the rows; their step() hands nothing in
+
+Every backward leaves the gradient of the whole ticket on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from stratagem.data.shares import rows, rows_of, share
+from stratagem.errors import UsageError
+from stratagem.servers.accumulation import Accumulation
+from stratagem.servers.batch_source import read
+from stratagem.training import fingerprint, setup
+from stratagem.training.command_loop import CommandLoop
+from stratagem.training.custom_loop import reader_of
+from stratagem.training.prepare import join_gradients, part_gradients, to_device
+from stratagem.training.replica import Replica
+from stratagem.training.settings import Settings
+
+
+class LoopDeviceGroup:
+    """The devices of one worker, seen from one of them."""
+
+    def __init__(
+        self, replica: Replica, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]
+    ) -> None:
+        self._replica, self._model, self._loader = replica, model, loader
+        self._params = [p for p in model.parameters() if p.requires_grad]
+        look = fingerprint.of_loader(loader, "the loader")
+        #: the type of the wire is for what goes to the servers
+        reader = reader_of(replica)
+        assert reader is not None
+        self.reader = reader
+        self.exchange = join_gradients(replica, Settings(), model, optimizer, look, self.reader)
+        setup.roll_dice_of_devices(replica)
+        self.commands = CommandLoop(replica.collective)
+
+    def share(self, payload: Any) -> tuple[Any, int]:
+        """With the first's values, this device's rows of a ticket, and how many there are."""
+        setup.spread(self._params, self._replica)
+        whole = payload.get("indices")
+        total = rows_of(payload["rows"]) if whole is None else len(whole)
+        start, end = share(total, self._replica.count, self._replica.index)
+        self._replica.share.set(end - start, total)
+        if start == end:  # an empty share borrows an example, which weighs nothing
+            start, end = 0, 1
+        if whole is None:
+            return rows(payload["rows"], start, end), total
+        return read(self._loader, whole[start:end]), total
+
+    def average(self) -> None:
+        """The mean of everybody's running statistics."""
+        setup.average_buffers(self._model, self._replica)
+
+    def align(self) -> None:
+        """Everything that the first has."""
+        setup.align(self._model, self._replica)
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether one of them has failed."""
+        return self._replica.membership.trouble is not None
+
+    def remove(self) -> None:
+        """The training is over."""
+        part_gradients(self._model)
+
+
+#: what this device iterates over
+_present: GroupLoader | None = None
+
+
+class GroupLoader:
+    """Iterates over this device's shares of the tickets that the first one is dealt."""
+
+    def __init__(
+        self, replica: Replica, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]
+    ) -> None:
+        global _present
+        end_assistance()
+        _present = self
+        self.loader, self.device = loader, replica.device
+        self.dataset, self.batch_size = loader.dataset, loader.batch_size
+        self._group = LoopDeviceGroup(replica, model, optimizer, loader)
+        _, (self._over, parts) = self._group.commands.hear()
+        self._params = [p for p in model.parameters() if p.requires_grad]
+        self._carry = Accumulation(self._params, parts)
+        self._held = self._ended = False
+        self._hook = optimizer.register_step_pre_hook(self.hand_in)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._over:
+            return
+        if self._ended:
+            raise UsageError("the training of this loader has ended; prepare it again.")
+        self._expect("pass")
+        while True:
+            word, payload = self._expect("batch", "pass over", "over")
+            if word != "batch":
+                break
+            batch, examples = self._group.share(*payload)
+            total = int(payload[0]["total"])
+            self._carry.begin(examples, total)
+            self._group.reader.beyond = total / max(examples, 1)
+            self._held = True
+            yield batch if self.device.type == "cpu" else to_device(batch, self.device)
+            if self._held:
+                self._carry.keep()
+        if word == "over":
+            self._over = True
+        else:
+            self._group.average()
+        self._group.align()
+
+    def _expect(self, *verbs: str) -> tuple[str, list[Any]]:
+        verb, arguments = self._group.commands.hear()
+        if verb not in verbs:
+            raise UsageError(
+                "this device and the first of its worker have left their loops at different "
+                "batches, and they share each of them; decide by what all of them know alike (a "
+                "number of batches, sg.current_replica().all_reduce of the loss)."
+            )
+        return verb, arguments
+
+    def hand_in(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before a step: the first hands the gradients in, so that the step itself finds none."""
+        if not self._held:
+            raise UsageError(
+                "optimizer.step() was called outside of the loop over the prepared loader, or a "
+                "second time for one batch; gradients belong to a batch that was dealt."
+            )
+        self._held = False
+        self._carry.drop()
+        for param in self._params:
+            param.grad = None
+
+    def end(self) -> None:
+        """The first one ends the training, and has what came of it."""
+        self._ended = True
+        self._hook.remove()
+        self._group.remove()
+        self._group.align()
+
+
+def end_assistance() -> None:
+    """As another device: the loop is done, or another one begins."""
+    global _present
+    ended, _present = _present, None
+    if ended is not None:
+        ended.end()

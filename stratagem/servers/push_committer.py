@@ -1,0 +1,105 @@
+"""Committers of a worker: its gradients go to the servers, which decide whether they count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from stratagem.figures.meter import METER
+from stratagem.rules.tickets import Ticket
+from stratagem.servers.session import Session
+from stratagem.training.committer import Commit
+from stratagem.training.exchange import GradientExchange
+from stratagem.training.replica import Replica
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+
+class PushCommitter:
+    """Pushes the gradient of a ticket. The loss' denominator is what the gradient weighs among
+    those of the same batch."""
+
+    armed = True
+
+    def __init__(self, session: Session, settings: Callable[[], Any] = lambda: None) -> None:
+        """`settings` gives those of the optimizer that go with a push: the chief's count."""
+        self.session, self._settings = session, settings
+        self._chief = session.worker.is_chief
+        self._ticket: Ticket | None = None
+        self._examples = 0
+
+    def begin(self, ticket: Ticket, examples: int) -> None:
+        """The next commit is of this ticket, which has so many examples."""
+        self._ticket, self._examples = ticket, examples
+
+    def commit(self, notes: Sequence[float | Tensor]) -> Commit:
+        assert self._ticket is not None
+        above, below = (float(note) for note in notes)
+        ticket, self._ticket = self._ticket, None
+        loss = above / below if below else 0.0
+        worker, settings = self.session.worker, self._settings() if self._chief else None
+        with METER.sending():
+            counted = worker.push(ticket, below, loss, self._examples, settings)
+        worker.figures.step(self._examples)
+        return Commit(counted, (above, below))
+
+    def abandon(self) -> None:
+        """The gradient would come too late, and is not finished."""
+        assert self._ticket is not None
+        self.session.worker.abandon(self._ticket)
+        self._ticket = None
+
+    def sync(self) -> None:
+        """The newest values, before they are used."""
+        self.session.worker.arrive()
+
+    def close(self) -> None:
+        self.session.forget_gradients()
+
+
+class GroupedCommitter:
+    """All-reduces the gradients of a worker's devices; the first device pushes the sum."""
+
+    def __init__(
+        self,
+        exchange: GradientExchange,
+        replica: Replica,
+        push: PushCommitter | None,
+        adjust: Callable[[Sequence[float]], Sequence[float]] = lambda notes: notes,
+    ) -> None:
+        """`push` is the first device's. `adjust` is given the notes of all devices, may scale the
+        sum of the gradients, and returns the notes that are pushed."""
+        self._exchange, self._replica, self._push = exchange, replica, push
+        self._adjust = adjust
+
+    @property
+    def armed(self) -> bool:
+        return self._exchange.armed
+
+    @armed.setter
+    def armed(self, on: bool) -> None:
+        self._exchange.armed = on
+
+    def commit(self, notes: Sequence[float | Tensor]) -> Commit:
+        """Collective over the worker's devices."""
+        added = self._adjust(self._add_up(notes))
+        counted = False
+        if self._push is not None:
+            self._push.session.worker.memory.take_all()
+            counted = self._push.commit(added).counted
+        return Commit(bool(broadcast_tree(self._replica.collective, counted)), added)
+
+    def _add_up(self, notes: Sequence[float | Tensor]) -> list[float]:
+        if not self._exchange.every_backward:
+            return [float(note) for note in self._exchange.finish(notes)]
+        mine = [float(note) for note in notes]
+        everybody = gather_tree(self._replica.collective, mine)  # backward has added the gradients
+        return [sum(each) for each in zip(*everybody, strict=True)]
+
+    def sync(self) -> None:
+        if self._push is not None:
+            self._push.sync()
+
+    def close(self) -> None:
+        self._exchange.close()

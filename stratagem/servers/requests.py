@@ -1,0 +1,160 @@
+"""The requests that a server answers: one table, by name.
+
+    @request("skip", MEMBER, serial=int)
+    def skip(coordinator, participant, serial): ...
+
+An entry says which part of a server answers, who may send the request, and the types of its
+arguments; a type that includes None makes an argument optional. What a request carries besides
+is read by its `body`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from stratagem.errors import UsageError
+from stratagem.servers.participants import Participant
+from stratagem.wire.tcp import Connection, Frame
+from stratagem.wire.tree import TREE_LIMIT
+
+log = logging.getLogger("stratagem")
+
+Answer = tuple[Mapping[str, Any], Sequence[Tensor]]
+Number = int | float
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connection and who is at its other end.
+
+    The token is that of the process: its heartbeat and its work have the same, whoever comes in
+    its place has another.
+    """
+
+    connection: Connection
+    role: str
+    name: str
+    token: str
+    worker: int = -1
+    chief: bool = False
+    #: the server that it is, if it is one; and the shard that it has come for
+    server: int = -1
+    shard: int = -1
+    said_bye: bool = False
+    #: its end has been spoken of
+    dismissed: bool = False
+    #: as the coordinator knows this worker, once it has joined
+    participant: Participant | None = None
+    #: whether it has been called silent since its heartbeat was last heard
+    silent: bool = False
+
+    def tell(self, note: Mapping[str, Any]) -> None:
+        """Send a note between two answers; a peer that does not listen will be found gone."""
+        try:
+            self.connection.send(note)
+        except OSError as problem:
+            log.info("%s does not listen: %s", self.name, problem)
+
+    def offer(self, note: Mapping[str, Any]) -> bool:
+        """Do the same for a caller that holds a lock and may not wait; False: try again later."""
+        try:
+            return self.connection.offer(note)
+        except OSError as problem:
+            log.info("%s does not listen: %s", self.name, problem)
+            return True
+
+
+class Sender(Enum):
+    """Who may send a request."""
+
+    WORKER = "any worker"
+    MEMBER = "a worker that has joined the training"
+    CHIEF = "the chief"
+
+
+WORKER, MEMBER, CHIEF = Sender
+
+
+@dataclass(frozen=True)
+class Request:
+    """One entry of the table.
+
+    The handler gets the part of the server, the sender (a Peer; of a MEMBER its Participant), the
+    body if there is one, and the arguments by name. It returns a header, or that and tensors, or
+    None.
+    """
+
+    handle: Callable[..., Any]
+    part: str
+    sender: Sender
+    body: Callable[[Any, Peer, Frame], Any] | None
+    arguments: Mapping[str, type | UnionType]
+
+    def answer(self, parts: Mapping[str, Any], peer: Peer, frame: Frame) -> Answer:
+        told = frame.header
+        given: dict[str, Any] = {}
+        for name, kind in self.arguments.items():
+            given[name] = value = told.get(name)
+            if not isinstance(value, kind):
+                raise UsageError(
+                    f"{peer.name} asks for {told['t']!r} with {name}={value!r:.60}, which must be "
+                    f"{getattr(kind, '__name__', kind)}; install the same stratagem on every task."
+                )
+        who = self._check(peer, told["t"])
+        if self.body is not None:
+            given["body"] = self.body(parts["shard"], peer, frame)
+        answer = self.handle(parts[self.part], who, **given)
+        if answer is None:
+            return {}, ()
+        return (answer, ()) if isinstance(answer, dict) else answer
+
+    def _check(self, peer: Peer, name: str) -> Any:
+        if self.sender is CHIEF and not peer.chief:
+            raise UsageError(f"{peer.name} asks for {name!r}, which is for the chief alone")
+        if self.sender is not MEMBER:
+            return peer
+        if peer.participant is None:
+            raise UsageError(f"{peer.name} asks for {name!r}, but has not joined a training")
+        return peer.participant
+
+
+REQUESTS: dict[str, Request] = {}
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+def request(
+    name: str,
+    sender: Sender,
+    *,
+    part: str = "coordinator",
+    body: Callable[[Any, Peer, Frame], Any] | None = None,
+    **arguments: type | UnionType,
+) -> Callable[[_Handler], _Handler]:
+    """Enter a handler into the table under this name."""
+
+    def enter(handler: _Handler) -> _Handler:
+        REQUESTS[name] = Request(handler, part, sender, body, arguments)
+        return handler
+
+    return enter
+
+
+def answer(parts: Mapping[str, Any], peer: Peer, frame: Frame) -> Answer:
+    """Answer a request, with the parts that this server has."""
+    name = frame.header.get("t")
+    found = REQUESTS.get(name) if isinstance(name, str) else None
+    if found is None or found.part not in parts:
+        raise UsageError(f"ps {parts['shard'].index} does not know what {name!r} asks for")
+    return found.answer(parts, peer, frame)
+
+
+def tree(_: Any, peer: Peer, frame: Frame) -> Tensor:
+    """The body as bytes, which nobody here looks into."""
+    return peer.connection.read(TREE_LIMIT)

@@ -1,0 +1,396 @@
+"""A ps task: keeps one shard of the parameters and serves the workers until the job ends.
+
+The first server is the coordinator, too. Each connection has a thread of its own, and says first
+what it is: a worker at work, the heartbeat of a task, or the coordinator with orders.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stratagem.cluster.failure import error_note, error_of, failed, headline, server_lost
+from stratagem.cluster.heartbeat import BEAT, OVERSLEPT
+from stratagem.cluster.waiting import FIRST, Wait
+from stratagem.errors import (
+    ReplicaError,
+    ReplicaLost,
+    ReplicaMissing,
+    ReplicaStalled,
+    StratagemError,
+    UsageError,
+)
+from stratagem.servers import (  # noqa: F401  (fill the table of requests)
+    coordinator_requests,
+    holder_requests,
+)
+from stratagem.servers.coordinator import Coordinator
+from stratagem.servers.heartbeat_thread import KNOWS_BETTER, HeartbeatThread
+from stratagem.servers.holders import Holders
+from stratagem.servers.peers import Peers
+from stratagem.servers.reach import reach
+from stratagem.servers.requests import Peer, answer
+from stratagem.servers.server_figures import ServerFigures
+from stratagem.servers.shard import Shard, shares_memory
+from stratagem.servers.shard_copy import HeldHere
+from stratagem.servers.takeover import Takeover
+from stratagem.training.agreement import Patience
+from stratagem.wire import lateness
+from stratagem.wire.send_queue import SendQueue
+from stratagem.wire.tcp import Connection, Listener
+from stratagem.wire.tree import TREE_LIMIT
+
+log = logging.getLogger("stratagem")
+
+LINGER = 10.0  # seconds that the others may take to leave after a failure
+_LEAVES = 2.0  # seconds until threads have noticed that their connections are closed
+
+
+@dataclass
+class Server:
+    """One ps task of a job."""
+
+    index: int
+    addresses: Sequence[str]
+    secret: bytes
+    patience: Patience = field(default_factory=Patience)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    #: processors for an update that all wait for; None: torch's threads are left as they are
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        self.name = f"ps {self.index}"
+        self.shard = Shard(self.index, self.device, self.cores)
+        #: by number: its own, and those that it holds for others
+        self.shards = HeldHere(self.shard, self.secret, self.patience.arrive, self.cores)
+        self.coordinator: Coordinator | None = None
+        self.failure: ReplicaError | None = None
+        self._takeover: Takeover | None = None
+        self._heartbeat: HeartbeatThread | None = None
+        self.peers = Peers(self.patience.answer)
+        self._ending: float | None = None
+        self._fell = threading.Event()
+        self._chief_came = False
+        self._turns = SendQueue()
+        self._lock = threading.Lock()
+        #: how late somebody was when that was last said
+        self._named = 0.0
+        self._figures = ServerFigures(self.name)
+
+    # --- the job ------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Serve until the chief has said that the job is done; raises why it cannot be done."""
+        listener = Listener(self.addresses[self.index], self.secret, self.name, self._welcome)
+        try:
+            self._meet_the_others()
+            self._stay()
+        finally:
+            listener.close()
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
+            for peer in self.peers.present():
+                if peer.server >= 0 and self.failure is None:
+                    peer.tell({"over": 1})
+                peer.connection.close()
+            if self._takeover is not None:
+                self._takeover.holders.close()
+            # Python does not survive a thread that still frees tensors while the interpreter ends.
+            until = time.monotonic() + _LEAVES
+            while self.peers.present() and time.monotonic() < until:
+                time.sleep(0.01)
+        if self.failure is not None:
+            raise self.failure
+
+    def _meet_the_others(self) -> None:
+        """The coordinator reaches the others to command them; they reach it to be felt."""
+        tasks = [(f"ps {i}", address) for i, address in enumerate(self.addresses)]
+        limit = self.patience.arrive
+        if self.index == 0:
+            holders, peers = Holders(self.addresses, self.secret, limit), self.peers
+            self._takeover = Takeover(holders, peers, self._fail, self.shard.changed)
+            far = holders.meet()
+            coordinator = Coordinator(
+                self.shard, far, self._fail, alive=peers.alive, dismiss=peers.dismiss
+            )
+            coordinator.holders, self.coordinator = holders, coordinator
+            return
+        hello = {"hello": "heartbeat", "name": self.name, "server": self.index, "token": self.name}
+        (beats,) = reach(tasks[:1], self.secret, hello, limit)
+        self._heartbeat = HeartbeatThread(beats, self.patience.answer, self._fail)
+        self._heartbeat.on_over = self._end
+
+    def _stay(self) -> None:
+        waiting = Wait(self.patience.arrive, FIRST)
+        before = time.monotonic()
+        while not self._over():
+            time.sleep(BEAT / 2)
+            now = time.monotonic()
+            if now - before > BEAT + OVERSLEPT:
+                self.peers.overslept(now - before)
+            before = now
+            self._figures.look(self.shard, self.coordinator)
+            if not self._chief_came:
+                self._await_chief(waiting)
+            if self.coordinator is not None and self._ending is None:
+                self.peers.look(self._give_up)
+                self._look_at_work(self.coordinator)
+
+    def _await_chief(self, waiting: Wait) -> None:
+        text = (
+            f"the chief has not come to {self.name} within {waiting.waited:.0f} s; start it with "
+            "the same cluster and the same STRATAGEM_SECRET."
+        )
+        if waiting.over:
+            self._fail(ReplicaMissing(text, "chief"))
+        elif waiting.due() and self.coordinator is not None:
+            self.peers.tell({"say": f"waiting for the chief, {waiting.waited:.0f} s"})
+
+    def _over(self) -> bool:
+        if self._ending is None:
+            return False
+        left = [
+            peer
+            for peer in self.peers.present("worker")
+            if not (peer.participant and peer.participant.silent)
+        ]
+        linger = LINGER if self.failure is not None else max(LINGER, self.patience.answer)
+        return not left or time.monotonic() > self._ending + linger
+
+    def _end(self) -> None:
+        """The job has ended well; the chief need not have come here since this server is back."""
+        with self._lock:
+            self._ending = self._ending or time.monotonic()
+
+    def _fail(self, failure: ReplicaError) -> None:
+        """The job cannot go on: tell everybody, and end."""
+        with self._lock:
+            if self._ending is not None:
+                return
+            self._ending = time.monotonic()
+        self.failure = failure
+        self.shards.fail(failure)
+        self._fell.set()
+        log.warning("%s", headline(failure))
+        if self._heartbeat is not None:
+            self._heartbeat.last_words(failure)
+        if self.coordinator is not None:
+            self.coordinator.failure = failure
+            self.peers.tell(error_note(failure))
+            assert self._takeover is not None
+            self._takeover.holders.close()  # wakes a thread that waits for one, lock in hand
+            self.coordinator.fail(failure)
+
+    # --- peers --------------------------------------------------------------------------------
+
+    def _welcome(self, connection: Connection) -> None:
+        """In a thread of its own: hear who it is, then serve it until it goes."""
+        try:
+            frame = connection.receive()
+        except OSError as problem:
+            log.info("%s has hung up: %s", connection.peer, problem)
+            return
+        if frame is None:
+            return
+        hello = frame.header
+        peer = Peer(
+            connection,
+            str(hello.get("hello")),
+            str(hello.get("name")),
+            str(hello.get("token")),
+            int(hello.get("worker", -1)),
+            bool(hello.get("chief")),
+            int(hello.get("server", -1)),
+            int(hello.get("shard", self.index)),
+        )
+        serve = {
+            "worker": self._work,
+            "heartbeat": self._beat,
+            "coordinator": self._follow,
+            "visitor": self._answer,
+            "copy": self._answer,
+            "source": self._receive_copy,
+            "evaluator": self._let_watch,
+        }.get(peer.role)
+        if serve is None:
+            raise UsageError(f"{connection.peer} says that it is a {peer.role!r}")
+        while self.index == 0 and self.coordinator is None:
+            time.sleep(0.01)  # the other servers are still being reached
+        self._chief_came = self._chief_came or peer.chief
+        self.peers.add(peer)
+        try:
+            serve(peer)
+        except OSError as problem:
+            log.info("%s has hung up: %s", peer.name, problem)
+        except Exception:  # a mistake of ours: nobody may wait for what will not come
+            self._fail(failed(self.name, traceback.format_exc()))
+        finally:
+            self.peers.remove(peer)
+
+    def _answer(self, peer: Peer) -> None:
+        """Answer requests one by one."""
+        connection = peer.connection
+        parts: dict[str, Any] = {"shard": self.shards.of(peer.shard)}
+        if self.coordinator is not None:
+            parts["coordinator"] = self.coordinator
+        while not peer.said_bye and (frame := connection.receive()) is not None:
+            try:
+                header, body = answer(parts, peer, frame)
+            except StratagemError as error:
+                connection.skip(TREE_LIMIT)  # what came with a request that is refused
+                header, body = error_note(error), ()
+            plan = self.shard.plan
+            self._turns.at_once = 1 if plan is None else plan.at_once
+            connection.send_in_turn(self._turns, header, body)
+
+    def _work(self, peer: Peer) -> None:
+        """Answer a worker's requests, until it goes."""
+        why = "its connection closed without a goodbye"
+        try:
+            self._answer(peer)
+        except OSError as problem:
+            why = str(problem)
+        self._gone(peer, why)
+
+    def _gone(self, peer: Peer, why: str) -> None:
+        """A worker's connection has ended, or ought to have."""
+        coordinator = self.coordinator
+        if coordinator is not None and peer.participant is not None:
+            coordinator.leave(peer.participant, dead=not peer.said_bye)
+        if peer.said_bye:
+            if peer.chief:
+                self._end()
+                if coordinator is not None:
+                    with coordinator.changed:
+                        coordinator.closed, coordinator.running = True, False
+                        coordinator.changed.notify_all()
+        elif peer.chief:
+            # It may have noticed before us that another has gone; the coordinator asks first.
+            self._fell.wait(KNOWS_BETTER * (0.5 if coordinator is not None else 1.0))
+            self._fail(
+                ReplicaLost(
+                    f"{peer.name}, the chief, is gone ({why}), so the job ends. Start it again "
+                    "from the last checkpoint.",
+                    peer.name,
+                )
+            )
+        elif coordinator is not None and self._ending is None and not peer.dismissed:
+            peer.dismissed = True
+            self.peers.say(f"{peer.name} is gone ({why}); the others go on without it")
+
+    def _let_watch(self, peer: Peer) -> None:
+        """The evaluator stays until the job is over: the end of the connection tells it."""
+        while peer.connection.receive() is not None:
+            continue
+
+    def _follow(self, peer: Peer) -> None:
+        """Carry out the coordinator's orders for one shard."""
+        shard = self.shards.of(peer.shard)
+        try:
+            while (frame := peer.connection.receive()) is not None:
+                if "order" not in frame.header:
+                    self._hand_on(peer.shard, frame.header)
+                    continue
+                order = frame.header["order"]
+                value = shard.obey(order)
+                if order[0] == "bury":
+                    self.peers.dismiss(order[1])
+                if value is not None:
+                    peer.connection.send({"value": value})
+        except OSError as problem:
+            log.info("the coordinator does not command any more: %s", problem)
+        if self._ending is None and self._heartbeat is not None:
+            self._fail(self._heartbeat.explain(KNOWS_BETTER) or server_lost("ps 0"))
+
+    def _hand_on(self, shard: int, told: Mapping[str, Any]) -> None:
+        """Between two orders: send a copy of a shard to a server, or wait for one."""
+        if "copy" in told:
+            self.shards.send_copy(shard, str(told["copy"]))
+        else:
+            self.shards.await_copy(shard, lambda: self._ending is not None)
+            if self._heartbeat is not None:
+                self._heartbeat.tell({"holds": shard})
+
+    def _receive_copy(self, peer: Peer) -> None:
+        """Another holder has sent what it has of a shard."""
+        self.shards.receive_copy(peer.shard, peer.connection)
+
+    # --- heartbeats ---------------------------------------------------------------------------
+
+    def _beat(self, peer: Peer) -> None:
+        """A task's heartbeat: a word every half second, both ways."""
+        if peer.server >= 0 and self._takeover is not None:
+            self._takeover.heartbeat(peer.server)
+        try:
+            while (frame := peer.connection.receive()) is not None:
+                self.peers.heard(peer)
+                if frame.header.get("bye"):
+                    return
+                if "holds" in frame.header and self._takeover is not None:
+                    self._takeover.is_ready(peer.server, int(frame.header["holds"]))
+                    continue
+                words = error_of(frame.header["dying"]) if "dying" in frame.header else None
+                if isinstance(words, ReplicaError) and not peer.dismissed:
+                    self._fail(words)  # at once: others will only see that it hangs up
+                if isinstance(figures := frame.header.get("figures"), dict):
+                    self.peers.tell({"figures": figures}, chief=True)
+                peer.connection.send({"beat": 1})
+        except OSError as problem:
+            log.info("no heartbeat of %s: %s", peer.name, problem)
+        peer.silent = False  # it is dead, or was dismissed
+        if self._ending is not None:
+            return
+        if peer.worker < 0:
+            if self._takeover is not None and not peer.dismissed:
+                self._takeover.lose(peer.server)
+            return
+        for other in self.peers.present("worker", peer.token):
+            self._gone(other, "its process has ended")
+            other.connection.close()
+
+    def _look_at_work(self, coordinator: Coordinator) -> None:
+        """Name who lives, but keeps others waiting; give up who does so too long."""
+        limit, late = self.patience.step, coordinator.held_up()
+        for participant, seconds in late:
+            if seconds >= limit:
+                for heartbeat in self.peers.present("heartbeat", participant.placement):
+                    self._give_up(heartbeat, f"has kept the others waiting for {seconds:.0f} s")
+        longest = max((seconds for _, seconds in late), default=0.0)
+        if longest < min(lateness.FIRST, limit / 2):
+            self._named = 0.0
+        elif longest >= self._named + lateness.AGAIN or not self._named:
+            self._named = longest
+            names = ", ".join(participant.name for participant, _ in late)
+            self.peers.say(lateness.late_line(names, longest))
+
+    def _give_up(self, heartbeat: Peer, what: str) -> None:
+        text = f"{heartbeat.name} {what} and is given up"
+        # One that wakes again may still write into memory that it shares.
+        takeover = None if shares_memory(self.shard) else self._takeover
+        if takeover is not None and takeover.can_lose(heartbeat.server):
+            takeover.lose(heartbeat.server)
+            return
+        if heartbeat.worker < 0 or heartbeat.chief:
+            self._fail(
+                ReplicaStalled(
+                    f"{text}, so the job ends: its machine, or the network between, hangs. The "
+                    "last checkpoint is whole; start the job again from there.",
+                    heartbeat.name,
+                )
+            )
+            return
+        self.peers.dismiss(
+            heartbeat.token,
+            ReplicaStalled(
+                f"{text}; the others have gone on without it. Start it again to take part.",
+                heartbeat.name,
+            ),
+        )
+        self.peers.say(f"{text}; the others do its work", {"given up": heartbeat.name})

@@ -1,0 +1,325 @@
+"""One training on one worker: from the chief's plan to the last values, whoever writes the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.errors import NotDistributable, StratagemError, UsageError
+from stratagem.rules.updates import Synchronous
+from stratagem.servers.client import Client, FitOver
+from stratagem.servers.training_plan import Clip, TrainingPlan
+from stratagem.state.optimizer_recipe import OptimizerRecipe, describe, elementwise, settings_of
+from stratagem.state.partition import (
+    assemble,
+    assemble_values,
+    cut,
+    partition,
+    state_dict,
+    states_of,
+)
+from stratagem.training import fingerprint
+from stratagem.training.fingerprint import Look
+from stratagem.training.settings import Served
+
+_MIX = 0x9E3779B97F4A7C15
+
+
+class Late(Exception):
+    """The others have gone on: the gradient that is being computed would be dropped."""
+
+
+class Session:
+    """What the loops of all front ends share. `over` is set if the training had already ended.
+
+    A front end whose optimizers are not torch's overrides what is marked so.
+    """
+
+    params: list[nn.Parameter]
+    #: tensors that are not trained, and that everybody has alike when the training begins and ends
+    beside: list[Tensor]
+
+    def __init__(
+        self,
+        worker: Client,
+        module: nn.Module,
+        optimizer: Any,
+        served: Served,
+        *,
+        wire: str | None = None,
+        clip: Clip = Clip(),  # noqa: B008
+        told: Any = None,
+        look: tuple[str, Look] | None = None,
+    ) -> None:
+        """`told` is what the chief tells the others besides: they find it there afterwards.
+        `look`: what is called, and with what, where every worker calls it by itself."""
+        _end_prepared(worker)
+        self.told, self._look = told, look
+        self.worker, self.module, self.optimizer = worker, module, optimizer
+        self._clip = clip
+        self._wire = None if wire in (None, "float32") else wire
+        self._find()
+        self.number = worker.fits
+        worker.fits += 1
+        self.over: FitOver | None = None
+        #: whether a gradient that comes too late need not be finished
+        self.cancels = False
+        if worker.is_chief:
+            self._open(self._plan(served))
+        found = worker.enter(self.number)
+        if isinstance(found, FitOver):
+            self.over = found
+            return
+        self._handles: list[Any] = []
+        self.plan, beside = found
+        if not worker.is_chief:
+            self.told, theirs, tensors = beside
+            if look is not None and theirs is not None:
+                fingerprint.compare(look[0], [["the chief", *theirs], [worker.name, *look]])
+            self._arrive(tensors)
+        worker.at_fall = self._fall
+        self.over = worker.join(self.number, self.params)
+        if self.over is not None:
+            worker.at_fall = None
+            return
+        self.cancels = isinstance(self.plan.updates, Synchronous) and self.plan.updates.spares > 0
+        self._handles += [
+            p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(self.params)
+        ]
+
+    def _fall(self) -> None:
+        """After a failure: the model is the user's own again, with the values that it has."""
+        for handle in self._handles:
+            handle.remove()
+        self.forget_gradients()
+
+    def until_end(self, handle: Any) -> None:
+        """Have a hook removed when the training ends, however it does."""
+        self._handles.append(handle)
+
+    # --- overridden for other optimizers than torch's -------------------------------------------
+
+    def _find(self) -> None:
+        """Find what is trained, and what is not."""
+        self.params = [p for p in self.module.parameters() if p.requires_grad]
+        if not self.params:
+            raise NotDistributable("the model has no parameter that requires a gradient.")
+        fixed = [p for p in self.module.parameters() if not p.requires_grad]
+        self.beside = [*fixed, *self.module.buffers()]
+
+    def _arrive(self, beside: Sequence[Tensor]) -> None:
+        """As another worker: become like the chief, with random numbers of one's own."""
+        _take(self.beside, beside)
+        torch.manual_seed((self.plan.seed + _MIX * self.worker.index) % 2**63)
+
+    def _recipe(self) -> OptimizerRecipe:
+        return describe(self.optimizer, self.params)
+
+    def _states(self, plan: TrainingPlan) -> Mapping[int, Mapping[str, Any]] | None:
+        """The optimizer's state by variable; None if it has none yet."""
+        if not self.optimizer.state:
+            return None
+        return states_of(self.optimizer.state_dict(), self._groups())[0]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, in variables; None: frozen."""
+        numbers = {id(param): i for i, param in enumerate(self.params)}
+        return [
+            {**settings_of(group), "variables": [numbers.get(id(p)) for p in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+
+    def _take_states(self, by_variable: Mapping[int, Mapping[str, Any]]) -> None:
+        mine, state = self.optimizer.param_groups, self.optimizer.state
+        trained = {id(param) for param in self.params}
+        frozen = {p: own for p, own in state.items() if id(p) not in trained}
+        self.optimizer.load_state_dict(state_dict(by_variable, self._groups()))
+        self.optimizer.param_groups = mine  # somebody may have them in hand
+        self.optimizer.state.update(frozen)
+
+    def _read_last(self) -> None:
+        """As the chief: what came of the training, into the user's own objects."""
+        self.read_state()
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The optimizer's settings, as servers take them."""
+        return [settings_of(group) for group in self.optimizer.param_groups]
+
+    # --- the same for all -------------------------------------------------------------------------
+
+    def _plan(self, served: Served) -> TrainingPlan:
+        types = {p.dtype for p in self.params}
+        if len(types) > 1:
+            names = ", ".join(sorted(str(t) for t in types))
+            raise NotDistributable(
+                f"the trained parameters are of several types ({names}), and a server keeps one; "
+                "convert the model to one type."
+            )
+        (dtype,) = types
+        recipe = self._recipe()
+        shapes = tuple(tuple(p.shape) for p in self.params)
+        pieces = partition(
+            shapes,
+            dtype.itemsize,
+            served.servers,
+            served.partitioner,
+            whole=not elementwise(recipe),
+        )
+        seed = torch.initial_seed() & (2**62 - 1)
+        return TrainingPlan(
+            shapes,
+            str(dtype).removeprefix("torch."),
+            pieces,
+            recipe,
+            served.updates,
+            served.workers,
+            served.servers,
+            self._clip,
+            self._wire,
+            seed,
+            served.backups,
+        )
+
+    def _open(self, plan: TrainingPlan) -> None:
+        whole = self._states(plan)
+        states = None if whole is None else _by_server(whole, plan)
+        look = self._look and list(self._look)
+        beside = [self.told, look, [t.detach() for t in self.beside]]
+        self.worker.open(self.number, plan, self.params, states, beside)
+
+    def _hook(self, index: int) -> Any:
+        def ready(_: Tensor) -> None:
+            self.worker.memory.take(index)
+            if self.cancels and self.worker.is_late:
+                raise Late
+
+        return ready
+
+    def forget_gradients(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def send_state(self, changes: Mapping[int, Mapping[str, Any]]) -> None:
+        """Somebody has put these in the place of the optimizer's state, by variable."""
+        _, _, states = self.worker.snapshot()
+        pieces = [e.piece for extents in self.plan.layout.extents for e in extents]
+        flat = [state for each in states for state in each]
+        whole = {**assemble(pieces, flat, self.plan.shapes), **changes}
+        self.worker.assign_states(_by_server(whole, self.plan))
+
+    # --- running statistics: the mean over the workers that worked, after each epoch ------------
+
+    def statistics(self) -> list[Tensor]:
+        """What every worker keeps for itself while an epoch lasts."""
+        return [b.detach() for b in self.module.buffers() if b.is_floating_point()]
+
+    def share_statistics(self, everybody: Sequence[Sequence[Tensor]]) -> None:
+        """As the chief: the mean of what was reported."""
+        mine = self.statistics()
+        if not mine or not everybody:
+            return
+        means = [
+            torch.stack([t.double().cpu() for t in each]).mean(0)
+            for each in zip(*everybody, strict=True)
+        ]
+        _take(mine, means)
+
+    def send_statistics(self, *, everything: bool = False) -> None:
+        """As the chief: what is here, for all; `everything`: also what is frozen, or whole."""
+        if self.beside and self.plan.workers > 1:
+            mine = self.beside if everything else self.statistics()
+            self.worker.ask("set means", [t.detach().cpu() for t in mine], epoch=self.worker.epoch)
+
+    def take_statistics(self, epoch: int) -> None:
+        """As another worker: the same."""
+        told = self.worker.ask("means", epoch=epoch)[1] if self.beside else None
+        if told is not None:
+            _take(self.beside if len(told) == len(self.beside) else self.statistics(), told)
+
+    def read_state(self, *, values: bool = True) -> int:
+        """One version of values and optimizer state, into the user's own objects."""
+        return self._take_snapshot(*self.worker.snapshot(), values=values)
+
+    def rescue(self, seconds: float = 5.0) -> bool:
+        """As the chief, when an error ends the training here: the same, if servers answer soon.
+
+        Beside this thread, since one that was interrupted in mid-sentence may wait for ever.
+        """
+        found: list[tuple[int, list[Tensor], list[Any]]] = []
+
+        def ask() -> None:
+            # LookupError: the answer is to a question that was cut short. The caller says so.
+            with contextlib.suppress(OSError, StratagemError, LookupError):
+                self.worker.finish_stream()
+                found.append(self.worker.snapshot())
+
+        asking = threading.Thread(target=ask, name="stratagem-rescue", daemon=True)
+        asking.start()
+        asking.join(seconds)
+        if found:
+            self._take_snapshot(*found[0])
+        return bool(found)
+
+    def _take_snapshot(
+        self, version: int, found: list[Tensor], states: list[Any], *, values: bool = True
+    ) -> int:
+        plan = self.plan
+        pieces = [e.piece for extents in plan.layout.extents for e in extents]
+        if values:
+            whole = assemble_values(pieces, dict(enumerate(found)), plan.shapes)
+            _take(self.params, whole)
+        flat = [state for each in states for state in each]
+        self._take_states(assemble(pieces, flat, plan.shapes))
+        return version
+
+    def end(self, told: Any = None) -> None:
+        """Leave with the last values; as the chief, end the training for everybody."""
+        if self.over is not None:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.worker.is_chief:
+            self.worker.finish([told, [t.detach() for t in self.beside]])
+            self._read_last()  # with all that counted
+        else:
+            self.worker.refresh()
+        self.worker.at_fall = None
+        self.worker.memory.close()
+        self.worker.ask("leave")
+        self.forget_gradients()
+
+    def take_last(self, over: FitOver) -> Any:
+        """As another worker: what the chief has said at the end."""
+        told, beside = over.told if over.told is not None else (None, None)
+        if beside is not None:
+            _take(self.beside, beside)
+        return told
+
+
+def _end_prepared(worker: Client) -> None:
+    """Before another training: end that of a prepared loop, if the loop is done."""
+    if worker.at_end is not None and worker.prepared.is_open:
+        raise UsageError(
+            "another training was begun before the loop over the prepared loader was done, and "
+            "servers train one model at a time; put the models into one nn.Module with one "
+            "optimizer, or begin the second training after the first loop."
+        )
+    worker.settle()
+
+
+def _by_server(whole: Mapping[int, Mapping[str, Any]], plan: TrainingPlan) -> list[Any]:
+    """A state by variable, cut into what each server has of it."""
+    return [cut(whole, [e.piece for e in extents], plan.shapes) for extents in plan.layout.extents]
+
+
+def _take(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(tensors, values, strict=True):
+            mine.copy_(theirs)

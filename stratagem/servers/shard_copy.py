@@ -1,0 +1,120 @@
+"""A shard as it is at one moment, on its way to a server that has come back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from stratagem.errors import ReplicaError
+from stratagem.servers.reach import reach, room
+from stratagem.servers.shard import Shard
+from stratagem.servers.training_plan import TrainingPlan
+from stratagem.wire.tcp import Connection
+from stratagem.wire.tree import TREE_LIMIT, decode, encode
+
+log = logging.getLogger("stratagem")
+
+
+def copy_of(shard: Shard) -> tuple[dict[str, Any], list[Tensor]]:
+    """All that orders have made of a shard so far: what to send. Nothing before the first fit."""
+    with shard.changed:
+        if shard.plan is None:
+            return {"plan": None}, []
+        store = shard.store
+        taken = store.snapshot()
+        header = {
+            "plan": shard.plan.to_json(),
+            "fit": shard.fit,
+            "done": shard.done,
+            "version": taken.version,
+            "settings": store.settings(),
+        }
+        return header, [encode([taken.values.cpu(), taken.states, store.sum.copy()])]
+
+
+def send_copy(
+    copy: tuple[dict[str, Any], list[Tensor]], shard: int, address: str, secret: bytes, limit: float
+) -> None:
+    """Bring it to the server at this address, and wait until that has it."""
+    hello = {"hello": "source", "name": f"the holder of shard {shard}", "shard": shard}
+    (connection,) = reach([(f"ps of shard {shard}", address)], secret, hello, limit)
+    with connection:
+        connection.send(*copy)
+        connection.receive()
+
+
+def take_copy(shard: Shard, connection: Connection) -> None:
+    """Become what another holder is."""
+    frame = connection.receive()
+    if frame is None:
+        raise ConnectionResetError("the holder hung up before it had sent its copy")
+    told = frame.header
+    if told["plan"] is not None and int(told["fit"]) < shard.fit:
+        connection.skip(TREE_LIMIT)  # the chief has begun another fit here since
+    elif told["plan"] is not None:
+        tree = room(frame.size, frame)
+        connection.read_into([tree])
+        values, states, waiting = decode(tree)
+        with shard.changed:
+            shard.open(TrainingPlan.from_json(told["plan"]), int(told["fit"]))
+            shard.store.set_settings(told["settings"])
+            shard.store.restore(values, states, int(told["version"]))
+            shard.store.sum.take_over(waiting)
+            shard.done = int(told["done"])
+            shard.changed.notify_all()
+    connection.send({})
+
+
+class HeldHere:
+    """The shards of one server: its own, and those that it holds for others."""
+
+    def __init__(self, own: Shard, secret: bytes, limit: float, cores: int | None) -> None:
+        self._own, self._secret, self._limit, self._cores = own, secret, limit, cores
+        self._shards = {own.index: own}
+        self._copied: dict[int, threading.Event] = {}
+        self._lock = threading.Lock()
+
+    def of(self, number: int) -> Shard:
+        """Return a shard, which is made when it is first asked for."""
+        with self._lock:
+            if number not in self._shards:
+                made = Shard(number, self._own.device, self._cores)
+                made.failure = self._own.failure
+                self._shards[number] = made
+            return self._shards[number]
+
+    def fail(self, failure: ReplicaError) -> None:
+        """Nobody goes on after this."""
+        with self._lock:
+            for shard in self._shards.values():
+                shard.failure = failure
+
+    def send_copy(self, number: int, address: str) -> None:
+        """Copy a shard as it is now, and send it off beside the next orders."""
+        copy = copy_of(self.of(number))
+
+        def send() -> None:
+            try:
+                send_copy(copy, number, address, self._secret, self._limit)
+            except (OSError, ReplicaError) as problem:
+                log.info("the copy of shard %d did not arrive: %s", number, problem)
+
+        threading.Thread(target=send, name="stratagem-copy", daemon=True).start()
+
+    def _arrived(self, number: int) -> threading.Event:
+        with self._lock:
+            return self._copied.setdefault(number, threading.Event())
+
+    def receive_copy(self, number: int, connection: Connection) -> None:
+        """Another holder has sent what it has."""
+        take_copy(self.of(number), connection)
+        self._arrived(number).set()
+
+    def await_copy(self, number: int, over: Callable[[], bool]) -> None:
+        """Until a copy is here; nothing comes any more when it is `over`."""
+        while not self._arrived(number).wait(0.5) and not over():
+            continue

@@ -1,0 +1,142 @@
+"""What any server answers: requests about its own shard of the parameters."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import UsageError
+from stratagem.servers.requests import CHIEF, WORKER, Peer, request, tree
+from stratagem.servers.shard import Shard
+from stratagem.servers.training_plan import TrainingPlan
+from stratagem.wire.segment import host_identity
+from stratagem.wire.tcp import Frame
+from stratagem.wire.tree import TREE_LIMIT, decode, encode
+
+_request = partial(request, part="shard")
+
+
+def opening(shard: Shard, peer: Peer, frame: Frame) -> tuple[TrainingPlan, Tensor, Any]:
+    """Read the plan of a fit, this shard's values and the optimizer's state for them."""
+    plan = TrainingPlan.from_json(frame.header["plan"])
+    load = plan.layout.loads[shard.index]
+    if load * plan.dtype.itemsize > frame.size:  # before memory is taken
+        raise UsageError(f"{peer.name} announces more values than it sends")
+    values, has_states = torch.empty(load, dtype=plan.dtype), "states" in frame.header
+    peer.connection.read_into([values], more=has_states)
+    states = decode(peer.connection.read(TREE_LIMIT)) if has_states else None
+    return plan, values, states
+
+
+def gradient(shard: Shard, peer: Peer, frame: Frame) -> None:
+    """Read a gradient into the worker's slot; rows of sparse ones beside it.
+
+    A frame without a byte says something, too: no row was touched here, or nothing was used.
+    """
+    if frame.header.get("laid"):
+        return  # it came while it was made
+    if frame.header.get("after"):  # what lies here may still be wanted
+        after = int(frame.header["after"])
+        shard.wait_until(lambda: shard.done >= after)
+    slot = shard.slots.get(peer.token)
+    if slot is None:  # of a fit that is over
+        peer.connection.skip(TREE_LIMIT)
+        return
+    into: list[Tensor] = []
+    rows: list[tuple[int, Tensor, Tensor]] = []
+    left = frame.size
+    for piece, count in frame.header.get("rows", ()):
+        view = slot.views[piece]
+        left -= count * (8 + view[:1].numel() * slot.codec.itemsize)
+        if count < 0 or left < 0:  # before memory is taken
+            raise UsageError(f"{peer.name} announces more rows than it sends")
+        numbers = torch.empty(count, dtype=torch.int64)
+        values = slot.codec.room([count, *view.shape[1:]])
+        rows.append((piece, numbers, values))
+        into += [numbers, values]
+    if slot.targets is None:
+        slot.filled = left // slot.codec.itemsize
+        into.insert(0, slot.gradient[: slot.filled])
+    peer.connection.read_into(into)
+    for piece, numbers, _ in rows:
+        length = len(slot.views[piece])
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < length:
+            raise UsageError(f"a gradient of rows that piece {piece} does not have")
+    slot.rows = rows
+
+
+@_request("open", CHIEF, body=opening, fit=int, plan=dict)
+def open_shard(
+    shard: Shard, peer: Peer, fit: int, plan: Any, body: tuple[TrainingPlan, Tensor, Any]
+) -> None:
+    """Begin a fit with these values."""
+    made, values, states = body
+    with shard.changed:  # not while it reads: who is to end the job needs that, too
+        shard.open(made, fit)
+        shard.store.restore(values, states)
+
+
+@_request("attach", WORKER, fit=int, memory=str | None)
+def attach(shard: Shard, peer: Peer, fit: int, memory: str | None) -> None:
+    """Give a worker a slot for its gradients."""
+    shard.attach(peer.token, memory, fit)
+
+
+@_request("stage", WORKER, body=gradient)
+def stage(shard: Shard, peer: Peer, body: None) -> None:
+    """A gradient has come; the coordinator says what becomes of it."""
+
+
+@_request("settled", WORKER, after=int)
+def settled(shard: Shard, peer: Peer, after: int) -> None:
+    """Wait until a worker may write over the gradient that lies in its memory."""
+    shard.wait_until(lambda: shard.done >= after)
+
+
+@_request("fetch", WORKER, have=int, after=int)
+def fetch(shard: Shard, peer: Peer, have: int, after: int) -> Any:
+    """Send what has changed since version `have`."""
+    return shard.fetch(peer.token, have, after)
+
+
+@_request("snapshot taken", WORKER, number=int, after=int)
+def snapshot_taken(shard: Shard, peer: Peer, number: int, after: int) -> Any:
+    """Send a snapshot that the coordinator has ordered."""
+    taken = shard.snapshot(number, after)
+    states = encode(taken.states)
+    return {"version": taken.version, "states": states.numel()}, [taken.values.cpu(), states]
+
+
+@_request("assign", WORKER, pieces=list)
+def assign(shard: Shard, peer: Peer, pieces: list[int]) -> None:
+    """Put other values in the place of some pieces, from outside of the training."""
+    plan = shard.training()
+    extents = plan.layout.extents[shard.index]
+    count = sum(extents[piece].hi - extents[piece].lo for piece in pieces)
+    values = torch.empty(count, dtype=plan.dtype)
+    peer.connection.read_into([values])
+    shard.assign(values, pieces)
+
+
+@_request("assign states", WORKER, body=tree)
+def assign_states(shard: Shard, peer: Peer, body: Tensor) -> None:
+    """Put another state in the place of the optimizer's, from outside of the training."""
+    states = decode(body)
+    with shard.changed:
+        shard.training()
+        shard.store.restore_states(states)
+
+
+@_request("host", WORKER)
+def host(shard: Shard, peer: Peer) -> dict[str, Any]:
+    """Say on which machine this server runs: memory can be shared there."""
+    return {"host": host_identity()}
+
+
+@_request("bye", WORKER)
+def bye(shard: Shard, peer: Peer) -> None:
+    """A worker leaves the job."""
+    peer.said_bye = True

@@ -1,0 +1,87 @@
+"""At the coordinator: what becomes of the shards of a server that dies, or comes back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from stratagem.cluster.failure import server_lost
+from stratagem.errors import ReplicaError, ReplicaLost
+from stratagem.servers.holders import Holders
+from stratagem.servers.peers import Peers
+
+log = logging.getLogger("stratagem")
+
+
+class Takeover:
+    """Any thread may call; `changed` is the coordinator's lock."""
+
+    def __init__(
+        self,
+        holders: Holders,
+        peers: Peers,
+        end_job: Callable[[ReplicaError], None],
+        changed: threading.Condition,
+    ) -> None:
+        self.holders, self._peers, self._end_job, self._changed = holders, peers, end_job, changed
+        self._one_by_one = threading.Lock()
+        holders.lose = self.lose
+
+    def can_lose(self, server: int) -> bool:
+        """Whether every shard of a server is held by another, too."""
+        return server in self.holders.gone or (server > 0 and not self.holders.alone(server))
+
+    def lose(self, server: int) -> bool:
+        """Do without a server: others hold its shards, or the job ends; whether it goes on."""
+        holders, name = self.holders, f"ps {server}"
+        holders.hang_up(server)  # wakes a thread that waits for it, lock in hand
+        with self._changed:
+            if server in holders.gone:
+                return True
+            held = [shard for shard, table in enumerate(holders.table()) if server in table]
+            if holders.drop(server):
+                self._end_job(server_lost(name))
+                return False
+            heirs = " and ".join(sorted({holders.heir(shard) for shard in held}))
+        self._peers.dismiss(
+            name,
+            ReplicaLost(
+                f"{name} was not reached any more, and the others have gone on without it. Start "
+                "it again to take part.",
+                name,
+            ),
+        )
+        self._peers.say(
+            f"{name} is gone; what it held is on {heirs}, too, and training goes on with that. "
+            f"Start {name} again: until it is back, the death of another ps may end the job"
+        )
+        return True
+
+    def heartbeat(self, server: int) -> None:
+        """A server is here: at the start of the job, or because it was started again."""
+        here = [peer for peer in self._peers.present("heartbeat") if peer.server == server]
+        if len(here) > 1:  # the one before is dead, which nobody has noticed yet
+            self.lose(server)
+        if server in self.holders.gone:
+            threading.Thread(
+                target=self._come_back, args=(server,), name="stratagem-come-back", daemon=True
+            ).start()
+
+    def _come_back(self, server: int) -> None:
+        with self._one_by_one:  # it may have died and come back again meanwhile
+            if server not in self.holders.gone:
+                return
+            try:
+                lines = self.holders.connect_again(server)
+            except (OSError, ReplicaError) as problem:
+                log.info("ps %d is gone again: %s", server, problem)
+                return
+            with self._changed:
+                self.holders.take_back(server, lines)
+        self._peers.say(f"ps {server} is back, and gets its share of the parameters")
+
+    def is_ready(self, server: int, shard: int) -> None:
+        """A server that came back has what it is to hold."""
+        with self._changed:
+            self.holders.is_ready(server, shard)

@@ -1,0 +1,127 @@
+"""What runs in the processes behind parameter servers: a server, or a worker and its calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from stratagem.cluster.membership import Membership
+from stratagem.data.streams import RngStates
+from stratagem.errors import ReplicaError, UsageError
+from stratagem.replicas import follower
+from stratagem.servers.client import Client
+from stratagem.servers.loop_device_group import end_assistance
+from stratagem.servers.no_collective import NoCollective
+from stratagem.servers.reach import Address
+from stratagem.servers.server import Server
+from stratagem.tracebacks import described
+from stratagem.training.agreement import Patience
+from stratagem.training.devices import place as device_of
+from stratagem.training.replica import Replica, current_replica, set_called
+
+log = logging.getLogger("stratagem")
+
+#: the worker that this process is
+_present: Client | None = None
+
+
+def current_worker() -> Client:
+    """The worker that this process is."""
+    if _present is None:
+        raise UsageError("this process is no worker of a strategy with parameter servers.")
+    return _present
+
+
+def present() -> Client | None:
+    """The same, or nobody."""
+    return _present
+
+
+def become(worker: Client | None) -> Client | None:
+    """This process is `worker` from now on; returns what it was before."""
+    global _present
+    before, _present = _present, worker
+    return before
+
+
+def replica_of(index: int, size: int, device: str, name: str) -> Replica:
+    return Replica(
+        index,
+        size,
+        device_of(device),
+        name,
+        NoCollective(index, size),
+        Membership.alone(),
+        local_index=0,
+    )
+
+
+def serve(index: int, address: Address, patience: Patience, device: str, cores: int) -> None:
+    """In a child: be a server until the job ends. What it has to say the chief says."""
+    logging.basicConfig(format="%(message)s")
+    log.setLevel(logging.ERROR)
+    Server(index, address.servers, address.secret, patience, device_of(device), cores).serve()
+
+
+def sit_down(
+    index: int, size: int, device: str, address: Address, patience: Patience, threads: int
+) -> None:
+    """In a child: be a worker from now on."""
+    desk = follower.state
+    assert desk is not None
+    logging.basicConfig(format="%(message)s")
+    name = f"worker {index}"
+    if threads:
+        torch.set_num_threads(threads)
+    worker = Client(index, name, False, address, patience)
+    become(worker)
+    desk.on_failure = partial(report_failure, worker)
+    set_called(replica_of(index, size, device, name))
+
+
+def report_failure(worker: Client, text: str) -> None:
+    """Tell the other tasks why this worker stops, if they do not know better."""
+    try:
+        worker.finish_stream()
+        worker.ask("failed", text=text)
+    except (OSError, ReplicaError) as problem:
+        log.info("the coordinator did not hear of the failure: %s", problem)
+
+
+def run_in_group(chief: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """On each device of a worker."""
+    current_replica().with_chief = chief
+    worker = _present
+    before = None if worker is None else worker.prepared
+    try:
+        result = function(*args)
+    except Exception as error:
+        if worker is not None and not isinstance(error, ReplicaError):
+            report_failure(worker, described(error))  # before all is cleared up
+        raise
+    if worker is None:
+        end_assistance()
+    elif worker.prepared is not before:
+        worker.settle()
+    return result
+
+
+def run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    fits: int,
+    dtype: torch.dtype,
+    dice: RngStates,
+) -> Any:
+    """In a child: what the client runs."""
+    torch.set_default_dtype(dtype)
+    worker = current_worker()
+    dice.throw(worker.index)
+    worker.fits = fits
+    result = function(*args)
+    worker.settle()
+    return result

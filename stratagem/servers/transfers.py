@@ -1,0 +1,206 @@
+"""What travels between one worker and the servers of its training: values here, gradients there.
+
+    fetch   the newest values of a shard               every server
+    stage   this server's part of the gradient         every server but the coordinator
+
+Where much has to travel, threads do it beside the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from stratagem.figures.meter import METER
+from stratagem.servers.connections import Connections
+from stratagem.servers.reach import Line
+from stratagem.servers.server_state import ServerState
+from stratagem.servers.shard_lines import LineLost
+from stratagem.servers.training_plan import TrainingPlan
+from stratagem.servers.transfer_threads import TransferThreads
+from stratagem.servers.worker_memory import WorkerMemory
+from stratagem.wire.tcp import Frame
+
+_MUCH = 1 << 20  # bytes of values, from which on threads pay off
+
+
+class Transfers(ServerState):
+    """The part of a worker that moves tensors."""
+
+    lines: Connections
+    memory: WorkerMemory
+    index: int
+    fits: int
+
+    def __init__(self) -> None:
+        self.plan: TrainingPlan | None = None
+        self._snapshots = 0
+        #: when values came ahead of the request for them
+        self._came = 0.0
+        self._transfer_threads = TransferThreads()
+        self._generation = 0
+        #: by shard: what was laid down there last
+        self._laid: dict[int, tuple[list[list[int]], list[Tensor]]] = {}
+        #: how many orders had been given when the last ticket was
+        self._dealt = 0
+        #: servers to which gradients are on their way while they are made
+        self._streamed: set[int] = set()
+
+    def begin_traffic(self, memory: WorkerMemory) -> None:
+        """A training begins: nothing has travelled yet."""
+        self.memory = memory
+        #: by server: the version of the values here; and after which order to ask for newer ones
+        self._have = [-1] * len(self.lines)
+        self._after = self.lines.news = 0
+        #: whether rows of a gradient that did not count may still lie on the servers' desks
+        self._leftovers = False
+        #: by variable: whether it has had a gradient; whether any of them was sparse
+        self._had, self._sparse = [False] * len(memory.params), False
+        # Where much has to travel it does so beside the computation.
+        self._transfer_threads.end()
+        if not self.lines.near and memory.values.nbytes >= _MUCH:
+            self._transfer_threads.begin()
+
+    @property
+    def version(self) -> int:
+        """The version of the values here: that of the oldest shard."""
+        return min(self._have)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the others have gone on without the gradient that is being computed here."""
+        self.lines.listen()
+        return self.lines.news > self.version
+
+    # --- values -----------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """Wait for the values that come with a ticket."""
+        with METER.sending():
+            self._transfer_threads.wait()
+        self.memory.arrived()
+        self.lines.news = max(self.lines.news, self.version)
+
+    def refresh(self) -> None:
+        """Fetch the newest values from every server."""
+        for i in range(len(self.lines)):
+            self._fetch(i, self._after if i else 0, self._have[i])
+        self.memory.arrived()
+
+    def _fetch(self, i: int, after: int, have: int = -1) -> None:
+        """Fetch the values of a shard; all of them if its server dies meanwhile."""
+        while True:
+            try:
+                header = {"t": "fetch", "have": have, "after": after}
+                self._take_values(i, self.lines.call(i, header).header)
+                return
+            except LineLost:
+                have = -1
+
+    def _take_from(self, i: int, after: int) -> None:
+        try:
+            self._take_values(i, self.lines.receive(i).header)
+        except LineLost:
+            self._fetch(i, after)
+
+    def _take_values(self, i: int, told: Mapping[str, Any]) -> None:
+        into, settle = self.memory.incoming(i, told)
+        if into:
+            self.lines.read_into(i, into)
+        settle()
+        self._have[i] = int(told["version"])
+
+    # --- gradients --------------------------------------------------------------------------
+
+    def begin_backward(self, *, listens: bool = False) -> None:
+        """Gradients are about to be made, once each: send each as soon as it is there.
+
+        Who listens for news of the others keeps the coordinator's connection free for that.
+        """
+        if self._transfer_threads and self.memory.streams:
+            self.memory.begin()
+            self._streamed = set(range(int(listens), len(self.lines)))
+            stream, memory, header = self.lines.stream, self.memory, self._stage_header()
+            for i in self._streamed:
+                for line in self.lines.of(i):
+                    size, parts = memory.nbytes(i), memory.parts(i)
+                    errand = partial(stream, i, line, header, size, parts)
+                    self._transfer_threads.carry(line, errand)
+
+    def finish_stream(self) -> set[int]:
+        """The servers whose gradients left while they were made; now they are all there."""
+        if not self._transfer_threads:
+            return set()
+        streamed, self._streamed = self._streamed, set()
+        if streamed:
+            self.memory.complete()
+            self._transfer_threads.wait()
+        # Once it is known of every variable that its gradients are not sparse.
+        used = self.memory.used() or [True] * len(self._had)
+        self._had = [a or b for a, b in zip(self._had, used, strict=True)]
+        self._sparse = self._sparse or self.memory.has_rows
+        self.memory.streams = all(self._had) and not self._sparse
+        return streamed
+
+    def _stage_header(self) -> dict[str, Any]:
+        """A server that values are not fetched from may still need what lies there."""
+        assert self.plan is not None
+        return {"t": "stage", "after": self._dealt} if self.plan.backups else {"t": "stage"}
+
+    def _lay_down(self, shards: Sequence[int]) -> None:
+        """Send servers their parts of the gradient, unless those lie in their reach already."""
+        sent = []
+        self._laid.clear()
+        for i in shards:
+            self._laid[i] = self.memory.outgoing(i)
+            sent += self._lay(i, self.lines.of(i), again=self._leftovers)
+        for each in sent:
+            self.lines.finish(*each)
+
+    def _lay(self, i: int, lines: Sequence[Line], *, again: bool) -> list[tuple[int, Line]]:
+        rows, body = self._laid[i]
+        if self.memory.handle is not None and not rows and not again:
+            return []
+        header = self._stage_header()
+        return self.lines.write_to(i, lines, {**header, "rows": rows} if rows else header, body)
+
+    def _settle(self, after: int) -> list[tuple[int, Line]]:
+        """Ask those who read gradients in this worker's memory, beside those who answer with
+        values, to say when they have: it will be written over."""
+        assert self.plan is not None
+        self._dealt = after
+        asked: list[tuple[int, Line]] = []
+        if self.plan.backups and self.memory.handle is not None:
+            for i in range(1, len(self.lines)):
+                others = self.lines.of(i)[1:]
+                asked += self.lines.write_to(i, others, {"t": "settled", "after": after})
+        return asked
+
+    def _lay_down_again(self) -> None:
+        """A server has come back that holds a shard, too: bring it what was sent to the others."""
+        for i, line in self.renew(self.fits - 1):
+            if i not in self._laid:
+                self._laid[i] = self.memory.outgoing(i)
+            for each in self._lay(i, [line], again=False):
+                self.lines.finish(*each)
+
+    def _ask_for_verdict(self, header: dict[str, Any], *, laid: bool) -> Frame:
+        """Push; and again, once servers that came back meanwhile have the gradient, too."""
+        assert self.plan is not None
+        body: Sequence[Tensor] = ()
+        if not laid:
+            rows, body = self.memory.outgoing(0)
+            header = {**header, "rows": rows} if rows else header
+        while True:
+            told = {**header, "laid": True} if laid else header
+            if self.plan.backups:
+                told = {**told, "holders": self._generation, "lost": self.lines.take_lost()}
+            self.lines.write(0, told, body)
+            frame = self.lines.receive(0)
+            if "again" not in frame.header:
+                return frame
+            self._lay_down_again()
+            laid, body = True, ()

@@ -1,0 +1,323 @@
+"""The processes behind parameter servers, seen from one client.
+
+    a cluster of its own             a cluster in the environment
+    this process  = worker 0         this process  = one worker of the cluster
+    children      = other workers    servers and other workers run elsewhere
+                    and servers
+
+A worker that dies does not end the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stratagem.cluster.environment import cores
+from stratagem.cluster.handshake import secret_for
+from stratagem.cluster.spec import Place
+from stratagem.data.streams import RngStates
+from stratagem.errors import ReplicaError, ReplicaLost, ReplicaStalled, UsageError
+from stratagem.replicas.pool import Pool
+from stratagem.replicas.zygote import ZygoteProcess
+from stratagem.rules.stats import Stats
+from stratagem.servers.client import Client
+from stratagem.servers.local_cluster import LocalCluster
+from stratagem.servers.local_servers import LocalServers
+from stratagem.servers.local_workers import LocalWorkers, patiently
+from stratagem.servers.reach import Address
+from stratagem.servers.task_main import (
+    become,
+    present,
+    replica_of,
+    report_failure,
+    run,
+    run_in_group,
+    sit_down,
+)
+from stratagem.tracebacks import described, install
+from stratagem.training.agreement import Patience
+from stratagem.training.replica import Replica, be, be_no_more, called_replica, set_called, turn
+from stratagem.training.replica_group import ReplicaGroup, Sent, forked
+from stratagem.training.settings import Settings
+from stratagem.wire.tcp import local_address
+
+log = logging.getLogger("stratagem")
+
+
+class WorkerGroup:
+    """The workers and servers of one strategy."""
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        place: Place | None,
+        cluster: LocalCluster | None,
+        patience: Patience,
+        *,
+        parameter_device: str = "cpu:0",
+        insecure: bool = False,
+        backups: int = 0,
+    ) -> None:
+        install()
+        self.devices = tuple(devices)
+        self.place, self.cluster, self.patience = place, cluster, patience
+        self.parameter_device, self._insecure = parameter_device, insecure
+        self._backups = backups
+        self.size = cluster.workers if cluster is not None else _size(place)
+        self.worker: Client | None = None
+        self.fits = 0
+        self._replica: Replica | None = None
+        self._servers = LocalServers()
+        self._children: LocalWorkers | None = None
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._last: Stats | None = None
+        self._left = False
+        #: the devices of one worker of a cluster, where it has several
+        self._group: ReplicaGroup | None = None
+        if cluster is None and len(self.devices) > 1:
+            self._group = ReplicaGroup(self.devices, Settings(), None, patience)
+        if cluster is not None:
+            ZygoteProcess.get()  # imports torch while the caller builds a model
+        else:
+            self.start()
+
+    @property
+    def index(self) -> int:
+        """The number of the worker that this process is."""
+        return 0 if self.place is None else self.place.rank
+
+    @property
+    def name(self) -> str:
+        return "worker 0" if self.place is None else str(self.place.task)
+
+    @property
+    def server_pids(self) -> list[int]:
+        """The processes of its own servers."""
+        return [pid for pool in self._servers.pools for pid in pool.pids]
+
+    # --- coming together --------------------------------------------------------------------
+
+    def start(self) -> Replica:
+        with self._lock:
+            self._refuse_if_forked()
+            if self._replica is None:
+                try:
+                    self._replica = self._start()
+                except BaseException:
+                    self._end()
+                    raise
+            return self._replica
+
+    def _refuse_if_forked(self) -> None:
+        """What was started belongs to the process that did so; what was not, to this one."""
+        if os.getpid() == self._owner:
+            return
+        if self._replica is not None:
+            raise forked("workers")
+        self._owner = os.getpid()
+
+    def _start(self) -> Replica:
+        address = self._address()
+        chief = self.place is None or self.place.is_chief
+        self.worker = Client(
+            self.index, self.name, chief, address, self.patience, self._servers.look
+        )
+        if self.place is not None:
+            become(self.worker)
+        if self.cluster is not None:
+            weakref.finalize(self, _let_go, self.worker).atexit = False
+            tend = self._servers.tend if self._backups else None
+            self._children = LocalWorkers(self.worker, self._hire, self.patience.arrive, tend)
+            self._children.hire(range(1, self.cluster.workers))
+        replica = replica_of(self.index, self.size, self.devices[0], self.name)
+        if self.place is not None:
+            be(replica)
+        return replica
+
+    def _address(self) -> Address:
+        if self.cluster is None:
+            assert self.place is not None
+            spec = self.place.spec
+            servers = spec.jobs["ps"]
+            return Address(servers, secret_for(spec, servers, insecure=self._insecure))
+        servers = tuple(local_address() for _ in range(self.cluster.ps))
+        address = Address(servers, secrets.token_bytes(32))
+        self._servers.start(address, self.patience, self.parameter_device)
+        return address
+
+    def _hire(self, index: int) -> Pool:
+        """Start a child and have it take its place; its answer is not waited for."""
+        assert self.worker is not None
+        pool = Pool([f"worker {index}"])
+        device = self.devices[index % len(self.devices)]
+        pool.submit(
+            sit_down,
+            [(index, self.size, device, self.worker.lines.address, self.patience, self._threads())],
+            patiently,
+        )
+        return pool
+
+    def _threads(self) -> int:
+        """Threads a worker, so that those of one machine do not fight; 0 leaves torch alone."""
+        if self.cluster is None or not all(d.startswith("cpu") for d in self.devices):
+            return 0
+        return max(1, cores() // self.cluster.workers)
+
+    # --- running ----------------------------------------------------------------------------
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        sent: Sent = None,
+        again: Callable[[], int] | None = None,
+    ) -> list[Any]:
+        sent = sent() if callable(sent) else sent
+        with self._lock, turn():
+            if called_replica() is not None:
+                raise UsageError(
+                    "this code already runs on every worker; strategy.run and fit cannot be "
+                    "nested inside it. Use sg.current_replica() there."
+                )
+            replica = self.start()
+            before, worker = set_called(replica), become(self.worker)
+            threads = torch.get_num_threads()
+            try:
+                assert self.worker is not None
+                return self._call(self.worker, function, args, args if sent is None else sent)
+            except BaseException as error:
+                better = self._fall(error)
+                if better is error:
+                    raise
+                raise better from error
+            finally:
+                set_called(before)
+                become(worker)
+                torch.set_num_threads(threads)
+
+    def _call(
+        self,
+        worker: Client,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        sent: tuple[Any, ...],
+    ) -> list[Any]:
+        worker.fits = self.fits = max(worker.fits, self.fits)  # a loop may have been prepared
+        prepared = worker.prepared
+        children = self._children
+        if children is not None:
+            told = (function, sent, self.fits, torch.get_default_dtype(), RngStates.of_caller())
+            children.begin((run, told, {}))
+            if children.members and self._threads():
+                torch.set_num_threads(self._threads())
+        try:
+            if self._group is None:
+                here = [function(*args)]
+            else:
+                here = self._call_group(self._group, worker.is_chief, function, args, sent)
+            if worker.prepared is not prepared:  # in there
+                worker.settle()
+            self._last = worker.stats()
+        finally:
+            trained, self.fits = worker.fits > self.fits, worker.fits
+            if children is not None:
+                children.leave_alone()
+        return [*here, *(children.collect(trained=trained) if children is not None else ())]
+
+    def _call_group(
+        self,
+        group: ReplicaGroup,
+        chief: bool,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        sent: tuple[Any, ...],
+    ) -> list[Any]:
+        """On all devices of this worker, which work together."""
+        before = set_called(None)
+        try:
+            return group.call(run_in_group, (chief, function, args), (chief, function, sent))
+        finally:
+            set_called(before)
+
+    # --- coming apart -----------------------------------------------------------------------
+
+    def _fall(self, error: BaseException) -> BaseException:
+        """End everything after a failure; the next call starts afresh. Returns what to raise."""
+        if self.worker is not None:
+            self.worker.fall()
+        better = error
+        seen = None if self._children is None else self._children.error
+        if isinstance(error, ReplicaError) and seen is not None:
+            better = seen
+        if isinstance(better, ReplicaError | OSError) and self._servers.pools:
+            better = self._servers.pools[0].orphaned() or better
+        if self.cluster is not None:
+            self._end()
+        elif not isinstance(error, Exception) or self._lost_a_device(error):
+            self._left = True  # Ctrl-C, sys.exit: one who goes, not one who fails
+        elif not isinstance(error, ReplicaError):
+            self.report(described(error))
+        return better
+
+    def _lost_a_device(self, error: BaseException) -> bool:
+        """Whether a device of this worker has died: it goes, as a worker of one device would."""
+        if self._group is None or not isinstance(error, ReplicaLost | ReplicaStalled):
+            return False
+        return error.who.startswith("replica ")
+
+    def stats(self) -> Stats:
+        """The books of the training that is under way, or was last; any thread may ask."""
+        worker = self.worker
+        found = worker.stats() if worker is not None else None
+        return found or self._last or Stats()
+
+    def report(self, detail: str) -> None:
+        if os.getpid() == self._owner and self.worker is not None and not self._left:
+            report_failure(self.worker, detail)
+
+    def _end(self) -> None:
+        worker, self.worker = self.worker, None
+        if worker is not None and self.cluster is not None:
+            worker.lines.heartbeat.mute()
+        if self._children is not None:
+            self._children.end()
+        self._servers.end()
+        if self._group is not None:
+            self._group.close()
+        if worker is not None:
+            worker.close(goodbye=self.cluster is None and not self._left)
+        if present() is worker:
+            become(None)
+        self._children = None
+        if self._replica is not None and self.place is not None:
+            be_no_more(self._replica)
+        self._replica = None
+        self.fits = 0
+
+    def close(self) -> None:
+        if os.getpid() == self._owner:
+            with self._lock:
+                if self.worker is not None and self.worker.lines.fell:
+                    self.worker.fall()  # the error has been raised where it happened
+                elif self.worker is not None:
+                    self.worker.settle()
+                self._end()
+
+
+def _let_go(worker: Client) -> None:
+    """End the servers of a strategy that was dropped without `close`, and say nothing of it."""
+    worker.lines.heartbeat.mute()
+    worker.lines.hang_up()
+
+
+def _size(place: Place | None) -> int:
+    return 1 if place is None else place.size

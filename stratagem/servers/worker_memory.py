@@ -1,0 +1,307 @@
+"""A worker's memory: the values that servers write into, the gradients that they read.
+
+    values   every variable in order; the parameters of the module are views of it
+    outbox   every gradient, ordered by server, so that each server's part is one block
+
+Where servers run on the same machine both lie in shared memory and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.codecs.codec import Codec, codec_for
+from stratagem.errors import NotDistributable
+from stratagem.servers.shard import memory_of, memory_size
+from stratagem.servers.training_plan import TrainingPlan
+from stratagem.wire.segment import Segment
+from stratagem.wire.tcp import WireError
+
+log = logging.getLogger("stratagem")
+
+
+class WorkerMemory:
+    """Bound to the parameters of one module."""
+
+    def __init__(self, plan: TrainingPlan, params: Sequence[nn.Parameter], *, near: bool) -> None:
+        self.plan, self.params = plan, list(params)
+        _check(plan, params)
+        self._segment = Segment(memory_size(plan)) if near else None
+        self.handle = self._segment.handle if self._segment is not None else None
+        layout = plan.layout
+        if self._segment is not None:
+            self.values, outbox = memory_of(self._segment, plan)
+        else:
+            self.values = torch.empty(layout.count, dtype=plan.dtype)
+            outbox = plan.codec.room([layout.count])
+        #: how gradients lie in the outbox: as they travel, or as they are where nothing does
+        self._codec = codec_for(None, plan.dtype) if near else plan.codec
+        self._outbox = outbox
+        #: bytes of a gradient
+        self.sent = outbox.nbytes
+        self._parts = [
+            outbox[layout.offset(i) : layout.offset(i) + load]
+            for i, load in enumerate(layout.loads)
+        ]
+        self._views = [
+            self.values[at : at + size].view(shape)
+            for at, size, shape in zip(layout.starts, layout.sizes, plan.shapes, strict=True)
+        ]
+        #: by variable: where its rows go in the outbox (server, target, first and last element)
+        self._slots: list[list[tuple[int, Tensor, int, int]]] = [[] for _ in params]
+        self._piece_numbers: list[list[tuple[int, int, int]]] = [[] for _ in params]
+        for server, extents in enumerate(layout.extents):
+            at = 0
+            for number, e in enumerate(extents):
+                size = e.hi - e.lo
+                target = self._parts[server][at : at + size]
+                self._slots[e.piece.variable].append((server, target, e.start, e.start + size))
+                self._piece_numbers[e.piece.variable].append((server, number, e.piece.start))
+                at += size
+        #: by server and piece: the rows of a sparse gradient, and their values
+        self._rows: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in layout.loads]
+        self._ready = [False] * len(params)
+        self._news = threading.Condition()
+        #: whether gradients may leave while backward still makes others
+        self.streams = False
+        self._bind()
+
+    def _bind(self) -> None:
+        self._homes = [p.data for p in self.params]
+        self._elsewhere = any(p.device.type != "cpu" for p in self.params)
+        self._pinned = _pin([self.values, self._outbox]) if self.params[0].is_cuda else []
+        with torch.no_grad():
+            for param, view in zip(self.params, self._views, strict=True):
+                view.copy_(param)
+                if not self._elsewhere:
+                    param.data = view
+
+    # --- values -----------------------------------------------------------------------------
+
+    def incoming(
+        self, server: int, told: Mapping[str, Any]
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        """Where the bytes of a server's answer go, and what is left to do when they are there."""
+        extents, codec = self.plan.layout.extents[server], self.plan.codec
+        if told.get("all"):
+            targets = [self.values[e.lo : e.hi] for e in extents]
+            if not codec.lossy:
+                return targets, _nothing
+            landing = codec.room([sum(t.numel() for t in targets)])
+            return [landing], lambda: _spread(codec, landing, targets)
+        into: list[Tensor] = []
+        moves: list[tuple[Tensor, Tensor | None, Tensor]] = []
+        for number, count in told.get("pieces", ()):
+            e = extents[number]
+            shape = self.plan.shapes[e.piece.variable]
+            target = self.values[e.lo : e.hi].view(e.piece.stop - e.piece.start, *shape[1:])
+            if count > len(target):  # before memory is taken
+                raise WireError(f"{count} rows were announced for a piece of {len(target)}")
+            rows = torch.empty(count, dtype=torch.int64) if count >= 0 else None
+            length = len(target) if rows is None else count
+            new = codec.room([length, *shape[1:]])
+            into += [new] if rows is None else [rows, new]
+            moves.append((target, rows, new))
+        return into, lambda: _move(codec, moves)
+
+    def arrived(self) -> None:
+        """Values are in memory: parameters that live on another device get a copy."""
+        if self._elsewhere:
+            with torch.no_grad():
+                for param, view in zip(self.params, self._views, strict=True):
+                    param.copy_(view, non_blocking=True)
+
+    # --- gradients --------------------------------------------------------------------------
+
+    def homes(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Variables that leave in one piece, as they are, and where their gradients leave from."""
+        for param, slots in zip(self.params, self._slots, strict=True):
+            if len(slots) == 1 and param.dtype is self.plan.dtype and not self._codec.lossy:
+                yield param, slots[0][1].view(param.shape)
+
+    def take(self, index: int) -> None:
+        """Bring one variable's gradient into the outbox."""
+        grad = self.params[index].grad
+        if grad is None:
+            return
+        if grad.layout != torch.strided:
+            self._take_rows(index, grad)
+            return
+        flat = grad.detach().reshape(-1)
+        for _, target, start, end in self._slots[index]:
+            if target.data_ptr() != flat.data_ptr():  # else it was made there
+                self._codec.encode(flat[start:end], target)
+        if self.streams:
+            with self._news:
+                self._ready[index] = True
+                self._news.notify_all()
+
+    def _take_rows(self, index: int, grad: Tensor) -> None:
+        if self.streams:
+            raise NotDistributable(
+                "a gradient that was dense before has become sparse; a parameter's gradients must "
+                "stay of one kind while it is trained."
+            )
+        grad = grad.coalesce()
+        if grad.sparse_dim() != 1:
+            raise NotDistributable(
+                "a sparse gradient with several sparse dimensions cannot be sent; only rows of "
+                "an embedding can."
+            )
+        rows, values = grad.indices()[0].cpu(), grad.values().cpu()
+        for server, number, first in self._piece_numbers[index]:
+            piece = self.plan.layout.extents[server][number].piece
+            here = (rows >= first) & (rows < piece.stop)
+            chosen = self.plan.codec.encode(values[here], copy=False)
+            self._rows[server][number] = (rows[here] - first).contiguous(), chosen
+
+    def landed(self) -> None:
+        """Wait for gradients that are still on their way from a GPU."""
+        if self._pinned:
+            torch.cuda.current_stream(self.params[0].device).synchronize()
+
+    def take_all(self) -> None:
+        for index in range(len(self.params)):
+            self.take(index)
+
+    def used(self) -> list[bool] | None:
+        """Which variables have a gradient; None if all do."""
+        used = [p.grad is not None for p in self.params]
+        return None if all(used) else used
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some of the gradients are sparse."""
+        return any(self._rows)
+
+    def begin(self) -> None:
+        """A new gradient will be made; nothing of it is there yet."""
+        with self._news:
+            self._ready = [False] * len(self.params)
+
+    def complete(self) -> None:
+        """Backward has ended: variables without a gradient are waited for no longer."""
+        with self._news:
+            self._ready = [True] * len(self.params)
+            self._news.notify_all()
+
+    def parts(self, server: int) -> Iterator[Tensor]:
+        """The server's gradients in the order in which they are made, each as soon as it is."""
+        extents, at, sent = self.plan.layout.extents[server], 0, 0
+        for number, e in enumerate(extents):
+            with self._news:
+                self._news.wait_for(lambda: self._ready[e.piece.variable])  # noqa: B023
+                coming = (
+                    number + 1 < len(extents) and (self._ready[extents[number + 1].piece.variable])
+                )
+            at += e.hi - e.lo
+            if not coming:  # the next one is not there yet: let go of all that is
+                yield self._parts[server][sent:at]
+                sent = at
+
+    def nbytes(self, server: int) -> int:
+        return self._parts[server].nbytes
+
+    def outgoing(self, server: int) -> tuple[list[list[int]], list[Tensor]]:
+        """What to send: rows of sparse gradients by piece, and the bytes.
+
+        Dense gradients that there are not take no room, unless the rule compares all values.
+        """
+        rows, self._rows[server] = self._rows[server], {}
+        body: list[Tensor] = []
+        if self._segment is None:
+            body = self._dense(server, set(rows))
+        for numbers, values in rows.values():
+            body += [numbers, values]
+        return [[number, len(numbers)] for number, (numbers, _) in rows.items()], body
+
+    def forget(self) -> None:
+        """What was taken of a gradient that is not handed in must not go with the next one."""
+        for rows in self._rows:
+            rows.clear()
+
+    def _dense(self, server: int, sparse: set[int]) -> list[Tensor]:
+        part, at = self._parts[server], 0
+        if (not sparse and self.used() is None) or self.plan.compares:
+            return [part]
+        body = []
+        for number, e in enumerate(self.plan.layout.extents[server]):
+            size = e.hi - e.lo
+            if number not in sparse and self.params[e.piece.variable].grad is not None:
+                body.append(part[at : at + size])
+            at += size
+        return body
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Parameters that were given other memory (`p.data = ...`) come back with their values."""
+        for param, view in zip(self.params, self._views, strict=True):
+            if not self._elsewhere and param.data_ptr() != view.data_ptr():
+                param.data = view.copy_(param.detach())
+
+    def close(self) -> None:
+        """Give the parameters memory of their own again; may be called again."""
+        homes, self._homes = self._homes, []
+        with torch.no_grad():
+            for param, home, view in zip(self.params, homes, self._views, strict=False):
+                home.copy_(view)
+                param.data = home
+        _unpin(self._pinned)
+        self._pinned = []
+
+
+def _check(plan: TrainingPlan, params: Sequence[nn.Parameter]) -> None:
+    shapes = tuple(tuple(p.shape) for p in params)
+    if shapes != plan.shapes:
+        raise NotDistributable(
+            f"the chief trains {len(plan.shapes)} variables of shapes {_short(plan.shapes)}, this "
+            f"worker's model has {len(shapes)} of shapes {_short(shapes)}; build the same model "
+            "on every task."
+        )
+
+
+def _short(shapes: Sequence[tuple[int, ...]]) -> str:
+    shown = ", ".join(str(list(shape)) for shape in shapes[:4])
+    return shown + (", ..." if len(shapes) > 4 else "")
+
+
+def _pin(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Lock memory, so that a GPU copies to and from it at full speed; those that could be."""
+    pinned = []
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for tensor in tensors:
+        if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
+            pinned.append(tensor)
+        else:
+            log.info("%d bytes of memory could not be pinned; copies will be slower", tensor.nbytes)
+    return pinned
+
+
+def _unpin(tensors: Sequence[Tensor]) -> None:
+    runtime: Any = torch.cuda.cudart() if tensors else None  # type: ignore[no-untyped-call]
+    for tensor in tensors:
+        runtime.cudaHostUnregister(tensor.data_ptr())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _spread(codec: Codec, landing: Tensor, targets: Sequence[Tensor]) -> None:
+    parts = torch.split(landing, [target.numel() for target in targets])
+    for part, target in zip(parts, targets, strict=True):
+        codec.decode(part, target)
+
+
+def _move(codec: Codec, moves: Sequence[tuple[Tensor, Tensor | None, Tensor]]) -> None:
+    for target, rows, new in moves:
+        if rows is None:
+            codec.decode(new, target)
+        else:
+            target.index_copy_(0, rows, new.to(target.dtype))

@@ -1,0 +1,242 @@
+"""A folder of checkpoints, of which the last few are kept: everything that a training goes on from.
+
+    run/000007-step-120/model.safetensors    the weights; load with safetensors and torch alone
+    run/000007-step-120/model.state.pt       optimizer, progress, random numbers, callbacks, ...;
+                                             torch.load(..., weights_only=True)
+    run/000007-step-120/manifest.json        sizes and checksums of both, and where training stood
+
+A checkpoint is written into a hidden folder beside, flushed, and moved to its name: that rename is
+the commit. Its first number only grows, so the newest is known by its name. A process that ends at
+any moment leaves the checkpoints that were there, and perhaps a hidden folder, which the next
+saving removes. Loading compares checksums, and takes the one before where the newest is damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stratagem.errors import UsageError
+from stratagem.state import checkpoint
+from stratagem.state.checkpoint import CheckpointCopy
+from stratagem.state.file_pair import flush, turn
+
+log = logging.getLogger("stratagem")
+
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_HIDDEN = re.compile(r"\.\d{6,}-step-\d+\.(part|old)-[0-9a-f]{16}")
+_FILES = ("model.safetensors", "model.state.pt")
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where `fit` keeps checkpoints, how often, and how many of them.
+
+        model.fit(x, y, checkpoint=sg.Checkpoints("run/", seconds=60, keep=3), resume=True)
+
+    Args:
+        path: a folder of their own.
+        every: after so many batches.
+        seconds: after so many seconds; with `every`, whichever comes first. With neither: at the
+            end of each epoch, as always.
+        keep: how many of them stay.
+    """
+
+    path: str | os.PathLike[str]
+    every: int | None = None
+    seconds: float | None = None
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise UsageError(f"every={self.every}: a checkpoint comes after 1 batch or more.")
+        if self.seconds is not None and not self.seconds > 0:
+            raise UsageError(f"seconds={self.seconds}: it is a time above 0.")
+        if self.keep < 1:
+            raise UsageError(f"keep={self.keep}: 1 checkpoint or more stays.")
+
+
+class Snapshot(Protocol):
+    """What a checkpoint is made of."""
+
+    def write(self, *paths_and_number: Any) -> None:
+        """Write the files of these names, with a number of their saving."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one training."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], keep: int = 3, files: Sequence[str] = _FILES
+    ) -> None:
+        self.path, self._keep, self._files = Path(path), keep, files
+
+    def names(self) -> list[Path]:
+        """Return the checkpoints that were committed, the oldest first."""
+        if not self.path.is_dir():
+            return []
+        found = [(_NAME.fullmatch(each.name), each) for each in self.path.iterdir()]
+        return [path for _, path in sorted((int(m[1]), each) for m, each in found if m)]
+
+    def write(self, snapshot: Snapshot, told: dict[str, Any]) -> Path:
+        """Commit a checkpoint, and remove those that are too many; `told` goes into the manifest
+        and has the number of steps."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with turn(self.path / ".lock"):
+                self._tidy()
+                return self._write(snapshot, told)
+        except (OSError, RuntimeError) as problem:
+            raise OSError(
+                f"a checkpoint could not be saved in {self.path}: {problem}. Those that were saved "
+                "there before are as they were."
+            ) from problem
+
+    def _write(self, snapshot: Snapshot, told: dict[str, Any]) -> Path:
+        before = self.names()
+        last = int(_NAME.fullmatch(before[-1].name)[1]) if before else 0  # type: ignore[index]
+        path = self.path / f"{last + 1:06d}-step-{told['step']}"
+        number = secrets.token_hex(8)
+        part = self.path / f".{path.name}.part-{number}"
+        part.mkdir()
+        files = [part / name for name in self._files]
+        snapshot.write(*files, number)
+        mode = stat.S_IMODE(files[-1].stat().st_mode)
+        files[0].chmod(mode)  # safetensors makes its own 0600
+        sums = {each.name: _checksum(each) for each in files}
+        manifest = {"format": _FORMAT, **told, "files": sums}
+        (part / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        for each in (*files, part / _MANIFEST, part, self.path):
+            flush(each)
+        os.replace(part, path)  # the commit
+        flush(self.path)
+        for old in [*before, path][: -self._keep]:
+            self._remove(old)
+        return path
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint: out of sight by one rename first, so that none is ever half one."""
+        hidden = self.path / f".{path.name}.old-{secrets.token_hex(8)}"
+        os.replace(path, hidden)
+        shutil.rmtree(hidden)
+
+    def _tidy(self) -> None:
+        """Remove what savings have left that came to no end."""
+        for each in list(self.path.iterdir()):
+            if _HIDDEN.fullmatch(each.name):
+                shutil.rmtree(each)
+
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint whose files are what was written, if there is one."""
+        found = self.names()
+        for path in reversed(found):
+            flaw = self.flaw(path)
+            if flaw is None:
+                return path
+            log.warning("%s is damaged (%s); taking the checkpoint before it", path, flaw)
+        if found:
+            raise UsageError(
+                f"none of the {len(found)} checkpoints in {self.path} is whole. Put a whole copy "
+                "in its place, or give another folder to begin anew."
+            )
+        return None
+
+    def flaw(self, path: Path) -> str | None:
+        """Return what is wrong with a checkpoint; None if it is as it was written."""
+        try:
+            manifest = json.loads((path / _MANIFEST).read_text())
+            if manifest["format"] != _FORMAT:
+                return f"its format is {manifest['format']!r}, and this version knows {_FORMAT}"
+            for name in self._files:
+                if manifest["files"][name] != _checksum(path / name):
+                    return f"{name} does not have the checksum that was written"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+            return f"{type(problem).__name__}: {problem}"
+        return None
+
+
+def load_newest(
+    plan: Checkpoints, module: nn.Module, optimizer: Optimizer | None, made_by: str
+) -> dict[str, Any] | None:
+    """Put model and optimizer to the newest checkpoint; returns what else it has, None without.
+
+    `made_by`: "fit", or "loop" for custom loops, which save other things.
+    """
+    folder = CheckpointFolder(plan.path, plan.keep)
+    path = folder.newest()
+    if path is None:
+        log.info("%s has no checkpoint; the training begins", folder.path)
+        return None
+    found: dict[str, Any] | None = checkpoint.load(path / "model", module, optimizer).get("resume")
+    if found is None:
+        raise UsageError(
+            f"{path} has weights and no progress of a training; it was put there by something "
+            "else. Give a folder of checkpoints of its own."
+        )
+    if found.get("made_by", "fit") != made_by:
+        names = {"fit": "fit(..., checkpoint=...)", "loop": "prepare(..., resume=...)"}
+        raise UsageError(
+            f"{path} was saved by {names[found.get('made_by', 'fit')]}, and {names[made_by]} "
+            "cannot go on from it. Give another folder, or load its weights: "
+            "safetensors.torch.load_file."
+        )
+    log.info("going on from %s", path)
+    return found
+
+
+def _checksum(path: Path) -> dict[str, Any]:
+    total, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            total.update(chunk)
+            size += len(chunk)
+    return {"bytes": size, "sha256": total.hexdigest()}
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread, one at a time, while training goes on."""
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self.folder = folder
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+
+    def save(self, snapshot: CheckpointCopy, told: dict[str, Any]) -> None:
+        """Begin to write; waits for the one before, and raises what went wrong with that."""
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot, told), name="stratagem-checkpoint"
+        )
+        self._thread.start()
+
+    def _write(self, snapshot: CheckpointCopy, told: dict[str, Any]) -> None:
+        try:
+            self.folder.write(snapshot, told)
+        except BaseException as problem:  # raised where training waits for it
+            self._problem = problem
+
+    def wait(self) -> None:
+        """Wait until everything is written, and raise what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem

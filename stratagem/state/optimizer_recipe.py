@@ -1,0 +1,192 @@
+"""An optimizer as class and settings: what travels to a server instead of a pickle.
+
+    recipe = describe(torch.optim.Adam(model.parameters(), lr=0.1), params)
+    recipe.to_json()
+    {"library": "torch", "name": "Adam", "groups": [{"lr": 0.1, ..., "variables": [0, 1, 2]}]}
+
+A server makes the optimizer of its own pieces of the variables from it with `build`.
+
+An optimizer that treats every element by itself may step on any part of a parameter alone, and the
+parts put together are what it would have made of the whole. One that looks at a whole tensor
+(Adafactor's row and column means, Muon's orthogonalisation) may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import NotDistributable, UsageError
+
+#: may be cut anywhere
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+
+#: may be cut between rows: those above, one that wants rows, and two whose step size is state
+ROW_WISE: tuple[type[Optimizer], ...] = (
+    *ELEMENTWISE,
+    torch.optim.SparseAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+
+
+_LIBRARIES = ("torch", "keras")
+#: of torch's optimizers, those whose CPU kernels do the whole update in one pass
+_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+_ADAGRAD = "initial_accumulator_value"
+#: names in a group that are about its parameters, not about how they are updated
+_NOT_SETTINGS = {"params", "param_names", "variables"}
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """A class of `library`, and for each group its settings and the variables in it."""
+
+    library: str
+    name: str
+    groups: tuple[dict[str, Any], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        groups = [{k: _listed(v) for k, v in group.items()} for group in self.groups]
+        return {"library": self.library, "name": self.name, "groups": groups}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> OptimizerRecipe:
+        """Refuses everything but plain values; `build` refuses names that are no optimizer's."""
+        if data.keys() != {"library", "name", "groups"} or data["library"] not in _LIBRARIES:
+            raise UsageError(f"not an optimizer's recipe: it has the names {sorted(data)}.")
+        if not isinstance(data["name"], str) or not isinstance(data["groups"], list):
+            raise UsageError("an optimizer's recipe needs its class's name and a list of groups.")
+        groups = []
+        for group in data["groups"]:
+            variables = group.get("variables")
+            if not isinstance(variables, list) or not all(
+                type(v) is int and v >= 0 for v in variables
+            ):
+                raise UsageError("a group of an optimizer's recipe lists its variables by number.")
+            groups.append({**settings_of(group), "variables": list(variables)})
+        texts = [group.get(name) for group in groups for name in ("config", "about")]
+        if data["library"] == "keras" and [type(text) for text in texts] != [str, str]:
+            raise UsageError("the recipe of a Keras optimizer has one group, with its config.")
+        return cls(data["library"], data["name"], tuple(groups))
+
+
+def describe(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> OptimizerRecipe:
+    """What a server needs to build the like of `optimizer`; variables are numbered as `params`.
+
+    Frozen parameters that it holds are none of them: it does nothing with them.
+    """
+    name = type(optimizer).__name__
+    if getattr(torch.optim, name, None) is not type(optimizer):
+        raise NotDistributable(
+            f"a parameter server builds its optimizer from torch.optim by name, and {name} is not "
+            "there; use one of torch.optim's own classes."
+        )
+    if name == "LBFGS":
+        raise NotDistributable(
+            "LBFGS evaluates the loss several times a step, which a parameter server cannot; "
+            "use another optimizer."
+        )
+    numbers = {id(param): i for i, param in enumerate(params)}
+    groups = []
+    for group in optimizer.param_groups:
+        if any(id(param) not in numbers and param.requires_grad for param in group["params"]):
+            raise NotDistributable(
+                f"{name} holds a parameter that is not one of the model's; give it the parameters "
+                "of this model only."
+            )
+        variables = [numbers[id(param)] for param in group["params"] if id(param) in numbers]
+        settings = settings_of(group)
+        if name == "Adagrad":  # it reads this one from its own arguments, never from a group
+            settings[_ADAGRAD] = optimizer.defaults[_ADAGRAD]
+        groups.append({**settings, "variables": variables})
+    return OptimizerRecipe("torch", name, tuple(groups))
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings as plain values: lists are tuples, tensors of one element numbers."""
+    return {k: _plain(k, v) for k, v in group.items() if k not in _NOT_SETTINGS}
+
+
+def elementwise(recipe: OptimizerRecipe) -> bool:
+    """Whether pieces of a variable may be updated apart with the result of the whole."""
+    if recipe.library == "keras":
+        return bool(recipe.groups[0]["by_rows"])
+    return any(recipe.name == c.__name__ for c in ROW_WISE)
+
+
+def build(recipe: OptimizerRecipe, pieces: Sequence[tuple[int, Tensor]]) -> Optimizer:
+    """The optimizer of one server's pieces, (variable, tensor) each.
+
+    It has a group for every group of the recipe, empty ones too. A variable that is in no group
+    is not updated.
+    """
+    kind = getattr(torch.optim, recipe.name, None) if recipe.name.isidentifier() else None
+    if (
+        not (isinstance(kind, type) and issubclass(kind, Optimizer))
+        or kind is Optimizer
+        or recipe.name == "LBFGS"
+    ):
+        raise UsageError(f"torch.optim has no optimizer {recipe.name!r} that a server can run.")
+    groups = []
+    for group in recipe.groups:
+        inside = set(group["variables"])
+        params = [tensor for variable, tensor in pieces if variable in inside]
+        groups.append({**tuned(recipe.name, settings_of(group), params), "params": params})
+    first = recipe.groups[0] if recipe.groups else {}
+    arguments = {_ADAGRAD: first[_ADAGRAD]} if _ADAGRAD in first else {}
+    optimizer: Optimizer = kind(groups, **arguments)
+    return optimizer
+
+
+def tuned(name: str, settings: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+    """The settings as a server uses them: one pass over memory where that is exact.
+
+    In bfloat16 it would not be: a fused kernel rounds less often than the plain one.
+    """
+    settings = dict(settings)
+    for flag in ("differentiable", "capturable"):  # about a loop that is not run here
+        if flag in settings:
+            settings[flag] = False
+    plain = settings.get("fused") is None and settings.get("foreach") is None
+    if name in _FUSED and plain:
+        exact = all(p.device.type == "cpu" and p.dtype is torch.float32 for p in params)
+        settings["fused"] = True if exact else None
+    return settings
+
+
+def _plain(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return tuple(_plain(name, v) for v in value)
+    raise NotDistributable(
+        f"the optimizer's setting {name!r} is a {type(value).__name__}, which cannot be sent to a "
+        "parameter server; use numbers, strings, or lists of them."
+    )
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(v) for v in value] if isinstance(value, list | tuple) else value

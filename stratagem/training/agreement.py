@@ -1,0 +1,219 @@
+"""How the processes of a job agree: who brings which devices, and where all replicas meet."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stratagem.cluster.environment import cores
+from stratagem.cluster.generations import Generations
+from stratagem.cluster.handshake import secret_for
+from stratagem.cluster.membership import Member, Membership
+from stratagem.cluster.rendezvous import form
+from stratagem.cluster.spec import Place
+from stratagem.errors import ClusterError
+from stratagem.training import cross_device
+from stratagem.training.cross_device import (
+    CrossDeviceOps,
+    Ground,
+    ReductionToOneDevice,
+    SharedMemoryAllReduce,
+)
+from stratagem.training.devices import identity
+from stratagem.training.placement import Placement
+from stratagem.training.settings import Settings
+from stratagem.wire.segment import Segment, host_identity
+from stratagem.wire.shared_memory import SharedMemoryCollective
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait, in seconds."""
+
+    #: for tasks to arrive
+    arrive: float = 300.0
+    #: for one that stopped answering
+    answer: float = 60.0
+    #: for one that answers, but does not come to the step where the others are
+    step: float = 1800.0
+
+
+@dataclass(frozen=True)
+class AgreeingProcess:
+    """One process, as it comes to the agreement."""
+
+    devices: tuple[str, ...]
+    settings: Settings
+    place: Place | None
+    patience: Patience
+    insecure: bool = False
+
+    def join(self) -> Membership:
+        """Meet the other tasks of the cluster; a process without one is alone."""
+        if self.place is None:
+            return Membership.alone()
+        place, patience = self.place, self.patience
+        limits = {"limit": patience.arrive, "give_up": patience.answer}
+        return form(place.spec, place.task, secret=self._secret(place), **limits)
+
+    def generations(self, least: int) -> Generations | None:
+        """The same for a job that tasks may leave and join; None where there is no other task."""
+        if self.place is None or len(self.place.spec.training_tasks()) == 1:
+            return None
+        return Generations(
+            self.place.spec,
+            self.place.task,
+            secret=self._secret(self.place),
+            limit=self.patience.arrive,
+            give_up=self.patience.answer,
+            least=least,
+        )
+
+    def _secret(self, place: Place) -> bytes:
+        ports = [place.chief_address] if len(place.spec.training_tasks()) > 1 else []
+        return secret_for(place.spec, ports, insecure=self.insecure)
+
+    def interface(self) -> str:
+        """The address of this host through which the others of the cluster reach it."""
+        if self.place is None or len(self.place.spec.training_tasks()) == 1:
+            return "127.0.0.1"
+        host, _, port = self.place.chief_address.rpartition(":")
+        family, _, _, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing; asks the routing table
+            return str(probe.getsockname()[0])
+
+    def choose(self, ground: Ground) -> CrossDeviceOps:
+        op = self.settings.op
+        if isinstance(op, CrossDeviceOps):
+            cross_device.check(op, ground)
+            return op
+        return cross_device.possible(ground)[0]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the chief provides: a name to meet under, a control block in shared memory."""
+
+    store: str | None = None
+    control: Segment | None = None
+
+
+def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer]:
+    """Tell each other what each process brings; the chief offers the meeting places. Collective.
+
+    The offer must be kept until every replica has taken its seat.
+    """
+    facts = cluster.exchange(
+        {
+            "devices": list(party.devices),
+            "host": host_identity(),
+            "places": [identity(device) for device in party.devices],
+        },
+        party.patience.arrive,
+    )
+    counts = [len(_strings(fact["devices"])) for fact in facts]
+    devices = tuple(d for fact in facts for d in _strings(fact["devices"]))
+    hosts = tuple(str(fact["host"]) for fact in facts for _ in _strings(fact["devices"]))
+    places = [p for fact in facts for p in _strings(fact["places"])]
+    ground = Ground(
+        kinds=frozenset(device.partition(":")[0] for device in devices),
+        one_host=len(set(hosts)) == 1,
+        apart=len(set(zip(hosts, places, strict=True))) == len(places),
+    )
+    op = party.choose(ground)
+    if isinstance(op, ReductionToOneDevice):
+        op.root(list(devices))  # raises here, before any other replica is asked
+    offer = _offer(party, op, len(devices)) if cluster.rank == 0 else Offer()
+    told = _settle(party, cluster, op, offer)
+    first = sum(counts[: cluster.rank])
+    placement = Placement(
+        rank=first,
+        leader=first,
+        names=_names(party.place, cluster.members, counts),
+        devices=devices,
+        hosts=hosts,
+        ground=ground,
+        op=op,
+        interface=party.interface(),
+        segment=_text(told["control"]),
+        store=_text(told["store"]),
+        threads=_threads(ground, hosts.count(hosts[first])),
+        step=party.patience.step,
+    )
+    return placement, offer
+
+
+def _offer(party: AgreeingProcess, op: CrossDeviceOps, size: int) -> Offer:
+    if size == 1:
+        return Offer()
+    shared = isinstance(op, SharedMemoryAllReduce)
+    return Offer(
+        secrets.token_hex(4) if party.settings.op == "auto" or not shared else None,
+        Segment(SharedMemoryCollective.control_size(size)) if shared else None,
+    )
+
+
+def _settle(
+    party: AgreeingProcess, cluster: Membership, op: CrossDeviceOps, offer: Offer
+) -> dict[str, object]:
+    """The chief's offer, once it is clear that everybody means to add up in the same way."""
+    chosen = party.settings
+    offers = cluster.exchange(
+        {
+            "store": offer.store,
+            "control": offer.control and offer.control.handle,
+            "op": "auto" if chosen.op == "auto" else repr(op),
+            "wire": f"wire={chosen.wire or 'float32'!r}",
+            "sync_batchnorm": f"sync_batchnorm={chosen.sync_batchnorm!r}",
+        },
+        party.patience.arrive,
+    )
+    for key, (what, option) in _ALIKE.items():
+        _same([str(each[key]) for each in offers], cluster.members, what, option)
+    return offers[0]
+
+
+#: what every task must have chosen alike: what they do with it, and the option's name
+_ALIKE = {
+    "op": ("add gradients up in the same way", "cross_device_ops (communication)"),
+    "wire": ("send gradients in the same type", "wire"),
+    "sync_batchnorm": ("normalise batches in the same way", "sync_batchnorm"),
+}
+
+
+def _same(choices: list[str], members: Sequence[Member], what: str, option: str) -> None:
+    """Refuse what would have every task wait at another door."""
+    if len(set(choices)) > 1:
+        both = zip(members, choices, strict=True)
+        each = ", ".join(f"{member.name} {choice}" for member, choice in both)
+        raise ClusterError(f"the tasks do not {what}: {each}. Give every task the same {option}.")
+
+
+def _threads(ground: Ground, replicas_here: int) -> int:
+    """Threads a replica, so that CPU replicas of one machine do not fight; 0 leaves torch alone."""
+    if ground.kinds != {"cpu"} or replicas_here == 1:
+        return 0
+    return max(1, cores() // replicas_here)
+
+
+def _names(place: Place | None, members: Sequence[Member], counts: list[int]) -> tuple[str, ...]:
+    if place is None:
+        return tuple(f"replica {i}" for i in range(sum(counts)))
+    names = []
+    for member, count in zip(members, counts, strict=True):
+        names.append(member.name)
+        names += [f"{member.name} replica {i}" for i in range(1, count)]
+    return tuple(names)
+
+
+def _strings(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,387 @@
+"""`loss.backward()` in a custom loop: what the loss is divided by is read before gradients flow.
+
+The gradient of the global batch is  sum of n_r g_r / sum of n_r,  where replica r divides its loss
+by n_r. Shares weigh by their rows, w_r = rows_r / rows. The gradient of replica r is multiplied by
+f_r = n_r / (rows_r * unit) at the loss, and the sum of all w_r f_r, which travels with the
+gradients, divides the result. Any unit is right that all replicas have alike; with the number of
+values in a row, on which replicas agree at the first pass, both are mostly 1 and nothing is done.
+A summed loss is multiplied by 1 / w_r.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.state.digest import digest
+from stratagem.training.hints import tell_without_loader
+from stratagem.training.loss_terms import Doubt, Term, terms_of
+from stratagem.training.replica import Replica, current_replica, in_user_code
+from stratagem.training.saving import save_whole_files
+from stratagem.wire.tree import gather_tree
+
+log = logging.getLogger("stratagem")
+
+REMEDY = (
+    "Use a mean over rows (or a loss with a value for each row); or say what this replica divides "
+    "by: strategy.backward(loss, count=n) in place of loss.backward(); or, where the loss is a sum "
+    'or a mean over rows all the same, prepare(..., loss_reduction="sum") or "mean".'
+)
+
+
+class Reading(NamedTuple):
+    """What a backward pass of one replica tells the others; the numbers are added up by share."""
+
+    #: what the gradient was multiplied by at the loss
+    factor: float | Tensor = 1.0
+    #: how far apart the factors of several terms are
+    spread: float | Tensor = 0.0
+    #: where no unit was agreed on: a mark of the number of values in a row, and its square
+    mark: float = 0.0
+
+    #: of the share's value, for each of its rows, where several are averaged
+    weight: float | Tensor = 1.0
+    #: whether replicas may come to a sum that is not 1
+    counts: bool = False
+    #: whether the loss is a sum, and nothing else
+    summed: bool = False
+
+    def notes(self) -> list[float | Tensor]:
+        return [self.factor, self.spread, self.mark, self.mark * self.mark]
+
+
+BY_ROWS = Reading()
+#: how many numbers replicas tell each other
+NOTES = len(BY_ROWS.notes())
+
+
+class Accumulates(Protocol):
+    """What has gradients, to which a pass may add."""
+
+    def keep_earlier(self) -> None: ...
+
+    def has(self, param: Tensor) -> bool: ...
+
+
+class LossReader:
+    """Reads the losses of one replica's custom loops; all replicas come to the same state."""
+
+    def __init__(self, replica: Replica, reduction: str | None) -> None:
+        self._replica = weakref.ref(replica)
+        self.share = replica.share
+        #: how many backward passes there were
+        self.passes = 0
+        #: as the user said: "mean", "sum", or None
+        self.reduction = reduction
+        #: servers are told how much a gradient weighs; elsewhere it is multiplied by that
+        self.for_servers = False
+        #: how many times the share's batch stands in the batch that it is itself a part of
+        self.beyond = 1.0
+        #: for servers: the factors of all passes since a batch came
+        self.totals: list[float] = []
+        self.keeps_totals = False
+        #: the latest pass; replicas add these up together with the gradients
+        self.reading = BY_ROWS
+        #: declared in place of what can be read
+        self.count: float | Tensor | None = None
+        #: values in a row, by the kind of mean; the same on all replicas
+        self._units: dict[str, float] = {}
+        self._agreed = False
+        #: tells all replicas something, and hears theirs
+        self.gather: Callable[[Any], list[Any]] = partial(gather_tree, replica.collective)
+        self.is_reading = False
+        #: whose sums the readings are for
+        self.exchanges: weakref.WeakSet[Accumulates] = weakref.WeakSet()
+        #: the loss of the latest pass
+        self.loss: weakref.ref[Tensor] | None = None
+        self._warned = False
+
+    def read(self, losses: Sequence[Tensor], backward: Callable[[], None]) -> None:
+        """Run `backward` with the factors on the terms of its losses that make shares add up."""
+        self.is_reading = True
+        self.passes += 1
+        handles: list[Any] = []
+        try:
+            self.reading = self._weigh(losses, handles)
+            if self.for_servers:
+                self._note_for_servers()
+            self.loss = weakref.ref(losses[0]) if len(losses) == 1 else None
+            if self.reading.counts:
+                for exchange in self.exchanges:
+                    exchange.keep_earlier()
+            backward()
+        finally:
+            self.is_reading = False
+            for handle in handles:
+                handle.remove()
+
+    def _weigh(self, losses: Sequence[Tensor], handles: list[Any]) -> Reading:
+        share = self.share
+        if self.for_servers and share.examples == share.total:
+            return BY_ROWS  # the whole batch
+        borrowed = share.announced and not share.examples
+        if self.count is not None:
+            constants: list[Tensor] = []
+            terms = [
+                Term(each.grad_fn, "mean", self.count, round(float(self.count)) or 1, counted=True)
+                for each in losses
+                if each.grad_fn is not None
+            ]
+        else:
+            terms, constants = self._terms(losses, doubts=self.reduction is None and not borrowed)
+        if self.reduction == "sum":
+            terms = [t if t.kind == "fixed" else Term(t.node, "sum") for t in terms]
+        names = self._names(terms)
+        if not self._agreed and not self.for_servers and self._is_for_all(losses):
+            self._agreed = True
+            self._agree(names, terms, constants)
+        if borrowed:
+            return Reading(counts=True)  # of borrowed rows: they weigh nothing
+        if len(names) == 1 == len(terms) and (unit := self._units.get(names[0])) is not None:
+            (only,) = terms  # the usual case
+            weight = only.count / share.examples
+            self._apply([(only, weight / unit)], handles)
+            counts = only.counted or isinstance(weight, Tensor) or weight != unit
+            return Reading(weight / unit, 0.0, 0.0, weight, counts)
+        found, reading = self._factors(terms, names)
+        self._apply(found, handles)
+        return reading
+
+    def _is_for_all(self, losses: Sequence[Tensor]) -> bool:
+        """Whether a pass comes to a prepared parameter: others may be one replica's own affair."""
+        todo: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+        seen: set[Any] = set()
+        while todo:
+            node = todo.pop()
+            variable = getattr(node, "variable", None)
+            if variable is not None and any(each.has(variable) for each in self.exchanges):
+                return True
+            below = {each for each, _ in node.next_functions if each is not None} - seen
+            todo += below
+            seen |= below
+        return False
+
+    def _names(self, terms: list[Term]) -> list[str]:
+        """Of the means: what replicas call them when they agree on a unit."""
+        if self.count is not None:
+            return [_DECLARED] * len(terms)
+        return [f"{term.node.name()} {i}" for i, term in enumerate(terms) if term.kind == "mean"]
+
+    def _agree(self, names: list[str], terms: list[Term], constants: list[Tensor]) -> None:
+        """At the first pass of all: what a row of each mean has, and that constants are alike."""
+        rows = self.share.examples
+        means = [term for term in terms if term.kind == "mean"]
+        mine = [[name, term.full / rows] for name, term in zip(names, means, strict=True) if rows]
+        told = self.gather([mine, [digest(each) for each in constants] if rows else None])
+        values: dict[str, list[float]] = {}
+        for name, value in (pair for units, _ in told for pair in units):
+            values.setdefault(name, []).append(value)
+        self._units = {name: fmean(each) or 1.0 for name, each in values.items()}
+        digests = [each for _, each in told if each is not None]
+        if any(a != b for row in zip(*digests, strict=False) for a, b in pairwise(row)):
+            raise NotDistributable(
+                "what the loss sums up or averages over rows is multiplied or divided by a tensor "
+                f"that is another one on each replica: computed from its rows? {REMEDY}"
+            )
+
+    def _terms(self, losses: Sequence[Tensor], *, doubts: bool) -> tuple[list[Term], list[Tensor]]:
+        share = self.share
+        known = (share.examples or 1, share.total) if share.announced else (None, None)
+        try:
+            found = [terms_of(loss, *known, doubts=doubts) for loss in losses]
+        except Doubt as doubt:
+            raise NotDistributable(f"{doubt}. {REMEDY}") from None
+        terms = [term for each in found for term in each.terms]
+        odd = next((term for term in terms if term.kind == "unknown"), None)
+        if odd is not None and doubts and not self._warned:
+            self._warned = True
+            log.warning(
+                "the loss ends in %s, which cannot be read, and is taken for a mean over rows. "
+                'If it is one, prepare(..., loss_reduction="mean") says so; if not, '
+                "strategy.backward(loss, count=n) says what it is divided by.",
+                odd.node.name(),
+            )
+        return terms, [constant for each in found for constant in each.constants]
+
+    def _factors(
+        self, terms: list[Term], names: list[str]
+    ) -> tuple[list[tuple[Term, float | Tensor]], Reading]:
+        """What the gradient of each term is multiplied by."""
+        share, mark = self.share, 0.0
+        found: list[tuple[Term, float | Tensor]] = []
+        named = iter(names)
+        for term in terms:
+            if term.kind != "mean":
+                continue
+            unit = self._units.get(next(named), 1.0 if self.count is not None else None)
+            if unit is None:
+                self._refuse_for_servers(term)
+                unit = term.full / share.examples or 1.0
+                mark += unit * _GOLDEN % 1
+            found.append((term, term.count / (share.examples * unit)))
+        factors: list[Any] = [factor for _, factor in found]
+        factors += [1.0 for term in terms if term.kind in ("sum", "unknown")]
+        base = factors[0] if factors else 1.0
+        spread = max((abs(factor - base) for factor in factors), default=0.0)
+        found += [(term, base) for term in terms if term.kind == "fixed"]
+        whole = share.total / share.examples * self.beyond
+        found += [(term, whole) for term in terms if term.kind == "sum"]
+        counts = any(t.counted or t.picked for t in terms) or not share.announced
+        counts = counts or isinstance(base, Tensor) or base != 1.0
+        summed = bool(terms) and all(term.kind in ("sum", "fixed") for term in terms)
+        return found, Reading(base, spread, mark, self._weight(terms, base), counts, summed)
+
+    def _weight(self, terms: list[Term], base: float | Tensor) -> float | Tensor:
+        means = [term for term in terms if term.kind == "mean"]
+        return means[0].count / self.share.examples if len(means) == 1 == len(terms) else base
+
+    def _apply(self, found: Sequence[tuple[Term, float | Tensor]], handles: list[Any]) -> None:
+        """Have every term multiplied; a node that stands in the loss twice is one node."""
+        done: dict[Any, float | Tensor] = {}
+        for term, factor in found:
+            if self.for_servers and term.kind != "sum":
+                continue
+            if term.node in done:
+                self._refuse_spread(abs(float(done[term.node]) - float(factor)))
+                continue
+            done[term.node] = factor
+            if isinstance(factor, Tensor) or factor != 1.0:
+                handles.append(term.node.register_prehook(_times(factor)))
+            if not isinstance(factor, Tensor) and factor == 0.0:  # by 0 it is no number
+                handles.append(term.node.register_hook(_zeros))
+
+    def _refuse_for_servers(self, term: Term) -> None:
+        if self.for_servers and (term.picked or term.full % self.share.examples):
+            raise NotDistributable(
+                "the loss is a mean over a number of values that is no multiple of the rows, and "
+                "servers weigh the parts of a batch by their rows. " + REMEDY
+            )
+
+    def _note_for_servers(self) -> None:
+        """No other replica is asked here: what this one knows has to do."""
+        reading = self.reading
+        self._refuse_spread(float(reading.spread))
+        self.totals.append(float(reading.factor))
+
+    def weight_of_batch(self) -> float:
+        """For servers: how much the gradients of the batch in hand weigh for each of its rows."""
+        totals, self.totals = self.totals or [1.0], []
+        self._refuse_spread(max(abs(each - totals[0]) for each in totals))
+        return totals[0]
+
+    def weight_of(self, value: Tensor | float) -> tuple[float, bool]:
+        """How much a share's value weighs for each of its rows, and whether it is a sum."""
+        if self.loss is not None and self.loss() is value:
+            return float(self.reading.weight), self.reading.summed
+        if not isinstance(value, Tensor) or value.grad_fn is None:
+            return 1.0, False
+        try:
+            terms, _ = self._terms([value], doubts=False)
+        except RuntimeError:
+            raise UsageError(
+                "strategy.mean is given a part of a loss whose backward() is over, so what it is "
+                "divided by can no longer be read; ask before backward(), or say "
+                "strategy.mean(value, count=n)."
+            ) from None
+        _, reading = self._factors(terms, self._names(terms))
+        return float(reading.weight), reading.summed
+
+    def settle(self, notes: Sequence[float]) -> float:
+        """What the sum of all gradients is to be divided by, given everybody's readings."""
+        if self.passes == 1 and not self.share.announced and (replica := self._replica()):
+            loss = self.loss() if self.loss is not None else None
+            tell_without_loader(replica, None if loss is None else float(loss.detach()))
+        total, spread, mark, square = notes
+        self._refuse_spread(spread)
+        if square - mark * mark > _TOLERANCE:
+            raise NotDistributable(
+                "the loss is a mean over values of which the rows of one replica have more than "
+                "those of another (packed sequences, graphs?). " + REMEDY
+            )
+        if self.keeps_totals:
+            self.totals.append(total)
+        return total
+
+    def _refuse_spread(self, spread: float) -> None:
+        if spread > _TOLERANCE:
+            raise NotDistributable(
+                "the loss adds up terms that are divided by different counts (ignored targets or "
+                "class weights in one of them, rows in another), so that no single weight fits a "
+                "share. With mirrored replicas call strategy.backward(term, count=n) for each of "
+                "the terms, with retain_graph=True for all but the last; with servers use sg.Model."
+            )
+
+
+_DECLARED = "declared"
+#: of a number that is 1 but for rounding, in fp32
+_TOLERANCE = 1e-6
+
+
+#: spreads whole numbers over 0 .. 1
+_GOLDEN = 0.6180339887498949
+
+
+def _zeros(gradients: Any, _: Any) -> Any:
+    return tuple(g if g is None else torch.zeros_like(g) for g in gradients)
+
+
+def _times(factor: float | Tensor) -> Callable[[Any], Any]:
+    return lambda grads: tuple(g if g is None else g * factor for g in grads)
+
+
+# --- where backward is called -----------------------------------------------------------------
+
+_readers: weakref.WeakKeyDictionary[Replica, LossReader] = weakref.WeakKeyDictionary()
+_plain = torch.autograd.backward
+
+
+def reader_of(replica: Replica) -> LossReader | None:
+    """Who reads the losses of this replica's custom loops, once something has been prepared."""
+    return _readers.get(replica)
+
+
+def read_losses(replica: Replica, reduction: str | None) -> LossReader:
+    """From now on what this replica's backward passes begin with is read."""
+    check_reduction(reduction)
+    reader = _readers.get(replica)
+    if reader is None:
+        reader = _readers[replica] = LossReader(replica, reduction)
+        save_whole_files()
+        torch.autograd.backward = _backward
+    if reduction is not None and reader.reduction not in (None, reduction):
+        raise UsageError(
+            f"loss_reduction={reduction!r} here and {reader.reduction!r} in an earlier prepare of "
+            "this loop; leave it out, or give both the same."
+        )
+    reader.reduction = reduction or reader.reduction
+    return reader
+
+
+def check_reduction(reduction: str | None) -> None:
+    """Refuse what is no reduction."""
+    if reduction not in (None, "mean", "sum"):
+        raise UsageError(f'loss_reduction={reduction!r}; it is "mean" or "sum".')
+
+
+def begin_loop(replica: Replica) -> None:
+    """Another call of strategy.run: nothing is known of its losses."""
+    _readers.pop(replica, None)
+
+
+def _backward(tensors: Any, *args: Any, **options: Any) -> None:
+    """In place of torch.autograd.backward, which Tensor.backward calls, too."""
+    reader = _readers.get(current_replica()) if _readers and in_user_code() else None
+    if reader is None or reader.is_reading:
+        _plain(tensors, *args, **options)
+        return
+    losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    reader.read(losses, partial(_plain, tensors, *args, **options))

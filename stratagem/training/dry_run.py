@@ -1,0 +1,93 @@
+"""A training tried out, step by step, in place of running it.
+
+Whoever wants to see what a script trains, and not to train it, opens `instead_of_fit`; the next
+`fit` hands over a Rehearsal and goes no further. Meanwhile strategies start nobody: a script that
+runs a loop of its own on several replicas runs it once, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One batch of a training, and what a step does with it."""
+
+    module: nn.Module
+    #: one global batch: tensors, or tuples, lists and dicts of them
+    batch: Any
+    #: of such a batch, ready for `backward`
+    loss: Callable[[Any], Tensor]
+    #: what follows backward: the optimizer's step
+    update: Callable[[], None]
+    #: torch's, where there is one: its state is put back afterwards
+    optimizer: Optimizer | None = None
+    #: over how many replicas the script's strategy splits the batch
+    replicas: int = 1
+    device: str = "cpu:0"
+    #: train a copy with another strategy, on so many such batches; examples a second
+    train: Callable[[Any, Any, int], float] | None = None
+    #: what a step changes besides the module and that optimizer
+    beside: Sequence[Tensor] = ()
+    #: micro-batches that the batch consists of
+    accumulated: int = 1
+    #: what whoever reads the figures should know
+    notes: Sequence[str] = ()
+    #: whether the script has a loop of its own, and calls no `fit`
+    own_loop: bool = False
+
+
+class DryRunHandedOver(BaseException):
+    """Ends a script whose `fit` has been handed over; no `except Exception` stops it."""
+
+
+_taker: list[Callable[[DryRun], None]] = []
+#: into how many parts the script's strategy would have dealt out the batches of its own loop
+_parts = [1]
+#: front ends that must know when rehearsals are wanted; each returns what to hold open meanwhile
+_front_ends: list[Callable[[], AbstractContextManager[Any]]] = []
+
+
+def wanted() -> bool:
+    """Whether `fit` is to hand over a rehearsal instead of training."""
+    return bool(_taker)
+
+
+def deal(parts: int) -> None:
+    """Remember that each of so many replicas would get its part of a loop's batches."""
+    _parts[0] = parts
+
+
+def dealt() -> int:
+    """What `deal` was told last."""
+    return _parts[0]
+
+
+def hand_over(dry_run: DryRun) -> NoReturn:
+    """Give the rehearsal to whoever waits for it, and end the script."""
+    _taker[-1](dry_run)
+    raise DryRunHandedOver
+
+
+@contextmanager
+def instead_of_fit(take: Callable[[DryRun], None]) -> Iterator[None]:
+    """While open, `fit` hands over a rehearsal, and raises `Handed`."""
+    with ExitStack() as held:
+        for enter in _front_ends:
+            held.enter_context(enter())
+        _taker.append(take)
+        held.callback(_taker.remove, take)
+        deal(1)
+        yield
+
+
+def on_dry_run(enter: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Have `enter` called, and its context held, while `instead_of_fit` is open."""
+    _front_ends.append(enter)

@@ -1,0 +1,47 @@
+"""Jobs that replicas may leave and join: when to go on without one, and when not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stratagem.cluster.failure import DEPARTURES, Failure
+from stratagem.errors import ReplicaLost, ReplicaStalled
+
+#: how often replicas may die with nothing done in between
+IN_VAIN = 3
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Replicas may die and join."""
+
+    #: how many processes must be left to go on
+    least: int = 1
+
+
+class Tries:
+    """Whether a call goes on after what has happened to it."""
+
+    def __init__(self, elastic: Elastic | None, again: Callable[[], int] | None) -> None:
+        self._again = None if elastic is None else again
+        #: whether the call may be begun again at all
+        self.elastic = self._again is not None
+        self._done = -1
+        self._in_vain = 0
+
+    def left(self, error: BaseException, trouble: Failure | None) -> bool:
+        """Whether it is begun again: not after an exception, which would come again, nor where
+        replicas die time after time with nothing done in between."""
+        if self._again is None or trouble is None:
+            return False
+        if not isinstance(error, ReplicaLost | ReplicaStalled):
+            return False
+        if trouble.kind == "joined":
+            return True
+        if trouble.kind not in DEPARTURES:
+            return False
+        done = self._again()
+        self._in_vain = 0 if done > self._done else self._in_vain + 1
+        self._done = done
+        return self._in_vain < IN_VAIN

@@ -1,0 +1,288 @@
+"""Whether workers that run the script by themselves were given the same: asked when a call begins.
+
+Under a launcher every worker builds the model and loads the data itself, and takes its share from
+its own copy. Copies that differ (a split without a seed, a part of the data for each worker) would
+train on something that no single device sees. So each worker tells the others how its arguments
+look: names, shapes and numbers of rows, and the values of a few rows.
+
+What only the chief's counts of is left out: weights, a stream's batches, a loader's order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from stratagem.compat.torch_names import norms as norms_of
+from stratagem.data.loader import is_stream
+from stratagem.errors import UsageError
+from stratagem.training.replica import Replica, current_replica
+from stratagem.wire.tree import gather_tree
+
+#: by what it is: a word for it, or a tensor of a few of its values; None where nothing is known
+Look = dict[str, str | Tensor | None]
+
+_ROWS = 8
+_VALUES = 32  # of a row
+_READS = 4  # of an item: by so many, chance is told from what is always so
+
+
+def check(replica: Replica, call: str, look: Look) -> None:
+    """Refuse where replicas call the same with something else. Collective."""
+    compare(call, gather_tree(replica.collective, [replica.name, call, look]))
+
+
+def tell(call: str, look: Look | None) -> list[Any]:
+    """Every replica's look; None for those that run no script of their own. Collective."""
+    replica = current_replica()
+    told = gather_tree(replica.collective, [replica.name, call, look])
+    return [each for each in told if each[2] is not None]
+
+
+def compare(call: str, told: list[Any]) -> None:
+    """Raise if one was not given what the first was."""
+    (first, verb, ours), *others = told
+    for name, other, theirs in others:
+        if other != verb:
+            raise _unlike(f"{name} calls {other} while {first} calls {verb}")
+        for what, mine in ours.items():
+            if not _alike(mine, theirs.get(what)):
+                raise _unlike(f"{name} calls {call} with " + _difference(what, mine, theirs, first))
+
+
+def _difference(what: str, mine: Any, theirs: Look, first: str) -> str:
+    other = theirs.get(what)
+    if isinstance(mine, Tensor) and isinstance(other, Tensor):
+        return f"other values in {what} than {first}"
+    return f"another {what} than {first}: {other or 'none'}, not {mine}"
+
+
+def _unlike(what: str) -> UsageError:
+    return UsageError(
+        f"{what}. Each runs this code by itself and takes its share from its own copy, so give all "
+        "of them the same: seed what is drawn at random (random_split, randn) alike, and leave it "
+        "to stratagem to deal out the rows."
+    )
+
+
+def _alike(mine: Any, theirs: Any) -> bool:
+    if mine is None or theirs is None:
+        return True  # one of them cannot tell
+    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+        return bool(type(mine) is type(theirs) and mine == theirs)
+    if mine.shape != theirs.shape:
+        return False
+    # machines may differ in the last digits of what they have computed
+    mine, theirs = mine.nan_to_num(), theirs.nan_to_num()
+    return torch.allclose(mine, theirs, rtol=1e-2, atol=1e-5 * float(mine.abs().mean()))
+
+
+def check_trained(replica: Replica, model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse to go on where replicas have come to other weights or settings. Collective."""
+    trained = {
+        name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()
+    }
+    settings = of_optimizer(optimizer, settings=True)
+    mine = [replica.name, list(settings.items()), _norms(list(trained.values()))]
+    (first, ours, norms), *others = gather_tree(replica.collective, mine)
+    for name, theirs, their_norms in others:
+        found = [
+            f"{what} is {other} there and {value} on {first}"
+            for (what, value), (_, other) in zip(ours, theirs, strict=True)
+            if value != other
+        ]
+        found += [
+            f"parameter {at!r} has other values"
+            for at, a, b in zip(trained, norms, their_norms, strict=True)
+            if not _about(a, b)
+        ]
+        if found:
+            more = f", and {len(found) - 2} more" if len(found) > 2 else ""
+            raise UsageError(
+                f"{name} has come apart from {first}: {'; '.join(found[:2])}{more}. What a loop "
+                "decides by its loss (a schedule, an early stop, a step that is left out) has to "
+                "be decided alike by all: strategy.mean(loss) is the loss of the whole batch."
+            )
+
+
+@torch.no_grad()
+def _norms(params: list[nn.Parameter]) -> list[list[float]]:
+    """Of each parameter two, a few numbers for however many; a change of one shows in one."""
+    tensors = [p.detach() for p in params]
+    found = [torch.stack(norms_of(tensors, order)).double() for order in (1, 2)]
+    norms: list[list[float]] = torch.stack(found, 1).tolist()
+    return norms
+
+
+def _about(mine: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether norms are the same but for the rounding of unlike machines."""
+    return all(
+        math.isclose(a, b, rel_tol=1e-5) or (a != a and b != b)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def of_module(module: nn.Module) -> Look:
+    """Names, shapes and types, and of what kinds of parts it is made."""
+    state = [*module.named_parameters(), *module.named_buffers()]
+    outline = [
+        [name, "lazy" if is_lazy(t) else list(t.shape), str(t.dtype), t.requires_grad]
+        for name, t in state
+    ]
+    kinds = [type(part).__name__ for part in module.modules()]
+    text = f"{type(module).__name__} of {len(state)} tensors ({_short([outline, kinds])})"
+    return {"module": text}
+
+
+def of_optimizer(optimizer: Optimizer, *, settings: bool) -> Look:
+    """Its kind, and the parameters in each group; its settings where nobody sends the chief's."""
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    look: Look = {"optimizer": f"{type(optimizer).__name__} of {groups} parameters"}
+    for name in optimizer.param_groups[0] if settings else ():
+        values = [_plain(group.get(name)) for group in optimizer.param_groups]
+        if name != "params" and _is_plain(values):
+            look[f"{name} of the optimizer"] = str(values if len(values) > 1 else values[0])
+    return look
+
+
+def of_loader(loader: Any, label: str) -> Look:
+    """Of a loader the dataset alone: only the chief's says which rows make up a batch."""
+    if not isinstance(loader, DataLoader):
+        return {f"kind of {label}": "none" if loader is None else type(loader).__name__}
+    if is_stream(loader):
+        return of_stream(label)
+    return of_dataset(loader.dataset, label, read=loader.num_workers == 0)
+
+
+def of_stream(label: str) -> Look:
+    """Only the chief reads it."""
+    return {f"kind of {label}": "a stream"}
+
+
+def of_dataset(dataset: Any, label: str, *, read: bool) -> Look:
+    """`read`: whether items may be read here; loaders with workers read them elsewhere."""
+    look: Look = {f"kind of {label}": "a dataset", f"number of rows in {label}": _length(dataset)}
+    inner, depth = dataset, 0
+    while isinstance(inner, Subset):
+        indices = list(_plain(inner.indices))
+        look[f"subset for {label}{depth or ''}"] = f"{len(indices)} rows ({_short(indices)})"
+        inner, depth = inner.dataset, depth + 1
+    look[f"type of {label}"] = type(inner).__name__
+    if isinstance(inner, TensorDataset):
+        return look | of_arrays(list(inner.tensors), label)
+    return look | {label: _items(dataset) if read else None}
+
+
+def of_arrays(tree: Any, label: str) -> Look:
+    """Shapes, and some values of some rows."""
+    if isinstance(tree, Tensor):
+        shape = f"{list(tree.shape)} of {str(tree.dtype).removeprefix('torch.')}"
+        return {f"shape of {label}": shape, label: some_rows(tree)}
+    parts: Any = ()
+    if isinstance(tree, dict):
+        parts = tree.items()
+    elif isinstance(tree, list | tuple):
+        parts = enumerate(tree)
+    look: Look = {}
+    for key, part in parts:
+        look |= of_arrays(part, f"{label}[{key!r}]")
+    return look
+
+
+def some_rows(tensor: Tensor) -> Tensor | None:
+    """A few values of a few rows; None where there are none to take."""
+    if tensor.layout is not torch.strided or not tensor.numel() or not tensor.dim():
+        return None
+    chosen = _spread(len(tensor), _ROWS).to(tensor.device)
+    return torch.stack([_some(row) for row in tensor.detach()[chosen]])
+
+
+def _some(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat[_spread(len(flat), _VALUES).to(flat.device)].cpu().double()
+
+
+def _spread(length: int, count: int) -> Tensor:
+    """So many places, the first and the last among them."""
+    if length <= count:
+        return torch.arange(length)
+    return torch.arange(count) * (length - 1) // (count - 1)
+
+
+def _length(dataset: Any) -> str | None:
+    try:
+        return str(len(dataset))
+    except TypeError:  # that is how a dataset without a length says so
+        return None
+
+
+def _items(dataset: Any) -> Tensor | None:
+    """Numbers of three items, if they are the same whenever they are read, and can be read at all:
+    one that is augmented at random tells nothing."""
+    found = []
+    try:
+        places = sorted({0, len(dataset) // 2, len(dataset) - 1})
+        for read in range(_READS):
+            with _dice(read):
+                found.append(torch.cat([_numbers(dataset[place]) for place in places]))
+    except Exception:  # an item that cannot be read is told of by whoever needs it
+        return None
+    same = all(torch.equal(found[0].nan_to_num(), each.nan_to_num()) for each in found)
+    return found[0] if same and len(found[0]) else None
+
+
+def _numbers(item: Any) -> Tensor:
+    if isinstance(item, np.ndarray | np.generic) and item.dtype.kind in "biufc":
+        item = torch.as_tensor(np.asarray(item))
+    if isinstance(item, Tensor):
+        return _some(item)
+    if isinstance(item, bool | int | float):
+        return torch.tensor([float(item)], dtype=torch.float64)
+    if isinstance(item, dict):
+        item = list(item.values())
+    parts = [_numbers(part) for part in item] if isinstance(item, list | tuple) else []
+    return torch.cat([torch.empty(0, dtype=torch.float64), *parts])
+
+
+@contextmanager
+def _dice(seed: int) -> Iterator[None]:
+    """Random numbers that are the same everywhere; afterwards they go on as before."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its text is the same in every process; that of an object may be its address."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _short(value: Any) -> str:
+    """A few letters that stand for it."""
+    return "#" + hashlib.blake2b(repr(value).encode(), digest_size=4).hexdigest()

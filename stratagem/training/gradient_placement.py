@@ -1,0 +1,197 @@
+"""Weight gradients of linear layers, computed where they are to lie.
+
+Backward makes a gradient in fresh memory, from where it is copied to where others find it: into a
+bucket, or a worker's outbox. With a core for each replica and all of them copying at once, that
+takes a fifth of a step. A linear layer's weight gradient is one matrix product, which can as well
+be written there at once:
+
+    x, dy -> dy' x -> fresh memory -> bucket       as it comes
+    x, dy -> dy' x ----------------> bucket       at home
+    x, dy -------------------------> factors      not at all, where others multiply (factors.py)
+
+The product is the same to the bit, and autograd takes that memory for the gradient's own. But what
+a forward of somebody's own does with its layers (copies them, runs them again, differentiates them)
+nobody can know; so this is for stacks of torch's own layers alone, without hooks: there, nothing
+but torch's code runs between x and dy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from stratagem.compat.torch_names import MODULE_HOOKS, accumulator, has_global_hooks, will_run
+from stratagem.state.factors import Factors
+
+#: elements of a weight; a smaller one is copied sooner than it takes to go this way
+WORTH = 1 << 16
+
+_TORCHS_OWN = nn.Linear.forward
+
+
+class PlacedGradients:
+    """The linear layers of a module, which know where their weight gradients are to lie."""
+
+    def __init__(self, module: nn.Module, homes: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """`homes`: parameters, and memory of the same shape and type for their gradients."""
+        self._module = module
+        self._homes: dict[Tensor, Tensor] = {
+            param: home
+            for param, home in homes
+            if param.device.type == "cpu" and param.is_floating_point() and param.numel() >= WORTH
+        }
+        #: weights of which x and dy are wanted rather than their product
+        self.factors: dict[Tensor, Factors] = {}
+        self._lent: set[Tensor] = set()
+        self._lending = False
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the module's forward."""
+        layers = self._layers() if self._homes else []
+        for layer in layers:
+            vars(layer)["forward"] = _forward(self, layer)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del vars(layer)["forward"]
+
+    def _layers(self) -> list[nn.Linear]:
+        """Those whose gradients have a home; none if code of somebody's own may come in between.
+
+        Looked up every time: callbacks may have put a hook, or another layer, in.
+        """
+        patched = nn.Linear.forward is not _TORCHS_OWN or nn.functional.linear is not linear
+        if patched or has_global_hooks():
+            return []
+        layers = []
+        for module in self._module.modules():
+            if not _is_torchs(module) or not _is_bare(module):
+                return []  # mostly at once: the model itself comes first
+            if type(module) is nn.Linear and module.weight in self._homes:
+                layers.append(module)
+        return layers
+
+    def weights(self) -> list[Tensor]:
+        """Those whose gradients can have a home: a matter of types, the same on every replica."""
+        modules = list(self._module.modules())
+        if not all(map(_is_torchs, modules)):
+            return []
+        found = (m.weight for m in modules if type(m) is nn.Linear and m.weight in self._homes)
+        return list(dict.fromkeys(found))
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward pass whose gradients belong there; no other's are written there."""
+        self._lent.clear()
+        self._lending = True
+        try:
+            yield
+        finally:
+            self._lending = False
+
+    def gradient(self, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+        """The weight's gradient, made at home if it may be; None: its factors have been taken."""
+        if not self._may_lend(weight):
+            return dy.t().mm(x)
+        self._lent.add(weight)
+        factors = self.factors.get(weight)
+        if factors is not None and factors.keep(dy, x):
+            return None
+        home = self._homes[weight].detach()  # an alias that only the gradient will hold
+        return torch.mm(dy.t(), x, out=home)
+
+    def _may_lend(self, weight: Tensor) -> bool:
+        """Whether this pass may write the gradient there: once, and only if it is to lie there."""
+        return (
+            self._lending
+            and weight not in self._lent
+            and weight.grad is None
+            and not weight._backward_hooks
+            and _accumulates(weight)
+        )
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether it is of one of torch's own types."""
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether calling it runs the code of its type alone."""
+    own = vars(module)
+    return "forward" not in own and not any(own.get(hooks) for hooks in MODULE_HOOKS)
+
+
+def is_unseen(params: Iterable[Tensor]) -> bool:
+    """Whether nobody but the exchange has asked to be called when a gradient is there.
+
+    Hooks of any parameter count: it may be another's gradient that they look at.
+    """
+    return not torch.is_anomaly_enabled() and not any(
+        p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in params
+    )
+
+
+def is_kept(param: Tensor) -> bool:
+    """Whether somebody keeps the node that adds to `param.grad`, as who has a hook on it must:
+    otherwise it is gone when nobody looks, and the next one bears no mark. Takes its time."""
+    node: Any = accumulator(param)
+    node.metadata["stratagem"] = True
+    del node
+    again: Any = accumulator(param)
+    return "stratagem" in again.metadata
+
+
+def _accumulates(weight: Tensor) -> bool:
+    """Whether the pass under way will add to `weight.grad`: torch.autograd.grad does not."""
+    node = accumulator(weight)
+    try:
+        return will_run(node)
+    except RuntimeError:  # that is how it says that it collects gradients for its caller
+        return False
+
+
+def _forward(host: PlacedGradients, layer: nn.Linear) -> Callable[[Tensor], Any]:
+    def forward(input: Tensor) -> Any:
+        weight, bias = layer.weight, layer.bias
+        if (
+            type(input) is Tensor
+            and input.dim() == 2
+            and input.dtype is weight.dtype
+            and input.device == weight.device
+            and input.layout is torch.strided
+            and not input.is_nested
+            and (bias is None or bias.shape == weight.shape[:1])
+            and not torch.is_autocast_enabled("cpu")
+        ):
+            return _Linear.apply(host, input, weight, bias)  # type: ignore[no-untyped-call]
+        return linear(input, weight, bias)
+
+    return forward
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, host: PlacedGradients, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        _, need_x, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        ctx.host, ctx.owner = host, weight  # what is saved may come back as another tensor
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, need_x, need_weight, need_bias = ctx.needs_input_grad
+        (dy,) = grads
+        dx = dy.mm(weight) if need_x else None
+        dw = ctx.host.gradient(ctx.owner, dy, x) if need_weight else None
+        return None, dx, dw, dy.sum(0) if need_bias else None

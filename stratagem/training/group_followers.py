@@ -1,0 +1,57 @@
+"""The followers of one process's replica group: who they are, and what they run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stratagem.cluster.membership import Failure, Member, Membership
+from stratagem.data.streams import RngStates
+from stratagem.replicas import follower
+from stratagem.training.placement import Placement, sit
+from stratagem.training.replica import current_replica, set_called
+
+
+class LocalMembership(Membership):
+    """The members on this process's own devices; also hears who has left the cluster."""
+
+    cluster: Membership
+
+    def raise_if_gone(self) -> None:
+        super().raise_if_gone()
+        self.cluster.raise_if_gone()
+
+    def await_trouble(self, seconds: float) -> Failure | None:
+        until = time.monotonic() + seconds
+        while super().await_trouble(0.05) is None and time.monotonic() < until:
+            self.cluster.raise_if_gone()
+        return self.trouble
+
+
+def sit_down(placement: Placement, members: tuple[Member, ...], give_up: float) -> None:
+    """In a follower: connect to the others and keep the place for later calls."""
+    desk = follower.state
+    assert desk is not None
+    logging.basicConfig(format="%(message)s")
+    membership = Membership.spoke(
+        members, placement.rank - placement.leader, desk.sock, give_up=give_up
+    )
+    desk.on_failure = membership.report_failure
+    if placement.threads:
+        torch.set_num_threads(placement.threads)
+    desk.things["replica"] = replica = sit(placement, membership)
+    replica.barrier()
+    set_called(replica)
+
+
+def run_call(
+    function: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype, dice: RngStates
+) -> Any:
+    """In a follower: what the caller runs, with its type of numbers, and dice of one's own."""
+    torch.set_default_dtype(dtype)
+    dice.throw(current_replica().index)
+    return function(*args)

@@ -1,0 +1,92 @@
+"""What custom loops are told, once: where a replica does something else than one device would."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+from torch import nn
+
+from stratagem.compat.torch_names import BatchNorm
+from stratagem.errors import StratagemError
+from stratagem.training.replica import Replica, current_replica
+from stratagem.wire.tree import gather_tree
+
+log = logging.getLogger("stratagem")
+
+#: replicas that read a loader by itself: rows here, rows in all, and how often they had met by then
+_unsummed: weakref.WeakKeyDictionary[Replica, tuple[int, int, int]] = weakref.WeakKeyDictionary()
+_told: weakref.WeakSet[Replica] = weakref.WeakSet()
+
+
+def tell_without_loader(replica: Replica, loss: float | None) -> None:
+    """At the first step of a loop whose batches nobody has cut. Collective."""
+    losses = gather_tree(replica.collective, loss)
+    if not replica.is_chief:
+        return
+    if loss is not None and all(each == loss for each in losses):
+        log.warning(
+            "no batch was cut into shares, and all %d replicas have computed the same loss: each "
+            "does the whole of the work. Give the DataLoader to strategy.prepare, or take this "
+            "replica's rows of each batch: x, y = strategy.rows((x, y)).",
+            replica.count,
+        )
+    else:
+        log.warning(
+            "no batch was cut into shares: each of %d replicas trains on rows of its own, so a "
+            "step counts %d batches as one. If your code cuts every batch itself, that is right; "
+            "else give the DataLoader to strategy.prepare, or take this replica's rows of each "
+            "batch: x, y = strategy.rows((x, y)).",
+            replica.count,
+            replica.count,
+        )
+
+
+def tell_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
+    """Of a model whose layers normalise over the rows that a replica has, not over the batch."""
+    layer = next((part for part in model.modules() if isinstance(part, BatchNorm)), None)
+    if layer is not None and layer.training and replica.is_chief:
+        log.warning(
+            "the model has %s layers, and each replica normalises over its own rows, so weights "
+            "are not quite those of one device; %s.",
+            type(layer).__name__,
+            remedy,
+        )
+
+
+def was_read(replica: Replica, mine: int, total: int) -> None:
+    """A loader that was prepared by itself was read to its end, and nothing was trained."""
+    if replica.count > 1 and replica not in _told:
+        _unsummed[replica] = mine, total, replica.meetings
+
+
+def tell_unsummed(replica: Replica) -> None:
+    """By now what was counted over a loader would have been added up."""
+    found = _unsummed.pop(replica, None)
+    if found is None or replica in _told or replica.meetings > found[2]:
+        return
+    _told.add(replica)
+    if replica.is_chief:
+        log.warning(
+            "a loader of %d rows was read in shares (%d rows here), and nothing has been combined "
+            "since, so what was counted over it is this replica's part only. Add it up: "
+            'strategy.reduce("sum", right), before it is divided by the number of rows.',
+            found[1],
+            found[0],
+        )
+
+
+def explain(error: BaseException) -> None:
+    """Say so where a share of one row may be what an error comes from."""
+    replica = current_replica()
+    share = replica.share
+    if isinstance(error, StratagemError) or not isinstance(error, Exception):
+        return
+    if replica.count > 1 and share.announced and share.examples <= 1 < share.total:
+        error.add_note(
+            f"{replica.name} has {share.examples} of this batch's {share.total} rows here"
+            f"{' and stands in with another one' if not share.examples else ''}. Code that means "
+            "several rows may fail with one: .squeeze() drops the axis of the rows, too (use "
+            ".squeeze(1)), and a standard deviation needs two. A larger batch_size or "
+            "drop_last=True keeps shares larger."
+        )

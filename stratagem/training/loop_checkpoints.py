@@ -1,0 +1,270 @@
+"""Checkpoints of a custom loop: its prepared loader counts batches, saves, and goes on.
+
+    for epoch in loader.epochs(10):        the epochs that are left
+        for batch in loader:               of the first of them, the batches that are left
+            ...                            saved before the next batch is asked for
+
+Everything is put to what was saved when `epochs` begins, whatever was done since `prepare`: a
+scheduler that is made in between writes to the optimizer.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from stratagem.data.loader import Around
+from stratagem.data.passes import PassJournal, dice_of
+from stratagem.errors import UsageError
+from stratagem.state import checkpoint
+from stratagem.state.checkpoint_folder import (
+    CheckpointFolder,
+    Checkpoints,
+    CheckpointWriter,
+    load_newest,
+)
+from stratagem.training import setup
+from stratagem.training.checkpoint_agreement import CheckpointAgreement
+from stratagem.training.prepare import Prepared
+from stratagem.training.replica import Replica
+from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
+from stratagem.training.termination import EXIT_CODE
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+log = logging.getLogger("stratagem")
+
+
+def resumable(
+    prepared: Prepared, loader: Any, replica: Replica, plan: Checkpoints | None
+) -> Prepared:
+    """Have a prepared loop keep checkpoints and go on from them; without a plan neither."""
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            "prepare(..., resume=...) needs the DataLoader that is trained on: it counts the "
+            "batches, saves between two of them, and goes on with the next."
+        )
+    model, optimizer, shares = prepared
+    progress = None if plan is None else LoopCheckpoints(prepared, loader, replica, plan)
+    return Prepared(model, optimizer, ResumableLoader(shares, progress))
+
+
+class ResumableLoader(Around):
+    """The loader of a loop that goes on; `epochs` says which epochs are left."""
+
+    def __init__(self, loader: Any, progress: LoopCheckpoints | None) -> None:
+        super().__init__(loader)
+        self._progress = progress
+
+    @property
+    def seen(self) -> int:
+        """How many batches of this epoch were seen: `enumerate(loader, loader.seen)`."""
+        return 0 if self._progress is None else self._progress.batch
+
+    def remember(self, **things: Any) -> None:
+        """Save these, too, and have them go on: a scheduler, a gradient scaler, a model's average.
+
+        Each has `state_dict` and `load_state_dict`; the chief's are saved. Call it before `epochs`.
+        """
+        for name, thing in things.items():
+            if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+                raise UsageError(
+                    f"{name} is a {type(thing).__name__}, which has no state_dict and "
+                    "load_state_dict, so it cannot be saved; give it both methods."
+                )
+        if self._progress is not None:
+            self._progress.things |= things
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left of `count`; each is one pass over the
+        loader. Collective."""
+        if self._progress is None:
+            yield from range(count)
+            return
+        yield from self._progress.epochs(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._progress is None:
+            yield from self.loader
+            return
+        self._progress.begin_pass()
+        for batch in self.loader:
+            self._progress.give()
+            yield batch
+            self._progress.after_batch()
+
+
+class LoopCheckpoints:
+    """Those of one custom loop, on every replica."""
+
+    def __init__(
+        self, prepared: Prepared, loader: DataLoader[Any], replica: Replica, plan: Checkpoints
+    ) -> None:
+        self.model, self.optimizer, shares = prepared
+        self.replica, self.plan = replica, plan
+        self.things: dict[str, Any] = {}
+        self.epoch = self.batch = self.step = 0
+        self._loader, self._journal = loader, shares.journal
+        assert isinstance(self._journal, PassJournal)
+        self._writer = CheckpointWriter(CheckpointFolder(plan.path, plan.keep))
+        self._loaded = self._open = self._passed = False
+        #: whether the gradients of a batch are waiting for the optimizer's step
+        self._waiting = False
+        #: whether a checkpoint was due when they were
+        self._owed = False
+        self.optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, *_: Any) -> None:
+        self._waiting = False
+
+    # --- epochs -------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        if not self._loaded:
+            self._go_on()
+        plan = self.plan if self.replica.is_chief else None
+        agree = partial(gather_tree, self.replica.collective)
+        self._agreement = CheckpointAgreement(plan, self.step, agree)
+        saved, self._open = True, True
+        try:
+            with self._agreement.termination:
+                while self.epoch < count:
+                    self._passed = False
+                    yield self.epoch
+                    self.epoch, self.batch = self.epoch + 1, 0
+                    saved = self._look(end_of_epoch=True)
+                if not saved:
+                    self._save()
+        finally:  # also where the loop is left early
+            self._open = False
+            self._writer.wait()
+
+    def begin_pass(self) -> None:
+        """A pass over the loader begins, one for each epoch."""
+        if not self._open or self._passed:
+            raise UsageError(
+                "a loader that was prepared with resume=... is read once in each epoch of "
+                "`for epoch in loader.epochs(n):`, so that it is known where to go on. To look at "
+                "its data besides, prepare another loader."
+            )
+        self._passed = True
+
+    def give(self) -> None:
+        """A batch is given to the loop."""
+        self._waiting = True
+
+    def after_batch(self) -> None:
+        """The loop is done with a batch."""
+        self.batch, self.step = self.batch + 1, self.step + 1
+        if self.step >= self._agreement.next or self._owed:
+            self._look()
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def _look(self, *, end_of_epoch: bool = False) -> bool:
+        """Save if that is due, and end where somebody was asked to; returns whether it was saved.
+        Collective."""
+        agreement = self._agreement
+        self._owed = agreement.due(self.step, end_of_epoch=end_of_epoch) or self._owed
+        if self._waiting:
+            self._owed = self._owed or agreement.terminated
+            return False
+        saves = self._owed or agreement.terminated
+        if saves:
+            self._save()
+        self._owed = False
+        if agreement.terminated:
+            self._writer.wait()
+            if self.replica.is_chief:
+                log.warning("SIGTERM: the training is saved, and goes on when it is started again")
+            raise SystemExit(EXIT_CODE)
+        return saves
+
+    def _save(self) -> None:
+        """Copy everything, and have it written beside the loop. Collective."""
+        replica, model = self.replica, self.model
+        mine = own_state(replica, list(model.buffers()))
+        everybody = gather_tree(replica.collective, mine)
+        if not replica.is_chief:
+            return
+        position = {"epoch": self.epoch, "batch": self.batch, "step": self.step}
+        progress = {
+            **position,
+            "made_by": "loop",
+            "pass": self._journal.begun,
+            "dice": [each.get_state() for each in dice_of(self._loader)],
+            "replicas": everybody,
+            "things": {name: _packed(each.state_dict()) for name, each in self.things.items()},
+        }
+        taken = checkpoint.snapshot(model, self.optimizer, {"resume": progress}, copy=True)
+        self._writer.save(taken, position)
+
+    # --- going on -----------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Put everything to what was saved last, if anything was. Collective."""
+        self._loaded = True
+        replica, saved = self.replica, None
+        if replica.is_chief:
+            saved = load_newest(self.plan, self.model, self.optimizer, "loop")
+            saved = saved and {**saved, "groups": _settings(self.optimizer)}
+        told = broadcast_tree(replica.collective, saved)
+        if told is None:
+            return
+        self.epoch, self.batch, self.step = (int(told[n]) for n in ("epoch", "batch", "step"))
+        setup.align(self.model, replica)
+        setup.align_state(self.optimizer, replica)
+        for group, settings in zip(self.optimizer.param_groups, told["groups"], strict=True):
+            group.update(settings)
+        take_buffers(
+            list(self.model.buffers()), [each["buffers"] for each in told["replicas"]], replica
+        )
+        self._load_things(told["things"])
+        self._go_on_with_data(told)
+
+    def _load_things(self, saved: dict[str, Tensor]) -> None:
+        if saved.keys() != self.things.keys():
+            raise UsageError(
+                f"{self.plan.path} has saved {sorted(saved) or 'nothing'} besides model and "
+                f"optimizer, and this loop remembers {sorted(self.things) or 'nothing'}; call "
+                "loader.remember(...) with the same before loader.epochs(...)."
+            )
+        for name, thing in self.things.items():
+            thing.load_state_dict(_unpacked(saved[name]))
+
+    def _go_on_with_data(self, told: dict[str, Any]) -> None:
+        """Have the next pass be the rest of the one that was saved, in the same order."""
+        replica, begun = self.replica, self.batch > 0
+        own = own_of(told["replicas"], replica)
+        if replica.is_chief:
+            for dice, state in zip(dice_of(self._loader), told["dice"], strict=True):
+                dice.set_state(state)
+        self._journal.go_on(
+            self.batch,
+            told["pass"] if begun else None,
+            partial(set_random, replica, own and own["random"]),
+            seeded=self._loader.persistent_workers and not begun and self.step > 0,
+        )
+        if not begun:
+            self._journal.then()  # the loop may draw before the epoch's first batch
+
+
+def _settings(optimizer: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def _packed(state: Any) -> Tensor:
+    """A state of any plain kind, numbers as keys included, as bytes that travel."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _unpacked(data: Tensor) -> Any:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)

@@ -1,0 +1,191 @@
+"""A seat: everything a replica must know to take its place among the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+
+from stratagem.cluster.membership import Membership
+from stratagem.errors import ClusterError
+from stratagem.training.cross_device import (
+    CrossDeviceOps,
+    Ground,
+    HierarchicalCopyAllReduce,
+    ReductionToOneDevice,
+    SharedMemoryAllReduce,
+    possible,
+)
+from stratagem.training.devices import place
+from stratagem.training.gpu_memory import limit_memory
+from stratagem.training.replica import Replica
+from stratagem.wire.collective import Alone, Collective
+from stratagem.wire.lateness import AGAIN, FIRST, Limit, say_late
+from stratagem.wire.meeting_store import MeetingStore
+from stratagem.wire.process_group import Meeting
+from stratagem.wire.segment import Segment
+from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.torch_dist import HierarchicalCollective, OneDeviceCollective, TorchCollective
+
+T = TypeVar("T")
+
+#: how long one collective may take; a dead or stopped peer is noticed by the membership long before
+PATIENCE = timedelta(minutes=30)
+_LONG = 1e9  # seconds; torch counts milliseconds
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One replica's place; plain data, so that it can be sent to a follower."""
+
+    rank: int
+    #: the rank of the process that leads this replica
+    leader: int
+    names: tuple[str, ...]
+    devices: tuple[str, ...]
+    hosts: tuple[str, ...]
+    ground: Ground
+    op: CrossDeviceOps
+    #: the address of this host on which its replicas listen
+    interface: str = "127.0.0.1"
+    #: shared-memory control block, for replicas of one machine
+    segment: str | None = None
+    #: the name under which process groups exchange their addresses over the membership
+    store: str | None = None
+    threads: int = 0
+    #: seconds that one which lives may keep the others waiting
+    step: float = PATIENCE.total_seconds()
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    def candidates(self) -> tuple[CrossDeviceOps, ...]:
+        """Operations that these replicas can run, the chosen one first."""
+        return tuple(dict.fromkeys([self.op, *possible(self.ground)]))
+
+    def of(self, rank: int) -> Placement:
+        """The same table, another chair."""
+        return replace(self, rank=rank)
+
+
+class WaitWatcher:
+    """Looks up while a replica waits for another: trouble is raised, lateness is said aloud."""
+
+    def __init__(self, membership: Membership, names: tuple[str, ...], limit: Limit) -> None:
+        self._membership = membership
+        self._names = names
+        self._limit = limit
+        self._next = FIRST
+
+    def __call__(self, rank: int, waited: float) -> None:
+        self._membership.raise_if_gone()
+        if waited >= self._limit.seconds:
+            self._limit.give_up(self._names[rank], waited)
+        if waited < 1.0:
+            self._next = FIRST
+        elif waited >= self._next:
+            self._next = waited + AGAIN
+            say_late(self._names[rank], waited)
+
+
+class _Eye:
+    """Looks up while a process group waits.
+
+    A member that has left may still have bytes on their way, so its absence counts only after a
+    while.
+    """
+
+    _ON_THEIR_WAY = 2.0
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def __call__(self, waited: float) -> None:
+        self._membership.raise_if_trouble()
+        if waited > self._ON_THEIR_WAY:
+            self._membership.raise_if_gone()
+
+
+def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.device) -> T:
+    """Run what waits inside torch, deaf to Ctrl-C and to dead peers, in a thread of its own."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # every thread has a current GPU of its own
+            done.append(make())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="stratagem-meeting", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)
+        watch()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+def sit(placement: Placement, membership: Membership) -> Replica:
+    """Take the seat: connect to the others. Collective."""
+    device = place(placement.devices[placement.rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        limit_memory(device)
+    watch = membership.raise_if_trouble
+
+    def connect(name: str, op: CrossDeviceOps) -> Collective:
+        return attentively(lambda: _connect(placement, name, op, membership), watch, device)
+
+    collective = connect("main", placement.op)
+    return Replica(
+        placement.rank,
+        placement.size,
+        device,
+        placement.names[placement.rank],
+        collective,
+        membership,
+        connect,
+        local_index=placement.rank - placement.leader,
+        ops=placement.candidates(),
+    )
+
+
+def _connect(
+    placement: Placement, name: str, op: CrossDeviceOps, membership: Membership
+) -> Collective:
+    if placement.size == 1:
+        return Alone()
+    late = Limit(membership, placement.step)
+    if isinstance(op, SharedMemoryAllReduce):
+        if placement.segment is None or name != "main":
+            raise ClusterError("there is one shared-memory collective a team, made at its start.")
+        control = Segment.attach(placement.segment)
+        watch = WaitWatcher(membership, placement.names, late)
+        return SharedMemoryCollective(
+            placement.rank, placement.size, control, watch, placement.names
+        )
+    backend = "nccl" if placement.ground.nccl else "gloo"
+    assert placement.store is not None
+    store = MeetingStore(membership, f"{placement.store}/{name}", PATIENCE)
+    # torch's own limit names nobody, so ours comes first.
+    limit = max(PATIENCE, timedelta(seconds=min(placement.step, _LONG))) + timedelta(minutes=1)
+    meeting = Meeting(store, placement.interface, limit, _Eye(membership), placement.names, late)
+    arguments = (placement.rank, placement.size, backend, meeting, membership)
+    if isinstance(op, HierarchicalCopyAllReduce):
+        layered = HierarchicalCollective(*arguments)
+        layered.join_packs(op.packs(list(placement.hosts)))
+        return layered
+    if isinstance(op, ReductionToOneDevice):
+        single = OneDeviceCollective(*arguments)
+        single.root = op.root(list(placement.devices))
+        return single
+    return TorchCollective(*arguments)

@@ -1,0 +1,260 @@
+"""One's own training loop, distributed: hooks on the model, shares from the loader."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DataLoader
+
+from stratagem.data.loader import Around, ShareLoader
+from stratagem.data.shares import map_parts
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.training import fingerprint, hints, setup, sync_batchnorm
+from stratagem.training.custom_loop import LossReader, check_reduction, read_losses, reader_of
+from stratagem.training.exchange import GradientExchange, open_exchange
+from stratagem.training.replica import Replica, be, current_replica
+from stratagem.training.settings import Settings
+from stratagem.training.step_figures import figures_of
+from stratagem.wire.tree import gather_tree
+
+#: what takes the hooks off a model again, so that it can be prepared anew
+_undo: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+#: by module, so that any part of a model will do: what its gradients go through
+_kept: weakref.WeakKeyDictionary[nn.Module, list[GradientExchange]] = weakref.WeakKeyDictionary()
+#: by replica: models prepared without a loader, in the same order on all replicas
+_loaderless: weakref.WeakKeyDictionary[Replica, list[weakref.ref[nn.Module]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Prepared(NamedTuple):
+    """The same model and optimizer, and a loader of this replica's shares."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loader: Any
+
+
+def prepare(
+    replica: Replica,
+    settings: Settings,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Any,
+    loss_reduction: str | None,
+) -> Prepared:
+    """Make `backward` leave the global gradient, and the loader deal out shares. Collective."""
+    check_reduction(loss_reduction)
+    model.to(replica.device)
+    if replica.count == 1:
+        _be_here(replica)
+        dealt = isinstance(loader, DataLoader)
+        loader = _counted(_shares(loader, replica, lambda: None), replica) if dealt else loader
+        return Prepared(model, optimizer, _on_device(loader, replica))
+    look = fingerprint.of_loader(loader, "the loader")
+    if not settings.sync_batchnorm:
+        hints.tell_of_batchnorm(model, replica, "sync_batchnorm=True normalises over the batch")
+    reader = read_losses(replica, loss_reduction)
+    exchange = join_gradients(replica, settings, model, optimizer, look, reader)
+    replica.share.forget(replica.count)
+    if loader is None:
+        _loaderless.setdefault(replica, []).append(weakref.ref(model))
+        return Prepared(model, optimizer, None)
+    found = weakref.ref(exchange)
+
+    def at_end() -> None:
+        if (exchange := found()) is not None:
+            exchange.verify()
+        setup.average_buffers(model, replica)
+        _average_loaderless(replica)
+        hints.tell_unsummed(replica)
+        fingerprint.check_trained(replica, model, optimizer)
+        replica.share.forget(replica.count)
+
+    shares = _shares(loader, replica, at_end)
+    return Prepared(model, optimizer, _on_device(shares, replica))
+
+
+def join_gradients(
+    replica: Replica,
+    settings: Settings,
+    model: nn.Module,
+    optimizer: Optimizer,
+    look: fingerprint.Look,
+    reader: LossReader,
+) -> GradientExchange:
+    """From now on `backward` leaves the gradient of all replicas' shares. Collective."""
+    _check_optimizer(model, optimizer)
+    setup.refuse_renormed(model)
+    look |= fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=True)
+    fingerprint.check(replica, "prepare", look)
+    setup.align(model, replica)
+    setup.roll_own_dice(replica)
+    part_gradients(model)
+    unsync = sync_batchnorm.install(model, replica, settings.sync_batchnorm)
+    named = list(model.named_parameters())
+    exchange = open_exchange(named, replica, settings, every_backward=True, reader=reader)
+    undo = [unsync]
+    if settings.committer is not None:
+        undo.append(optimizer.register_step_post_hook(_synced(weakref.ref(exchange))).remove)
+    _undo[model] = partial(_take_away, exchange, undo)
+    for part in model.modules():
+        _kept.setdefault(part, []).append(exchange)
+    return exchange
+
+
+def part_gradients(model: nn.Module) -> None:
+    """From now on `backward` leaves what it leaves on one device."""
+    _undo.pop(model, lambda: None)()
+    for models in _loaderless.values():
+        models[:] = [each for each in models if each() is not model]
+
+
+def _average_loaderless(replica: Replica) -> None:
+    """At any loader's end: models without one have an end of their data then, too. Collective.
+
+    A model may be gone on one replica and wait for the garbage collector on another, so they tell
+    each other first which are left.
+    """
+    models = _loaderless.get(replica)
+    if not models:
+        return
+    here = [each() for each in models]
+    everybody = gather_tree(replica.collective, [each is not None for each in here])
+    left = [all(told) for told in zip(*everybody, strict=True)]
+    models[:] = [each for each, is_left in zip(models, left, strict=True) if is_left]
+    for model, is_left in zip(here, left, strict=True):
+        if model is not None and is_left:
+            setup.average_buffers(model, replica)
+
+
+def prepare_loader(replica: Replica, loader: Any) -> Any:
+    """A loader of shares that belongs to no model: for validation, say. Collective."""
+    if replica.count == 1:
+        _be_here(replica)
+    else:
+        fingerprint.check(replica, "prepare", fingerprint.of_loader(loader, "the loader"))
+    shares = _shares(loader, replica, partial(_average_loaderless, replica))
+    return _on_device(Interlude(shares, replica), replica)
+
+
+def _be_here(replica: Replica) -> None:
+    """A lone replica's loop may stand anywhere in a script: `sg.current_replica()` is it there."""
+    current = current_replica()
+    if current.count == 1 and current is not replica:
+        be(replica)
+
+
+def _shares(loader: Any, replica: Replica, at_end: Callable[[], None]) -> Any:
+    if not isinstance(loader, DataLoader):
+        raise NotDistributable(
+            f"prepare takes a torch DataLoader, not a {type(loader).__name__}; wrap the data in "
+            "one, or leave it out and take this replica's rows of each batch: strategy.rows(batch)."
+        )
+    return ShareLoader(loader, replica.collective, replica.share.set, at_end)
+
+
+def _synced(found: weakref.ref[GradientExchange]) -> Callable[..., None]:
+    def after_step(*_: Any) -> None:
+        if (exchange := found()) is not None:
+            exchange.sync()
+
+    return after_step
+
+
+def _take_away(exchange: GradientExchange, undo: list[Callable[[], None]]) -> None:
+    exchange.close()
+    for exchanges in _kept.values():
+        if exchange in exchanges:
+            exchanges.remove(exchange)
+    for each in undo:
+        each()
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise NotDistributable(
+            "LBFGS searches along a line by the loss of its own share, so that each replica would "
+            "go another way; use another optimizer, or sg.MirroredStrategy of one device."
+        )
+    own = set(model.parameters())
+    for group in optimizer.param_groups:
+        if not own.issuperset(group["params"]):
+            raise UsageError(
+                "the optimizer holds parameters that are not this model's; make it from "
+                "model.parameters() of the same model, before prepare. If it trains several models "
+                "(an encoder and a decoder), put them into one nn.ModuleList and prepare that."
+            )
+
+
+class _counted(Around):
+    """The batches of a lone replica: each is a step, since no exchange counts them."""
+
+    def __init__(self, loader: Any, replica: Replica) -> None:
+        super().__init__(loader)
+        self._replica = replica
+
+    def __iter__(self) -> Any:
+        figures = figures_of(self._replica)
+        for batch in self.loader:
+            yield batch
+            figures.step(self._replica.share.examples)
+
+
+class DeviceLoader(Around):
+    """Moves each batch to the replica's device."""
+
+    def __init__(self, loader: Any, replica: Replica) -> None:
+        super().__init__(loader)
+        self.device = replica.device
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:
+            yield to_device(batch, self.device)
+
+
+class Interlude(Around):
+    """A loop that may stand within another: however it is left, the share is what it was."""
+
+    def __init__(self, loader: Any, replica: Replica) -> None:
+        super().__init__(loader)
+        self._replica = replica
+
+    def __iter__(self) -> Any:
+        replica = self._replica
+        share, reader = replica.share, reader_of(replica)
+        hints.tell_unsummed(replica)
+        passes = reader.passes if reader is not None else 0
+        before = (share.examples, share.total, share.weight) if share.announced else None
+        mine = total = 0
+        try:
+            for batch in self.loader:
+                mine, total = mine + share.examples, total + share.total
+                yield batch
+            if before is None:
+                share.forget(replica.count)
+            if reader is None or reader.passes == passes:
+                hints.was_read(replica, mine, total)
+        finally:  # a batch taken by next(iter(loader)) is in hand until the next one comes
+            if before is not None:
+                share.set(*before)
+
+
+def _on_device(loader: Any, replica: Replica) -> Any:
+    if loader is None or replica.device.type == "cpu":
+        return loader
+    return DeviceLoader(loader, replica)
+
+
+def to_device(tree: Any, device: Any) -> Any:
+    """Every tensor of a batch on `device`."""
+    if type(tree) is Tensor and tree.device == device:  # as mostly, where data stays there
+        return tree
+    if hasattr(tree, "to"):
+        return tree.to(device, non_blocking=True)
+    return map_parts(lambda part: to_device(part, device), tree)

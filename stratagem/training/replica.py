@@ -1,0 +1,256 @@
+"""One replica: its place among the others, and what it can do together with them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stratagem.cluster.membership import Membership
+from stratagem.data.shares import Ordering
+from stratagem.data.streams import RandomStreams
+from stratagem.errors import UsageError
+from stratagem.training.cross_device import CrossDeviceOps, RingAllReduce
+from stratagem.wire.collective import Alone, Collective
+from stratagem.wire.tree import gather_tree
+
+ReduceOp = Literal["sum", "mean", "max", "min"]
+
+
+@dataclass
+class Share:
+    """How much of the current global batch is this replica's, and what its gradient weighs."""
+
+    examples: int
+    total: int
+    weight: float
+    #: whether a batch was cut here, so that these are its rows
+    announced: bool = False
+
+    def set(self, examples: int, total: int, weight: float | None = None) -> None:
+        """A new batch; the weight is the share of the examples unless given."""
+        self.examples, self.total, self.announced = examples, total, True
+        if weight is None:
+            weight = examples / total if total else 0.0
+        self.weight = weight
+
+    def forget(self, count: int) -> None:
+        """No batch is in hand: each of `count` replicas weighs the same."""
+        self.set(1, count)
+        self.announced = False
+
+
+def _no_others(name: str, op: CrossDeviceOps) -> Collective:
+    return Alone()
+
+
+@dataclass(eq=False)
+class Replica:
+    """What `sg.current_replica()` returns: inside `strategy.run`, and in a process that is one."""
+
+    index: int
+    count: int
+    device: torch.device
+    name: str
+    collective: Collective = field(repr=False)
+    membership: Membership = field(repr=False)
+    #: opens another collective of all replicas; everybody calls it alike
+    connect: Callable[[str, CrossDeviceOps], Collective] = field(repr=False, default=_no_others)
+    #: its number among the replicas of its own process
+    local_index: int = 0
+    #: what these replicas can run, the main collective's own first
+    ops: tuple[CrossDeviceOps, ...] = ()
+    #: the fastest collective by number of elements, once measured
+    measured: dict[int, Collective] = field(default_factory=dict, repr=False)
+    #: whether its worker is the chief; the devices of another are a group of their own
+    with_chief: bool = field(default=True, repr=False)
+    #: how often its code has combined something with the other replicas
+    meetings: int = field(default=0, init=False, repr=False)
+    #: how many batches its code has cut by `strategy.rows`
+    cuts: int = field(default=0, init=False, repr=False)
+    share: Share = field(init=False)
+    #: on the chief of a fit or an evaluation: random numbers for the data, apart from the model's
+    streams: RandomStreams | None = field(default=None, init=False, repr=False)
+    _side: Collective | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.share = Share(1, self.count, 1 / self.count)
+
+    def open(self, op: CrossDeviceOps) -> Collective:
+        """The collective that runs `op`. Collective itself."""
+        if op == self.ops[0]:
+            return self.collective
+        return self.connect(type(op).__name__, op)
+
+    def beside(self) -> Collective:
+        """A collective whose order is independent of the gradients'. Collective itself."""
+        if not self.collective.overlaps:
+            return self.collective  # its gradients travel only after backward
+        if self._side is None:
+            self._side = self.connect("side", RingAllReduce())
+        return self._side
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of those that it works together with."""
+        return self.index == 0
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether it writes checkpoints and logs."""
+        return self.leads and self.with_chief
+
+    @property
+    def ordering(self) -> Ordering:
+        """Inside of what it returns, draws order the data."""
+        return nullcontext if self.streams is None else self.streams.for_data
+
+    def all_gather(self, tensor: Tensor | float) -> list[Tensor]:
+        """Every replica's tensor or number, in order; shapes may differ."""
+        tensor = as_tensor(tensor)
+        self.meetings += 1
+        parts = gather_tree(self.collective, tensor)
+        return [part.to(tensor.device) for part in parts]
+
+    def all_reduce(self, tensor: Tensor | float, op: ReduceOp = "sum") -> Tensor:
+        """The sum, mean, max or min of every replica's tensor or number."""
+        return combine(self.all_gather(tensor), op)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The source's tensor; the argument is overwritten with it."""
+        self.collective.broadcast(tensor, source)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for all replicas."""
+        self.collective.barrier()
+
+
+def as_tensor(value: object) -> Tensor:
+    """What is to be reduced or gathered, as a tensor."""
+    try:
+        return torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            "a call that reduces or gathers takes tensors or numbers, and this is a "
+            f"{type(value).__name__} ({error}); call it for each of the values."
+        ) from error
+
+
+def combine(parts: Sequence[Tensor], op: str, axis: int | None = None) -> Tensor:
+    """Reduce values of several replicas, across them and, with `axis`, along that axis too.
+
+    The mean over an axis weighs every row alike, however unevenly rows lie on the replicas.
+    """
+    if op not in ("sum", "mean", "max", "min"):
+        raise UsageError(f'reduce op {op!r} is not known; choose "sum", "mean", "max" or "min".')
+    if axis is not None:
+        rows = torch.cat(list(parts), dim=axis)
+        if op == "mean":
+            return rows.mean(axis, dtype=_mean_type(rows))
+        return rows.sum(axis) if op == "sum" else getattr(rows, f"a{op}")(axis)
+    if any(part.shape != parts[0].shape for part in parts):
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise UsageError(
+            f"the tensors of the replicas have different shapes ({shapes}), so they cannot be "
+            "reduced; all_gather takes any, and reduce(..., axis=0) reduces along their rows."
+        )
+    stacked = torch.stack(list(parts))
+    if op == "mean":
+        return stacked.mean(0, dtype=_mean_type(stacked))
+    return stacked.sum(0) if op == "sum" else getattr(stacked, f"a{op}")(0)
+
+
+def _mean_type(tensor: Tensor) -> torch.dtype | None:
+    """Means of whole numbers are float32."""
+    return None if tensor.is_floating_point() or tensor.is_complex() else torch.float32
+
+
+#: the one that a call (strategy.run, fit) is running on now
+_called: Replica | None = None
+#: whether that call runs the user's own code: strategy.run
+_runs_user_code = False
+#: those that this process is outside of any call, the latest strategy's last
+_own: list[weakref.ref[Replica]] = []
+
+
+def current_replica() -> Replica:
+    """The replica that this code runs on; a lone one outside any strategy."""
+    if _called is not None:
+        return _called
+    alive = [replica for each in _own if (replica := each()) is not None]
+    if alive:
+        return alive[-1]
+    return Replica(0, 1, torch.device("cpu"), "replica 0", Alone(), Membership.alone())
+
+
+def alone(replica: Replica) -> Replica:
+    """The same device, without the others."""
+    return Replica(0, 1, replica.device, replica.name, Alone(), Membership.alone())
+
+
+def called_replica() -> Replica | None:
+    """The replica that the present call runs on, if it is one of several; None outside of calls."""
+    return _called if _called is not None and _called.count > 1 else None
+
+
+def current_call() -> Replica | None:
+    """The replica of the present call, also a lone one."""
+    return _called
+
+
+_turn = threading.RLock()
+
+
+def turn() -> AbstractContextManager[object]:
+    """Calls of several threads take turns: there is one replica that a call runs on."""
+    return _turn
+
+
+def _new_turn() -> None:
+    """In a forked child nobody has it, whatever the parent's threads did."""
+    global _turn
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_turn)
+
+
+def set_called(replica: Replica | None) -> Replica | None:
+    """Begin or end a call on `replica`; returns the one before."""
+    global _called
+    before, _called = _called, replica
+    return before
+
+
+@contextmanager
+def user_code() -> Iterator[None]:
+    """Around what strategy.run was given."""
+    global _runs_user_code
+    before, _runs_user_code = _runs_user_code, True
+    try:
+        yield
+    finally:
+        _runs_user_code = before
+
+
+def in_user_code() -> bool:
+    """Whether training steps here are the user's: not those of `fit`."""
+    return _called is None or _runs_user_code
+
+
+def be(replica: Replica) -> None:
+    """This process is `replica` from now on, outside of calls as well."""
+    _own.append(weakref.ref(replica))
+
+
+def be_no_more(replica: Replica) -> None:
+    """Take `be` back; this process is what it was before, or a lone replica."""
+    _own[:] = [each for each in _own if each() not in (None, replica)]

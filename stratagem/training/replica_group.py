@@ -1,0 +1,376 @@
+"""The replicas of one strategy, seen from one process: who they are, and how to run on them.
+
+A process leads the replicas on its own devices: it is the first of them itself and starts the
+others (replicas/). With a cluster in the environment, several such processes meet (cluster/) and
+all their replicas form one group.
+
+    process of worker 0          process of worker 1
+    ├── replica 0  (itself)      ├── replica 2  (itself)
+    └── replica 1  (follower)    └── replica 3  (follower)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stratagem import tracebacks
+from stratagem.cluster.generations import Generations
+from stratagem.cluster.membership import Failure, Member, Membership
+from stratagem.cluster.spec import Place
+from stratagem.data.streams import RngStates
+from stratagem.errors import (
+    ReplicaError,
+    ReplicaFailed,
+    ReplicaLost,
+    ReplicaMissing,
+    ReplicaStalled,
+    UsageError,
+)
+from stratagem.figures.recorder import event
+from stratagem.replicas import follower
+from stratagem.replicas.pool import Pool
+from stratagem.replicas.zygote import ZygoteProcess, how_it_ended
+from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
+from stratagem.training.elastic import Elastic, Tries
+from stratagem.training.group_followers import LocalMembership, run_call, sit_down
+from stratagem.training.placement import Placement, sit
+from stratagem.training.replica import (
+    Replica,
+    be,
+    be_no_more,
+    called_replica,
+    current_call,
+    set_called,
+    turn,
+)
+from stratagem.training.settings import Settings
+
+log = logging.getLogger("stratagem")
+
+#: what followers get: the same as the caller, or something else, made when they are called
+Sent = tuple[Any, ...] | Callable[[], tuple[Any, ...]] | None
+
+
+class ReplicaGroup:
+    """Starts replicas when they are first needed, runs calls on them, ends them."""
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        settings: Settings,
+        place: Place | None,
+        patience: Patience,
+        *,
+        inside: bool = False,
+        insecure: bool = False,
+        elastic: Elastic | None = None,
+    ) -> None:
+        tracebacks.install()  # whoever waits for the other tasks may be interrupted
+        self.devices = tuple(devices)
+        self.place = place
+        self.patience = patience
+        self._party = AgreeingProcess(self.devices, settings, place, patience, insecure)
+        self.replica: Replica | None = None
+        #: the replica that this process is, where it leads no other; until close, failed or not
+        self._self: Replica | None = None
+        self._pool: Pool | None = None
+        self._cluster: Membership | None = None
+        self._local: Membership | None = None
+        self._elastic = elastic
+        self._generations: Generations | None = None
+        #: how many calls could be begun again, so that tasks may join in them
+        self._calls = 0
+        self._offer = Offer()
+        self._threads = 0
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self.size = len(self.devices)
+        if len(self.devices) > 1 and not inside:
+            ZygoteProcess.get()  # imports torch while the caller builds a model
+        if place is not None:
+            self._cluster = self._join()
+            if self._cluster is not None:
+                self.start()
+
+    # --- coming together --------------------------------------------------------------------
+
+    def start(self) -> Replica:
+        """Bring every replica up, unless they are up. Collective in a cluster."""
+        with self._lock:
+            self._refuse_if_forked()
+            if self.replica is None:
+                try:
+                    self.replica = self._start()
+                except BaseException as error:
+                    if not isinstance(error, ReplicaError):
+                        self.report(tracebacks.described(error))
+                    if self._elastic is None or not isinstance(error, ReplicaError):
+                        self.close()
+                    raise
+                if self.place is not None and len(self.devices) == 1:
+                    self._become(self.replica)
+            return self.replica
+
+    def _refuse_if_forked(self) -> None:
+        """What was started belongs to the process that did so; what was not, to this one."""
+        if os.getpid() == self._owner:
+            return
+        if self._cluster is not None and self.size > 1:
+            raise forked("replicas")
+        self._owner = os.getpid()
+
+    def _become(self, replica: Replica | None) -> None:
+        if self._self is not None:
+            be_no_more(self._self)
+        if replica is not None:
+            be(replica)
+        self._self = replica
+
+    def _start(self) -> Replica:
+        if self._cluster is None:
+            self._cluster = self._join()
+        if self._cluster is None:
+            raise UsageError(
+                "the job runs already, and a task that comes later takes part in it in fit, "
+                "evaluate and predict only, not in custom loops and strategy.run."
+            )
+        self._cluster.raise_if_trouble()
+        placement, self._offer = agree(self._party, self._cluster)
+        self._threads = placement.threads
+        others = range(placement.rank + 1, placement.rank + len(self.devices))
+        membership = self._cluster
+        if others:
+            self._pool = Pool([placement.names[rank] for rank in others])
+            membership = self._local = self._open_local(placement)
+            give_up = self.patience.answer
+            self._pool.submit(
+                sit_down,
+                [(placement.of(rank), membership.members, give_up) for rank in others],
+                membership.raise_if_trouble,
+            )
+        membership.on_trouble(_record)
+        replica = sit(placement, membership)
+        replica.barrier()  # nobody may let go of what the others are about to map
+        if self._pool is not None:
+            self._check(self._pool.collect(membership.raise_if_trouble))
+        self.size = placement.size
+        return replica
+
+    def _join(self) -> Membership | None:
+        """The other tasks of the cluster; None if they have begun without this one."""
+        if self._elastic is None:
+            return self._party.join()
+        if self._generations is None:
+            self._generations = self._party.generations(self._elastic.least)
+        return self._party.join() if self._generations is None else self._generations.first()
+
+    def _open_local(self, placement: Placement) -> Membership:
+        assert self._pool is not None and self._cluster is not None
+        members = [Member(placement.names[placement.rank], f"{self.devices[0]}, pid {os.getpid()}")]
+        sockets: dict[int, socket.socket] = {}
+        for i, one in enumerate(self._pool.followers, 1):
+            members.append(Member(one.name, f"{self.devices[i]}, pid {one.pid}"))
+            sockets[i] = one.member
+        local = LocalMembership(members, 0, sockets, self.patience.answer)
+        local.cluster, local.to_hub = self._cluster, self._cluster.to_hub
+        local.board.on_word(self._cluster.publish)
+        self._cluster.board.on_word(local.publish)
+        if len(self._cluster.members) > 1:
+            self._cluster.on_trouble(local.announce)
+            local.on_trouble(self._cluster.announce)
+        return local
+
+    # --- running ----------------------------------------------------------------------------
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        sent: Sent = None,
+        again: Callable[[], int] | None = None,
+    ) -> list[Any]:
+        """Run `function` on every replica of this process; `sent` is what followers get instead.
+
+        With `again` it can be begun again where replicas have left or joined an elastic job: what
+        is done by then is in its arguments, and `again` returns how much that is.
+        """
+        with self._lock, turn():
+            if called_replica() is not None:
+                raise UsageError(
+                    "this code already runs on every replica; strategy.run and fit cannot be "
+                    "nested inside it. Use sg.current_replica() there."
+                )
+            tries, name = Tries(self._elastic, again), ""
+            if again is not None and self._generations is not None:
+                self._calls += 1
+                name = f"call {self._calls}"
+                if self._cluster is None:
+                    self._cluster = self._generations.join(name)
+            before, threads = current_call(), torch.get_num_threads()
+            while True:
+                try:
+                    replica = self.start()
+                    self._let_join(name)
+                    set_called(replica)
+                    told = sent() if callable(sent) else args if sent is None else sent
+                    return self._call(replica, function, args, told, done=tries.elastic)
+                except BaseException as error:
+                    trouble = self._trouble()
+                    better = self._fall(error)
+                    if tries.left(better, trouble):
+                        self._regroup(better, name)
+                        continue
+                    if better is error:
+                        raise
+                    raise better from better.__cause__ or error
+                finally:
+                    self._let_join(None)
+                    set_called(before)
+                    torch.set_num_threads(threads)
+
+    def _trouble(self) -> Failure | None:
+        """What has happened to a member, here or elsewhere."""
+        known = (each.trouble for each in (self._local, self._cluster) if each is not None)
+        return next((trouble for trouble in known if trouble is not None), None)
+
+    def _let_join(self, name: str | None) -> None:
+        if self._generations is not None:
+            self._generations.open(name or None)
+
+    def _regroup(self, error: BaseException, name: str) -> None:
+        """Come together again with those who are still here, and those who wait to join."""
+        log.warning("%s The others go on.", str(error).removesuffix(" Then start the job again."))
+        if self._generations is None or self._cluster is None:
+            return  # the replicas are this process's own: the next call starts them again
+        try:
+            self._cluster = self._generations.next(self._cluster, name)
+        except ReplicaMissing as missing:
+            raise error from missing
+
+    def _call(
+        self,
+        replica: Replica,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        sent: tuple[Any, ...],
+        *,
+        done: bool = False,
+    ) -> list[Any]:
+        """`done`: what others have come to is no more needed once this process has its result."""
+        watch = replica.membership.raise_if_gone
+        if self._pool is not None:
+            call = (function, sent, torch.get_default_dtype(), RngStates.of_caller())
+            self._pool.submit(run_call, [call] * len(self._pool.followers), watch)
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        mine = function(*args)
+        if self._pool is None:
+            return [mine]
+        try:
+            return [mine, *self._check(self._pool.collect(watch))]
+        except (ReplicaLost, ReplicaStalled) as error:
+            if not done:
+                raise
+            log.warning("%s It had done its part.", self._fall(error))
+            return [mine]
+
+    def _check(self, answers: list[follower.CallResult]) -> list[Any]:
+        assert self._pool is not None
+        for one, answer in zip(self._pool.followers, answers, strict=True):
+            if isinstance(answer.error, ReplicaError):
+                raise answer.error  # it only passes on what happened to another
+            if answer.failed:
+                raise _failure(one.name, answer) from answer.error
+        return [answer.value for answer in answers]
+
+    # --- coming apart -----------------------------------------------------------------------
+
+    def _fall(self, error: BaseException) -> BaseException:
+        """End everything after a failure; the next call starts afresh. Returns what to raise."""
+        if self._cluster is not None and len(self._cluster.members) > 1:
+            if not isinstance(error, ReplicaError):
+                self.report(tracebacks.described(error))
+        elif self._generations is None:
+            self._cluster = None
+        local, pool = self._local, self._pool
+        trouble = local.trouble if local is not None else None
+        one = None
+        if trouble is not None and pool is not None and isinstance(error, ReplicaError):
+            one = next((f for f in pool.followers if f.name == trouble.member.name), None)
+        answer = one.answer(1.0) if one is not None and isinstance(error, ReplicaFailed) else None
+        orphaned = pool.orphaned() if pool is not None else None
+        status = self._end()
+        if orphaned is not None and isinstance(error, ReplicaLost | OSError):
+            error = orphaned
+        elif one is not None and answer is not None:
+            error = _failure(one.name, answer)
+            error.__cause__ = answer.error
+        elif one is not None and isinstance(error, ReplicaLost) and error.who == one.name:
+            assert trouble is not None
+            error = ReplicaLost(_epitaph(trouble.member, status.get(one.pid)), one.name)
+        return error
+
+    def report(self, detail: str) -> None:
+        """Tell the other tasks of the cluster why this one ends."""
+        if os.getpid() == self._owner and self._cluster is not None:
+            self._cluster.report_failure(detail)
+
+    def _end(self) -> dict[int, int | None]:
+        status: dict[int, int | None] = {}
+        if self._pool is not None:
+            status = self._pool.end()
+            self._pool = None
+        if self.replica is not None:
+            self.replica.collective.close()
+            self.replica = None
+        if self._local is not None:
+            self._local.leave()
+            self._local = None
+        self._offer = Offer()
+        return status
+
+    def close(self) -> None:
+        """End the replicas that this process started, and leave the cluster."""
+        if os.getpid() != self._owner:
+            return  # a forked child (a DataLoader's worker) must not touch its parent's replicas
+        with self._lock:
+            if self._generations is not None:
+                self._generations.close()
+                self._generations = None
+            if self._cluster is not None:
+                self._cluster.leave()  # first, or the others take our followers' end for a death
+                self._cluster = None
+            self._end()
+            self._become(None)
+
+
+def _record(trouble: Failure) -> None:
+    event("fault", str(trouble.error()), about=trouble.member.name)
+
+
+def _epitaph(member: Member, status: int | None) -> str:
+    how, hint = how_it_ended(status)
+    return f"{member} {how} while the others were working. {hint} The strategy can be used again."
+
+
+def _failure(name: str, answer: follower.CallResult) -> ReplicaFailed:
+    return ReplicaFailed(
+        f"{name} raised an exception; the other replicas were stopped. Its traceback:\n\n"
+        f"{answer.text}",
+        name,
+    )
+
+
+def forked(whom: str) -> UsageError:
+    """What a forked child is told that calls those whom its parent has started."""
+    return UsageError(
+        f"this process was forked from the one that started the {whom} of this strategy, and they "
+        "listen to that one only; make a strategy in the child, or use this one in the parent."
+    )

@@ -1,0 +1,51 @@
+"""What each replica has of its own, in a checkpoint: random numbers and running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.data.streams import generator_states, set_beside_torch
+from stratagem.training.replica import Replica
+
+
+def own_state(replica: Replica, buffers: Sequence[Tensor]) -> dict[str, Any]:
+    """Return copies of this replica's; a lone one's buffers are in the checkpoint already."""
+    copies = [b.detach().cpu().clone() for b in buffers] if replica.count > 1 else []
+    return {"random": generator_states(replica.device), "buffers": copies}
+
+
+def own_of(saved: Sequence[Any], replica: Replica) -> Any:
+    """Return what this replica goes on from, among what all had: None where others are here now,
+    but for the chief, which orders the data."""
+    if len(saved) == replica.count or (replica.is_chief and saved):
+        return saved[replica.index]
+    return None
+
+
+def set_random(replica: Replica, random: dict[str, Any] | None) -> None:
+    """What this replica draws goes on; where there was none like it, it has begun by itself."""
+    if random is None:
+        return
+    if replica.streams is not None:
+        replica.streams.go_on(model=random["torch"])
+    else:
+        torch.set_rng_state(random["torch"])
+    set_beside_torch(random, replica.device)
+
+
+@torch.no_grad()
+def take_buffers(mine: list[Tensor], saved: Sequence[list[Tensor]], replica: Replica) -> None:
+    """Each replica's own running statistics where as many are here, else their mean."""
+    if not saved[0]:
+        return  # one device had them; all have its own
+    if len(saved) == replica.count:
+        for buffer, value in zip(mine, saved[replica.index], strict=True):
+            buffer.copy_(value)
+        return
+    for buffer, values in zip(mine, zip(*saved, strict=True), strict=True):
+        if buffer.is_floating_point():
+            buffer.copy_(torch.stack([value.double() for value in values]).mean(0))

@@ -1,0 +1,161 @@
+"""Which axis of a tensor in an autograd graph is that of the rows, and whether it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.training.graph_names import (
+    BY_VALUE,
+    JOINS,
+    LOOKUPS,
+    NUMBERS,
+    RANKED,
+    SOFTMAX,
+    SUMS,
+    WITH_DIM,
+)
+
+_WALK = 200  # nodes, to tell a penalty on weights from a loss, and what carries rows
+
+
+class RowAxis:
+    """Looks down from nodes of one loss over `rows` rows, if that many are known."""
+
+    def __init__(self, rows: int | None) -> None:
+        self.rows = rows
+
+    def is_free(self, node: Any) -> bool:
+        """Whether a tensor has no row axis."""
+        return is_number(node) or self.found_in(node) == "free"
+
+    def found_in(self, node: Any) -> str:
+        """ "rows" if a tensor has a row axis, "free" if it has been reduced; or what is odd."""
+        found: set[str] = set()
+        todo, seen = [node], 0
+        while todo and seen < _WALK:
+            each = todo.pop()
+            name, seen = each.name(), seen + 1
+            if name.endswith("AccumulateGrad"):
+                continue
+            verdict = self._verdict(each, name)
+            if verdict is None:
+                todo += [below for below, _ in each.next_functions if below is not None]
+            else:
+                found.add(verdict)
+        for odd in ("single", "ranked"):
+            if odd in found:
+                return odd
+        if "free" in found and "rows" in found:
+            return "mixed"
+        return "free" if "free" in found else "rows"
+
+    def _verdict(self, node: Any, name: str) -> str | None:
+        """What a node says of its tensor: "" for weights alone, None where its inputs tell."""
+        shape = node._input_metadata[0].shape
+        if name not in BY_VALUE and name not in JOINS and len(shape):
+            return "ranked" if name in RANKED and self._takes_rows(node) else "rows"
+        if not len(shape) or (prod(shape) == 1 and self.rows != 1):
+            return "" if self.is_fixed(node) else "free"
+        rows = self.rows or 0
+        if name in WITH_DIM:
+            return "free" if self._takes_rows(node) else None
+        if name in SOFTMAX:
+            return "mixed" if len(shape) > 1 and 0 in dims_of(node, len(shape)) else None
+        if name in ("SelectBackward0", "UnbindBackward0", "SliceBackward0"):
+            if only_input(node).name().endswith("AccumulateGrad"):
+                return ""
+            sizes = sizes_of(node) or (rows,)
+            kept = shape[0] if name == "SliceBackward0" else 1
+            single = 0 in dims_of(node, len(sizes)) and sizes[0] == rows > kept
+            return "single" if single else None
+        return None
+
+    def _takes_rows(self, node: Any) -> bool:
+        """Whether a node works along the row axis of its input."""
+        below = only_input(node)
+        sizes = sizes_of(node) or (_shape(below) if below is not None else ())
+        return self.of(sizes) in dims_of(node, len(sizes) or 1)
+
+    def of(self, sizes: Sequence[int]) -> int:
+        """The first one, unless another is as long as the share and the first is not."""
+        rows = self.rows
+        return sizes.index(rows) if rows in sizes[1:] and sizes[0] != rows else 0
+
+    def is_picked(self, node: Any) -> bool:
+        """Whether rows have been picked out just before, so that their number depends on values."""
+        for _ in range(8):
+            if node is None:
+                return False
+            name = node.name()
+            if name == "MaskedSelectBackward0":
+                return True
+            if name == "IndexBackward0":
+                return any(
+                    isinstance(t, Tensor) and (t.dtype is torch.bool or len(t) != self.rows)
+                    for t in node._saved_indices[:1]
+                )
+            if name not in BY_VALUE:
+                return False
+            node = only_input(node)
+        return False
+
+    def is_fixed(self, node: Any) -> bool:
+        """Whether there are only weights below: looks for what takes data in."""
+        todo, seen = [node], 0
+        while todo:
+            each = todo.pop()
+            seen += 1
+            name = each.name()
+            if name.endswith("AccumulateGrad"):
+                continue
+            if seen > _WALK or name in LOOKUPS or _takes_data(each, name):
+                return False
+            todo += [below for below, _ in each.next_functions if below is not None]
+        return True
+
+
+def _takes_data(node: Any, name: str) -> bool:
+    """Whether a tensor without a gradient comes in here that may be data.
+
+    One of a weight's own shape is not (where it was, how it is masked, what it is worth).
+    """
+    inputs = [below for below, _ in node.next_functions if below is not None]
+    if len(inputs) == len(node.next_functions):
+        return not inputs
+    if name in NUMBERS or name in SUMS:
+        shape = tuple(node._input_metadata[0].shape)
+        return all(_shape(below) != shape for below in inputs)
+    return True
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    variable = getattr(node, "variable", None)
+    return tuple(node._input_metadata[0].shape if variable is None else variable.shape)
+
+
+def is_number(node: Any) -> bool:
+    return all(prod(meta.shape) == 1 for meta in node._input_metadata)
+
+
+def sizes_of(node: Any) -> Sequence[int]:
+    return tuple(getattr(node, "_saved_self_sym_sizes", ()))
+
+
+def dims_of(node: Any, count: int) -> list[int]:
+    dims = getattr(node, "_saved_dim", None)
+    if dims is None or (not isinstance(dims, int) and not len(dims)):
+        return list(range(count))
+    # torch saves negative ones as unsigned numbers of 64 bits
+    return [
+        (d - 2**64 if d >= 2**63 else d) % max(count, 1)
+        for d in ([dims] if isinstance(dims, int) else dims)
+    ]
+
+
+def only_input(node: Any) -> Any:
+    return next((below for below, _ in node.next_functions if below is not None), None)

@@ -1,0 +1,39 @@
+"""`torch.save` in a custom loop, where every replica may write to the same path at once.
+
+Each replica writes a file of its own and renames it, so whoever comes last leaves a whole file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_plain = torch.save
+
+
+def save_whole_files() -> None:
+    """From now on."""
+    torch.save = _save
+
+
+def _save(obj: Any, f: Any, *args: Any, **options: Any) -> None:
+    if not isinstance(f, str | os.PathLike) or _is_special(f):
+        return _plain(obj, f, *args, **options)
+    path = Path(os.path.realpath(f))
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        _plain(obj, part, *args, **options)
+        if path.exists():
+            os.chmod(part, path.stat().st_mode)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return None
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    """Whether it is no file: a device, say, which cannot be replaced."""
+    return os.path.exists(path) and not os.path.isfile(path)

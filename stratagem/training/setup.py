@@ -1,0 +1,265 @@
+"""What replicas settle before they train together: equal weights, own dice, the reducer."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.optim import Optimizer
+
+from stratagem.codecs.reducer import Reducer, reducer
+from stratagem.compat.torch_names import NormBase
+from stratagem.data.streams import RngStates, mixed, throw_beside_torch
+from stratagem.errors import NotDistributable
+from stratagem.state.digest import digest
+from stratagem.training.replica import Replica
+from stratagem.training.settings import Settings
+from stratagem.wire.collective import Collective
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+log = logging.getLogger("stratagem")
+
+#: models whose buffers have been spoken of
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+#: of frozen parameters, when they were last alike everywhere
+_versions: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+
+_ROUNDS = 4
+
+#: from one device's random numbers to the next one's; between, there is room for those of workers
+DEVICES = 4093
+
+
+def align(module: nn.Module, replica: Replica) -> None:
+    """Give every replica the chief's parameters and buffers. Collective."""
+    if replica.count == 1:
+        return
+    spread([*module.parameters(), *module.buffers()], replica)
+    _versions[module] = {name: p._version for name, p in _frozen(module).items()}
+
+
+def spread(tensors: Sequence[Tensor], replica: Replica) -> None:
+    """The first replica's values, on every one. Collective."""
+    told = broadcast_tree(replica.collective, [t.detach() for t in tensors])
+    if not replica.leads:
+        with torch.no_grad():
+            for mine, theirs in zip(tensors, told, strict=True):
+                _unexpanded(mine).copy_(_unexpanded(theirs, mine))
+
+
+def align_state(optimizer: Optimizer, replica: Replica) -> None:
+    """The chief's state of the optimizer on every replica, where another process has none, or
+    another one: it may not have loaded what the chief has. Collective."""
+    if replica.count == 1:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state.get(p, {}) for p in params]
+    looks = [
+        {name: digest(v) if isinstance(v, Tensor) else v for name, v in state.items()}
+        for state in states
+    ]
+    everybody = gather_tree(replica.collective, looks)
+    if all(look == everybody[0] for look in everybody):
+        return
+    told = broadcast_tree(replica.collective, [dict(state) for state in states])
+    if replica.is_chief:
+        return
+    for param, state in zip(params, told, strict=True):
+        optimizer.state[param] = {
+            name: v.to(param.device) if isinstance(v, Tensor) and v.shape == param.shape else v
+            for name, v in state.items()
+        }
+
+
+def refuse_renormed(module: nn.Module) -> None:
+    """Refuse layers that write into their weights as they look them up: each replica would do so
+    with the rows of its own share only."""
+    for name, part in module.named_modules():
+        if getattr(part, "max_norm", None) is not None:
+            raise NotDistributable(
+                f"{name or type(part).__name__!r} has max_norm={part.max_norm}, with which forward "
+                "rewrites the rows that it looks up, on each replica others; leave max_norm out, "
+                "and limit the rows in a callback at the end of an epoch, or in your own loop."
+            )
+
+
+def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Without the repetitions of `expand`, in which one number stands for many."""
+    strides = (tensor if like is None else like).stride()
+    for dim, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def roll_own_dice(replica: Replica, generation: int = 0) -> None:
+    """Different random numbers on each replica, all of them following from the chief's seed.
+
+    The chief keeps its own sequence, so that it shuffles as one device would.
+    """
+    if replica.count == 1:
+        return
+    mine = [torch.initial_seed() & (2**62 - 1), *RngStates.of_caller().beside_torch()]
+    base, *others = broadcast_tree(replica.collective, mine)
+    if not replica.leads:
+        torch.manual_seed(mixed(base, replica.index, generation))
+        throw_beside_torch(others, replica.index)
+
+
+def roll_dice_of_devices(replica: Replica) -> None:
+    """The same for the devices of one worker of servers: other numbers than any other worker's."""
+    base = broadcast_tree(replica.collective, torch.initial_seed() & (2**62 - 1))
+    if not replica.leads:
+        torch.manual_seed(mixed(base, DEVICES * replica.index))
+
+
+def average_buffers(module: nn.Module, replica: Replica) -> None:
+    """One defined answer for running statistics: the mean over replicas. Collective.
+
+    Whole numbers have no such answer, nor what has grown to another shape, nor frozen parameters
+    that forward writes to: each replica keeps its own, and the chief says so where they have come
+    apart.
+    """
+    if replica.count == 1:
+        return
+    floats = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+    counts = _own_counts(module) | _written(module)
+    digests = {name: digest(tensor) for name, tensor in counts.items()}
+    mine = [{name: b.detach() for name, b in floats.items()}, digests]
+    everybody = gather_tree(replica.collective, mine)
+    apart = _apart([digests for _, digests in everybody])
+    for name, buffer in floats.items():
+        values = [told[name].double() for told, _ in everybody if name in told]
+        if len(values) < replica.count or any(v.shape != buffer.shape for v in values):
+            apart.append(name)
+            continue
+        if all(torch.equal(value, values[0]) for value in values):
+            continue  # unwritten: a backward to come may need it
+        total = sum(values, torch.zeros(()).double())
+        _unexpanded(buffer).copy_(_unexpanded(total / replica.count, buffer))
+    if replica.leads:
+        _warn_of(module, apart)
+
+
+def take_iterated(module: nn.Module, replica: Replica) -> None:
+    """The chief's buffers of parametrizations (spectral_norm's vectors), everywhere. Collective.
+
+    Every forward writes into them what follows from the weights alone, so they are the same on all
+    replicas, but where one has had no forward: no rows of a batch. The chief has rows of each.
+    """
+    mine = _iterated(module)
+    if not mine:
+        return
+    told = broadcast_tree(replica.collective, [buffer.detach() for buffer in mine])
+    if not replica.is_chief:
+        with torch.no_grad():
+            for buffer, theirs in zip(mine, told, strict=True):
+                buffer.copy_(theirs)
+
+
+def _iterated(module: nn.Module) -> list[Tensor]:
+    found: list[Tensor] = []
+    for part in module.modules():
+        if isinstance(part, ParametrizationList):
+            found += part.buffers()
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):  # torch's older way
+                found += [getattr(part, f"{hook.name}_{end}") for end in ("u", "v")]
+    return found
+
+
+def _own_counts(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers of whole numbers, but for those of torch's norms: batches, which the chief knows."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules()
+        if not isinstance(part, NormBase)
+        for name, buffer in part.named_buffers(recurse=False)
+        if not buffer.is_floating_point() and not buffer.is_complex()
+    }
+
+
+def _frozen(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in module.named_parameters() if not p.requires_grad}
+
+
+def _written(module: nn.Module) -> dict[str, Tensor]:
+    """Frozen parameters that somebody has written to since they were aligned."""
+    before = _versions.get(module, {})
+    return {
+        name: p for name, p in _frozen(module).items() if p._version != before.get(name, p._version)
+    }
+
+
+def _apart(everybody: list[dict[str, list[int]]]) -> list[str]:
+    """What is not the same on all replicas, given their digests."""
+    names = dict.fromkeys(name for digests in everybody for name in digests)
+    return [name for name in names if any(d.get(name) != everybody[0].get(name) for d in everybody)]
+
+
+def _warn_of(module: nn.Module, apart: list[str]) -> None:
+    """Say, once a model, what differs."""
+    if apart and module not in _warned:
+        _warned.add(module)
+        log.warning(
+            "buffers, or frozen parameters, came to differ between the replicas, since each sees "
+            "its own rows (%s); the model keeps replica 0's. Count rows outside of the module: in "
+            "a callback, or a loop.",
+            ", ".join(apart),
+        )
+
+
+def choose_reducer(params: Sequence[Tensor], replica: Replica, settings: Settings) -> Reducer:
+    """The reducer for these gradients; "auto" measures the candidates on their size."""
+    if settings.op != "auto" or replica.count == 1:
+        return reducer(replica.collective, settings.wire)
+    elements = sum(p.numel() for p in params)
+    return reducer(_fastest(elements, replica), settings.wire)
+
+
+def _fastest(elements: int, replica: Replica) -> Collective:
+    known = replica.measured.get(elements)
+    if known is not None:
+        return known
+    times: dict[str, float] = {}
+    built: dict[str, Collective] = {}
+    for op in replica.ops:
+        name, collective = type(op).__name__, replica.open(op)
+        built[name] = collective
+        times[name] = _time(collective, elements, replica)
+    best = min(times, key=lambda name: times[name])
+    for name, collective in built.items():
+        if name != best and collective is not replica.collective:
+            collective.close()
+    if replica.is_chief:
+        figures = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in times.items())
+        log.warning(
+            'cross_device_ops="auto": %.1f MB of gradients on %d replicas: %s; taking %s',
+            elements * 4e-6,
+            replica.count,
+            figures,
+            best,
+        )
+    replica.measured[elements] = built[best]
+    return built[best]
+
+
+def _time(collective: Collective, elements: int, replica: Replica) -> float:
+    """Seconds of the best round, as the slowest replica saw it."""
+    flat = collective.buffer(elements, torch.float32, replica.device)
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        replica.barrier()
+        start = time.perf_counter()
+        collective.all_reduce(flat).wait()
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+        best = min(best, time.perf_counter() - start)
+    return float(max(gather_tree(replica.collective, best)))

@@ -1,0 +1,145 @@
+"""The figures of one replica's steps: a line a second, for the run's folder and for the chief.
+
+The chief hears the lines of all replicas, and says who is slow (`rules/slowness.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stratagem.figures.meter import METER
+from stratagem.figures.recorder import PERIOD, event, recorder
+from stratagem.rules.slowness import STEPS, Sample, SlowRule
+from stratagem.training.replica import Replica
+from stratagem.wire import link_time
+
+log = logging.getLogger("stratagem")
+
+Line = dict[str, Any]
+#: seconds that a step took: in all, loading, waiting, on the link
+Times = tuple[float, float, float, float]
+
+
+class SlowWatch:
+    """The chief's ear: says once of each task that it is slow, and why."""
+
+    def __init__(self) -> None:
+        self._rule, self._lock = SlowRule(), threading.Lock()
+
+    def hear(self, line: Mapping[str, Any]) -> None:
+        """A task tells its figures."""
+        task, sample = str(line.get("task", "")), Sample.from_json(line)
+        with self._lock:
+            found = self._rule.add(task, sample)
+        if found is not None:
+            log.warning("%s", found)
+            event("slow", str(found), about=task, reason=found.reason)
+
+
+class StepFigures:
+    """Counts the steps of one task; `tell` brings its lines to the chief."""
+
+    def __init__(self, task: str, tell: Callable[[Line], None]) -> None:
+        self.task, self._tell = task, tell
+        self._recorder = recorder(task)
+        #: how many steps this task has made
+        self.steps = 0
+        self._times: list[Times] = []
+        self._examples, self._passes = 0, -1
+        self._at = self._flushed = time.perf_counter()
+        meter = METER
+        self._load, self._wait, self._link = meter.load, meter.wait, meter.link
+        self._bytes, self._pushes, self._stale = meter.bytes, meter.pushes, meter.staleness
+        if self._recorder is not None:
+            self._recorder.keep_writing(self._idle)
+
+    def step(self, examples: int) -> None:
+        """A step is over, of so many examples of this task's own."""
+        now, meter = time.perf_counter(), METER
+        self.steps += 1
+        if meter.passes == self._passes:
+            self._times.append(
+                (
+                    now - self._at,
+                    meter.load - self._load,
+                    meter.wait - self._wait,
+                    meter.link - self._link,
+                )
+            )
+            self._examples += examples
+        self._at, self._passes = now, meter.passes
+        self._load, self._wait, self._link = meter.load, meter.wait, meter.link
+        if now - self._flushed >= PERIOD:
+            self._flush(now)
+
+    def _flush(self, now: float) -> None:
+        times, self._times = self._times, []
+        examples, self._examples = self._examples, 0
+        seconds, self._flushed = now - self._flushed, now
+        if not times:
+            return
+        meter = METER
+        all_, load, wait, link = mean_times(times)
+        sent = min(wait, link_time.busy() / len(times))  # the rest went beside the computation
+        wait, link = wait - sent, link + sent
+        pushes = meter.pushes - self._pushes
+        line: Line = {
+            "step": self.steps,
+            "steps": len(times),
+            "rate": round(examples / sum(each[0] for each in times), 3),
+            "examples": examples / len(times),
+            "compute": round(max(0.0, all_ - load - wait - link), 7),
+            "load": round(max(0.0, load), 7),
+            "wait": round(wait, 7),
+            "link": round(link, 7),
+            "bytes": round((meter.bytes - self._bytes) / seconds),
+            "staleness": round((meter.staleness - self._stale) / pushes, 3) if pushes else None,
+            "generation": meter.generation,
+        }
+        self._bytes, self._pushes, self._stale = meter.bytes, meter.pushes, meter.staleness
+        if self._recorder is not None:
+            self._recorder.write(**line)
+        self._tell({"task": self.task, **line})
+
+    def _idle(self) -> Line:
+        """For seconds in which no step ended: what this task is in the midst of."""
+        meter = METER
+        since = meter.since if meter.doing else self._at
+        doing = meter.doing or "compute"
+        seconds = round(time.perf_counter() - since, 1)
+        return {
+            "step": self.steps,
+            "steps": 0,
+            "doing": doing,
+            "seconds": seconds,
+            "generation": meter.generation,
+        }
+
+
+def mean_times(times: Sequence[Times]) -> Times:
+    """Of each kind, without the longest twentieth of the steps."""
+    kept = times
+    if len(times) >= STEPS:
+        kept = sorted(times, key=lambda each: each[0] - each[2])
+        kept = kept[: len(kept) - len(kept) // STEPS]
+    all_, load, wait, link = (sum(kind) / len(kept) for kind in zip(*kept, strict=True))
+    return all_, load, wait, link
+
+
+_figures: weakref.WeakKeyDictionary[Replica, StepFigures] = weakref.WeakKeyDictionary()
+
+
+def figures_of(replica: Replica) -> StepFigures:
+    """Those of a replica that all-reduces with others, or works alone."""
+    found = _figures.get(replica)
+    if found is None:
+        membership = replica.membership
+        if replica.count > 1 and replica.is_chief:
+            membership.to_hub.on_note(SlowWatch().hear)
+        found = _figures[replica] = StepFigures(replica.name, membership.to_hub.give)
+    return found

@@ -1,0 +1,49 @@
+"""SIGTERM while a training keeps checkpoints: it saves one more, and ends with a code of its own.
+
+Schedulers send SIGTERM some time before they take a machine away. Who ends with `EXIT_CODE` says:
+I have saved what I did; start me again, and I go on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+#: EX_TEMPFAIL of sysexits.h: a failure that passes; try again
+EXIT_CODE = 75
+
+
+class Termination:
+    """While it is open, SIGTERM is noted and ends nothing by itself; a second one does."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+        self._open = False
+
+    def __enter__(self) -> Termination:
+        # a handler of the user's own stays: it may checkpoint by itself
+        default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if threading.current_thread() is threading.main_thread() and default:
+            self._before = signal.signal(signal.SIGTERM, self._receive)
+            self._open = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._open:
+            signal.signal(signal.SIGTERM, self._before)
+            self._open = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.asked = True

@@ -1,0 +1,224 @@
+"""One torch process group, reduced to the four moves that the cross-device algorithms need.
+
+Groups are made directly, never through `init_process_group`: that one is global to the process
+(so two strategies could not live side by side), replaces `sys.excepthook`, and makes newer Keras
+wrap models in DDP. Sixteen-bit tensors travel as they are and are added up in fp32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from stratagem.compat.torch_names import gloo_options, nccl_options
+from stratagem.figures.meter import METER
+from stratagem.wire import link_time
+from stratagem.wire.collective import Pending
+from stratagem.wire.lateness import Lateness, Limit
+from stratagem.wire.point_to_point import BackgroundWork, sum_half
+from stratagem.wire.port_filter import listening, shut
+
+_GLANCE = timedelta(milliseconds=200)
+_TAGS = 1 << 30  # of single messages; Gloo counts in 32 bits
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where a group comes together: a store, the address to listen on, and a time limit."""
+
+    store: Any
+    hostname: str
+    limit: timedelta
+    #: called with the seconds waited so far; raises when a member is in trouble
+    watch: Callable[[float], None]
+    #: every replica's name, by rank
+    names: tuple[str, ...] = ()
+    #: how long a member may be late; None for as long as `limit` lasts
+    late: Limit | None = None
+
+
+class ProcessGroup:
+    """Some replicas, by their place in this group: 0 .. size-1."""
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        backend: str,
+        meeting: Meeting,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._backend, self._watch = backend, meeting.watch
+        self._turn = self._tag = 0
+        #: what Gloo has begun and may not have ended
+        self._works: deque[Any] = deque()
+        self._store = meeting.store  # torch's prefix does not keep a Python object alive
+        store = c10d.PrefixStore(name, meeting.store)
+        names = [meeting.names[r] for r in members or range(len(meeting.names))]
+        self._lateness = Lateness(store, rank, names, meeting.late)
+        if backend == "nccl":
+            options = nccl_options(meeting.limit)
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            device, ports = listening(partial(_device, meeting.hostname))
+            options = gloo_options(meeting.limit, device)
+            made = partial(dist.ProcessGroupGloo, store, rank, size, options)
+            self._group = link_time.watched(made)
+            shut(ports, _published(store, rank))
+            _release()
+            weakref.finalize(self, _let_go, self._group, self._works)
+
+    def _begin(self, work: Any) -> Any:
+        if self._backend == "gloo":
+            while self._works and self._works[0].is_completed():
+                self._works.popleft()
+            self._works.append(work)
+        return work
+
+    def wait(self, work: Any) -> None:
+        """Wait for work of this group, with an eye on its members.
+
+        Gloo itself would wait for a stopped peer until its time limit, and its `abort` wakes
+        nobody. (For NCCL this only makes the GPU's stream wait.)
+        """
+        self._turn += 1
+        since = METER.begin_wait()
+        try:
+            self._wait(work)
+        finally:
+            METER.end_wait(since)
+
+    def _wait(self, work: Any) -> None:
+        started = time.monotonic()
+        while self._backend == "gloo" and not work.is_completed():
+            try:
+                work.wait(_GLANCE)
+            except RuntimeError:
+                if work.is_completed():
+                    break  # meanwhile; the last wait below tells how it went
+                waited = time.monotonic() - started
+                self._watch(waited)
+                self._lateness.waiting(self._turn, waited)
+        work.wait()
+
+    def _do(self, work: Any) -> None:
+        self.wait(self._begin(work))
+
+    def sum(self, flat: Tensor) -> Pending:
+        """Add up over the group, in place."""
+        if self.size == 1:
+            return Pending()
+        METER.bytes += flat.nbytes
+        if flat.dtype in HALF and self._backend == "gloo" and flat.device.type == "cpu":
+            self._tag = (self._tag + 2) % _TAGS
+            errand = self._begin(BackgroundWork(sum_half, self._group, self.rank, flat, self._tag))
+            return Pending(lambda: self.wait(errand))
+        if flat.dtype in HALF:
+            self._sum_half(flat)
+            return Pending()
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        work = self._begin(self._group.allreduce([flat], options))
+        return Pending(lambda: self.wait(work))
+
+    def _sum_half(self, flat: Tensor) -> None:
+        """Scatter the chunks, add each in fp32 on one member, gather the rounded sums."""
+        count, size = flat.numel(), self.size
+        chunk = -(-count // size)
+        sent = flat.new_zeros(size * chunk)
+        sent[:count].copy_(flat)
+        received = torch.empty_like(sent)
+        self._do(self._group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
+        total = received.view(size, chunk).float().sum(0).to(flat.dtype)
+        parts = list(sent.view(size, chunk).unbind(0))
+        self._do(self._group.allgather([parts], [total]))
+        flat.copy_(sent[:count])
+
+    def reduce_to(self, flat: Tensor, root: int) -> None:
+        """Leave the group's sum in the root's tensor; the others' content is undefined."""
+        if self.size == 1:
+            return
+        METER.bytes += flat.nbytes
+        if flat.dtype in HALF:
+            gather = dist.GatherOptions()
+            gather.rootRank = root
+            parts = [torch.empty_like(flat) for _ in range(self.size)] if self.rank == root else []
+            self._do(self._group.gather([parts] if parts else [], [flat], gather))
+            if parts:
+                flat.copy_(torch.stack(parts).float().sum(0))
+            return
+        options: Any = dist.ReduceOptions()
+        options.rootRank = root
+        options.reduceOp = dist.ReduceOp.SUM
+        self._do(self._group.reduce([flat], options))
+
+    def broadcast(self, flat: Tensor, root: int) -> None:
+        """Overwrite everybody's tensor with the root's."""
+        if self.size == 1:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._do(self._group.broadcast([flat], options))
+
+    def gather(self, flat: Tensor) -> list[Tensor]:
+        """Everybody's tensor of one common size, in order."""
+        parts = [torch.empty_like(flat) for _ in range(self.size)]
+        self._do(self._group.allgather([parts], [flat]))
+        return parts
+
+    def abort(self) -> None:
+        """Give the group up while a peer may still owe it something. (Gloo has no such thing.)"""
+        if self._backend == "nccl":
+            self._group.abort()
+
+
+def _device(hostname: str) -> Any:
+    """A port for a group; every member connects at once, so that it can be shut then."""
+    return dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)
+
+
+def _published(store: Any, rank: int) -> bytes:
+    """What Gloo has told the others of its port; nothing if it tells that in another place."""
+    key = f"0/{rank}"  # of the first device
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
+#: groups whose owner is gone, with what had not ended then
+_kept: list[tuple[Any, deque[Any]]] = []
+
+
+def _let_go(group: Any, works: deque[Any]) -> None:
+    """Keep a group of Gloo that still waits for a peer.
+
+    Its destructor would wait, too, at the end of the process as well; so nothing may call it, not
+    even the interpreter's own end, until the peer's end has ended the wait.
+    """
+    if not _ended(works):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _kept.append((group, works))
+
+
+def _release() -> None:
+    """Let go of the groups that wait for nobody any more; their sockets close."""
+    for entry in [each for each in _kept if _ended(each[1])]:
+        _kept.remove(entry)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(entry[0]))
+
+
+def _ended(works: deque[Any]) -> bool:
+    return all(work.is_completed() for work in works)

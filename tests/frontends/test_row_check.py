@@ -1,0 +1,265 @@
+"""Before the first update a few rows are tried: what mixes rows is refused, without a trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stratagem as sg
+from stratagem.errors import NotDistributable
+from stratagem.frontends.isolated_run import dry_run
+from tests.support import by_hand, data, distance, mlp, strategy
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+class Around(nn.Module):
+    """A network with something done to its outputs."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.inner, self.change = mlp(), change
+
+    def forward(self, x: Tensor) -> Any:
+        return self.change(self.inner(x))
+
+
+def centred(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+def among(x: Tensor) -> Tensor:
+    """A contraction over the batch axis."""
+    return (x @ x.T).softmax(1) @ x
+
+
+MIXING = {"centred": centred, "among": among, "slightly": lambda x: x - 3e-4 * x.mean(0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "verb", "batch"),
+    [
+        ("centred", "fit", 2),
+        ("centred", "fit", 12),
+        ("centred", "evaluate", 12),
+        ("centred", "predict", 12),
+        ("among", "fit", 12),
+        ("among", "predict", 3),
+        ("slightly", "fit", 12),
+    ],
+)
+def test_a_model_that_mixes_rows(
+    three: sg.MirroredStrategy, name: str, verb: str, batch: int
+) -> None:
+    x, y = data(24)
+    model = sg.Model(Around(MIXING[name]), three)
+    model.compile(sgd, "cross_entropy")
+    given = (x,) if verb == "predict" else (x, y)
+    before = {key: value.clone() for key, value in model.module.state_dict().items()}
+    with pytest.raises(NotDistributable, match=r"outputs for a row depend on.*check=False"):
+        getattr(model, verb)(*given, batch_size=batch, verbose=0)
+    assert all(torch.equal(before[k], v) for k, v in model.module.state_dict().items())
+
+
+def test_it_is_skipped_on_demand(three: sg.MirroredStrategy) -> None:
+    x, y = data(24)
+    for how in ("compile", "scope"):
+        with three.scope(check=how != "scope"):
+            model = sg.Model(Around(centred))
+            model.compile(sgd, "cross_entropy", check=how != "compile")
+        model.fit(x, y, batch_size=12, verbose=0)
+        model.predict(x, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["model", "loss"])
+def test_with_servers_that_share_a_batch(kind: str) -> None:
+    def against_others(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+    x, y = data(24)
+    module: nn.Module = Around(centred) if kind == "model" else mlp()
+    loss = "cross_entropy" if kind == "model" else against_others
+    for updates in (sg.Synchronous(), sg.Asynchronous()):
+        cluster = sg.LocalCluster(workers=2, ps=1)
+        with sg.ParameterServerStrategy(cluster, updates=updates) as where:
+            model = sg.Model(module, where)
+            model.compile(sgd, loss)
+            if isinstance(updates, sg.Asynchronous):  # workers have whole batches
+                model.fit(x, y, batch_size=12, verbose=0)
+                continue
+            with pytest.raises(NotDistributable, match="depend"):
+                model.fit(x, y, batch_size=12, verbose=0)
+
+
+def test_where_gradients_are_rounding(three: sg.MirroredStrategy) -> None:
+    """A loss that has reached its minimum, of outputs that are rounded by the number of rows."""
+    x, _ = data(48)
+    model = sg.Model(Around(lambda out: out * len(out) / len(out)), three)
+    model.compile(sgd, "mse")
+    y = model.predict(x, verbose=0)
+    for off in (0.0, 1e-7, 1e-6):
+        model.fit(x, y * (1 + off), batch_size=24, verbose=0)
+
+
+def test_a_loss_that_compares_rows_a_little(three: sg.MirroredStrategy) -> None:
+    def slightly(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) + 1e-3 * (output.mean(0) ** 2).sum()
+
+    model = sg.Model(mlp(), three)
+    model.compile(sgd, slightly)
+    with pytest.raises(NotDistributable, match=r"depend|not the mean"):
+        model.fit(*data(24), batch_size=12, verbose=0)
+
+
+# --- what does not mix them, and looks like it ----------------------------------------------------
+
+
+class Half(nn.Module):
+    """Computes in 16 bits inside, and does not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x).float()  # type: ignore[no-any-return]
+
+
+class Attending(nn.Module):
+    """Attention within a row, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.4, batch_first=True)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x[:, None] * torch.ones(3, 1)).mean(1))  # type: ignore[no-any-return]
+
+
+def norm(**options: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, **options))
+
+
+RANDOM: dict[str, Any] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "normal": lambda x: x + torch.randn_like(x),
+    "uniform": lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5),
+    "depth": lambda x: x * (random.random() < 0.5),
+    "sampled": lambda x: x + F.one_hot(torch.multinomial(x.softmax(1), 1)[:, 0], 4),
+    "steps": lambda x: x * torch.randint(1, 9, (len(x), 1)),
+    "gumbel": lambda x: F.gumbel_softmax(x),
+}
+APART: dict[str, Any] = {
+    **{name: lambda change=change: Around(change) for name, change in RANDOM.items()},
+    "half": Half,
+    "attending": Attending,
+    "norm": norm,
+    "untracked": lambda: norm(track_running_stats=False),
+}
+
+
+@pytest.mark.parametrize("name", list(APART))
+def test_what_takes_each_row_by_itself(
+    two: sg.MirroredStrategy, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = sg.Model(APART[name](), two)
+    model.compile(sgd, "cross_entropy")
+    model.fit(*data(24), batch_size=12, verbose=0)
+    assert "cannot be tried" not in caplog.text
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+def test_synchronised_norms(tracks: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with strategy(2, sync_batchnorm=True) as where:
+        model = sg.Model(norm(track_running_stats=tracks), where)
+        model.compile(sgd, "cross_entropy")
+        model.fit(*data(24), batch_size=12, verbose=0)
+    assert "cannot be tried" not in caplog.text
+
+
+def test_a_single_row(two: sg.MirroredStrategy) -> None:
+    """Is not tried; the first batch of several is."""
+    x, y = data(3)
+    model = sg.Model(mlp(), two)
+    model.compile(sgd, "cross_entropy")
+    model.fit([(x[:1], y[:1]), (x[1:], y[1:])], verbose=0)
+    mixing = sg.Model(Around(centred), two)
+    mixing.compile(sgd, "cross_entropy")
+    with pytest.raises(NotDistributable, match="depend"):
+        mixing.fit([(x[:1], y[:1]), (x[1:], y[1:])], verbose=0)
+
+
+# --- no trace -------------------------------------------------------------------------------------
+
+
+class Remembering(nn.Module):
+    """Writes wherever it can while it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = mlp(), nn.BatchNorm1d(4)
+        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.sizes = 0, []
+        self.dice = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.sizes.append(len(x))
+        self.seen += len(x)
+        out: Tensor = self.norm(self.inner(x))
+        with torch.no_grad():
+            self.frozen.lerp_(out.mean(0), 0.5)
+        if not hasattr(self, "first"):
+            self.first = x
+        return out + 0.01 * torch.randn(4, generator=self.dice) + random.random()
+
+
+def test_a_dry_run_leaves_no_trace() -> None:
+    module = Remembering()
+    x = data(6)[0]
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    dice = module.dice.get_state(), torch.get_rng_state(), random.getstate()
+    with dry_run(*module.modules()):
+        module(x)
+        assert module.calls == 1 and module.seen == 6 and module.norm.running_mean.any()
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert (module.calls, module.sizes, hasattr(module, "first")) == (0, [], False)
+    assert torch.equal(module.dice.get_state(), dice[0])
+    assert torch.equal(torch.get_rng_state(), dice[1]) and random.getstate() == dice[2]
+
+
+def test_the_same_weights_as_without() -> None:
+    """A generator of the module's own cannot be sent, so on what can be."""
+    x, y = data(36)
+    with strategy(2) as two:
+        ends = []
+        for check in (True, False):
+            torch.manual_seed(1)
+            module = nn.Sequential(mlp(), nn.Dropout(0.2), nn.BatchNorm1d(4))
+            model = sg.Model(module, two)
+            model.compile("adam", "cross_entropy", ["accuracy"], check=check)
+            history = model.fit(x, y, batch_size=12, epochs=2, verbose=0).history
+            history.pop("examples_per_second")
+            ends.append((model.module, history, torch.rand(())))
+    assert distance(ends[0][0], ends[1][0]) == 0.0
+    assert ends[0][1] == ends[1][1] and ends[0][2] == ends[1][2]
+
+
+def test_what_is_fine_ends_as_on_one_device(three: sg.MirroredStrategy) -> None:
+    x, y = data(37)
+    model = sg.Model(mlp(), three)
+    model.compile(sgd, "cross_entropy")
+    model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+    assert distance(by_hand(mlp(), sgd, F.cross_entropy, x, y, batch=12), model.module) < 1e-6

@@ -1,0 +1,76 @@
+"""A job without processes: servers in threads of this one, and workers of theirs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+import stratagem as sg
+from stratagem.cluster.handshake import job_secret
+from stratagem.servers.client import Client
+from stratagem.servers.reach import Address
+from stratagem.servers.server import Server
+from stratagem.servers.session import Session
+from stratagem.training.settings import Served
+from stratagem.wire.tcp import local_address
+from tests.ports import free_ports
+
+
+class Office:
+    """Servers in threads of this process, and workers of theirs."""
+
+    def __init__(
+        self,
+        servers: int,
+        staff: int = 1,
+        *,
+        addresses: Sequence[str] = (),
+        secret: bytes = b"s" * 32,
+    ) -> None:
+        self.addresses = list(addresses) or [local_address() for _ in range(servers)]
+        self.secret = secret
+        self.servers = [Server(i, self.addresses, self.secret) for i in range(servers)]
+        self.threads = [threading.Thread(target=s.serve, daemon=True) for s in self.servers]
+        for thread in self.threads:
+            thread.start()
+        there = Address(tuple(self.addresses), self.secret)
+        self.workers = [
+            Client(i, f"worker {i}", i == 0, there, sg.Patience()) for i in range(staff)
+        ]
+
+    def begin(
+        self, module: nn.Module, optimizer: Any, *, worker: int = 0, **served: Any
+    ) -> Session:
+        rule = Served(
+            served.get("updates", sg.Asynchronous()),
+            served.get("partitioner"),
+            len(self.workers),
+            len(self.servers),
+            served.get("backups", 0),
+        )
+        return Session(self.workers[worker], module, optimizer, rule)
+
+    def close(self) -> None:
+        for worker in reversed(self.workers):  # the chief last
+            worker.close()
+        for thread in self.threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def evaluator() -> Iterator[tuple[Office, sg.ParameterServerStrategy]]:
+    """A job with one server, and the strategy of its evaluator task."""
+    worker, server = (f"127.0.0.1:{port}" for port in free_ports(2))
+    spec = sg.ClusterSpec({"worker": [worker], "ps": [server]})
+    office = Office(1, addresses=[server], secret=job_secret({}, spec.to_json()))
+    strategy = sg.ParameterServerStrategy(sg.Place(spec, sg.Task("evaluator"), "the test"))
+    try:
+        yield office, strategy
+    finally:
+        strategy.close()
+        office.close()

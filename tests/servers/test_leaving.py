@@ -1,0 +1,224 @@
+"""Who leaves a training in good order stays in the job; who dies, or is replaced, does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.cluster.failure import failed, headline
+from stratagem.servers import participants
+from stratagem.servers.client import Assignment
+from stratagem.servers.session import Session
+from tests.clock import unless_late
+from tests.served_support import apart, digits, net
+from tests.servers.fault_support import Counter, by_one
+from tests.servers.server_threads import Office
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_worker_that_leaves_before_the_others_keeps_its_lines() -> None:
+    """It ends its loop while the chief is still at work, and takes part in the next training."""
+    office = Office(3, staff=2)
+    try:
+        for _ in range(2):
+            chief, other = (
+                office.begin(counter, by_one(counter.parameters()), worker=i)
+                for i, counter in enumerate((Counter(12), Counter(12)))
+            )
+            other.end()
+            chief.worker.snapshot()  # so every server has carried out what came before
+            for server in range(3):
+                assert "host" in other.worker.lines.call(server, {"t": "host"}).header
+            chief.end()
+    finally:
+        office.close()
+
+
+def test_who_does_not_come_is_named_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(participants, "GATHERING", 0.1)
+    monkeypatch.setattr(participants, "BUSY", 0.3)
+    office = Office(1, staff=3)
+    try:
+        chief, other = (
+            office.begin(counter, by_one(counter.parameters()), worker=i, updates=sg.Synchronous())
+            for i, counter in enumerate((Counter(12), Counter(12)))
+        )
+        chief.worker.deal(1, 0, [(1, 3)], True)
+        for session in (other, chief):
+            work = session.worker.next()
+            assert isinstance(work, Assignment) and work.ticket.batch == 0
+        said = [r.getMessage() for r in caplog.records if "without worker 2," in r.getMessage()]
+        assert len(said) == 1
+        other.end()
+        chief.end()
+    finally:
+        office.close()
+
+
+def test_who_is_busy_with_something_else_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process is here, and may be loading data: nobody does its part meanwhile."""
+    monkeypatch.setattr(participants, "GATHERING", 0.1)
+    office = Office(1, staff=2)
+
+    def begin(worker: int) -> Session:
+        counter = Counter(12)
+        optimizer = by_one(counter.parameters())
+        return office.begin(counter, optimizer, worker=worker, updates=sg.Synchronous())
+
+    try:
+        chief = begin(0)
+        chief.worker.deal(1, 0, [(1, 2)], True)
+        with ThreadPoolExecutor() as beside:
+            first = beside.submit(chief.worker.next)
+            until = time.monotonic() + 20
+            while "waiting for worker 1, which lives" not in caplog.text:
+                unless_late(time.monotonic() < until, "nobody was waited for")
+                time.sleep(0.05)
+            assert not first.done()
+            other = begin(1)
+            works = [first.result(20), other.worker.next()]
+        assert all(isinstance(work, Assignment) for work in works)
+        assert {work.ticket.part for work in works if isinstance(work, Assignment)} == {0, 1}
+        other.end()
+        chief.end()
+    finally:
+        office.close()
+
+
+def test_in_step_one_that_leaves_its_loop_after_the_chief_has_gone_on_waits_for_nobody() -> None:
+    """The chief has left too, and begun the next epoch, in which it waits for just this worker."""
+    office = Office(1, staff=2)
+    try:
+        chief, other = (
+            office.begin(counter, by_one(counter.parameters()), worker=i, updates=sg.Synchronous())
+            for i, counter in enumerate((Counter(12), Counter(12)))
+        )
+
+        def one_part(session: Any) -> None:
+            work = session.worker.next()
+            assert isinstance(work, Assignment)
+            session.module(torch.arange(4)).mean().backward()
+            assert session.worker.push(work.ticket, 4.0, 0.0, 4)
+            session.forget_gradients()
+
+        chief.worker.deal(1, 0, [(2, 2)], True)
+        for session in (chief, other):
+            session.worker.want(1)
+        one_part(chief)
+        one_part(other)
+        chief.worker.stand_aside(1)
+        chief.worker.deal(2, 0, [(1, 2)], True)
+        chief.worker.want(2)
+        one_part(chief)
+        left = threading.Thread(target=other.worker.stand_aside, args=(1,), daemon=True)
+        left.start()
+        left.join(20)
+        assert not left.is_alive(), "it waits for itself"
+        other.worker.want(2)
+        one_part(other)
+        other.end()
+        chief.end()
+    finally:
+        office.close()
+
+
+def loop(where: Any) -> Any:
+    """One's own; worker 0 takes longer to end than the others."""
+    x, y, _, _ = digits()
+    model = net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x[:96], y[:96]), batch_size=32)
+    if where is not None:
+        model, optimizer, loader = where.prepare(model, optimizer, loader)
+    for rows, labels in loader:
+        F.cross_entropy(model(rows), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if where is not None and sg.current_replica().index == 0:
+        time.sleep(0.2)
+    return model
+
+
+def test_one_loop_after_the_other() -> None:
+    strategy = sg.ParameterServerStrategy(
+        sg.LocalCluster(workers=2, ps=2), updates=sg.Synchronous()
+    )
+    try:
+        alone = loop(None)
+        for _ in range(4):
+            for model in strategy.run(loop, strategy):
+                assert apart(model, alone) < 1e-5
+    finally:
+        strategy.close()
+
+
+SCRIPT = """
+import torch
+import stratagem as sg
+from tests.served_support import apart, digits, net
+from tests.servers.test_leaving import loop
+
+torch.set_num_threads(1)
+where = sg.ParameterServerStrategy(updates=sg.Synchronous(), devices="cpu:0")
+x, y, _, _ = digits()
+for _ in range(2):
+    assert apart(loop(where), loop(None)) < 1e-5
+    made = []
+    for strategy in (where, None):
+        one = sg.Model(net(), strategy)
+        one.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy")
+        one.fit(x[:96], y[:96], batch_size=32, shuffle=False, verbose=0)
+        made.append(one.module)
+    assert apart(*made) < 1e-5
+print("as one device")
+"""
+
+
+@pytest.mark.slow
+def test_fit_and_loop_in_turn_in_the_script_of_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "stratagem",
+            "run",
+            "--workers",
+            "2",
+            "--ps",
+            "1",
+            str(tmp_path / "train.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as one device") == 2
+
+
+def test_no_traceback_is_announced_where_there_is_none() -> None:
+    assert "traceback" not in str(failed("worker 1", ""))
+    assert headline(failed("worker 1", "Traceback: x")).endswith("the others were stopped.")
+    assert "its output" in str(failed("worker 1", "  "))
+    assert str(failed("worker 1", "Traceback: x")).endswith("Its traceback:\n\nTraceback: x")

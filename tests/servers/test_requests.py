@@ -1,0 +1,43 @@
+"""The table of requests: who may ask for what, and with which arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.servers import coordinator_requests  # noqa: F401  (fills the table)
+from stratagem.servers.requests import CHIEF, MEMBER, REQUESTS
+from tests.servers.server_threads import Office
+
+pytestmark = pytest.mark.timeout(60)
+
+VALUES: list[Any] = [1, True, "text", [], {}]
+
+
+def test_requests_that_are_refused() -> None:
+    """Of another worker than the chief, before joining, with a wrong argument; the job goes on."""
+    office = Office(1, staff=2)
+    other = office.workers[1]
+    for name, request in REQUESTS.items():
+        kinds = request.arguments
+        told = {key: next(v for v in VALUES if isinstance(v, kinds[key])) for key in kinds}
+        if request.sender is CHIEF:
+            with pytest.raises(sg.UsageError, match="for the chief alone"):
+                other.ask(name, **told)
+        if request.sender is MEMBER:
+            with pytest.raises(sg.UsageError, match="has not joined a training"):
+                other.ask(name, **told)
+        for key, kind in kinds.items():
+            wrong = next(v for v in VALUES if not isinstance(v, kind))
+            with pytest.raises(sg.UsageError, match=f"with {key}=.*must be"):
+                other.ask(name, **{**told, key: wrong})
+    assert other.ask("so far")[0] == {"loss": 0.0, "examples": 0}
+    module = nn.Linear(2, 1)
+    session = office.begin(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    session.end()
+    office.close()
+    assert office.servers[0].failure is None

@@ -1,0 +1,112 @@
+"""Errors as users see them: the lines of their script, and a sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stratagem.launch.output import Interrupts
+
+pytestmark = pytest.mark.timeout(90)
+
+RUN = """
+import sys, time
+import stratagem as sg
+strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+def work():
+    if sg.current_replica().index == 1:
+        raise RuntimeError("no more milk")
+    time.sleep(0.1)
+strategy.run(work)
+"""
+
+LAUNCHED = """
+import pathlib, sys, time
+import torch
+import stratagem as sg
+strategy = sg.MirroredStrategy()
+replica = sg.current_replica()
+if replica.index == 1 and "raise" in sys.argv:
+    raise RuntimeError("no more milk")
+pathlib.Path(f"ready{replica.index}").touch()
+while True:
+    replica.all_reduce(1.0)
+"""
+
+
+def ended(folder: Path, script: str, *words: str, **environ: str) -> str:
+    """What a script wrote to stderr until it failed."""
+    (folder / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, *words, "train.py", *(["raise"] if words else [])],
+        cwd=folder,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_an_exception_on_a_replica_shows_the_script_alone(tmp_path: Path) -> None:
+    shown = ended(tmp_path, RUN)
+    assert "no more milk" in shown and "replica 1 raised an exception" in shown
+    assert 'train.py", line 7, in work' in shown and 'train.py", line 9' in shown
+    assert f"{os.sep}stratagem{os.sep}" not in shown
+    assert len(shown.splitlines()) < 16
+
+
+@pytest.mark.slow
+def test_the_whole_traceback_can_be_had(tmp_path: Path) -> None:
+    assert f"{os.sep}training{os.sep}replica_group.py" in ended(
+        tmp_path, RUN, STRATAGEM_TRACEBACK="1"
+    )
+
+
+def test_an_exception_on_a_worker_is_told_in_few_lines(tmp_path: Path) -> None:
+    run = ("-m", "stratagem", "run", "--replicas", "2")
+    shown = ended(tmp_path, LAUNCHED, *run)
+    assert "worker 1 failed first" in shown and f"{os.sep}stratagem{os.sep}" not in shown
+    others = [line for line in shown.splitlines() if line.startswith("[worker 0]")]
+    assert len(others) < 12 and any("worker 1" in line and "raised" in line for line in others)
+    assert f"{os.sep}stratagem{os.sep}" in ended(tmp_path, LAUNCHED, *run, "--traceback")
+
+
+@pytest.mark.slow
+def test_ctrl_c_shows_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LAUNCHED)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "stratagem", "run", "--replicas", "2", "train.py"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until = time.monotonic() + 50
+        while not all((tmp_path / f"ready{i}").exists() for i in range(2)):
+            assert time.monotonic() < until and child.poll() is None
+            time.sleep(0.1)
+        child.send_signal(signal.SIGINT)
+        _, shown = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert "Traceback" not in shown
+    assert "Interrupted in " in shown and "train.py, line" in shown
+    assert len(shown.splitlines()) < 8
+
+
+def test_tracebacks_of_an_interrupt_are_left_out_and_nothing_else() -> None:
+    interrupts = Interrupts()
+    boring = [b"Traceback (most recent call last):", b'  File "a.py", line 1', b"KeyboardInterrupt"]
+    assert interrupts.feed([b"epoch 1", *boring, b"saved"]) == [b"epoch 1", b"saved"]
+    chained = [*boring[:2], b"ValueError: x", b"", b"During handling of the above", b""]
+    assert interrupts.feed(chained) + interrupts.feed(boring) == chained
+    assert interrupts.feed(boring[:2]) == [] and interrupts.flush() == boring[:2]

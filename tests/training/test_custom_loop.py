@@ -1,0 +1,410 @@
+"""Custom loops on real replicas: what they may ask for, and what they are told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import stratagem as sg
+from tests.support import data, distance, mlp, moved, strategy
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def fresh() -> Iterator[sg.MirroredStrategy]:
+    """Replicas that have been told nothing yet."""
+    with closing(strategy(2)) as made:
+        yield made
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+# --- strategy.backward --------------------------------------------------------------------------
+
+
+def root_of_the_mean(on: sg.Strategy | None, *, says: bool) -> nn.Module:
+    """A loss of several counts: the valid targets, and the rows."""
+    x, y = data(53)
+    y[::3] = -100
+    model = mlp()
+    optimizer = sgd(model)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=10)
+    if on is not None:
+        model, optimizer, loader = on.prepare(model, optimizer, loader)
+    for a, b in loader:
+        output = model(a)
+        by_target, by_row = F.cross_entropy(output, b), output.pow(2).mean()
+        if on is not None and says:
+            on.backward(by_target, count=(b != -100).sum(), retain_graph=True)
+            on.backward(by_row, count=len(a))
+        else:
+            (by_target + by_row).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_terms_of_several_counts_are_exact_if_each_is_declared(three: sg.MirroredStrategy) -> None:
+    expected = root_of_the_mean(None, says=False)
+    assert moved(expected, mlp())
+    for trained in three.run(lambda: root_of_the_mean(three, says=True)):
+        assert distance(trained, expected) < 1e-6
+    with pytest.raises(sg.NotDistributable, match="divided by different counts"):
+        three.run(lambda: root_of_the_mean(three, says=False))
+
+
+def test_one_device_needs_no_count() -> None:
+    with closing(strategy(1)) as one:
+        trained = root_of_the_mean(one, says=True)
+    assert distance(trained, root_of_the_mean(None, says=False)) < 1e-6
+
+
+# --- no loader, and parts of one ----------------------------------------------------------------
+
+
+def by_hand_cut(on: sg.Strategy | None, how: str) -> nn.Module:
+    x, y = data(70)
+    model = mlp()
+    optimizer = sgd(model)
+    if on is not None:
+        model, optimizer, _ = on.prepare(model, optimizer)
+    replica = sg.current_replica()
+    for start in range(0, 70, 7):
+        batch = x[start : start + 7], y[start : start + 7]
+        if on is not None and how == "rows":
+            batch = on.rows(batch)
+        elif on is not None and how == "slices":
+            batch = tuple(t[replica.index :: replica.count] for t in batch)
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("how", ["rows", "slices", "all"])
+def test_batches_without_a_loader(how: str, three: sg.MirroredStrategy) -> None:
+    expected = by_hand_cut(None, how)
+    assert moved(expected, mlp())
+    for trained in three.run(by_hand_cut, three, how):
+        assert distance(trained, expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("all", "does the whole of the work"), ("slices", "counts 2 batches as one"), ("rows", "")],
+)
+def test_a_loop_without_a_loader_is_told_once(
+    how: str, told: str, fresh: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh.run(by_hand_cut, fresh, how)
+    said = [record.getMessage() for record in caplog.records if "no batch was cut" in record.msg]
+    assert len(said) == bool(told)
+    assert all(told in each and "strategy.rows" in each for each in said)
+
+
+def first_batches(on: sg.Strategy | None) -> nn.Module:
+    x, y = data(3)
+    model = mlp()
+    optimizer = sgd(model)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=3)
+    if on is not None:
+        model, optimizer, _ = on.prepare(model, optimizer)
+        loader = on.prepare(loader)
+    for _ in range(4):
+        a, b = next(iter(loader))
+        model(a).gather(1, b[:, None]).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_the_first_batch_of_a_loader_by_itself_keeps_its_shares(two: sg.MirroredStrategy) -> None:
+    expected = first_batches(None)
+    assert moved(expected, mlp())
+    for trained in two.run(first_batches, two):
+        assert distance(trained, expected) < 1e-6
+
+
+# --- replicas that come apart -------------------------------------------------------------------
+
+
+def decide(on: Any, by: str) -> float:
+    """A schedule that halves the rate when the loss is high."""
+    x, y = data(40)
+    x[:20] *= 5  # other losses on the first replica
+    model = mlp()
+    optimizer = sgd(model)
+    model, optimizer, loader = on.prepare(
+        model, optimizer, DataLoader(TensorDataset(x, y), batch_size=40)
+    )
+    for _ in range(3):
+        for a, b in loader:
+            loss = F.cross_entropy(model(a), b)
+            loss.backward()
+            seen = on.mean(loss) if by == "mean" else float(loss.detach())
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * seen
+            optimizer.step()
+            optimizer.zero_grad()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_replicas_that_decide_by_their_own_loss_are_refused(two: sg.MirroredStrategy) -> None:
+    with pytest.raises(sg.UsageError, match=r"come apart from .*lr of the optimizer.*mean\(loss"):
+        two.run(decide, two, "own")
+    first, second = two.run(decide, two, "mean")
+    assert first == second
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_mean_is_that_of_the_batch(ignored: bool, three: sg.MirroredStrategy) -> None:
+    x, y = data(11)
+    if ignored:
+        y[:6] = -100
+    expected = float(F.cross_entropy(mlp()(x), y))
+
+    def ask() -> list[float]:
+        loader = DataLoader(TensorDataset(x, y), batch_size=11)
+        model = mlp()
+        model, _, loader = three.prepare(model, sgd(model), loader)
+        means = []
+        for a, b in loader:
+            loss = F.cross_entropy(model(a), b)
+            means.append(three.mean(loss))
+            means.append(three.mean(loss.item(), count=(b != -100).sum()))
+            loss.backward()
+            means.append(three.mean(loss))
+            means.append(three.mean(F.cross_entropy(model(a), b, reduction="sum")) / counted)
+        return means
+
+    counted = int((y != -100).sum())
+    for means in three.run(ask):
+        assert means == pytest.approx([expected] * 4, rel=1e-6)
+
+
+def test_a_model_that_one_replica_trains_for_itself(two: sg.MirroredStrategy) -> None:
+    """Before the first step of all: nothing is agreed on with those who know nothing of it."""
+    x, y = data(12)
+
+    def train() -> float:
+        model, probe = mlp(), mlp()
+        prepared, optimizer, loader = two.prepare(
+            model, sgd(model), DataLoader(TensorDataset(x, y), 6)
+        )
+        if sg.current_replica().is_chief:
+            F.cross_entropy(probe(x), y).backward()
+        for a, b in loader:
+            F.cross_entropy(prepared(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(next(prepared.parameters()).sum())
+
+    first, second = two.run(train)
+    assert first == second
+
+
+def test_rows_of_batches_that_replicas_shuffle_each_in_their_own_way(
+    two: sg.MirroredStrategy,
+) -> None:
+    x, y = data(12)
+
+    def train() -> None:
+        model = mlp()
+        two.prepare(model, sgd(model))
+        order = torch.randperm(len(x))
+        two.rows((x[order], y[order]))
+
+    with pytest.raises(sg.UsageError, match=r"another batch here than on replica \d"):
+        two.run(train)
+
+
+# --- random numbers -----------------------------------------------------------------------------
+
+
+class Augmented(Dataset[Any]):
+    """Draws from the generators of Python, numpy and torch for every row."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))])
+
+
+def test_rows_of_different_replicas_get_different_augmentations(two: sg.MirroredStrategy) -> None:
+    def drawn(seed: int) -> Tensor:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 1)
+        _, _, loader = two.prepare(model, sgd(model), DataLoader(Augmented(), batch_size=4))
+        return torch.cat([part[: sg.current_replica().share.examples] for part in loader])
+
+    first, second = two.run(drawn, 3)
+    for column in range(3):
+        assert len({*first[:, column].tolist(), *second[:, column].tolist()}) == 8
+    again = two.run(drawn, 3)
+    assert torch.equal(first, again[0]) and torch.equal(second, again[1])  # all by the seeds
+
+
+# --- what people see ----------------------------------------------------------------------------
+
+
+def evaluate(on: sg.Strategy, *, adds_up: bool) -> None:
+    x, y = data(21)
+    test = on.prepare(DataLoader(TensorDataset(x, y), batch_size=8))
+    right = torch.zeros(())
+    for _, b in test:
+        right += (b == 1).sum()
+    if adds_up:
+        on.reduce("sum", right)
+
+
+@pytest.mark.parametrize("adds_up", [False, True])
+def test_an_evaluation_that_is_not_added_up_is_told(
+    adds_up: bool, fresh: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh.run(lambda: evaluate(fresh, adds_up=adds_up))
+    assert ("a loader of 21 rows was read in shares" in caplog.text) is not adds_up
+
+
+def test_training_on_a_loader_by_itself_is_no_evaluation(
+    fresh: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> None:
+        model = mlp()
+        x, y = data(20)
+        model, optimizer, _ = fresh.prepare(model, sgd(model))
+        for a, b in fresh.prepare(DataLoader(TensorDataset(x, y), batch_size=5)):
+            F.cross_entropy(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    fresh.run(train)
+    assert "read in shares" not in caplog.text and "no batch was cut" not in caplog.text
+
+
+def test_a_share_of_one_row_is_explained(two: sg.MirroredStrategy) -> None:
+    def train() -> None:
+        model = nn.Linear(6, 1)
+        loader = DataLoader(TensorDataset(*data(9)), batch_size=3)
+        model, _, loader = two.prepare(model, sgd(model), loader)
+        for a, b in loader:
+            assert model(a).squeeze().shape == b.shape
+
+    with pytest.raises(sg.ReplicaFailed, match=r"1 of this batch's 3 rows here(.|\n)*squeeze\(1\)"):
+        two.run(train)
+
+
+def test_printing_once(two: sg.MirroredStrategy, capfd: pytest.CaptureFixture[str]) -> None:
+    two.run(lambda: two.print("an epoch", "is over", sep=": "))
+    assert capfd.readouterr().out == "an epoch: is over\n"
+
+
+def test_replicas_that_save_to_one_path_leave_a_whole_file(
+    three: sg.MirroredStrategy, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.pt"
+
+    def save() -> int:
+        model = nn.Linear(300, 300)
+        model, _, _ = three.prepare(model, sgd(model))
+        read = 0
+        for _ in range(15):
+            torch.save(model.state_dict(), path)
+            read += len(torch.load(path, weights_only=True)["weight"])  # whoever writes meanwhile
+        return read
+
+    assert three.run(save) == [15 * 300] * 3
+    assert [each.name for each in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_batchnorm_over_shares_is_told(
+    fresh: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> None:
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        fresh.prepare(model, sgd(model))
+
+    fresh.run(train)
+    assert caplog.text.count("sync_batchnorm=True normalises over the batch") == 1
+
+
+def test_a_forward_outside_of_the_loop_counts_its_rows_once() -> None:
+    """Every replica puts the same rows through: one device's variance, unbiased by their number."""
+    x = data(5)[0].double()
+
+    def warm_up(on: sg.Strategy | None) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+        if on is not None:
+            on.prepare(model, sgd(model))
+        model(x)
+        var: Any = model[1].running_var
+        return var.clone()  # type: ignore[no-any-return]
+
+    with closing(strategy(2, sync_batchnorm=True)) as two:
+        for found in two.run(warm_up, two):
+            torch.testing.assert_close(found, warm_up(None), rtol=1e-12, atol=0)
+
+
+def test_fit_is_not_read(two: sg.MirroredStrategy) -> None:
+    """A model that was prepared before stays; the steps of `fit` are none of its loop's."""
+    x, y = data(20)
+
+    def loop() -> nn.Module:
+        model = mlp()
+        model, _, _ = two.prepare(model, sgd(model))
+        return model
+
+    kept = two.run(loop)[0]
+    with two.scope():
+        model = sg.Model(mlp())
+        model.compile(
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=nn.MSELoss(reduction="sum")
+        )
+    target = F.one_hot(y, 4).float()
+    model.fit(x, target, batch_size=7, epochs=1, shuffle=False, verbose=0)
+    alone = mlp()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for a, b in zip(x.split(7), target.split(7), strict=True):
+        F.mse_loss(alone(a), b, reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert distance(model.module, alone) < 1e-5 and moved(alone, mlp()) and kept is not None
+
+
+def test_whole_batches_may_have_any_loss() -> None:
+    """Asynchronous workers have whole batches, so nothing has to be divided."""
+
+    def train(on: sg.Strategy | None) -> nn.Module:
+        x, y = data(40)
+        model = mlp()
+        optimizer = sgd(model)
+        loader: Any = DataLoader(TensorDataset(x, y), batch_size=10)
+        if on is not None:
+            model, optimizer, loader = on.prepare(model, optimizer, loader)
+        for a, b in loader:
+            F.cross_entropy(model(a), b).sqrt().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    cluster = sg.LocalCluster(workers=1, ps=1)
+    made = sg.ParameterServerStrategy(cluster, updates=sg.Asynchronous(), devices="cpu:0")
+    with closing(made) as one:
+        trained = one.run(train, one)[0]
+    assert distance(trained, train(None)) < 1e-6 and moved(trained, mlp())

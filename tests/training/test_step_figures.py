@@ -1,0 +1,111 @@
+"""What steps are made of is counted where it happens, and costs next to nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import stratagem as sg
+from stratagem.figures import recorder
+from stratagem.figures.meter import METER, loading
+from stratagem.training.step_figures import Line, StepFigures
+
+
+class SlowNet(nn.Module):
+    """Takes longer on the second replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.002 + 0.04 * sg.current_replica().index)
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(4), torch.ones(1)
+
+
+def test_a_replica_of_this_process_is_named(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(recorder.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(recorder, "_recorders", {})
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = sg.Model(SlowNet())
+        model.compile("sgd", "mse")
+    with caplog.at_level(logging.WARNING, "stratagem"):
+        model.fit(DataLoader(Rows(), batch_size=8), epochs=1, verbose=0)
+    slow = [each.message for each in caplog.records if " is slow: " in each.message]
+    assert len(slow) == 1 and slow[0].startswith("replica 1 ") and "it computes for" in slow[0]
+    for i in (0, 1):
+        text = (tmp_path / f"replica-{i}.jsonl").read_text().splitlines()
+        lines = [line for each in text if (line := json.loads(each)).get("steps")]
+        assert lines and all(line["examples"] == 4 for line in lines)
+        waits = sum(line["wait"] for line in lines) / len(lines)
+        assert (waits > 0.02) == (i == 0)
+
+
+def slowly(batches: int) -> Iterator[int]:
+    for i in range(batches):
+        time.sleep(0.002)
+        yield i
+
+
+def test_what_a_step_is_made_of() -> None:
+    """Loading is not computing, waiting inside of loading is waiting, and the time of a pause
+    between two epochs is none of these."""
+    told: list[Line] = []
+    figures = StepFigures("worker 0", told.append)
+
+    def waited(source: Iterator[int]) -> Iterator[int]:
+        for item in loading(source):  # a loader inside a loader counts once
+            with METER.waiting():
+                time.sleep(0.002)
+            yield item
+
+    for _ in range(2):
+        for _ in loading(waited(slowly(30))):
+            time.sleep(0.004)
+            figures.step(8)
+        time.sleep(0.5)
+    figures._flush(time.perf_counter())
+    seconds = {name: sum(each[name] * each["steps"] for each in told) for name in KINDS}
+    steps = sum(each["steps"] for each in told)
+    assert steps == 58  # the first of each epoch is none
+    for name, least in KINDS.items():
+        assert least <= seconds[name] / steps < 4 * least, (name, seconds[name] / steps)
+
+
+#: seconds a step
+KINDS = {"compute": 0.004, "load": 0.002, "wait": 0.002}
+
+
+def test_it_costs_less_than_a_hundredth_of_a_step() -> None:
+    """Of 10 ms; the quickest of several rounds, for other processes take time as well."""
+    figures = StepFigures("worker 0", lambda line: None)
+
+    def a_step() -> float:
+        started = time.perf_counter()
+        for _ in loading(range(1000)):
+            for _ in range(4):
+                METER.end_wait(METER.begin_wait())
+            figures.step(8)
+        return (time.perf_counter() - started) / 1000
+
+    assert min(a_step() for _ in range(10)) < 0.0001
