@@ -63,7 +63,7 @@ _LONG = (
 )
 
 
-#: variants of what a sister shows on CI, and long studies: patterns of their ids
+#: variants of what a sister shows in `make test`, and long studies: patterns of their ids
 _EXHAUSTIVE = re.compile(
     "|".join(
         (
@@ -94,7 +94,7 @@ _EXHAUSTIVE = re.compile(
 )
 
 
-#: whole programs, and deaths that take their time: not of `make test`, but of CI
+#: whole programs, and deaths that take their time: of `make test-slow`
 _SLOW = re.compile(
     "|".join(
         (
@@ -110,12 +110,12 @@ _SLOW = re.compile(
     )
 )
 
-#: where a test starts processes, mostly: of its variants CI runs every third
+#: where a test starts processes, mostly: of its variants every third is run
 _COSTLY = ("frontends/", "servers/", "strategies/", "training/", "launch/", "test_collectives")
 
 
 def _is_left_out(item: pytest.Item, variants: Counter[str]) -> bool:
-    """Whether CI leaves it to `make test-exhaustive`."""
+    """Whether it is left to `make test-exhaustive`."""
     if _EXHAUSTIVE.search(item.nodeid):
         return True
     test, _, variant = item.nodeid.partition("[")
