@@ -13,7 +13,7 @@ GOLDEN = json.loads(RECORD.read_text())
 
 
 def tolerance(case: str) -> float:
-    """Keras' torch backend makes a loss float32, which every kind of processor rounds its own way."""
+    """Keras on torch makes a loss float32, which each kind of processor rounds its own way."""
     return 1e-6 if "keras" in case else 1e-12
 
 
