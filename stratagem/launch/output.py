@@ -150,13 +150,13 @@ class Relay:
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="stratagem-output", daemon=True)
 
-    def add(self, process: Process, number: int) -> None:
-        """Read this task's streams from now on."""
+    def add(self, process: Process, number: int, own: Sink | None = None) -> None:
+        """Read this task's streams from now on; into a sink of its `own` where it has one."""
         kept: deque[bytes] = deque(maxlen=TAIL)
         self._tails[process.pid] = kept
         for fd, sink, tail in (
-            (process.stdout, self._out, deque[bytes](maxlen=0)),
-            (process.stderr, self._err, kept),
+            (process.stdout, own or self._out, deque[bytes](maxlen=0)),
+            (process.stderr, own or self._err, kept),
         ):
             os.set_blocking(fd, False)
             source = _Source(fd, sink.prefix(str(process.task), number), sink, tail)

@@ -29,7 +29,12 @@ class Process:
     """
 
     def __init__(
-        self, task: Task, command: Sequence[str], environ: Mapping[str, str], blame: Path
+        self,
+        task: Task,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        blame: Path,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         self.task = task
         self.code: int | None = None
@@ -45,7 +50,7 @@ class Process:
                 env={**environ, VARIABLE: str(blame)},
                 bufsize=0,
                 start_new_session=True,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )

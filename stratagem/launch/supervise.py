@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from stratagem.cluster.spec import Task
 from stratagem.launch.output import Relay
@@ -234,7 +234,19 @@ class Supervisor:
         self._left.clear()
 
 
-def culprit(failed: Sequence[Process]) -> Process | None:
+class Failed(Protocol):
+    """A task that has failed, and whom it blames for it."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def because_of(self) -> str: ...
+
+
+F = TypeVar("F", bound=Failed)
+
+
+def culprit(failed: Sequence[F]) -> F | None:
     """Who failed first: whom the first to end blames, if that one failed, too, and so on."""
     seen = list(failed[:1])
     while seen:
@@ -248,7 +260,7 @@ def culprit(failed: Sequence[Process]) -> Process | None:
     return None
 
 
-def blames(process: Process, task: Task) -> bool:
+def blames(process: Failed, task: Task) -> bool:
     """Whether it ended because of this task, or of a replica of it: "worker 1 replica 2"."""
     return f"{process.because_of} ".startswith(f"{task} ")
 

@@ -1,0 +1,155 @@
+"""Jobs for Slurm: a batch script that a person can read, sent with sbatch.
+
+No accounting is needed: tasks and the script write down how they end. A job that is preempted,
+or that Slurm asks to end before its time is over, saves, is put into the queue again, and goes on
+where its training was (docs/resume.md).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from stratagem.errors import UsageError
+from stratagem.launch.engines.engine import Request, State
+from stratagem.launch.job_folder import JobFolder
+from stratagem.launch.verdict import write_end
+from stratagem.training.termination import EXIT_CODE
+
+#: seconds before the time limit at which trainings are asked to save
+_BEFORE_THE_END = 90
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESV_DEL_HOLD")
+
+
+class Slurm:
+    """sbatch, squeue and scancel of this machine."""
+
+    def prepare(self, request: Request) -> Request:
+        if shutil.which("sbatch") is None:
+            raise UsageError(
+                "there is no sbatch on this machine: submit from a login node of the cluster"
+            )
+        script = request.words[0]
+        if script != "-m" and not (Path(request.folder) / script).is_file():
+            raise UsageError(f"there is no script {script!r} in {request.folder}")
+        python = shutil.which(request.python)
+        if python is None:
+            raise UsageError(
+                f"there is no {request.python!r} on this machine; --python says which to use"
+            )
+        return replace(request, python=python)
+
+    def describe(self, request: Request, job: JobFolder) -> str:
+        """The batch script; tasks of different roles are components of a heterogeneous job."""
+        parts = [count for count in request.roles().values() if count]
+        options = [f"--job-name={request.name}"]
+        if request.minutes is not None:
+            options += [f"--time={request.minutes}", f"--signal=TERM@{_BEFORE_THE_END}"]
+        options += ["--requeue", "--open-mode=append", f"--output={job.path / 'batch.log'}"]
+        options += [f"--chdir={request.folder}", *request.settings.get("sbatch", ())]
+        lines = ["#!/bin/bash"]
+        for number, count in enumerate(parts):
+            own = [f"--nodes={count}", "--ntasks-per-node=1"]
+            if request.gpus and not number:
+                own.append(f"--gpus-per-node={request.gpus}")
+            lines += ["#SBATCH hetjob"] if number else []
+            lines += [f"#SBATCH {each}" for each in (options + own if not number else own)]
+        python = shlex.quote(request.python)
+        groups = [f"--het-group=0-{len(parts) - 1}"] if len(parts) > 1 else []
+        step = ["srun", "--kill-on-bad-exit=1", "--wait=0", *groups]
+        return "\n".join(
+            [
+                *lines,
+                f"# {' '.join(shlex.quote(word) for word in ('python', *request.words))}",
+                f"job={shlex.quote(str(job.path))}",
+                f'{python} -m stratagem.launch.engines.slurm begin "$job" || exit',
+                f'{" ".join(step)} {python} -m stratagem.launch.far_task slurm "$job" &',
+                "step=$!",
+                "trap 'kill -TERM $step 2> /dev/null' TERM",
+                "wait $step; code=$?",
+                "while kill -0 $step 2> /dev/null; do wait $step; code=$?; done",
+                f'{python} -m stratagem.launch.engines.slurm end "$job" $code',
+                "",
+            ]
+        )
+
+    def send(self, request: Request, job: JobFolder) -> str:
+        script = job.path / "script"
+        script.write_text(self.describe(request, job))
+        job.sent("slurm", "", request)  # tasks may begin before sbatch has answered
+        done = _call(["sbatch", "--parsable", str(script)])
+        if done.returncode:
+            raise UsageError(f"sbatch refused the job: {_last_line(done.stderr)}")
+        name = done.stdout.strip().partition(";")[0]
+        job.sent("slurm", name, request)
+        return name
+
+    def state(self, job: JobFolder) -> State:
+        name = str(job.told["name"])
+        done = _call(["squeue", "--noheader", f"--jobs={name}", "--format=%T %r"])
+        found = done.stdout.split("\n")[0].split()
+        known = found and found[0] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        if done.returncode and "Invalid job id" not in done.stderr:
+            raise UsageError(f"squeue cannot tell: {_last_line(done.stderr)}")
+        if known and found[0] in _WAITING:
+            return State("waiting", text=" ".join(found).lower())
+        end = job.end()
+        if end is not None:
+            return end
+        if known:
+            return State("running")
+        return State("ended", text=f"it left no word: {job.path / 'batch.log'} may say why")
+
+    def cancel(self, job: JobFolder) -> None:
+        done = _call(["scancel", str(job.told["name"])])
+        if done.returncode and "Invalid job id" not in done.stderr:
+            raise UsageError(f"scancel refused: {_last_line(done.stderr)}")
+
+
+ENGINE = Slurm()
+
+
+def _call(words: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        raise UsageError(f"there is no {words[0]} on this machine") from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"{words[0]} has not answered in 60 s: is the controller up?") from None
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["without a word"])[-1]
+
+
+def begin(job: JobFolder) -> int:
+    """At the start of the batch script, each time it starts: a new secret for this run."""
+    job.sent("slurm", os.environ["SLURM_JOB_ID"], job.request)  # sbatch may have been killed
+    job.begin_again()
+    file = job.path / "secret"
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(secrets.token_hex(32))
+    return 0
+
+
+def finish(job: JobFolder, code: int) -> int:
+    """At its end: who failed first; and one that has saved is put into the queue again."""
+    (job.path / "secret").unlink(missing_ok=True)
+    code = write_end(job, code)
+    number = os.environ.get("SLURM_JOB_ID", "")
+    if code == EXIT_CODE and _call(["scontrol", "requeue", number]).returncode == 0:
+        (job.path / "end.json").unlink()
+    return code
+
+
+if __name__ == "__main__":
+    _, what, folder, *rest = sys.argv
+    here = JobFolder(Path(folder))
+    sys.exit(begin(here) if what == "begin" else finish(here, int(rest[0])))

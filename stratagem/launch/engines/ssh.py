@@ -1,0 +1,317 @@
+"""Jobs over ssh: hosts from a list, and nothing to install there but the package.
+
+A supervisor on this machine holds one connection for each task; it goes on when whoever has
+submitted the job has gone. A task ends when its connection does, so a supervisor that is killed
+leaves nobody behind. Secrets go through stdin, never onto a command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from stratagem import __version__
+from stratagem.cluster.spec import Task
+from stratagem.errors import UsageError
+from stratagem.launch.engines.engine import Request, State
+from stratagem.launch.far_task import BECAUSE
+from stratagem.launch.job_folder import Ended, JobFolder, now
+from stratagem.launch.log_file import LogFile
+from stratagem.launch.output import Relay
+from stratagem.launch.processes import Guard, Process
+from stratagem.launch.supervise import SignalQueue, Supervisor
+from stratagem.launch.verdict import write_end
+
+_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+_GRACE = 5.0  # seconds for the others to end after one has failed
+_NOT_REACHED = 255  # ssh's own exit code
+
+
+class Ssh:
+    """ssh of this machine, with the user's own configuration."""
+
+    def prepare(self, request: Request) -> Request:
+        """Ask every host whether the tasks could run there, and for ports that are free."""
+        hosts = [str(host) for host in request.settings.get("hosts", ())]
+        if not hosts:
+            raise UsageError("which hosts? As in: --hosts node1,node2 (or hosts in stratagem.toml)")
+        if shutil.which(_ssh(request)[0]) is None:
+            raise UsageError(f"there is no {_ssh(request)[0]} on this machine")
+        tasks = request.tasks()
+        places = {task: hosts[i % len(hosts)] for i, task in enumerate(tasks)}
+        wanted = {host: [t for t in tasks if places[t] == host] for host in places.values()}
+        with ThreadPoolExecutor(min(16, len(wanted))) as pool:
+            asked = {h: pool.submit(_probe, request, h, ts) for h, ts in wanted.items()}
+            found = {host: answer.result() for host, answer in asked.items()}
+        addresses = {
+            task: f"{_address(host)}:{port}"
+            for host, own in wanted.items()
+            for task, port in zip(own, found[host]["ports"], strict=True)
+        }
+        settings = {
+            **request.settings,
+            "places": [_login(places[task]) for task in tasks],
+            "addresses": [addresses[task] for task in tasks],
+        }
+        return replace(request, settings=settings)
+
+    def describe(self, request: Request, job: JobFolder) -> str:
+        """The commands; what goes through their stdin follows each, but for the secret."""
+        lines = []
+        for task, host in zip(request.tasks(), request.settings["places"], strict=True):
+            told = _told(request, task, "(a secret)")
+            lines += [f"# {task}", shlex.join(_command(request, host)), f"# stdin: {told}"]
+        return "\n".join([*lines, ""])
+
+    def send(self, request: Request, job: JobFolder) -> str:
+        (job.path / "script").write_text(self.describe(request, job))
+        name = job.path.name.rpartition("-")[2]
+        job.sent("ssh", name, request)
+        with (job.path / "supervisor.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "stratagem.launch.engines.ssh", str(job.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        here = {"host": socket.gethostname(), "pid": process.pid, "born": _born(process.pid)}
+        job.write("supervisor.json", here)
+        return name
+
+    def state(self, job: JobFolder) -> State:
+        alive = self._alive(job)
+        if (end := job.end()) is not None:
+            return end
+        if alive:
+            return State("running")
+        return State("ended", text=f"its supervisor was killed: {job.path / 'supervisor.log'}")
+
+    def cancel(self, job: JobFolder) -> None:
+        pid = self._alive(job)
+        if pid:
+            os.kill(pid, signal.SIGTERM)
+
+    def _alive(self, job: JobFolder) -> int:
+        """The supervisor's process, 0 if it has ended."""
+        told = job.read("supervisor.json") or {}
+        if told.get("host") != socket.gethostname():
+            raise UsageError(
+                f"{job.handle} is supervised by {told.get('host', 'nobody')}: ask there"
+            )
+        pid = int(told["pid"])
+        return pid if _born(pid) == told["born"] else 0
+
+
+ENGINE = Ssh()
+
+
+def _born(pid: int) -> str:
+    """When a process began, in the kernel's ticks; nothing if it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if words[0] == "Z" else words[19]
+
+
+def _ssh(request: Request) -> list[str]:
+    return shlex.split(str(request.settings.get("ssh", "ssh")))
+
+
+def _login(host: str) -> str:
+    """What ssh is given, of host or host=address."""
+    return host.partition("=")[0]
+
+
+def _address(host: str) -> str:
+    """What the other tasks reach it by."""
+    login, _, address = host.partition("=")
+    return address or login.rpartition("@")[2]
+
+
+def _far(request: Request, mode: str) -> str:
+    return f"{shlex.quote(request.python)} -m stratagem.launch.far_task {mode}"
+
+
+def _command(request: Request, login: str) -> list[str]:
+    return [*_ssh(request), *_OPTIONS, "--", login, _far(request, "ssh")]
+
+
+def _told(request: Request, task: Task, secret: str) -> str:
+    told: dict[str, Any] = {
+        "task": [task.type, task.index],
+        "cluster": request.by_role(list(request.settings["addresses"])),
+        "folder": request.folder,
+        "words": request.words,
+        "environ": request.environ,
+        "secret": secret,
+    }
+    return json.dumps(told)
+
+
+def _probe(request: Request, host: str, tasks: Sequence[Task]) -> Mapping[str, Any]:
+    """What a host says of itself; raises if the tasks cannot run there."""
+    login, script = _login(host), request.words[0]
+    told = {
+        "folder": request.folder,
+        "script": None if script == "-m" else script,
+        "gpus": request.gpus,
+        "ports": len(tasks),
+    }
+    words = [*_ssh(request), *_OPTIONS, "--", login, _far(request, "probe")]
+    try:
+        done = subprocess.run(
+            words, input=json.dumps(told) + "\n", capture_output=True, text=True, timeout=120
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"{login} has not answered in 120 s") from None
+    if done.returncode == _NOT_REACHED:
+        raise UsageError(f"{login} cannot be reached: {_last_line(done.stderr)}")
+    if done.returncode:
+        raise UsageError(
+            f"{login} cannot run stratagem with {request.python!r} ({_last_line(done.stderr)}): "
+            "install the package there, or say --python"
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    _check(request, login, found)
+    return found
+
+
+def _check(request: Request, login: str, found: Mapping[str, Any]) -> None:
+    if found["version"] != __version__:
+        raise UsageError(
+            f"{login} has stratagem {found['version']}, this machine {__version__}: tasks of one "
+            "job need the same"
+        )
+    if not found["folder"]:
+        raise UsageError(f"there is no folder {request.folder} on {login}; --folder says where")
+    if not found["script"]:
+        raise UsageError(
+            f"there is no script {request.words[0]!r} in {request.folder} on {login}: copy it "
+            "there, or say --folder"
+        )
+    if found["gpus"] < request.gpus:
+        raise UsageError(
+            f"{login} has {found['gpus']} GPUs, and --gpus-per-worker asks for {request.gpus}"
+        )
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["without a word"])[-1]
+
+
+class Remote(Process):
+    """A task at the other end of a connection; signals go through it by their names."""
+
+    def __init__(
+        self, task: Task, command: Sequence[str], told: str, environ: Mapping[str, str], blame: Path
+    ) -> None:
+        ours, self._way = os.pipe()
+        with os.fdopen(ours) as end:
+            super().__init__(task, command, environ, blame, stdin=end.fileno())
+        self._say(told)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.code is not None:
+            super().signal(number)
+            return
+        self._say(number.name)
+        if number is signal.SIGKILL:
+            os.close(self._way)
+            self._way = -1
+
+    def _say(self, line: str) -> None:
+        if self._way >= 0:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which its watcher will tell
+                os.write(self._way, f"{line}\n".encode())
+
+
+def supervise(job: JobFolder) -> int:
+    """See the tasks to their end, and write down what becomes of them."""
+    request, secret = job.request, secrets.token_hex(32)
+    with SignalQueue() as inbox, ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
+        guard = Guard(folder)
+        stack.callback(guard.close)
+        notes = stack.enter_context(LogFile(job.path / "supervisor.notes"))
+        relay = Relay(notes, notes)
+        processes = []
+        for i, (task, host) in enumerate(
+            zip(request.tasks(), request.settings["places"], strict=True)
+        ):
+            told = _told(request, task, secret)
+            process = Remote(task, _found(request, host), told, os.environ, folder / str(i))
+            stack.callback(process.kill)
+            guard.add(process)
+            relay.add(process, i, stack.enter_context(LogFile(job.log(task))))
+            job.task_runs(task, host)
+            processes.append(process)
+        relay.start()
+        supervisor = Supervisor(
+            processes, guard, relay, inbox, _GRACE, record=_Ends(job, relay).add
+        )
+        supervisor.run()
+        relay.close()
+        while not relay.join(1.0):
+            pass
+        for process in processes:
+            _write_end(job, process, relay.tail(process))
+    stopped = supervisor.stopped
+    return write_end(job, supervisor.code if stopped is None else 128 + stopped)
+
+
+def _found(request: Request, host: str) -> list[str]:
+    """The command with the whole path of its program: it is started by exec."""
+    first, *rest = _command(request, host)
+    return [shutil.which(first) or first, *rest]
+
+
+class _Ends:
+    """Writes down that a task has ended when it does, before its last lines are all read."""
+
+    def __init__(self, job: JobFolder, relay: Relay) -> None:
+        self._job, self._relay = job, relay
+
+    def add(self, kind: str, process: Process | None, text: str) -> None:
+        if kind == "end" and process is not None:
+            time.sleep(0)  # the relay's thread may be about to read its last lines
+            _write_end(self._job, process, self._relay.tail(process))
+
+
+def _write_end(job: JobFolder, process: Process, tail: list[str]) -> None:
+    told = job.task(process.task)
+    because = next((line.removeprefix(BECAUSE) for line in tail if line.startswith(BECAUSE)), "")
+    code = process.code or 0
+    if code == _NOT_REACHED:
+        tail = [*tail, f"the connection to {told.get('host')} was lost, or never made"]
+    lines = tuple(line for line in tail if not line.startswith(BECAUSE))
+    job.task_ended(
+        Ended(
+            process.task,
+            code if code >= 0 else 128 - code,
+            because,
+            told.get("when") or now(),
+            lines,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(JobFolder(Path(sys.argv[1]))))

@@ -1,0 +1,175 @@
+"""One task of a submitted job, on the machine where it runs.
+
+python -m stratagem.launch.far_task slurm FOLDER   under srun: its place is in the environment
+python -m stratagem.launch.far_task ssh            it is told on stdin what to run, and ends with it
+python -m stratagem.launch.far_task probe          whether a task could run here
+
+What it is told on stdin is one line of JSON, so that no secret is ever on a command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from stratagem import __version__
+from stratagem.cluster.environment import cores, from_slurm
+from stratagem.cluster.handshake import SECRET_VARIABLE
+from stratagem.cluster.spec import ClusterSpec, Task
+from stratagem.errors import StratagemError, UsageError
+from stratagem.launch.job_folder import Ended, JobFolder, now
+from stratagem.launch.log_file import LogFile
+from stratagem.launch.output import Relay, Sink
+from stratagem.launch.processes import Guard, Process
+from stratagem.launch.supervise import SignalQueue, Supervisor
+
+#: seconds from SIGTERM to SIGKILL: a training may have something to save
+GRACE = 20.0
+
+
+def run(
+    task: Task,
+    words: list[str],
+    environ: Mapping[str, str],
+    relay: Relay,
+    attend: Callable[[SignalQueue], None] = lambda inbox: None,
+) -> Ended:
+    """Run the task to its end; `attend` may put signals into the queue."""
+    with SignalQueue() as inbox, ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
+        guard = Guard(folder)
+        stack.callback(guard.close)
+        process = Process(task, words, environ, folder / "because")
+        stack.callback(process.kill)
+        guard.add(process)
+        relay.add(process, 0)
+        relay.start()
+        attend(inbox)
+        supervisor = Supervisor([process], guard, relay, inbox, GRACE)
+        supervisor.run()
+        relay.close()
+        while not relay.join(1.0) and not relay.broken.is_set():
+            pass
+        tail = tuple(relay.tail(process))
+    code = supervisor.code
+    if supervisor.stopped is not None and process.code and process.code > 0:
+        code = process.code
+    return Ended(task, code, process.because_of, now(), tail)
+
+
+def environment(spec: ClusterSpec, task: Task, secret: str, more: Mapping[str, str]) -> Any:
+    """What the task finds in its environment."""
+    threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(cores())}
+    return {
+        **os.environ,
+        **threads,
+        **more,
+        "PYTHONUNBUFFERED": "1",
+        "TF_CONFIG": spec.tf_config(task),
+        SECRET_VARIABLE: secret,
+    }
+
+
+def under_slurm(folder: str) -> int:
+    """A task of a step: which, and where the others are, srun has said."""
+    job = JobFolder(Path(folder))
+    request = job.request
+    place = from_slurm(os.environ)
+    if place is None:
+        raise UsageError("this is no task of a Slurm step: srun starts it")
+    addresses = [place.spec.address(each) for each in place.spec.tasks()]
+    task = request.tasks()[place.task.index]
+    secret = (job.path / "secret").read_text().strip()
+    environ = environment(ClusterSpec(request.by_role(addresses)), task, secret, request.environ)
+    job.task_runs(task, socket.gethostname())
+    with LogFile(job.log(task)) as log:
+        end = run(task, [request.python, *request.words], environ, Relay(log, log))
+    job.task_ended(end)
+    return end.code
+
+
+def over_ssh() -> int:
+    """A task whose output goes back the way it was started, and which ends with that way."""
+    told = json.loads(sys.stdin.readline())
+    task = Task(*told["task"])
+    spec = ClusterSpec(told["cluster"])
+    environ = environment(spec, task, told["secret"], told["environ"])
+    os.chdir(told["folder"])
+    relay = Relay(Plain(sys.stdout), Plain(sys.stderr))
+    end = run(task, [sys.executable, *told["words"]], environ, relay, _attend)
+    if end.because_of:
+        print(f"{BECAUSE}{end.because_of}", file=sys.stderr, flush=True)
+    return end.code
+
+
+#: how the last line of a task over ssh begins that ended because of another
+BECAUSE = "[stratagem] ended because of "
+
+
+class Plain(Sink):
+    """One of our own streams, without names: whoever reads it knows the task."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream, colour=False)
+
+    def prefix(self, name: str, number: int) -> bytes:
+        return b""
+
+
+def _attend(inbox: SignalQueue) -> None:
+    """Take signals by name from stdin; its end is the end of whoever started this."""
+
+    def listen() -> None:
+        for line in sys.stdin:
+            inbox.arrived.append(signal.Signals[line.strip()])
+        inbox.arrived += [signal.SIGTERM, signal.SIGKILL]  # nobody is there to wait for it
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
+def probe() -> int:
+    """What somebody who wants to start tasks here must know."""
+    told = json.loads(sys.stdin.readline())
+    found: dict[str, Any] = {"version": __version__, "host": socket.gethostname()}
+    folder = Path(told["folder"])
+    found["folder"] = folder.is_dir()
+    found["script"] = told["script"] is None or (folder / told["script"]).is_file()
+    found["gpus"] = _gpus() if told["gpus"] else 0
+    with ExitStack() as held:  # all at once, so that no port is found twice
+        socks = [held.enter_context(socket.socket()) for _ in range(told["ports"])]
+        for sock in socks:
+            sock.bind(("", 0))
+        found["ports"] = [sock.getsockname()[1] for sock in socks]
+    print(json.dumps(found))
+    return 0
+
+
+def _gpus() -> int:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def main(words: list[str]) -> int:
+    mode, *rest = words
+    try:
+        return under_slurm(*rest) if mode == "slurm" else {"ssh": over_ssh, "probe": probe}[mode]()
+    except StratagemError as problem:
+        print(f"stratagem: {problem}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

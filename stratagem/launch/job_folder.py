@@ -1,0 +1,203 @@
+"""What is known of a submitted job: one folder for each, which its tasks write into.
+
+    job.json            what was asked for, by which engine, and the job's handle
+    script              what was sent
+    logs/worker-0.log   what a task printed: a time, then the line
+    tasks/worker-0.json whether it runs, or how it ended and because of whom
+    end.json            how the job ended
+
+They lie in $STRATAGEM_JOBS or ~/.stratagem/jobs, which machines of a cluster share as they share
+the homes of their users.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+from stratagem.cluster.spec import Task
+from stratagem.errors import UsageError
+from stratagem.launch.engines.engine import Request, State
+
+VARIABLE = "STRATAGEM_JOBS"
+
+
+def jobs_home() -> Path:
+    """Where the folders of jobs lie."""
+    return Path(os.environ.get(VARIABLE) or Path.home() / ".stratagem" / "jobs").absolute()
+
+
+def now() -> str:
+    """The time as logs have it: of one length, so that lines sort by it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a task ended; `because_of` is whom it blames."""
+
+    task: Task
+    code: int
+    because_of: str
+    when: str
+    tail: tuple[str, ...]
+
+
+class JobFolder:
+    """The folder of one job."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, name: str) -> Self:
+        """A new one; nobody else may read it, since logs may hold anything."""
+        home = jobs_home()
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        path = home / f"{name}-{stamp}-{secrets.token_hex(3)}"
+        try:
+            for each in (path, path / "logs", path / "tasks"):
+                each.mkdir(parents=True, mode=0o700)
+        except OSError as problem:
+            raise UsageError(
+                f"the job's folder {path} cannot be made ({problem.strerror}); {VARIABLE} says "
+                "where jobs are written down"
+            ) from None
+        return cls(path)
+
+    @classmethod
+    def all(cls) -> list[Self]:
+        """Every job that was sent, the newest last."""
+        found = [cls(file.parent) for file in jobs_home().glob("*/job.json")]
+        return sorted(
+            (job for job in found if job.told["name"]), key=lambda job: job.path.name[-22:]
+        )
+
+    @classmethod
+    def find(cls, handle: str) -> Self:
+        """The job with that handle."""
+        jobs = {job.handle: job for job in cls.all()}
+        if handle not in jobs:
+            near = get_close_matches(handle, jobs, 1)
+            hint = f"; {near[0]}?" if near else ""
+            raise UsageError(
+                f"there is no job {handle} in {jobs_home()}{hint} (`stratagem jobs` lists them)"
+            )
+        return jobs[handle]
+
+    # what was asked for
+
+    def sent(self, engine: str, own_name: str, request: Request) -> None:
+        """Write down that it was sent."""
+        self.write("job.json", {"engine": engine, "name": own_name, "request": request.to_json()})
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return dict(self.read("job.json") or {})
+
+    @property
+    def request(self) -> Request:
+        return Request.from_json(self.told["request"])
+
+    @property
+    def engine(self) -> str:
+        return str(self.told["engine"])
+
+    @property
+    def handle(self) -> str:
+        return f"{self.engine}:{self.told['name']}"
+
+    # what has come of it
+
+    def log(self, task: Task) -> Path:
+        return self.path / "logs" / f"{_file(task)}.log"
+
+    def task_runs(self, task: Task, host: str) -> None:
+        self.write(f"tasks/{_file(task)}.json", {"host": host, "since": now()})
+
+    def task_ended(self, end: Ended) -> None:
+        before = self.read(f"tasks/{_file(end.task)}.json") or {}
+        told = {"code": end.code, "because_of": end.because_of, "when": end.when}
+        self.write(f"tasks/{_file(end.task)}.json", {**before, **told, "tail": end.tail})
+
+    def task(self, task: Task) -> dict[str, Any]:
+        """What is known of a task; nothing before it has begun."""
+        return dict(self.read(f"tasks/{_file(task)}.json") or {})
+
+    def ends(self) -> list[Ended]:
+        """The tasks that have ended, in that order."""
+        found = [
+            Ended(task, told["code"], told["because_of"], told["when"], tuple(told["tail"]))
+            for task in self.request.tasks()
+            if "code" in (told := self.task(task))
+        ]
+        return sorted(found, key=lambda end: end.when)
+
+    def ended(self, code: int, text: str) -> None:
+        """Write down how the job ended."""
+        self.write("end.json", {"code": code, "text": text, "when": now()})
+
+    def end(self) -> State | None:
+        told = self.read("end.json")
+        return None if told is None else State("ended", told["code"], told["text"])
+
+    def begin_again(self) -> None:
+        """Forget how an earlier run of the same job has ended."""
+        (self.path / "end.json").unlink(missing_ok=True)
+        for file in (self.path / "tasks").glob("*.json"):
+            file.unlink()
+
+    # files
+
+    def write(self, name: str, told: Mapping[str, Any]) -> None:
+        """A whole file or none: others read it from other machines."""
+        path = self.path / name
+        part = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.part")
+        part.write_text(json.dumps(told, indent=1) + "\n")
+        os.replace(part, path)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        try:
+            return dict(json.loads((self.path / name).read_text()))
+        except FileNotFoundError:
+            return None
+
+
+def _file(task: Task) -> str:
+    return f"{task.type}-{task.index}"
+
+
+class LogReader:
+    """The lines of all tasks, each once: those that are there, by time, then those that come."""
+
+    def __init__(self, job: JobFolder) -> None:
+        self._job, self._tasks = job, job.request.tasks()
+        self._read: dict[Task, int] = dict.fromkeys(self._tasks, 0)
+
+    def lines(self) -> Iterator[tuple[Task, str, str]]:
+        """What was written since the last call: task, time, line."""
+        found = []
+        for task in self._tasks:
+            found += [(when, task, line) for when, line in self._new(task)]
+        for when, task, line in sorted(found, key=lambda each: each[0]):
+            yield task, when, line
+
+    def _new(self, task: Task) -> list[tuple[str, str]]:
+        try:
+            with self._job.log(task).open("rb") as file:
+                file.seek(self._read[task])
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read[task] += len(whole)
+        pairs = (raw.decode(errors="replace").partition(" ") for raw in whole.splitlines())
+        return [(when, line) for when, _, line in pairs]

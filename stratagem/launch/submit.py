@@ -1,0 +1,217 @@
+"""Send a job to an engine: the same script, on machines that Slurm gives out or ssh reaches.
+
+It shows the plan first. Settings that a project always uses stand in stratagem.toml, in the folder
+or one above it; flags beat them:
+
+    [submit]
+    on = "slurm"
+    workers = 4
+    sbatch = ["--partition=gpu", "--account=vision"]
+
+examples:
+  stratagem submit --on slurm --workers 4 --gpus-per-worker 1 --time 2h train.py --epochs 10
+  stratagem submit --on slurm --workers 4 --dry-run train.py      print the batch script
+  stratagem submit --on ssh --hosts node1,node2 --workers 2 --follow train.py
+  stratagem submit --on ssh --hosts me@node1=10.0.0.1,node2=10.0.0.2 --workers 2 train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from stratagem.errors import UsageError
+from stratagem.launch.cli import whole
+from stratagem.launch.engines.engine import ENGINES, Request, engine
+from stratagem.launch.job_folder import JobFolder
+from stratagem.launch.logs import follow
+
+FILE = "stratagem.toml"
+_UNITS = {"m": 1, "h": 60, "d": 24 * 60}
+_TIME = re.compile(r"(\d+)([mhd])")
+#: options that a settings file may hold, and their kinds
+_KNOWN: dict[str, type | tuple[type, ...]] = {
+    "on": str,
+    "workers": int,
+    "ps": int,
+    "evaluator": bool,
+    "gpus_per_worker": int,
+    "time": str,
+    "name": str,
+    "python": str,
+    "folder": str,
+    "hosts": (list, str),
+    "ssh": str,
+    "sbatch": (list, str),
+    "env": list,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stratagem submit`."""
+    add = parser.add_argument
+    parser.usage = (
+        "%(prog)s --on ENGINE [options] train.py [args...]\n"
+        "       %(prog)s --on ENGINE [options] -m module [args...]"
+    )
+    add("--on", metavar="ENGINE", help=f"where to: {', '.join(ENGINES)}")
+    add("--workers", type=whole(1), metavar="W", help="W workers (1)")
+    add("--ps", type=whole(0), metavar="P", help="P parameter servers besides (0)")
+    add("--evaluator", action="store_true", default=None, help="an evaluator besides")
+    add("--gpus-per-worker", type=whole(0), metavar="G", help="G GPUs for each worker (0)")
+    add("--time", metavar="T", help="how long it may take: 30m, 2h, 1d (slurm)")
+    add("--name", metavar="N", help="the job's name (that of the script)")
+    add("--python", metavar="PATH", help="the interpreter there (this one)")
+    add("--folder", metavar="DIR", help="where the tasks run (this folder)")
+    add("--env", action="append", metavar="NAME", help="a variable that tasks get as it is here")
+    add("--hosts", metavar="LIST", help="hosts, with commas between, or a file of them (ssh)")
+    add("--ssh", metavar="COMMAND", help="the ssh to use, with options: 'ssh -p 2222' (ssh)")
+    add("--sbatch", metavar="OPTIONS", help="more options for sbatch: '--partition=gpu' (slurm)")
+    add(
+        "--dry-run", action="store_true", help="print what would be sent, to the byte; send nothing"
+    )
+    add("--follow", action="store_true", help="show what tasks print, to the end; exit as the job")
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module")
+    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Send the job; 0, or its own exit code with --follow."""
+    settings = {**_from_file(Path.cwd()), **_given(args)}
+    name = settings.get("on")
+    if name is None:
+        raise UsageError(f"where to? As in: --on {' or --on '.join(ENGINES)}")
+    chosen = engine(name)
+    request = chosen.prepare(_request(args, settings))
+    job = JobFolder.create(request.name)
+    try:
+        if args.dry_run:
+            print(chosen.describe(request, job), end="")
+            return 0
+        _show_plan(name, request)
+        chosen.send(request, job)
+    except BaseException:
+        shutil.rmtree(job.path)
+        raise
+    finally:
+        if args.dry_run:
+            shutil.rmtree(job.path)
+    handle = job.handle
+    print(f"{handle} is submitted. Next:", flush=True)
+    for command in (f"logs {handle} --follow", f"status {handle}", f"cancel {handle}"):
+        print(f"  stratagem {command}", flush=True)
+    return follow(job) if args.follow else 0
+
+
+def _show_plan(name: str, request: Request) -> None:
+    roles = [f"{count} {role}" for role, count in request.roles().items() if count]
+    print(f"{request.name} on {name}: {', '.join(roles)}")
+    for task, host in zip(request.tasks(), request.settings.get("places", ()), strict=False):
+        print(f"  {task} on {host}")
+    gpus = f", {request.gpus} GPUs a worker" if request.gpus else ""
+    words = shlex.join(("python", *request.words))
+    print(f"  {words} in {request.folder}{gpus}", flush=True)
+
+
+def _from_file(folder: Path) -> dict[str, Any]:
+    """The settings of the project, if there are any."""
+    file = next((at / FILE for at in (folder, *folder.parents) if (at / FILE).is_file()), None)
+    if file is None:
+        return {}
+    try:
+        found: Any = tomllib.loads(file.read_text()).get("submit", {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise UsageError(f"{file} cannot be read: {problem}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{file}: [submit] is a table")
+    for key, value in found.items():
+        if key not in _KNOWN:
+            raise UsageError(f"{file}: there is no setting {key!r} ({', '.join(_KNOWN)})")
+        if not isinstance(value, _KNOWN[key]) or isinstance(value, bool) != (key == "evaluator"):
+            raise UsageError(f"{file}: {key} = {value!r} is of the wrong kind")
+    return found
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    found = {key: getattr(args, key) for key in _KNOWN}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _request(args: argparse.Namespace, settings: dict[str, Any]) -> Request:
+    words = _words(args)
+    script = words[1] if words[0] == "-m" else Path(words[0]).stem
+    folder = settings.get("folder") or os.getcwd()
+    return Request(
+        name=settings.get("name") or _as_name(script),
+        words=words,
+        folder=folder,
+        python=settings.get("python") or sys.executable,
+        workers=settings.get("workers", 1),
+        ps=settings.get("ps", 0),
+        evaluator=settings.get("evaluator", False),
+        gpus=settings.get("gpus_per_worker", 0),
+        minutes=_minutes(settings["time"]) if "time" in settings else None,
+        environ=_variables(settings.get("env", ())),
+        settings={
+            "hosts": _hosts(settings.get("hosts", ())),
+            "ssh": settings.get("ssh", "ssh"),
+            "sbatch": _list(settings.get("sbatch", ())),
+        },
+    )
+
+
+def _words(args: argparse.Namespace) -> tuple[str, ...]:
+    if args.module is not None:
+        if not args.module:
+            raise UsageError("-m needs the name of a module")
+        return ("-m", *args.module, *args.script)
+    words = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if not words:
+        raise UsageError("which script? As in: stratagem submit --on slurm --workers 2 train.py")
+    if words[0].startswith("-"):
+        raise UsageError(f"there is no option {words[0]} (see stratagem submit --help)")
+    return tuple(words)
+
+
+def _as_name(script: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", script.lower()).strip("-")[:52].strip("-") or "job"
+
+
+def _minutes(text: str) -> int:
+    match = _TIME.fullmatch(text)
+    if not match or not int(match[1]):
+        raise UsageError(f"--time {text!r} is no time: write 30m, 2h or 1d")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _variables(names: Any) -> dict[str, str]:
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise UsageError(f"--env {missing[0]}: it is not set here")
+    return {name: os.environ[name] for name in names}
+
+
+def _hosts(given: Any) -> list[str]:
+    """A list, a list with commas, or a file with one a line."""
+    if isinstance(given, str) and Path(given).is_file():
+        given = [line.partition("#")[0].strip() for line in Path(given).read_text().splitlines()]
+    listed = given.split(",") if isinstance(given, str) else given
+    hosts = [str(host).strip() for host in listed if str(host).strip()]
+    for host in hosts:
+        if host.startswith("-") or any(c.isspace() for c in host):
+            raise UsageError(f"{host!r} is no host")
+    twice = next((host for host in hosts if hosts.count(host) > 1), None)
+    if twice:
+        raise UsageError(f"{twice} is named twice among the hosts")
+    return hosts
+
+
+def _list(given: Any) -> list[str]:
+    return shlex.split(given) if isinstance(given, str) else [str(each) for each in given]
