@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.hosts import ROOT, Hosts
 
@@ -36,18 +33,6 @@ MailProg=/bin/true
 ReturnToService=2
 KillWait=15
 """
-
-
-def needs_slurm() -> None:
-    """Skip, and say why, where there is no Slurm and none can be installed."""
-    tools = ("slurmctld", "slurmd", "sbatch", "munged")
-    if os.geteuid() == 0 and not all(map(shutil.which, tools)) and shutil.which("apt-get"):
-        words = ["apt-get", "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]
-        subprocess.run(["apt-get", "update"], capture_output=True, timeout=120, check=False)
-        subprocess.run(words, capture_output=True, timeout=300, check=False)
-    missing = [tool for tool in tools if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"Slurm is not here and cannot be installed: no {', '.join(missing)}")
 
 
 class Slurm:

@@ -27,7 +27,7 @@ from stratagem.cluster.environment import cores, from_slurm
 from stratagem.cluster.handshake import SECRET_VARIABLE
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import StratagemError, UsageError
-from stratagem.launch.job_folder import Ended, JobFolder, now
+from stratagem.launch.job_folder import JobFolder, TaskEnd, now
 from stratagem.launch.log_file import LogFile
 from stratagem.launch.output import Relay, Sink
 from stratagem.launch.processes import Guard, Process
@@ -43,7 +43,7 @@ def run(
     environ: Mapping[str, str],
     relay: Relay,
     attend: Callable[[SignalQueue], None] = lambda inbox: None,
-) -> Ended:
+) -> TaskEnd:
     """Run the task to its end; `attend` may put signals into the queue."""
     with SignalQueue() as inbox, ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
@@ -64,7 +64,7 @@ def run(
     code = supervisor.code
     if supervisor.stopped is not None and process.code and process.code > 0:
         code = process.code
-    return Ended(task, code, process.because_of, now(), tail)
+    return TaskEnd(task, code, process.because_of, now(), tail)
 
 
 def environment(spec: ClusterSpec, task: Task, secret: str, more: Mapping[str, str]) -> Any:
@@ -105,7 +105,7 @@ def over_ssh() -> int:
     spec = ClusterSpec(told["cluster"])
     environ = environment(spec, task, told["secret"], told["environ"])
     os.chdir(told["folder"])
-    relay = Relay(Plain(sys.stdout), Plain(sys.stderr))
+    relay = Relay(PlainSink(sys.stdout), PlainSink(sys.stderr))
     end = run(task, [sys.executable, *told["words"]], environ, relay, _attend)
     if end.because_of:
         print(f"{BECAUSE}{end.because_of}", file=sys.stderr, flush=True)
@@ -116,7 +116,7 @@ def over_ssh() -> int:
 BECAUSE = "[stratagem] ended because of "
 
 
-class Plain(Sink):
+class PlainSink(Sink):
     """One of our own streams, without names: whoever reads it knows the task."""
 
     def __init__(self, stream: Any) -> None:

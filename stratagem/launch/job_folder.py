@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
-from stratagem.launch.engines.engine import Request, State
+from stratagem.launch.job_request import JobRequest, JobState
 
 VARIABLE = "STRATAGEM_JOBS"
 
@@ -41,7 +41,7 @@ def now() -> str:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TaskEnd:
     """How a task ended; `because_of` is whom it blames."""
 
     task: Task
@@ -95,7 +95,7 @@ class JobFolder:
 
     # what was asked for
 
-    def sent(self, engine: str, own_name: str, request: Request) -> None:
+    def sent(self, engine: str, own_name: str, request: JobRequest) -> None:
         """Write down that it was sent."""
         self.write("job.json", {"engine": engine, "name": own_name, "request": request.to_json()})
 
@@ -104,8 +104,8 @@ class JobFolder:
         return dict(self.read("job.json") or {})
 
     @property
-    def request(self) -> Request:
-        return Request.from_json(self.told["request"])
+    def request(self) -> JobRequest:
+        return JobRequest.from_json(self.told["request"])
 
     @property
     def engine(self) -> str:
@@ -123,7 +123,7 @@ class JobFolder:
     def task_runs(self, task: Task, host: str) -> None:
         self.write(f"tasks/{_file(task)}.json", {"host": host, "since": now()})
 
-    def task_ended(self, end: Ended) -> None:
+    def task_ended(self, end: TaskEnd) -> None:
         before = self.read(f"tasks/{_file(end.task)}.json") or {}
         told = {"code": end.code, "because_of": end.because_of, "when": end.when}
         self.write(f"tasks/{_file(end.task)}.json", {**before, **told, "tail": end.tail})
@@ -132,10 +132,10 @@ class JobFolder:
         """What is known of a task; nothing before it has begun."""
         return dict(self.read(f"tasks/{_file(task)}.json") or {})
 
-    def ends(self) -> list[Ended]:
+    def ends(self) -> list[TaskEnd]:
         """The tasks that have ended, in that order."""
         found = [
-            Ended(task, told["code"], told["because_of"], told["when"], tuple(told["tail"]))
+            TaskEnd(task, told["code"], told["because_of"], told["when"], tuple(told["tail"]))
             for task in self.request.tasks()
             if "code" in (told := self.task(task))
         ]
@@ -145,9 +145,9 @@ class JobFolder:
         """Write down how the job ended."""
         self.write("end.json", {"code": code, "text": text, "when": now()})
 
-    def end(self) -> State | None:
+    def end(self) -> JobState | None:
         told = self.read("end.json")
-        return None if told is None else State("ended", told["code"], told["text"])
+        return None if told is None else JobState("ended", told["code"], told["text"])
 
     def begin_again(self) -> None:
         """Forget how an earlier run of the same job has ended."""

@@ -14,8 +14,9 @@ import sys
 import time
 
 from stratagem.errors import UsageError
-from stratagem.launch.engines.engine import State, engine
+from stratagem.launch.engines.engine import engine
 from stratagem.launch.job_folder import JobFolder, LogReader
+from stratagem.launch.job_request import JobState
 from stratagem.launch.output import Sink, wants_colour
 
 _TICK = 0.2
@@ -61,22 +62,22 @@ def follow(job: JobFolder, printer: _Printer | None = None) -> int:
     return 1 if state.code is None else state.code
 
 
-def _to_the_end(job: JobFolder, printer: _Printer) -> State:
+def _to_the_end(job: JobFolder, printer: _Printer) -> JobState:
     runs, said = engine(job.engine), ""
     while True:
         state = runs.state(job)
         if state.phase == "waiting" and said != str(state):
             said = str(state)
             print(f"{job.handle} is {said}", file=sys.stderr, flush=True)
-        asked = time.monotonic()
-        while time.monotonic() - asked < _ASK:
-            over = state.phase == "ended" or job.end() is not None
-            printer.print_new()
-            if over:
-                break
-            time.sleep(_TICK)
+        printer.print_new()
         if state.phase == "ended":
             return state
+        asked = time.monotonic()
+        while time.monotonic() - asked < _ASK:
+            time.sleep(_TICK)
+            printer.print_new()
+            if job.end() is not None:  # ask the engine whether that is all
+                break
 
 
 class _Printer:

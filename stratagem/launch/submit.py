@@ -29,8 +29,9 @@ from typing import Any
 
 from stratagem.errors import UsageError
 from stratagem.launch.cli import whole
-from stratagem.launch.engines.engine import ENGINES, Request, engine
+from stratagem.launch.engines.engine import ENGINES, engine
 from stratagem.launch.job_folder import JobFolder
+from stratagem.launch.job_request import JobRequest
 from stratagem.launch.logs import follow
 
 FILE = "stratagem.toml"
@@ -110,7 +111,7 @@ def main(args: argparse.Namespace) -> int:
     return follow(job) if args.follow else 0
 
 
-def _show_plan(name: str, request: Request) -> None:
+def _show_plan(name: str, request: JobRequest) -> None:
     roles = [f"{count} {role}" for role, count in request.roles().items() if count]
     print(f"{request.name} on {name}: {', '.join(roles)}")
     for task, host in zip(request.tasks(), request.settings.get("places", ()), strict=False):
@@ -144,11 +145,11 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _request(args: argparse.Namespace, settings: dict[str, Any]) -> Request:
+def _request(args: argparse.Namespace, settings: dict[str, Any]) -> JobRequest:
     words = _words(args)
     script = words[1] if words[0] == "-m" else Path(words[0]).stem
     folder = settings.get("folder") or os.getcwd()
-    return Request(
+    return JobRequest(
         name=settings.get("name") or _as_name(script),
         words=words,
         folder=folder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.launch.job_folder import Ended, JobFolder
+from stratagem.launch.job_folder import JobFolder, TaskEnd
 from stratagem.launch.supervise import culprit, ending
 
 
@@ -21,7 +21,7 @@ def write_end(job: JobFolder, code: int) -> int:
     return first.code
 
 
-def verdict(first: Ended) -> str:
+def verdict(first: TaskEnd) -> str:
     """Who failed, how, and its last lines."""
     how = ending(first.code if first.code < 128 else 128 - first.code)
     what = f"{first.task} failed first: {how}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,11 +17,17 @@ from typing import Any
 EXIT_CODE = 75
 
 
+#: seconds in which a second SIGTERM is the first once more: schedulers signal every process, and a
+#: launcher among them passes it on
+_AT_ONCE = 2.0
+
+
 class Termination:
-    """While it is open, SIGTERM is noted and ends nothing by itself; a second one does."""
+    """While it is open, SIGTERM is noted and ends nothing by itself; a later one does."""
 
     def __init__(self) -> None:
         self.asked = False
+        self._since = 0.0
         self._before: Any = None
         self._open = False
 
@@ -43,7 +50,8 @@ class Termination:
             self._open = False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked and time.monotonic() - self._since > _AT_ONCE:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
-        self.asked = True
+        if not self.asked:
+            self.asked, self._since = True, time.monotonic()

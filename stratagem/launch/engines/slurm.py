@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from stratagem.errors import UsageError
-from stratagem.launch.engines.engine import Request, State
 from stratagem.launch.job_folder import JobFolder
+from stratagem.launch.job_request import JobRequest, JobState
 from stratagem.launch.verdict import write_end
 from stratagem.training.termination import EXIT_CODE
 
@@ -30,7 +30,7 @@ _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "
 class Slurm:
     """sbatch, squeue and scancel of this machine."""
 
-    def prepare(self, request: Request) -> Request:
+    def prepare(self, request: JobRequest) -> JobRequest:
         if shutil.which("sbatch") is None:
             raise UsageError(
                 "there is no sbatch on this machine: submit from a login node of the cluster"
@@ -45,7 +45,7 @@ class Slurm:
             )
         return replace(request, python=python)
 
-    def describe(self, request: Request, job: JobFolder) -> str:
+    def describe(self, request: JobRequest, job: JobFolder) -> str:
         """The batch script; tasks of different roles are components of a heterogeneous job."""
         parts = [count for count in request.roles().values() if count]
         options = [f"--job-name={request.name}"]
@@ -79,7 +79,7 @@ class Slurm:
             ]
         )
 
-    def send(self, request: Request, job: JobFolder) -> str:
+    def send(self, request: JobRequest, job: JobFolder) -> str:
         script = job.path / "script"
         script.write_text(self.describe(request, job))
         job.sent("slurm", "", request)  # tasks may begin before sbatch has answered
@@ -90,7 +90,7 @@ class Slurm:
         job.sent("slurm", name, request)
         return name
 
-    def state(self, job: JobFolder) -> State:
+    def state(self, job: JobFolder) -> JobState:
         name = str(job.told["name"])
         done = _call(["squeue", "--noheader", f"--jobs={name}", "--format=%T %r"])
         found = done.stdout.split("\n")[0].split()
@@ -98,13 +98,13 @@ class Slurm:
         if done.returncode and "Invalid job id" not in done.stderr:
             raise UsageError(f"squeue cannot tell: {_last_line(done.stderr)}")
         if known and found[0] in _WAITING:
-            return State("waiting", text=" ".join(found).lower())
+            return JobState("waiting", text=" ".join(found).lower())
+        if known:  # what it has left behind may be of a run before this one
+            return JobState("running")
         end = job.end()
         if end is not None:
             return end
-        if known:
-            return State("running")
-        return State("ended", text=f"it left no word: {job.path / 'batch.log'} may say why")
+        return JobState("ended", text=f"it left no word: {job.path / 'batch.log'} may say why")
 
     def cancel(self, job: JobFolder) -> None:
         done = _call(["scancel", str(job.told["name"])])

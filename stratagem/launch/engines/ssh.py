@@ -29,9 +29,9 @@ from typing import Any
 from stratagem import __version__
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
-from stratagem.launch.engines.engine import Request, State
 from stratagem.launch.far_task import BECAUSE
-from stratagem.launch.job_folder import Ended, JobFolder, now
+from stratagem.launch.job_folder import JobFolder, TaskEnd, now
+from stratagem.launch.job_request import JobRequest, JobState
 from stratagem.launch.log_file import LogFile
 from stratagem.launch.output import Relay
 from stratagem.launch.processes import Guard, Process
@@ -39,14 +39,14 @@ from stratagem.launch.supervise import SignalQueue, Supervisor
 from stratagem.launch.verdict import write_end
 
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
-_GRACE = 5.0  # seconds for the others to end after one has failed
+_GRACE = 3.0  # seconds for the others to end after one has failed
 _NOT_REACHED = 255  # ssh's own exit code
 
 
 class Ssh:
     """ssh of this machine, with the user's own configuration."""
 
-    def prepare(self, request: Request) -> Request:
+    def prepare(self, request: JobRequest) -> JobRequest:
         """Ask every host whether the tasks could run there, and for ports that are free."""
         hosts = [str(host) for host in request.settings.get("hosts", ())]
         if not hosts:
@@ -71,7 +71,7 @@ class Ssh:
         }
         return replace(request, settings=settings)
 
-    def describe(self, request: Request, job: JobFolder) -> str:
+    def describe(self, request: JobRequest, job: JobFolder) -> str:
         """The commands; what goes through their stdin follows each, but for the secret."""
         lines = []
         for task, host in zip(request.tasks(), request.settings["places"], strict=True):
@@ -79,7 +79,7 @@ class Ssh:
             lines += [f"# {task}", shlex.join(_command(request, host)), f"# stdin: {told}"]
         return "\n".join([*lines, ""])
 
-    def send(self, request: Request, job: JobFolder) -> str:
+    def send(self, request: JobRequest, job: JobFolder) -> str:
         (job.path / "script").write_text(self.describe(request, job))
         name = job.path.name.rpartition("-")[2]
         job.sent("ssh", name, request)
@@ -95,13 +95,13 @@ class Ssh:
         job.write("supervisor.json", here)
         return name
 
-    def state(self, job: JobFolder) -> State:
+    def state(self, job: JobFolder) -> JobState:
         alive = self._alive(job)
         if (end := job.end()) is not None:
             return end
         if alive:
-            return State("running")
-        return State("ended", text=f"its supervisor was killed: {job.path / 'supervisor.log'}")
+            return JobState("running")
+        return JobState("ended", text=f"its supervisor was killed: {job.path / 'supervisor.log'}")
 
     def cancel(self, job: JobFolder) -> None:
         pid = self._alive(job)
@@ -131,7 +131,7 @@ def _born(pid: int) -> str:
     return "" if words[0] == "Z" else words[19]
 
 
-def _ssh(request: Request) -> list[str]:
+def _ssh(request: JobRequest) -> list[str]:
     return shlex.split(str(request.settings.get("ssh", "ssh")))
 
 
@@ -146,15 +146,15 @@ def _address(host: str) -> str:
     return address or login.rpartition("@")[2]
 
 
-def _far(request: Request, mode: str) -> str:
+def _far(request: JobRequest, mode: str) -> str:
     return f"{shlex.quote(request.python)} -m stratagem.launch.far_task {mode}"
 
 
-def _command(request: Request, login: str) -> list[str]:
+def _command(request: JobRequest, login: str) -> list[str]:
     return [*_ssh(request), *_OPTIONS, "--", login, _far(request, "ssh")]
 
 
-def _told(request: Request, task: Task, secret: str) -> str:
+def _told(request: JobRequest, task: Task, secret: str) -> str:
     told: dict[str, Any] = {
         "task": [task.type, task.index],
         "cluster": request.by_role(list(request.settings["addresses"])),
@@ -166,7 +166,7 @@ def _told(request: Request, task: Task, secret: str) -> str:
     return json.dumps(told)
 
 
-def _probe(request: Request, host: str, tasks: Sequence[Task]) -> Mapping[str, Any]:
+def _probe(request: JobRequest, host: str, tasks: Sequence[Task]) -> Mapping[str, Any]:
     """What a host says of itself; raises if the tasks cannot run there."""
     login, script = _login(host), request.words[0]
     told = {
@@ -194,7 +194,7 @@ def _probe(request: Request, host: str, tasks: Sequence[Task]) -> Mapping[str, A
     return found
 
 
-def _check(request: Request, login: str, found: Mapping[str, Any]) -> None:
+def _check(request: JobRequest, login: str, found: Mapping[str, Any]) -> None:
     if found["version"] != __version__:
         raise UsageError(
             f"{login} has stratagem {found['version']}, this machine {__version__}: tasks of one "
@@ -277,7 +277,7 @@ def supervise(job: JobFolder) -> int:
     return write_end(job, supervisor.code if stopped is None else 128 + stopped)
 
 
-def _found(request: Request, host: str) -> list[str]:
+def _found(request: JobRequest, host: str) -> list[str]:
     """The command with the whole path of its program: it is started by exec."""
     first, *rest = _command(request, host)
     return [shutil.which(first) or first, *rest]
@@ -303,7 +303,7 @@ def _write_end(job: JobFolder, process: Process, tail: list[str]) -> None:
         tail = [*tail, f"the connection to {told.get('host')} was lost, or never made"]
     lines = tuple(line for line in tail if not line.startswith(BECAUSE))
     job.task_ended(
-        Ended(
+        TaskEnd(
             process.task,
             code if code >= 0 else 128 - code,
             because,

@@ -1,0 +1,166 @@
+"""Places to submit jobs to, for tests: a real Slurm, and real sshd, on hosts of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from tests.hosts import ROOT, Hosts
+from tests.slurm import Slurm
+
+#: what every test script begins with
+HEAD = """
+import json, os, pathlib, signal, sys, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+me = f"{task['type']}-{task['index']}"
+def note(name, value):
+    pathlib.Path(f"{name}.part").write_text(str(value))
+    os.replace(f"{name}.part", name)
+note(f"pid-{me}", os.getpid())
+"""
+
+
+class Site(Protocol):
+    """Somewhere that `stratagem submit` reaches from host 0."""
+
+    name: str
+    folder: Path
+
+    def options(self) -> list[str]:
+        """What `submit` needs to know of it."""
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Begin `stratagem ...` in the site's folder."""
+
+
+class _OnHosts:
+    folder: Path
+    hosts: Hosts
+    environ: dict[str, str]
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        at = ["env", f"--chdir={self.folder}"]  # whoever enters a host is in its root
+        command = [*at, sys.executable, "-m", "stratagem", *words]
+        return self.hosts.start(
+            0, *command, STRATAGEM_JOBS=str(self.folder / "jobs"), **self.environ
+        )
+
+
+class SlurmSite(_OnHosts):
+    name = "slurm"
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "slurm").mkdir()
+        self.folder, self._slurm = folder, Slurm(folder / "slurm", nodes=4)
+        self.hosts, self.environ = self._slurm.hosts, self._slurm.environ
+
+    def options(self) -> list[str]:
+        return ["--on", "slurm"]
+
+    def run(self, *words: str) -> str:
+        return self._slurm.run(*words).stdout
+
+    def close(self) -> None:
+        self._slurm.close()
+
+
+class SshSite(_OnHosts):
+    """sshd on hosts 1 and 2."""
+
+    name = "ssh"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.environ = folder, {}
+        self._keys = folder / "keys"
+        self._keys.mkdir(mode=0o700)
+        self.hosts = Hosts(3)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        for name in ("host", "user"):
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self._keys / name)]
+            subprocess.run(words, check=True, timeout=20)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        (self._keys / "sshd").write_text(
+            f"HostKey {self._keys}/host\nAuthorizedKeysFile {self._keys}/user.pub\n"
+            "StrictModes no\nPidFile none\nPasswordAuthentication no\nPermitRootLogin yes\n"
+            f"SetEnv PYTHONPATH={ROOT} OMP_NUM_THREADS=1\n"
+        )
+        hosts = "".join(f"Host node{i}\n HostName {self.hosts.address(i)}\n" for i in (1, 2))
+        (self._keys / "ssh").write_text(
+            f"{hosts}Host *\n IdentityFile {self._keys}/user\n StrictHostKeyChecking no\n"
+            f" UserKnownHostsFile {self._keys}/known\n LogLevel ERROR\n"
+        )
+        sshd = shutil.which("sshd") or "/usr/sbin/sshd"
+        for i in (1, 2):
+            self.hosts.start(i, sshd, "-D", "-f", self._keys / "sshd")
+        for i in (1, 2):
+            self._await(i)
+
+    def _await(self, host: int) -> None:
+        until = time.monotonic() + 30
+        words = [*self.hosts.inside(0), "ssh", "-F", self._keys / "ssh", f"node{host}", "true"]
+        while subprocess.run(list(map(str, words)), capture_output=True, check=False).returncode:
+            assert time.monotonic() < until, "sshd has not begun"
+            time.sleep(0.1)
+
+    def options(self) -> list[str]:
+        nodes = ",".join(f"node{i}={self.hosts.address(i)}" for i in (1, 2))
+        return ["--on", "ssh", "--hosts", nodes, "--ssh", f"ssh -F {self._keys}/ssh"]
+
+    def close(self) -> None:
+        self.hosts.close()
+
+
+def needs(tools: tuple[str, ...], packages: tuple[str, ...]) -> None:
+    """Skip, and say why, where programs are not here and cannot be installed."""
+
+    def missing() -> list[str]:
+        path = os.environ.get("PATH", "") + ":/usr/sbin"
+        return [tool for tool in tools if shutil.which(tool, path=path) is None]
+
+    if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
+        subprocess.run(["apt-get", "update"], capture_output=True, timeout=120, check=False)
+        words = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
+        subprocess.run(words, capture_output=True, timeout=300, check=False)
+    if missing():
+        pytest.skip(f"not here and cannot be installed: {', '.join(missing())}")
+
+
+def finished(child: subprocess.Popen[str], within: float = 90) -> tuple[int, str]:
+    """Its exit code, and all that it said."""
+    said = child.communicate(timeout=within)[0]
+    return child.returncode, said
+
+
+def running(pattern: str) -> list[str]:
+    """The command lines of all processes of this machine and its hosts that hold a text."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if pattern in line:
+            found.append(line)
+    return found
+
+
+def site(name: str, folder: Path) -> Any:
+    """A site of that kind."""
+    if name == "slurm":
+        needs(("slurmctld", "slurmd", "sbatch", "munged"), ("slurm-wlm", "munge"))
+        return SlurmSite(folder)
+    needs(("sshd", "ssh", "ssh-keygen"), ("openssh-server", "openssh-client"))
+    return SshSite(folder)

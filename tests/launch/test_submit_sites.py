@@ -1,0 +1,294 @@
+"""What holds for jobs on every engine, on a real Slurm and over real sshd between hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.clock import in_time, wait_for
+from tests.hosts import needs_hosts
+from tests.launch.sites import HEAD, finished, running, site
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+TRAIN = """
+import torch, stratagem as sg
+from torch import nn
+torch.manual_seed(0)
+x, y = torch.randn(96, 8), torch.randint(0, 3, (96,))
+strategy = sg.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = sg.Model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
+    model.compile("adam", "cross_entropy")
+model.fit(x, y, batch_size=32, epochs=3, verbose=0)
+model.save(sys.argv[1])
+print("replicas", strategy.num_replicas_in_sync, flush=True)
+"""
+
+
+@pytest.fixture(scope="module", params=["slurm", "ssh"])
+def there(request: Any, tmp_path_factory: Any) -> Iterator[Any]:
+    made = site(request.param, tmp_path_factory.mktemp(request.param))
+    yield made
+    made.close()
+
+
+def script(where: Any, text: str) -> None:
+    for file in where.folder.glob("pid-*"):
+        file.unlink()
+    (where.folder / "train.py").write_text(HEAD + text)
+
+
+def submitted(where: Any, *more: str) -> tuple[str, list[str]]:
+    """The handle of a new job, and the commands that it names."""
+    code, said = finished(where.start("submit", *where.options(), *more))
+    assert code == 0, said
+    handle = said.partition(" is submitted")[0].splitlines()[-1]
+    lines = said.partition("Next:")[2].strip().splitlines()
+    return handle, [line.strip().removeprefix("stratagem ") for line in lines]
+
+
+def begun(where: Any, *tasks: str) -> None:
+    wait_for(lambda: all((where.folder / f"pid-{task}").exists() for task in tasks), 60)
+
+
+def nothing_left(where: Any) -> bool:
+    return not running(str(where.folder / "jobs")) and not running("train.py")
+
+
+@needs_hosts
+def test_the_weights_of_the_local_run(there: Any) -> None:
+    script(there, TRAIN)
+    here = ["run", "--workers", "2", "train.py", "local"]
+    code, said = finished(
+        subprocess.Popen(
+            [sys.executable, "-m", "stratagem", *here],
+            cwd=there.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    )
+    assert code == 0, said
+    job = ["submit", *there.options(), "--workers", "2", "--follow", "train.py", "far"]
+    code, said = finished(there.start(*job))
+    assert code == 0, said
+    assert said.count("[worker 0] replicas 2") == said.count("[worker 1] replicas 2") == 1
+    files = (there.folder / f"{name}.safetensors" for name in ("local", "far"))
+    local, far = (load_file(file) for file in files)
+    assert all(torch.allclose(a, far[name], atol=1e-7) for name, a in local.items())
+
+
+@needs_hosts
+def test_one_that_fails_ends_all_and_is_named(there: Any) -> None:
+    """Also one that fails before it has come to the others, who wait for it."""
+    (there.folder / "failed").unlink(missing_ok=True)
+    script(
+        there,
+        "if me == 'worker-1':\n    time.sleep(1)\n    print('no data', file=sys.stderr)\n"
+        "    note('failed', time.time())\n    sys.exit(3)\n"
+        "import stratagem as sg\nsg.MultiWorkerMirroredStrategy()\n",
+    )
+    job = ["submit", *there.options(), "--workers", "2", "--follow", "train.py"]
+    code, said = finished(there.start(*job))
+    assert code == 3, said
+    in_time(time.time() - float((there.folder / "failed").read_text()), 11)
+    assert "worker 1 failed first: exit code 3" in said.splitlines()[-2]
+    assert "no data" in said.splitlines()[-1]
+    wait_for(lambda: nothing_left(there), 10)
+
+
+@needs_hosts
+def test_ctrl_c_leaves_the_job_and_cancel_ends_it(there: Any) -> None:
+    script(
+        there,
+        "print('line 1', flush=True)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (note('told', me), sys.exit(9)))\n"
+        "note(f'ready-{me}', 1)\n"
+        "while not os.path.exists('go'): time.sleep(0.1)\n"
+        "print('line 2', flush=True)\ntime.sleep(200)\n",
+    )
+    handle, following = submitted(there, "--workers", "2", "train.py")
+    assert following == [f"logs {handle} --follow", f"status {handle}", f"cancel {handle}"]
+    follow, status, cancel = (command.split() for command in following)
+    wait_for(lambda: (there.folder / "ready-worker-1").exists(), 60)
+    first = there.start(*follow)
+    while "line 1" not in first.stdout.readline():
+        pass
+    _interrupt(first)
+    _, said = finished(first)
+    assert f"{handle} goes on. To come back: stratagem logs {handle} --follow" in said
+    (there.folder / "go").write_text("")
+    code, said = finished(there.start(*status))
+    assert code == 0 and said.count("running") == 3, said
+    second = there.start(*follow)
+    lines = []
+    while sum("line 2" in line for line in lines) < 2:
+        lines.append(second.stdout.readline())
+    code, said = finished(there.start(*cancel))
+    assert code == 0 and f"{handle} is cancelled" in said
+    code, rest = finished(second)
+    assert code == 9, rest
+    for task in ("worker 0", "worker 1"):
+        for line in ("line 1", "line 2"):
+            assert sum(f"[{task}] {line}" in each for each in lines) == 1
+    assert (there.folder / "told").exists()
+    wait_for(lambda: nothing_left(there), 10)
+    assert f"{handle} has ended" in finished(there.start(*cancel))[1]
+    assert handle in finished(there.start("jobs"))[1]
+
+
+def _interrupt(child: subprocess.Popen[str]) -> None:
+    """Ctrl-C for the command itself, which its host has started."""
+    below = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    os.kill(int(below[0]) if below else child.pid, signal.SIGINT)
+
+
+@needs_hosts
+def test_a_client_that_is_killed_leaves_the_job(there: Any) -> None:
+    script(there, "time.sleep(4)\nnote(f'done-{me}', 1)\nprint('done')\n")
+    client = there.start("submit", *there.options(), "--workers", "2", "--follow", "train.py")
+    begun(there, "worker-0", "worker-1")
+    client.kill()
+    wait_for(lambda: all((there.folder / f"done-worker-{i}").exists() for i in (0, 1)), 30)
+    listed = finished(there.start("jobs"))[1].splitlines()[-1]
+    code, said = finished(there.start("logs", listed.split()[0], "--follow", "--times"))
+    assert code == 0 and said.count("] done") == 2 and said.startswith("20")
+
+
+@needs_hosts
+def test_the_secret_is_nowhere_to_be_seen(there: Any) -> None:
+    script(there, "time.sleep(2)\nnote(f'secret-{me}', os.environ['STRATAGEM_SECRET'])\n")
+    seen, over = set[str](), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            seen.update(running(""))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    job = ["submit", *there.options(), "--workers", "2", "--follow", "train.py"]
+    code, said = finished(there.start(*job))
+    over.set()
+    watcher.join()
+    assert code == 0, said
+    secrets = {(there.folder / f"secret-worker-{i}").read_text() for i in (0, 1)}
+    (secret,) = secrets
+    assert len(secret) == 64 and any("train.py" in line for line in seen)
+    assert not any(secret in line for line in seen) and secret not in said
+    for file in (there.folder / "jobs").rglob("*"):
+        assert file.is_dir() or secret not in file.read_text()
+
+
+@needs_hosts
+def test_roles(there: Any) -> None:
+    script(there, "print('I am', me, sorted(json.loads(os.environ['TF_CONFIG'])['cluster']))")
+    more = ["--workers", "2", "--ps", "1", "--evaluator", "--follow"]
+    code, said = finished(there.start("submit", *there.options(), *more, "train.py"), 150)
+    assert code == 0, said
+    for task in ("worker 0", "worker 1", "ps 0", "evaluator"):
+        name = task.replace(" ", "-") if task != "evaluator" else "evaluator-0"
+        assert f"[{task}] I am {name} ['evaluator', 'ps', 'worker']" in said
+
+
+@needs_hosts
+def test_what_would_be_sent_is_what_is_sent(there: Any) -> None:
+    script(there, "print('here')\n")
+    code, shown = finished(
+        there.start("submit", *there.options(), "--workers", "2", "--dry-run", "train.py")
+    )
+    assert code == 0 and "far_task" in shown
+    before = set((there.folder / "jobs").iterdir())
+    handle, _ = submitted(there, "--workers", "2", "train.py")
+    (new,) = set((there.folder / "jobs").iterdir()) - before
+    finished(there.start("logs", handle, "--follow"))
+    sent = (new / "script").read_text()
+    assert [_shape(line) for line in sent.splitlines()] == [_shape(x) for x in shown.splitlines()]
+
+
+def _shape(line: str) -> str:
+    """Without what is new for each job: the name of its folder, its ports."""
+    return re.sub(r"\d{8}-\d{6}-[0-9a-f]{6}|(?<=:)\d{4,5}(?=\")", "", line)
+
+
+RESUMED = """
+import torch, stratagem as sg
+from torch import nn
+torch.manual_seed(0)
+x, y = torch.randn(96, 8), torch.randint(0, 3, (96,))
+
+class Slow(sg.callbacks.Callback):
+    def on_batch_end(self, batch, logs=None):
+        note(f"step-{me}", time.time())
+        time.sleep(float(sys.argv[2]))
+
+strategy = sg.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = sg.Model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
+    model.compile("adam", "cross_entropy")
+model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[Slow()],
+          checkpoint=sys.argv[1], resume=True)
+model.save(sys.argv[1] + "-end")
+"""
+
+
+@needs_hosts
+def test_a_job_that_is_put_back_into_the_queue_goes_on(there: Any) -> None:
+    if there.name != "slurm":
+        pytest.skip("nothing is preempted there")
+    script(there, RESUMED)
+    job = ["submit", *there.options(), "--workers", "2", "--follow", "train.py"]
+    code, said = finished(there.start(*job, "quiet", "0"))
+    assert code == 0, said
+    (there.folder / "step-worker-0").unlink()
+    client = there.start(*job, "requeued", "0.15")
+    wait_for(lambda: (there.folder / "step-worker-0").exists(), 60)
+    (name,) = there.run("squeue", "-h", "-o", "%i").split()
+    there.run("scontrol", "requeue", name)
+    wait_for(lambda: "PENDING" in there.run("squeue", "-h", "-o", "%T"), 60)
+    there.run("scontrol", "update", f"jobid={name}", "starttime=now")  # not in two minutes
+    code, said = finished(client, 150)
+    assert code == 0 and "waiting: pending" in said, said
+    quiet, requeued = (
+        load_file(there.folder / f"{each}-end.safetensors") for each in ("quiet", "requeued")
+    )
+    assert all(torch.equal(a, requeued[key]) for key, a in quiet.items())
+    assert "SIGTERM: the training is saved" in said
+
+
+@needs_hosts
+def test_a_supervisor_that_is_killed_leaves_nobody(there: Any) -> None:
+    if there.name != "ssh":
+        pytest.skip("Slurm supervises itself")
+    script(there, "time.sleep(200)\n")
+    handle, _ = submitted(there, "--workers", "2", "train.py")
+    begun(there, "worker-0", "worker-1")
+    (pid,) = (
+        int(entry.name)
+        for entry in Path("/proc").glob("[0-9]*")
+        if "stratagem.launch.engines.ssh" in " ".join(_words(entry))
+    )
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: nothing_left(there), 30)
+    code, said = finished(there.start("status", handle))
+    assert code == 1 and "its supervisor was killed" in said, said
+
+
+def _words(process: Path) -> list[str]:
+    try:
+        return (process / "cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
