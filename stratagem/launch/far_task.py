@@ -1,6 +1,7 @@
 """One task of a submitted job, on the machine where it runs.
 
 python -m stratagem.launch.far_task slurm FOLDER   under srun: its place is in the environment
+python -m stratagem.launch.far_task kubernetes SCRIPT ...   in a pod: its index is there, too
 python -m stratagem.launch.far_task ssh            it is told on stdin what to run, and ends with it
 python -m stratagem.launch.far_task probe          whether a task could run here
 
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +37,8 @@ from stratagem.launch.supervise import SignalQueue, Supervisor
 
 #: seconds from SIGTERM to SIGKILL: a training may have something to save
 GRACE = 20.0
+#: seconds for the names of all pods to be known
+_NAMES = 600.0
 
 
 def run(
@@ -96,6 +100,37 @@ def under_slurm(folder: str) -> int:
         end = run(task, [request.python, *request.words], environ, Relay(log, log))
     job.task_ended(end)
     return end.code
+
+
+def in_a_pod(words: list[str]) -> int:
+    """A task of an Indexed Job: becomes the script, once all names resolve."""
+    index = os.environ.get("JOB_COMPLETION_INDEX", "")
+    if not index.isdecimal() or "STRATAGEM_CLUSTER" not in os.environ:
+        raise UsageError("this is no pod of an Indexed Job that `stratagem submit` has made")
+    jobs = json.loads(os.environ["STRATAGEM_CLUSTER"])
+    tasks = [Task(role, i) for role, listed in jobs.items() for i in range(len(listed))]
+    task = tasks[int(index)]
+    for address in (each for listed in jobs.values() for each in listed):
+        _await_name(address.rpartition(":")[0])
+    os.environ["TF_CONFIG"] = ClusterSpec(jobs).tf_config(task)
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def _await_name(host: str) -> None:
+    """A pod's name is there only a while after the pod."""
+    until = time.monotonic() + _NAMES
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror:
+            if time.monotonic() > until:
+                raise UsageError(
+                    f"{host} does not resolve after {_NAMES:g} s: is its pod waiting for a node?"
+                ) from None
+            time.sleep(0.5)
 
 
 def over_ssh() -> int:
@@ -165,6 +200,8 @@ def _gpus() -> int:
 def main(words: list[str]) -> int:
     mode, *rest = words
     try:
+        if mode == "kubernetes":
+            return in_a_pod(rest)
         return under_slurm(*rest) if mode == "slurm" else {"ssh": over_ssh, "probe": probe}[mode]()
     except StratagemError as problem:
         print(f"stratagem: {problem}", file=sys.stderr)

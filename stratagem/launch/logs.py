@@ -42,6 +42,7 @@ def main(args: argparse.Namespace) -> int:
     printer = _Printer(job, args.task, times=args.times, colour=not args.no_color)
     if args.follow:
         return follow(job, printer)
+    engine(job.engine).state(job)  # brings what lies elsewhere
     printer.print_new()
     return 0
 

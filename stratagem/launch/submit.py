@@ -12,6 +12,7 @@ examples:
   stratagem submit --on slurm --workers 4 --gpus-per-worker 1 --time 2h train.py --epochs 10
   stratagem submit --on slurm --workers 4 --dry-run train.py      print the batch script
   stratagem submit --on ssh --hosts node1,node2 --workers 2 --follow train.py
+  stratagem submit --on kubernetes --image registry/digits:1 --workers 2 train.py
   stratagem submit --on ssh --hosts me@node1=10.0.0.1,node2=10.0.0.2 --workers 2 train.py
 """
 
@@ -52,6 +53,9 @@ _KNOWN: dict[str, type | tuple[type, ...]] = {
     "ssh": str,
     "sbatch": (list, str),
     "env": list,
+    "image": str,
+    "namespace": str,
+    "context": str,
 }
 
 
@@ -75,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hosts", metavar="LIST", help="hosts, with commas between, or a file of them (ssh)")
     add("--ssh", metavar="COMMAND", help="the ssh to use, with options: 'ssh -p 2222' (ssh)")
     add("--sbatch", metavar="OPTIONS", help="more options for sbatch: '--partition=gpu' (slurm)")
+    add("--image", metavar="IMAGE", help="what pods run, with script and package (kubernetes)")
+    add("--namespace", metavar="NAME", help="where they run (kubernetes)")
+    add("--context", metavar="NAME", help="on which cluster of kubectl's (kubernetes)")
     add(
         "--dry-run", action="store_true", help="print what would be sent, to the byte; send nothing"
     )
@@ -118,7 +125,8 @@ def _show_plan(name: str, request: JobRequest) -> None:
         print(f"  {task} on {host}")
     gpus = f", {request.gpus} GPUs a worker" if request.gpus else ""
     words = shlex.join(("python", *request.words))
-    print(f"  {words} in {request.folder}{gpus}", flush=True)
+    where = request.folder or request.settings.get("image", "")
+    print(f"  {words} in {where}{gpus}", flush=True)
 
 
 def _from_file(folder: Path) -> dict[str, Any]:
@@ -148,12 +156,13 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 def _request(args: argparse.Namespace, settings: dict[str, Any]) -> JobRequest:
     words = _words(args)
     script = words[1] if words[0] == "-m" else Path(words[0]).stem
-    folder = settings.get("folder") or os.getcwd()
+    inside = settings["on"] == "kubernetes"  # an image has its own folder and interpreter
+    folder = settings.get("folder") or ("" if inside else os.getcwd())
     return JobRequest(
         name=settings.get("name") or _as_name(script),
         words=words,
         folder=folder,
-        python=settings.get("python") or sys.executable,
+        python=settings.get("python") or ("python" if inside else sys.executable),
         workers=settings.get("workers", 1),
         ps=settings.get("ps", 0),
         evaluator=settings.get("evaluator", False),
@@ -164,6 +173,7 @@ def _request(args: argparse.Namespace, settings: dict[str, Any]) -> JobRequest:
             "hosts": _hosts(settings.get("hosts", ())),
             "ssh": settings.get("ssh", "ssh"),
             "sbatch": _list(settings.get("sbatch", ())),
+            **{key: settings[key] for key in ("image", "namespace", "context") if key in settings},
         },
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import pytest
 
 from tests.hosts import ROOT, Hosts
+from tests.kubernetes_server import KubernetesServer, bind_names
 from tests.slurm import Slurm
 
 #: what every test script begins with
@@ -123,6 +125,68 @@ class SshSite(_OnHosts):
         self.hosts.close()
 
 
+class KubernetesSite:
+    """A server that speaks the API and runs pods on hosts; real kubectl on this machine."""
+
+    name = "kubernetes"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        # the server has no schemas to check manifests with
+        wrapper = '#!/bin/sh\n[ "$1" = create ] && set -- "$@" --validate=false\nexec {} "$@"\n'
+        (folder / "bin" / "kubectl").write_text(wrapper.format(shutil.which("kubectl")))
+        (folder / "bin" / "kubectl").chmod(0o755)
+        self.hosts = Hosts(5)
+        try:
+            bind_names(self.hosts, 4, folder / "names")
+            self.server = KubernetesServer(self.hosts, folder / "names", folder)
+        except BaseException:
+            self.hosts.close()
+            raise
+        (folder / "config").write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [
+                        {
+                            "name": "c",
+                            "cluster": {"server": f"http://127.0.0.1:{self.server.port}"},
+                        }
+                    ],
+                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": ""}}],
+                    "current-context": "c",
+                }
+            )
+        )
+
+    def options(self) -> list[str]:
+        return ["--on", "kubernetes", "--image", "here"]
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        environ = {
+            "STRATAGEM_JOBS": str(self.folder / "jobs"),
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "KUBECONFIG": str(self.folder / "config"),
+            "HOME": str(self.folder),
+            "PYTHONPATH": str(ROOT),
+        }
+        return subprocess.Popen(
+            [sys.executable, "-m", "stratagem", *words],
+            cwd=self.folder,
+            env={**os.environ, **environ},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def close(self) -> None:
+        self.server.close()
+        self.hosts.close()
+
+
 def needs(tools: tuple[str, ...], packages: tuple[str, ...]) -> None:
     """Skip, and say why, where programs are not here and cannot be installed."""
 
@@ -162,5 +226,8 @@ def site(name: str, folder: Path) -> Any:
     if name == "slurm":
         needs(("slurmctld", "slurmd", "sbatch", "munged"), ("slurm-wlm", "munge"))
         return SlurmSite(folder)
+    if name == "kubernetes":
+        needs(("kubectl",), ("kubernetes-client",))
+        return KubernetesSite(folder)
     needs(("sshd", "ssh", "ssh-keygen"), ("openssh-server", "openssh-client"))
     return SshSite(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,14 @@ def with_program(project: Path, name: str, text: str = "exit 1") -> None:
     ("words", "said"),
     [
         ("submit train.py", "where to? As in: --on slurm"),
-        ("submit --on sge train.py", "there is no engine 'sge'; there are slurm, ssh"),
+        ("submit --on sge train.py", "there is no engine 'sge'; there are slurm, ssh, kubernetes"),
         ("submit --on slurm train.py", "there is no sbatch on this machine"),
         ("submit --on ssh train.py", "which hosts?"),
         ("submit --on ssh --hosts a,a train.py", "a is named twice"),
         ("submit --on ssh --hosts=-oProxyCommand=x train.py", "is no host"),
         ("submit --on ssh --hosts a train.py", "there is no ssh on this machine"),
         ("submit --on slurm", "which script?"),
+        ("submit --on kubernetes train.py", "there is no kubectl on this machine"),
         ("submit --on slurm --time 5x train.py", "--time '5x' is no time: write 30m, 2h or 1d"),
         ("submit --on slurm --name No_Label train.py", "'No_Label' is no name for a job"),
         ("submit --on slurm --env NOBODY_SET_IT train.py", "--env NOBODY_SET_IT: it is not set"),
@@ -77,6 +79,27 @@ def test_a_host_that_refuses(project: Path, capsys: pytest.CaptureFixture[str]) 
     with_program(project, "ssh", "echo 'No module named stratagem' >&2; exit 1")
     assert main(["submit", "--on", "ssh", "--hosts", "a", "train.py"]) == 2
     assert "install the package there, or say --python" in capsys.readouterr().err
+
+
+def test_what_kubernetes_needs(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_program(project, "kubectl", "echo 'Error: connection refused' >&2; exit 1")
+    start = ["submit", "--on", "kubernetes"]
+    assert main([*start, "train.py"]) == 2
+    assert "which image?" in capsys.readouterr().err
+    image = ["--image", "a:1"]
+    assert main([*start, *image, "--gpus-per-worker", "1", "--ps", "1", "train.py"]) == 2
+    assert "all tasks of a job have the same resources" in capsys.readouterr().err
+    assert main([*start, *image, "train.py"]) == 2
+    assert "kubectl create failed: Error: connection refused" in capsys.readouterr().err
+    assert main([*start, *image, "--time", "2h", "--dry-run", "train.py", "--lr", "1"]) == 0
+    shown = capsys.readouterr().out
+    job, service, secret = (json.loads(text) for text in shown.split("---\n")[1:])
+    assert job["spec"]["activeDeadlineSeconds"] == 7200
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["train.py", "--lr", "1"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert secret["stringData"] == {"secret": "(a secret)"}
+    assert not list(project.parent.glob("jobs/*"))
 
 
 def test_an_sbatch_that_refuses_leaves_no_folder(

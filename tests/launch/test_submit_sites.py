@@ -38,7 +38,7 @@ print("replicas", strategy.num_replicas_in_sync, flush=True)
 """
 
 
-@pytest.fixture(scope="module", params=["slurm", "ssh"])
+@pytest.fixture(scope="module", params=["slurm", "ssh", "kubernetes"])
 def there(request: Any, tmp_path_factory: Any) -> Iterator[Any]:
     made = site(request.param, tmp_path_factory.mktemp(request.param))
     yield made
@@ -141,7 +141,7 @@ def test_ctrl_c_leaves_the_job_and_cancel_ends_it(there: Any) -> None:
     code, said = finished(there.start(*cancel))
     assert code == 0 and f"{handle} is cancelled" in said
     code, rest = finished(second)
-    assert code == 9, rest
+    assert code == (143 if there.name == "kubernetes" else 9), rest  # its pods are gone
     for task in ("worker 0", "worker 1"):
         for line in ("line 1", "line 2"):
             assert sum(f"[{task}] {line}" in each for each in lines) == 1
@@ -221,7 +221,7 @@ def test_what_would_be_sent_is_what_is_sent(there: Any) -> None:
 
 def _shape(line: str) -> str:
     """Without what is new for each job: the name of its folder, its ports."""
-    return re.sub(r"\d{8}-\d{6}-[0-9a-f]{6}|(?<=:)\d{4,5}(?=\")", "", line)
+    return re.sub(r"\d{8}-\d{6}-[0-9a-f]{6}|(?<=train-)[0-9a-f]{6}|(?<=:)\d{4,5}(?=\")", "", line)
 
 
 RESUMED = """
@@ -292,3 +292,36 @@ def _words(process: Path) -> list[str]:
         return (process / "cmdline").read_text().split("\0")
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+@needs_hosts
+@pytest.mark.parametrize("what", ["services", "secrets"])
+def test_a_job_that_is_refused_in_part_leaves_nothing(there: Any, what: str) -> None:
+    if there.name != "kubernetes":
+        pytest.skip("there it is one thing that is sent")
+    script(there, "")
+    there.server.forbidden = {what}
+    code, said = finished(there.start("submit", *there.options(), "train.py"))
+    there.server.forbidden = set()
+    assert code == 2 and "kubectl create failed: Error from server (Forbidden)" in said, said
+    before = {key for key in there.server.objects if key[0] == "jobs"}
+    listed = finished(there.start("jobs"))[1]
+    assert all(name in listed for _, name in before), "one that nobody knows is left"
+    assert all(pod.code is not None for pod in there.server.pods)
+
+
+@needs_hosts
+def test_a_job_that_somebody_deletes(there: Any) -> None:
+    if there.name != "kubernetes":
+        pytest.skip("kubectl is Kubernetes'")
+    script(there, "print('begun', flush=True)\ntime.sleep(200)\n")
+    handle, _ = submitted(there, "--workers", "2", "train.py")
+    begun(there, "worker-0", "worker-1")
+    follower = there.start("logs", handle, "--follow")
+    while "begun" not in follower.stdout.readline():
+        pass
+    with there.server._lock:
+        there.server._delete("jobs", handle.partition(":")[2])
+    code, said = finished(follower)
+    assert code == 143 and "somebody has deleted it" in said, said
+    assert not there.server.objects.keys() & {("secrets", handle.partition(":")[2])}

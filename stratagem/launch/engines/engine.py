@@ -13,7 +13,7 @@ from stratagem.errors import UsageError
 from stratagem.launch.job_folder import JobFolder
 from stratagem.launch.job_request import JobRequest, JobState
 
-ENGINES = ("slurm", "ssh")
+ENGINES = ("slurm", "ssh", "kubernetes")
 
 
 class Engine(Protocol):
@@ -29,7 +29,7 @@ class Engine(Protocol):
         """Start it; the engine's own name for it."""
 
     def state(self, job: JobFolder) -> JobState:
-        """How far it is."""
+        """How far it is; what lies elsewhere of its logs is brought into the folder."""
 
     def cancel(self, job: JobFolder) -> None:
         """End it; nothing happens to one that has ended."""

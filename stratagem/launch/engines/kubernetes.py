@@ -1,0 +1,198 @@
+"""Jobs for Kubernetes: an Indexed Job, a headless Service that names its pods, and a Secret.
+
+They are sent with kubectl, which has the user's clusters and logins. The Job is made suspended and
+woken when the rest is there; Service and Secret belong to it and go when it goes. All tasks of a
+Job have the same resources. Logs and ends of pods are brought into the job's folder when somebody
+asks, since Kubernetes forgets them with the pods.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import subprocess
+from typing import Any
+
+from stratagem.cluster.handshake import SECRET_VARIABLE
+from stratagem.cluster.spec import Task
+from stratagem.errors import UsageError
+from stratagem.launch.job_folder import JobFolder, TaskEnd
+from stratagem.launch.job_request import JobRequest, JobState
+from stratagem.launch.verdict import write_end
+
+_PORT = 2222
+_TAIL = 10  # lines that explain a failure
+_CANCELLED = 143
+
+
+class Kubernetes:
+    """kubectl of this machine."""
+
+    def prepare(self, request: JobRequest) -> JobRequest:
+        if shutil.which("kubectl") is None:
+            raise UsageError("there is no kubectl on this machine")
+        if not request.settings.get("image"):
+            raise UsageError(
+                "which image? As in: --image registry/digits:1, with the script and stratagem in it"
+            )
+        if request.gpus and (request.ps or request.evaluator):
+            raise UsageError(
+                "on Kubernetes all tasks of a job have the same resources: leave out "
+                "--gpus-per-worker, or --ps and --evaluator"
+            )
+        return request
+
+    def describe(self, request: JobRequest, job: JobFolder) -> str:
+        """The manifests; the secret itself is made when they are sent."""
+        documents = _manifests(request, _name(request, job), "(a secret)")
+        return "\n".join(f"---\n{json.dumps(each, indent=2)}" for each in documents) + "\n"
+
+    def send(self, request: JobRequest, job: JobFolder) -> str:
+        name, (training, *rest) = _name(request, job), _manifests(request, _name(request, job))
+        (job.path / "script").write_text(self.describe(request, job))
+        made = json.loads(_kubectl(request, "create", "-o", "json", "-f", "-", told=training))
+        job.sent("kubernetes", name, request)
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name}
+        owner["uid"] = made["metadata"]["uid"]
+        try:
+            for each in rest:
+                each["metadata"]["ownerReferences"] = [owner]
+                _kubectl(request, "create", "-o", "json", "-f", "-", told=each)
+            wake = json.dumps({"spec": {"suspend": False}})
+            _kubectl(request, "patch", "job", name, "--type=merge", f"--patch={wake}")
+        except BaseException:
+            _kubectl(request, "delete", "job", name, "--ignore-not-found", "--wait=false")
+            raise
+        return name
+
+    def state(self, job: JobFolder) -> JobState:
+        if (end := job.end()) is not None:
+            return end
+        request, name = job.request, str(job.told["name"])
+        found = _kubectl(request, "get", "job", name, "-o", "json", "--ignore-not-found")
+        if not found.strip():
+            job.ended(_CANCELLED, "somebody has deleted it")
+            return job.end() or JobState("ended")
+        self._bring(job)
+        status = json.loads(found).get("status", {})
+        conditions = {c["type"] for c in status.get("conditions", ()) if c["status"] == "True"}
+        if conditions & {"Complete", "Failed"}:
+            write_end(job, int("Complete" not in conditions))
+            return job.end() or JobState("ended")
+        phase = "running" if status.get("active") else "waiting"
+        return JobState(phase, text="" if status.get("active") else "for its pods")
+
+    def cancel(self, job: JobFolder) -> None:
+        self._bring(job)
+        name = str(job.told["name"])
+        _kubectl(job.request, "delete", "job", name, "--cascade=foreground", "--ignore-not-found")
+        job.ended(_CANCELLED, "cancelled")
+
+    def _bring(self, job: JobFolder) -> None:
+        """What pods have written, and how they have ended, into the job's folder."""
+        request, name = job.request, str(job.told["name"])
+        listed = _kubectl(request, "get", "pods", "-o", "json", f"--selector=job-name={name}")
+        tasks = request.tasks()
+        for pod in json.loads(listed)["items"]:
+            index = pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"]
+            self._bring_pod(job, tasks[int(index)], pod)
+
+    def _bring_pod(self, job: JobFolder, task: Task, pod: dict[str, Any]) -> None:
+        states = pod.get("status", {}).get("containerStatuses", [])
+        ended = states[0]["state"].get("terminated") if states else None
+        if not states or "waiting" in states[0]["state"] or "code" in job.task(task):
+            return
+        if not job.task(task):
+            job.task_runs(task, str(pod["spec"].get("nodeName", "-")))
+        words = ["logs", pod["metadata"]["name"], "--timestamps"]
+        lines = _kubectl(job.request, *words).splitlines(keepends=True)
+        log = job.log(task)
+        there = len(log.read_bytes().splitlines()) if log.exists() else 0
+        with log.open("ab") as file:
+            file.write("".join(lines[there:]).encode())
+        if ended is not None:
+            tail = tuple(line.partition(" ")[2].rstrip("\n") for line in lines[-_TAIL:])
+            job.task_ended(TaskEnd(task, ended["exitCode"], "", ended.get("finishedAt", ""), tail))
+
+
+ENGINE = Kubernetes()
+
+
+def _name(request: JobRequest, job: JobFolder) -> str:
+    """Unlike all others: several jobs may have the same name."""
+    return f"{request.name[:40].rstrip('-')}-{job.path.name.rpartition('-')[2]}"
+
+
+def _kubectl(request: JobRequest, *words: str, told: Any = None) -> str:
+    """What kubectl answers; what it is told goes through stdin, so that no secret is in `ps`."""
+    more = [f"--{key}={value}" for key in _PLACE if (value := request.settings.get(key))]
+    done = subprocess.run(
+        ["kubectl", *more, *words],
+        input=None if told is None else json.dumps(told),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+        raise UsageError(f"kubectl {words[0]} failed: {said}")
+    return done.stdout
+
+
+_PLACE = ("namespace", "context")
+
+
+def _manifests(request: JobRequest, name: str, secret: str = "") -> list[dict[str, Any]]:
+    """The Job, then what belongs to it."""
+    tasks = request.tasks()
+    addresses = [f"{name}-{i}.{name}:{_PORT}" for i in range(len(tasks))]
+    variables: list[dict[str, Any]] = [
+        {"name": "STRATAGEM_CLUSTER", "value": json.dumps(request.by_role(addresses))},
+        {
+            "name": SECRET_VARIABLE,
+            "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}},
+        },
+        *({"name": key, "value": value} for key, value in request.environ.items()),
+    ]
+    container: dict[str, Any] = {
+        "name": "task",
+        "image": request.settings["image"],
+        "command": [request.python, "-m", "stratagem.launch.far_task", "kubernetes"],
+        "args": list(request.words),
+        "env": variables,
+        "ports": [{"containerPort": _PORT}],
+    }
+    if request.folder:
+        container["workingDir"] = request.folder
+    if request.gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": request.gpus}}
+    spec: dict[str, Any] = {
+        "suspend": True,
+        "completionMode": "Indexed",
+        "completions": len(tasks),
+        "parallelism": len(tasks),
+        "backoffLimit": 0,
+        "template": {
+            "metadata": {"labels": {"app.kubernetes.io/managed-by": "stratagem"}},
+            "spec": {"subdomain": name, "restartPolicy": "Never", "containers": [container]},
+        },
+    }
+    if request.minutes is not None:
+        spec["activeDeadlineSeconds"] = 60 * request.minutes
+    labels = {"name": name, "labels": {"app.kubernetes.io/managed-by": "stratagem"}}
+    service = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"job-name": name},
+    }
+    return [
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {**labels}, "spec": spec},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {**labels}, "spec": service},
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {**labels},
+            "stringData": {"secret": secret or secrets.token_hex(32)},
+        },
+    ]

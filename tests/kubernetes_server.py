@@ -1,0 +1,262 @@
+"""A server that speaks as much of Kubernetes' API as kubectl needs for Jobs, and runs the pods.
+
+It keeps Jobs, Services and Secrets of one namespace, names pods in the hosts' files as its DNS
+would, runs each pod's command on a host of its own, ends the pods of a Job that fails or is
+deleted, and takes along what belongs to it. There is no image: commands run with this Python.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from tests.hosts import ROOT, Hosts
+
+_KINDS = {"jobs": "Job", "services": "Service", "secrets": "Secret", "pods": "Pod"}
+_PATH = re.compile(
+    r"/(?:api/v1|apis/batch/v1)/namespaces/default/(?P<kind>\w+)(?:/(?P<name>[\w-]+))?(?P<log>/log)?"
+)
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+class Refusal(Exception):
+    """An answer that is no 200."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.reason = code, reason
+
+
+class Pod:
+    """One pod: a process on a host, and what it writes."""
+
+    def __init__(
+        self, job: dict[str, Any], index: int, secret: str, hosts: Hosts, cwd: Path
+    ) -> None:
+        name = job["metadata"]["name"]
+        self.job, self.index, self.lines = name, index, list[str]()
+        self.name = f"{name}-{index}-{uuid.uuid4().hex[:5]}"
+        self.host, self.code, self.ended = index + 1, None, ""
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        environ = {each["name"]: each.get("value", secret) for each in container["env"]}
+        python, *command = container["command"]
+        assert python == "python"
+        words = ["env", f"--chdir={cwd}", sys.executable, *command, *container["args"]]
+        self.process = hosts.start(
+            self.host, *words, JOB_COMPLETION_INDEX=str(index), PYTHONPATH=str(ROOT), **environ
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(f"{_now()} {line}")
+        code = self.process.wait()
+        self.ended = _now()
+        self.code = code if code >= 0 else 128 - code
+
+    def end(self) -> None:
+        below = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        for pid in below.split():
+            os.kill(int(pid), signal.SIGTERM)
+
+    def to_json(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"running": {}}
+        if self.code is not None:
+            state = {"terminated": {"exitCode": self.code, "finishedAt": self.ended}}
+        notes = {"batch.kubernetes.io/job-completion-index": str(self.index)}
+        metadata = {"name": self.name, "namespace": "default", "annotations": notes}
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {**metadata, "labels": {"job-name": self.job}},
+            "spec": {"nodeName": f"host{self.host}", "containers": [{"name": "task"}]},
+            "status": {"containerStatuses": [{"name": "task", "state": state}]},
+        }
+
+
+class KubernetesServer:
+    """The API at http://127.0.0.1:port; pods run on hosts 1, 2, ... in `cwd`."""
+
+    def __init__(self, hosts: Hosts, names: Path, cwd: Path) -> None:
+        self._hosts, self._names, self._cwd = hosts, names, cwd
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.pods: list[Pod] = []
+        #: kinds that may not be created, and how many answers are to be cut off
+        self.forbidden: set[str] = set()
+        self.drop = 0
+        self._lock = threading.RLock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None: ...
+
+            def answer(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                body = self.rfile.read(length)
+                if server.drop:
+                    server.drop -= 1
+                    self.connection.close()
+                    return
+                try:
+                    found: Any = server.handle(self.command, self.path, body)
+                    code = 201 if self.command == "POST" else 200
+                except Refusal as refusal:
+                    code = refusal.code
+                    found = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
+                    found |= {"code": code, "reason": refusal.reason, "message": str(refusal)}
+                data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
+                self.send_response(code)
+                kind = "text/plain" if isinstance(found, str) else "application/json"
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = answer
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._http.server_address[1]
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def handle(self, method: str, path: str, body: bytes) -> Any:
+        parts = urlsplit(path)
+        if (found := _discovery(parts.path)) is not None:
+            return found
+        match = _PATH.fullmatch(parts.path)
+        if match is None:
+            raise Refusal(404, "NotFound", f"the server could not find {parts.path}")
+        kind, name = match["kind"], match["name"]
+        with self._lock:
+            self._control()
+            if kind == "pods":
+                return self._pods(name, parse_qs(parts.query), log=bool(match["log"]))
+            if method == "POST":
+                return self._create(kind, json.loads(body))
+            if (kind, name) not in self.objects:
+                raise Refusal(404, "NotFound", f'{kind} "{name}" not found')
+            if method == "PATCH":
+                self.objects[kind, name]["spec"].update(json.loads(body)["spec"])
+                self._begin(self.objects[kind, name])
+            if method == "DELETE":
+                self._delete(kind, name)
+                return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+            return self.objects[kind, name]
+
+    def _create(self, kind: str, made: dict[str, Any]) -> dict[str, Any]:
+        name = made["metadata"]["name"]
+        if kind in self.forbidden:
+            raise Refusal(403, "Forbidden", f'{kind} "{name}" is forbidden: you may not')
+        if (kind, name) in self.objects:
+            raise Refusal(409, "AlreadyExists", f'{kind} "{name}" already exists')
+        if not _LABEL.fullmatch(name):
+            raise Refusal(422, "Invalid", f"{name} is no DNS label")
+        made["metadata"] |= {"uid": str(uuid.uuid4()), "namespace": "default"}
+        if kind == "secrets":
+            plain = made.pop("stringData", {})
+            made["data"] = {k: base64.b64encode(v.encode()).decode() for k, v in plain.items()}
+        self.objects[kind, name] = made
+        return made
+
+    def _begin(self, job: dict[str, Any]) -> None:
+        name, spec = job["metadata"]["name"], job["spec"]
+        if spec["suspend"] or any(pod.job == name for pod in self.pods):
+            return
+        service = self.objects["services", spec["template"]["spec"]["subdomain"]]
+        assert service["spec"]["selector"] == {"job-name": name}
+        lines = [
+            f"{self._hosts.address(i + 1)} {name}-{i}.{service['metadata']['name']}\n"
+            for i in range(spec["completions"])
+        ]
+        with self._names.open("a") as file:
+            file.write("".join(lines))
+        secret = base64.b64decode(self.objects["secrets", name]["data"]["secret"]).decode()
+        for i in range(spec["completions"]):
+            self.pods.append(Pod(job, i, secret, self._hosts, self._cwd))
+
+    def _control(self) -> None:
+        """What the controller of Jobs does."""
+        for (kind, name), job in list(self.objects.items()):
+            pods = [pod for pod in self.pods if pod.job == name]
+            if kind != "jobs" or not pods:
+                continue
+            alive = [pod for pod in pods if pod.code is None]
+            job["status"] = status = {"active": len(alive)}
+            if any(pod.code for pod in pods):
+                for pod in alive:
+                    pod.end()
+                status["conditions"] = [] if alive else [{"type": "Failed", "status": "True"}]
+            elif not alive:
+                status["conditions"] = [{"type": "Complete", "status": "True"}]
+
+    def _delete(self, kind: str, name: str) -> None:
+        for pod in [pod for pod in self.pods if pod.job == name]:
+            if pod.code is None:
+                pod.end()
+            until = time.monotonic() + 30
+            while pod.code is None and time.monotonic() < until:
+                time.sleep(0.05)
+            self.pods.remove(pod)
+        uid = self.objects.pop((kind, name))["metadata"]["uid"]
+        for key, found in list(self.objects.items()):
+            owners = found["metadata"].get("ownerReferences", ())
+            if any(owner["uid"] == uid for owner in owners):
+                del self.objects[key]
+
+    def _pods(self, name: str | None, query: dict[str, list[str]], *, log: bool) -> Any:
+        if name is None:
+            wanted = query["labelSelector"][0].partition("=")[2]
+            items = [pod.to_json() for pod in self.pods if pod.job == wanted]
+            return {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}
+        pod = next((pod for pod in self.pods if pod.name == name), None)
+        if pod is None:
+            raise Refusal(404, "NotFound", f'pods "{name}" not found')
+        return "".join(pod.lines) if log else pod.to_json()
+
+
+def _discovery(path: str) -> Any:
+    """What kubectl asks first."""
+    if path == "/api":
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if path == "/apis":
+        version = {"groupVersion": "batch/v1", "version": "v1"}
+        group = {"name": "batch", "versions": [version], "preferredVersion": version}
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [group]}
+    names = {"/api/v1": ("services", "secrets", "pods"), "/apis/batch/v1": ("jobs",)}.get(path)
+    if names is None:
+        return None
+    verbs = ["create", "delete", "get", "list", "patch", "watch"]
+    resources = [
+        {"name": name, "kind": _KINDS[name], "namespaced": True, "verbs": verbs} for name in names
+    ]
+    version = path.removeprefix("/apis/").removeprefix("/api/")
+    return {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def bind_names(hosts: Hosts, count: int, names: Path) -> None:
+    """Have hosts 1 to `count` read that file for names."""
+    names.write_text("127.0.0.1 localhost\n")
+    for i in range(1, count + 1):
+        words = [*hosts.inside(i), "mount", "--bind", str(names), "/etc/hosts"]
+        subprocess.run(words, check=True, capture_output=True, timeout=20)
