@@ -89,7 +89,10 @@ def _wait(child: int) -> int:
 
 COMMANDS = {
     "run": ("stratagem.launch.run", "start a cluster on this machine"),
-    "submit": ("stratagem.launch.submit", "send a job to Slurm, Kubernetes, or hosts over ssh"),
+    "submit": (
+        "stratagem.launch.submit",
+        "send a job to Slurm, Kubernetes, Ray, or hosts over ssh",
+    ),
     "jobs": ("stratagem.launch.jobs", "list the jobs that were submitted"),
     "logs": ("stratagem.launch.logs", "what the tasks of a submitted job print"),
     "status": ("stratagem.launch.status", "how far a submitted job is, task by task"),

@@ -167,7 +167,7 @@ def _attend(inbox: SignalQueue) -> None:
     def listen() -> None:
         for line in sys.stdin:
             inbox.arrived.append(signal.Signals[line.strip()])
-        inbox.arrived += [signal.SIGTERM, signal.SIGKILL]  # nobody is there to wait for it
+        inbox.arrived.append(signal.SIGTERM)
 
     threading.Thread(target=listen, daemon=True).start()
 

@@ -56,7 +56,11 @@ _KNOWN: dict[str, type | tuple[type, ...]] = {
     "image": str,
     "namespace": str,
     "context": str,
+    "ray_address": str,
 }
+
+
+_ENGINES_OWN = ("image", "namespace", "context", "ray_address")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--image", metavar="IMAGE", help="what pods run, with script and package (kubernetes)")
     add("--namespace", metavar="NAME", help="where they run (kubernetes)")
     add("--context", metavar="NAME", help="on which cluster of kubectl's (kubernetes)")
+    add("--ray-address", metavar="URL", help="of the cluster: http://head:8265 (ray)")
     add(
         "--dry-run", action="store_true", help="print what would be sent, to the byte; send nothing"
     )
@@ -172,8 +177,9 @@ def _request(args: argparse.Namespace, settings: dict[str, Any]) -> JobRequest:
         settings={
             "hosts": _hosts(settings.get("hosts", ())),
             "ssh": settings.get("ssh", "ssh"),
+            "far_python": settings.get("python", ""),
             "sbatch": _list(settings.get("sbatch", ())),
-            **{key: settings[key] for key in ("image", "namespace", "context") if key in settings},
+            **{key: settings[key] for key in _ENGINES_OWN if key in settings},
         },
     )
 

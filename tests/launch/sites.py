@@ -7,19 +7,24 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.request import urlopen
 
 import pytest
 
+from tests.clock import wait_for
 from tests.hosts import ROOT, Hosts
 from tests.kubernetes_server import KubernetesServer, bind_names
+from tests.ports import free_ports
 from tests.slurm import Slurm
 
-#: what every test script begins with
+#: what every test script begins with, after `at`, the site's folder
 HEAD = """
 import json, os, pathlib, signal, sys, time
+os.chdir(at)
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 me = f"{task['type']}-{task['index']}"
 def note(name, value):
@@ -48,7 +53,7 @@ class _OnHosts:
     environ: dict[str, str]
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        at = ["env", f"--chdir={self.folder}"]  # whoever enters a host is in its root
+        at = ["env", f"--chdir={self.folder / 'project'}"]  # whoever enters a host is in its root
         command = [*at, sys.executable, "-m", "stratagem", *words]
         return self.hosts.start(
             0, *command, STRATAGEM_JOBS=str(self.folder / "jobs"), **self.environ
@@ -140,7 +145,7 @@ class KubernetesSite:
         self.hosts = Hosts(5)
         try:
             bind_names(self.hosts, 4, folder / "names")
-            self.server = KubernetesServer(self.hosts, folder / "names", folder)
+            self.server = KubernetesServer(self.hosts, folder / "names", folder / "project")
         except BaseException:
             self.hosts.close()
             raise
@@ -174,7 +179,7 @@ class KubernetesSite:
         }
         return subprocess.Popen(
             [sys.executable, "-m", "stratagem", *words],
-            cwd=self.folder,
+            cwd=self.folder / "project",
             env={**os.environ, **environ},
             text=True,
             stdin=subprocess.PIPE,
@@ -185,6 +190,72 @@ class KubernetesSite:
     def close(self) -> None:
         self.server.close()
         self.hosts.close()
+
+
+class RaySite:
+    """Two nodes of a real Ray, which lies in the folder STRATAGEM_TEST_RAY."""
+
+    name = "ray"
+
+    def __init__(self, folder: Path, packages: Path) -> None:
+        self.folder = folder
+        self._port, head = free_ports(2)
+        self._temp = tempfile.mkdtemp(prefix="r", dir="/tmp")  # names of sockets are short
+        self._environ = {
+            "PYTHONPATH": f"{packages}:{ROOT}",
+            "PATH": f"{packages / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "STRATAGEM_JOBS": str(self.folder / "jobs"),
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{self._port}",
+        }
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        try:
+            dashboard = f"--dashboard-port={self._port}"
+            self._node("--head", f"--port={head}", dashboard, f"--temp-dir={self._temp}")
+            wait_for(self._answers, 120)
+            self._node(f"--address=127.0.0.1:{head}", "--node-ip-address=127.0.0.2")
+        except BaseException:
+            self.close()
+            raise
+
+    def _node(self, *options: str) -> None:
+        common = ["--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats"]
+        if not any("node-ip" in option for option in options):
+            common.append("--node-ip-address=127.0.0.1")
+        node = subprocess.Popen(
+            ["ray", "start", "--block", *options, *common],
+            env={**os.environ, **self._environ},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._nodes.append(node)
+
+    def _answers(self) -> bool:
+        try:
+            with urlopen(f"http://127.0.0.1:{self._port}/api/version", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def options(self) -> list[str]:
+        return ["--on", "ray"]
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "stratagem", *words],
+            cwd=self.folder / "project",
+            env={**os.environ, **self._environ},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def close(self) -> None:
+        for node in reversed(self._nodes):
+            node.terminate()
+            node.wait(60)
+        shutil.rmtree(self._temp, ignore_errors=True)
 
 
 def needs(tools: tuple[str, ...], packages: tuple[str, ...]) -> None:
@@ -226,6 +297,11 @@ def site(name: str, folder: Path) -> Any:
     if name == "slurm":
         needs(("slurmctld", "slurmd", "sbatch", "munged"), ("slurm-wlm", "munge"))
         return SlurmSite(folder)
+    if name == "ray":
+        packages = os.environ.get("STRATAGEM_TEST_RAY", "")
+        if not packages:
+            pytest.skip("pip install --target DIR 'ray[default]', and STRATAGEM_TEST_RAY=DIR")
+        return RaySite(folder, Path(packages))
     if name == "kubernetes":
         needs(("kubectl",), ("kubernetes-client",))
         return KubernetesSite(folder)

@@ -42,7 +42,10 @@ def with_program(project: Path, name: str, text: str = "exit 1") -> None:
     ("words", "said"),
     [
         ("submit train.py", "where to? As in: --on slurm"),
-        ("submit --on sge train.py", "there is no engine 'sge'; there are slurm, ssh, kubernetes"),
+        (
+            "submit --on sge train.py",
+            "there is no engine 'sge'; there are slurm, ssh, kubernetes, ray",
+        ),
         ("submit --on slurm train.py", "there is no sbatch on this machine"),
         ("submit --on ssh train.py", "which hosts?"),
         ("submit --on ssh --hosts a,a train.py", "a is named twice"),
@@ -50,6 +53,7 @@ def with_program(project: Path, name: str, text: str = "exit 1") -> None:
         ("submit --on ssh --hosts a train.py", "there is no ssh on this machine"),
         ("submit --on slurm", "which script?"),
         ("submit --on kubernetes train.py", "there is no kubectl on this machine"),
+        ("submit --on ray train.py", "there is no `ray` on this machine"),
         ("submit --on slurm --time 5x train.py", "--time '5x' is no time: write 30m, 2h or 1d"),
         ("submit --on slurm --name No_Label train.py", "'No_Label' is no name for a job"),
         ("submit --on slurm --env NOBODY_SET_IT train.py", "--env NOBODY_SET_IT: it is not set"),
@@ -100,6 +104,13 @@ def test_what_kubernetes_needs(project: Path, capsys: pytest.CaptureFixture[str]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert secret["stringData"] == {"secret": "(a secret)"}
     assert not list(project.parent.glob("jobs/*"))
+
+
+def test_a_ray_that_is_not_there(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_program(project, "ray")
+    words = ["submit", "--on", "ray", "--ray-address", "http://127.0.0.1:1", "train.py"]
+    assert main(words) == 2
+    assert "there is no Ray at http://127.0.0.1:1" in capsys.readouterr().err
 
 
 def test_an_sbatch_that_refuses_leaves_no_folder(

@@ -1,0 +1,148 @@
+"""Jobs for Ray: a driver on the cluster that Ray runs as a job, and a place for each task.
+
+`ray job submit` sends the folder and starts the driver (ray_driver.py); Ray's REST API tells the
+rest. Ray places and watches; tensors never pass through it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request as HttpRequest
+from urllib.request import urlopen
+
+from stratagem.cluster.spec import Task
+from stratagem.errors import UsageError
+from stratagem.launch.job_folder import JobFolder, TaskEnd
+from stratagem.launch.job_request import JobRequest, JobState
+from stratagem.launch.verdict import write_end
+
+_ADDRESS = "RAY_API_SERVER_ADDRESS"  # as Ray's own client reads it
+#: a line of the driver: when, of which task (or "place", "end"), and what
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z) ([a-z]+-\d+|place|end) (.*)")
+_CANCELLED = 143
+
+
+class Ray:
+    """The cluster at `--ray-address`, RAY_API_SERVER_ADDRESS, or this machine's."""
+
+    def prepare(self, request: JobRequest) -> JobRequest:
+        if shutil.which("ray") is None:
+            raise UsageError("there is no `ray` on this machine: pip install 'ray[default]'")
+        script = request.words[0]
+        if script != "-m" and not (Path(request.folder) / script).is_file():
+            raise UsageError(f"there is no script {script!r} in {request.folder}")
+        _ask(request, "/api/version")
+        return request
+
+    def describe(self, request: JobRequest, job: JobFolder) -> str:
+        return f"{shlex.join(_command(request, _name(request, job)))}\n"
+
+    def send(self, request: JobRequest, job: JobFolder) -> str:
+        name = _name(request, job)
+        (job.path / "script").write_text(self.describe(request, job))
+        job.sent("ray", name, request)
+        done = subprocess.run(_command(request, name), capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+            raise UsageError(f"ray job submit failed: {said}")
+        return name
+
+    def state(self, job: JobFolder) -> JobState:
+        if (end := job.end()) is not None:
+            return end
+        name = str(job.told["name"])
+        status = str(_ask(job.request, f"/api/jobs/{name}")["status"])
+        code = self._bring(job)
+        if status == "PENDING":
+            return JobState("waiting", text="pending")
+        if status == "RUNNING":
+            return JobState("running")
+        if status == "STOPPED":
+            job.ended(_CANCELLED, "cancelled")
+        elif code is None:
+            job.ended(1, "the driver has ended without a word: `ray job logs` may say why")
+        else:
+            write_end(job, code)
+        return job.end() or JobState("ended")
+
+    def cancel(self, job: JobFolder) -> None:
+        _ask(job.request, f"/api/jobs/{job.told['name']}/stop", post=True)
+
+    def _bring(self, job: JobFolder) -> int | None:
+        """What the driver has told, into the job's folder; its exit code once it has ended."""
+        text = str(_ask(job.request, f"/api/jobs/{job.told['name']}/logs")["logs"])
+        told = [match.groups() for line in text.splitlines() if (match := _LINE.fullmatch(line))]
+        code = None
+        for when, what, rest in told:
+            if what == "place":
+                task, host = json.loads(rest)
+                if not job.task(Task(*task)):
+                    job.task_runs(Task(*task), host)
+            elif what == "end":
+                code = self._end(job, when, json.loads(rest), code)
+        for task in job.request.tasks():
+            lines = [f"{when} {rest}\n" for when, what, rest in told if what == _key(task)]
+            log = job.log(task)
+            there = len(log.read_bytes().splitlines()) if log.exists() else 0
+            with log.open("ab") as file:
+                file.write("".join(lines[there:]).encode())
+        return code
+
+    def _end(self, job: JobFolder, when: str, told: Any, code: int | None) -> int | None:
+        """A task's end, or that of all."""
+        if isinstance(told, int):
+            return told
+        end = TaskEnd(Task(*told["task"]), told["code"], told["because_of"], when, told["tail"])
+        job.task_ended(end)
+        return code
+
+
+ENGINE = Ray()
+
+
+def _key(task: Task) -> str:
+    return f"{task.type}-{task.index}"
+
+
+def _name(request: JobRequest, job: JobFolder) -> str:
+    return f"{request.name}-{job.path.name.rpartition('-')[2]}"
+
+
+def _address(request: JobRequest) -> str:
+    chosen = request.settings.get("ray_address") or os.environ.get(_ADDRESS)
+    return str(chosen or "http://127.0.0.1:8265").rstrip("/")
+
+
+def _command(request: JobRequest, name: str) -> list[str]:
+    python = request.settings.get("far_python") or "python"
+    environ = {"env_vars": {**request.environ, "STRATAGEM_JOB": json.dumps(request.to_json())}}
+    return [
+        *("ray", "job", "submit", "--no-wait", f"--address={_address(request)}"),
+        *(f"--submission-id={name}", f"--working-dir={request.folder}"),
+        f"--runtime-env-json={json.dumps(environ)}",
+        *("--", python, "-m", "stratagem.launch.engines.ray_driver"),
+    ]
+
+
+def _ask(request: JobRequest, path: str, *, post: bool = False) -> Any:
+    address = _address(request)
+    question = HttpRequest(f"{address}{path}", method="POST" if post else "GET")
+    try:
+        with urlopen(question, timeout=60) as answer:
+            return json.loads(answer.read() or b"{}")
+    except HTTPError as problem:
+        raise UsageError(f"Ray at {address} refuses {path}: {problem.code}") from None
+    except (URLError, OSError, ValueError) as problem:
+        why = getattr(problem, "reason", problem)
+        raise UsageError(
+            f"there is no Ray at {address} ({why}): `ray start --head` starts one, --ray-address "
+            "or RAY_API_SERVER_ADDRESS says where it is"
+        ) from None

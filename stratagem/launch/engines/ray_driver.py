@@ -1,0 +1,201 @@
+"""The driver of a job on Ray: a place for each task, what they print, and all ended when one fails.
+
+Ray runs it on the cluster. It speaks to whoever follows the job by lines of its output: a time, a
+task or a word, and the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from stratagem.cluster.spec import Task
+from stratagem.launch.far_task import BECAUSE
+from stratagem.launch.job_folder import TaskEnd, now
+from stratagem.launch.job_request import JobRequest
+from stratagem.launch.supervise import culprit
+
+_PLACES = 600.0  # seconds for the cluster to have room
+_GRACE = 3.0  # from the first failure to SIGTERM, and from there to the end of all places
+_TICK = 0.2
+_LOST = 255
+
+
+class TaskPlace:
+    """Where a task runs: an actor, which starts it as a process and keeps what it prints."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, str]] = []
+        self._tail: list[str] = []
+        self._process: subprocess.Popen[str] | None = None
+
+    def address(self, host: str) -> tuple[str, str]:
+        """The machine's name, and host and port of a free port there."""
+        with socket.socket() as sock:
+            sock.bind(("", 0))
+            return socket.gethostname(), f"{host}:{sock.getsockname()[1]}"
+
+    def start(self, told: str) -> None:
+        """Begin; it ends with this actor, whose pipe it reads."""
+        words = [sys.executable, "-m", "stratagem.launch.far_task", "ssh"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self._say(told)
+        readers = [
+            threading.Thread(target=self._read, args=(stream, keep), daemon=True)
+            for stream, keep in ((self._process.stdout, False), (self._process.stderr, True))
+        ]
+        for reader in readers:
+            reader.start()
+        self._readers = readers
+
+    def _read(self, stream: Any, keep: bool) -> None:
+        for line in stream:
+            self._lines.append((now(), line.rstrip("\n")))
+            if keep:
+                self._tail = [*self._tail[-9:], line.rstrip("\n")]
+
+    def poll(self) -> tuple[list[tuple[str, str]], int | None, list[str]]:
+        """What it has printed since the last call; its exit code; the end of its stderr."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            for reader in self._readers:
+                reader.join(5)
+        lines, self._lines = self._lines, []
+        return lines, code, self._tail
+
+    def stop(self) -> None:
+        self._say("SIGTERM")
+
+    def _say(self, line: str) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        if self._process.poll() is None:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+
+
+def _tell(what: str, told: str, when: str | None = None) -> None:
+    print(f"{when or now()} {what} {told}", flush=True)
+
+
+class RayDriver:
+    """Sees the tasks to their end."""
+
+    def __init__(self, ray: Any, request: JobRequest) -> None:
+        self._ray, self._request = ray, request
+        self._ends: list[TaskEnd] = []
+        self._places: dict[Task, Any] = {}
+
+    def run(self) -> int:
+        self._take_places()
+        left, failed = list(self._places), 0.0
+        while left:
+            time.sleep(_TICK)
+            for task in list(left):
+                if self._look(task):
+                    left.remove(task)
+            if not failed and any(end.code for end in self._ends):
+                failed = time.monotonic()
+            if failed and time.monotonic() - failed > _GRACE and left:
+                self._end(left)
+                break
+        first = culprit([end for end in self._ends if end.code])
+        return first.code if first is not None else 0
+
+    def _take_places(self) -> None:
+        from ray.util import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        request, ray = self._request, self._ray
+        tasks = request.tasks()
+        gpus = {task: request.gpus if task.type == "worker" else 0 for task in tasks}
+        bundles = [{"CPU": 1, **({"GPU": gpus[t]} if gpus[t] else {})} for t in tasks]
+        group = placement_group(bundles, strategy="SPREAD")
+        if not group.wait(_PLACES):
+            raise SystemExit(f"stratagem: the cluster has had no room for {bundles}")
+        for i, task in enumerate(tasks):
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+            self._places[task] = (
+                ray.remote(TaskPlace)
+                .options(num_cpus=1, num_gpus=gpus[task], scheduling_strategy=where)
+                .remote()
+            )
+        ask = ray.remote(num_cpus=0)(ray.util.get_node_ip_address)
+        addresses = []
+        for i, (task, place) in enumerate(self._places.items()):
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+            ip = ray.get(ask.options(scheduling_strategy=where).remote())
+            host, address = ray.get(place.address.remote(ip))
+            addresses.append(address)
+            _tell("place", json.dumps([[task.type, task.index], host]))
+        self._start(addresses)
+
+    def _start(self, addresses: list[str]) -> None:
+        request, secret = self._request, secrets.token_hex(32)
+        for task, place in self._places.items():
+            told = {
+                "task": [task.type, task.index],
+                "cluster": request.by_role(addresses),
+                "folder": ".",
+                "words": request.words,
+                "environ": request.environ,
+                "secret": secret,
+            }
+            self._ray.get(place.start.remote(json.dumps(told)))
+
+    def _look(self, task: Task) -> bool:
+        """Whether it has ended; what it printed is told."""
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            lines, code, tail = self._ray.get(self._places[task].poll.remote())
+        except (RayActorError, RayTaskError) as problem:
+            lines, code, tail = [], _LOST, [f"its place was lost: {str(problem).splitlines()[0]}"]
+        for when, line in lines:
+            if not line.startswith(BECAUSE):
+                _tell(f"{task.type}-{task.index}", line, when)
+        if code is None:
+            return False
+        because = next((x.removeprefix(BECAUSE) for x in tail if x.startswith(BECAUSE)), "")
+        tail = [line for line in tail if not line.startswith(BECAUSE)]
+        self._note(TaskEnd(task, code if code >= 0 else 128 - code, because, now(), tuple(tail)))
+        return True
+
+    def _note(self, end: TaskEnd) -> None:
+        self._ends.append(end)
+        told = {"task": [end.task.type, end.task.index], "code": end.code, "tail": end.tail}
+        _tell("end", json.dumps({**told, "because_of": end.because_of}), end.when)
+
+    def _end(self, left: list[Task]) -> None:
+        """Ask those that are left to end, then take their places away."""
+        for task in left:
+            self._places[task].stop.remote()
+        until = time.monotonic() + _GRACE
+        while left and time.monotonic() < until:
+            time.sleep(_TICK)
+            left = [task for task in left if not self._look(task)]
+        for task in left:
+            self._ray.kill(self._places[task])
+            self._note(TaskEnd(task, 137, "", now(), ()))
+
+
+def main() -> int:
+    import ray
+
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    ray.init(log_to_driver=False)
+    code = RayDriver(ray, JobRequest.from_json(json.loads(os.environ["STRATAGEM_JOB"]))).run()
+    _tell("end", str(code))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
