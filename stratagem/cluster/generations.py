@@ -198,7 +198,8 @@ class _Door(Gathering):
         self._attend_while_working()
 
     def _attend_while_working(self) -> None:
-        """Send those away who have only begun; others make the generation give way."""
+        """Send those away who have only begun or are strangers; others make the generation give
+        way."""
         with self._knocks:
             working = self._current
             if working is None:
@@ -206,7 +207,7 @@ class _Door(Gathering):
             waiting = []
             while not self._arrivals.empty():
                 conn, hello = self._arrivals.get()
-                if hello.get("call") is None:
+                if hello.get("call") is None or self._stranger(hello) is not None:
                     self._admit(conn, hello)
                 else:
                     waiting.append((conn, hello))
@@ -215,10 +216,9 @@ class _Door(Gathering):
             if not waiting or self._call is None:
                 return
             self._current = None
-        rank = waiting[0][1].get("rank")
-        known = isinstance(rank, int) and 0 < rank < len(self._members)
-        member = self._members[rank if known and isinstance(rank, int) else 0]
-        working.announce(Failure(0, member, "joined", "it waits at the chief's port"))
+        rank = waiting[0][1]["rank"]
+        assert isinstance(rank, int)
+        working.announce(Failure(0, self._members[rank], "joined", "it waits at the chief's port"))
 
     def close(self) -> None:
         self._open = False
