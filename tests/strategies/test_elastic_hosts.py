@@ -139,6 +139,40 @@ def test_cut_off_and_back_then_killed_and_started_again(expected: Any) -> None:
         check(job, expected)
 
 
+SCRIPTS = {
+    "the chief's own host": ["cut worker 0 at step 20 for 7 s"],
+    "two at once": ["cut worker 1 at step 20 for 7 s", "cut worker 2 at step 20 for 7 s"],
+    "stopped": ["stop worker 1 at step 20 for 7 s", "stop worker 2 at step 40 for 2 s"],
+    "killed while another is cut off": [
+        "cut worker 1 at step 20 for 7 s",
+        "kill worker 2 at step 20",
+        "start worker 2 at step 22",
+    ],
+}
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_other_bad_days(script: str, expected: Any) -> None:
+    with Hosts(3) as hosts, HostJob(hosts, source(answer=4), SCRIPTS[script]) as job:
+        assert job.ends(140) == [0, 0, 0], str(job)
+        check(job, expected)
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_who_is_cut_off_for_good_ends_and_names_the_chief(expected: Any) -> None:
+    """And is started again when the cable is back."""
+    faults = ["cut worker 1 at step 20 for 24 s", "start worker 1 at step 120"]
+    with Hosts(3) as hosts, HostJob(hosts, source(answer=4), faults) as job:
+        assert job.ends(140) == [0, 0, 0], str(job)
+        lost = job.tasks[1][0]
+        assert lost.process.wait(10) == 1, str(job)
+        assert any("ReplicaStalled: worker 0 (10.77.31.1:2222)" in line for _, line in lost.lines)
+        check(job, expected)
+
+
 @needs_hosts
 @pytest.mark.slow
 def test_a_cut_shorter_than_patience_costs_nobody_a_place(expected: Any) -> None:
