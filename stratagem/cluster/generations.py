@@ -15,7 +15,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from stratagem.cluster.acceptor import Acceptor
 from stratagem.cluster.failure import Failure, Member
@@ -80,6 +80,7 @@ class Generations:
         """Come together again after trouble in `old`, which is left."""
         if self._door is not None:
             sockets = self._door.gather(old.still_here, old, self._limit, call)
+            self._say_who_joins(old, sockets)
             old.leave()
             return self._hub(sockets)
         trouble = old.trouble
@@ -88,6 +89,13 @@ class Generations:
             return self._visit(RETURN if lost else self._limit, call)
         finally:
             old.leave()
+
+    def _say_who_joins(self, old: Membership, ranks: Iterable[int]) -> None:
+        """Those of whom no trouble has told already."""
+        told = old.trouble.member if old.trouble and old.trouble.kind == "joined" else None
+        for member in (self._members[rank] for rank in ranks):
+            if member != told and member.name not in old.still_here:
+                log.warning("%s joins the job", member)
 
     def _hub(self, sockets: dict[int, socket.socket]) -> Membership:
         assert self._door is not None

@@ -33,7 +33,7 @@ RETRY = 0.2  # seconds between two tries to connect
 CONNECT = 2.0  # seconds for one try
 REFUSALS = 3  # in a row, until a refusal is no accident of a chief that is being restarted
 
-_PAUSE = 0.1
+_PAUSE = 0.02  # seconds between two looks for arrivals: those who come together again wait for it
 _SEND = 1.0
 
 _Arrival = tuple[socket.socket, dict[str, object]]
