@@ -50,6 +50,7 @@ class Hosts:
         self._first: list[subprocess.Popen[str]] = []
         self._folder = tempfile.TemporaryDirectory()
         self._started: list[subprocess.Popen[str]] = []
+        self._sweeper = self._leave_a_sweeper()
         try:
             self._connect()
             for name in self._names:
@@ -57,6 +58,26 @@ class Hosts:
         except BaseException:
             self.close()
             raise
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _leave_a_sweeper(self) -> subprocess.Popen[bytes]:
+        """Namespaces have names, and so outlive whoever made them: a process removes them when
+        this one has ended, however it did."""
+        spaces = " ".join((*self._names, self._switch))
+        return subprocess.Popen(
+            [
+                "sh",
+                "-c",
+                f'cat; for i in {spaces}; do ip netns del $i; done; rm -rf "$0"',
+                self._folder.name,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def _connect(self) -> None:
         _ip("netns", "add", self._switch)
@@ -168,8 +189,7 @@ class Hosts:
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
-        for name in (*self._names, self._switch):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        self._sweeper.communicate()
         self._folder.cleanup()
 
     def __enter__(self) -> Self:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.hosts import Hosts, needs_hosts
+from tests.clock import wait_for
+from tests.host_jobs import HostFault
+from tests.hosts import ROOT, Hosts, needs_hosts
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -38,6 +41,46 @@ def test_each_is_a_machine_of_its_own() -> None:
     assert here[:2] == too[:2]
     assert here[0] != there[0] and here[1] != there[1]
     assert all(int(each[2]) < 20 for each in (here, too, there))
+
+
+@needs_hosts
+def test_nothing_is_left_of_them_when_a_test_dies() -> None:
+    """Killed in the middle, with a task that runs on a host: no process, no namespace stays."""
+    source = """
+import sys, time
+from tests.clock import wait_for
+from tests.host_jobs import HostFault
+from tests.hosts import ROOT, Hosts
+hosts = Hosts(2)
+hosts.start(1, "sleep", "4711")
+print(hosts._switch.removesuffix("switch"), hosts._folder.name, flush=True)
+time.sleep(100)
+"""
+    command = [sys.executable, "-c", source]
+    test = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert test.stdout is not None
+    prefix, folder = test.stdout.readline().split()
+
+    def left() -> list[str]:
+        spaces = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+        running = subprocess.run(["ps", "-ewwo", "cmd"], capture_output=True, text=True).stdout
+        lines = (spaces + running).splitlines()
+        return [each for each in lines if each.startswith(prefix) or folder in each]
+
+    try:
+        assert len(left()) >= 5, "two hosts, their switch, and the first processes of both"
+    finally:
+        test.kill()
+        test.communicate()
+    wait_for(lambda: not left() and not Path(folder).exists(), 10, "for hosts to be gone")
+
+
+def test_faults_are_read_as_they_are_written() -> None:
+    assert HostFault.parse("cut worker 1 at step 40 for 5 s") == HostFault("cut", 1, 40, 5.0)
+    assert HostFault.parse("kill worker 2 at step 7") == HostFault("kill", 2, 7)
+    for wrong in ("kill worker 2 at step 7 for 5 s", "cut worker 1", "burn worker 1 at step 4"):
+        with pytest.raises(ValueError, match="is no fault; write: cut"):
+            HostFault.parse(wrong)
 
 
 @pytest.mark.slow

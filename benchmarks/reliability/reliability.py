@@ -3,7 +3,8 @@
     python benchmarks/reliability/reliability.py [--seeds 200] [--kills 100] [--write]
 
 Replicas are killed at random moments in real trainings, in float64, and what comes of it is
-compared with one device that nobody disturbs. Times depend on the machine; differences do not.
+compared with one device that nobody disturbs. Each figure is a function with a short form, which
+tests/test_reliability.py runs. Times depend on the machine; differences do not.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from between_hosts import between_hosts
+from malformed import malformed
 from torch import nn
 
 import stratagem as sg
@@ -181,6 +184,13 @@ def cost(replicas: int, rounds: int) -> list[str]:
     return lines
 
 
+def hosts(epochs: int, cut: float = 10.0) -> list[str]:
+    """A cable that is pulled for a while, and a worker that is killed and joins."""
+    with closing(sg.MirroredStrategy(["cpu:0"])) as one:
+        expected, _ = train(one, 0.0, epochs)
+    return between_hosts(expected, epochs, cut)
+
+
 def _spread(seconds: list[float]) -> str:
     if not seconds:
         return "nobody was killed in time"
@@ -210,6 +220,8 @@ def main() -> None:
         lambda: at_random(None, args.replicas, args.seeds),
         lambda: at_random("ring", args.replicas, args.seeds),
         lambda: many_kills(args.replicas, args.kills, 0.05),
+        lambda: hosts(40),
+        lambda: malformed(10_000),
         lambda: cost(args.replicas, args.rounds),
     ):
         lines += part()

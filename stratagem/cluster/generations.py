@@ -15,7 +15,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from stratagem.cluster.acceptor import Acceptor
 from stratagem.cluster.failure import Failure, Member
@@ -80,6 +80,7 @@ class Generations:
         """Come together again after trouble in `old`, which is left."""
         if self._door is not None:
             sockets = self._door.gather(old.still_here, old, self._limit, call)
+            self._say_who_joins(old, sockets)
             old.leave()
             return self._hub(sockets)
         trouble = old.trouble
@@ -88,6 +89,13 @@ class Generations:
             return self._visit(RETURN if lost else self._limit, call)
         finally:
             old.leave()
+
+    def _say_who_joins(self, old: Membership, ranks: Iterable[int]) -> None:
+        """Those of whom no trouble has told already."""
+        told = old.trouble.member if old.trouble and old.trouble.kind == "joined" else None
+        for member in (self._members[rank] for rank in ranks):
+            if member != told and member.name not in old.still_here:
+                log.warning("%s joins the job", member)
 
     def _hub(self, sockets: dict[int, socket.socket]) -> Membership:
         assert self._door is not None
@@ -198,7 +206,8 @@ class _Door(Gathering):
         self._attend_while_working()
 
     def _attend_while_working(self) -> None:
-        """Send those away who have only begun; others make the generation give way."""
+        """Send those away who have only begun or are strangers; others make the generation give
+        way."""
         with self._knocks:
             working = self._current
             if working is None:
@@ -206,7 +215,7 @@ class _Door(Gathering):
             waiting = []
             while not self._arrivals.empty():
                 conn, hello = self._arrivals.get()
-                if hello.get("call") is None:
+                if hello.get("call") is None or self._stranger(hello) is not None:
                     self._admit(conn, hello)
                 else:
                     waiting.append((conn, hello))
@@ -215,10 +224,9 @@ class _Door(Gathering):
             if not waiting or self._call is None:
                 return
             self._current = None
-        rank = waiting[0][1].get("rank")
-        known = isinstance(rank, int) and 0 < rank < len(self._members)
-        member = self._members[rank if known and isinstance(rank, int) else 0]
-        working.announce(Failure(0, member, "joined", "it waits at the chief's port"))
+        rank = waiting[0][1]["rank"]
+        assert isinstance(rank, int)
+        working.announce(Failure(0, self._members[rank], "joined", "it waits at the chief's port"))
 
     def close(self) -> None:
         self._open = False

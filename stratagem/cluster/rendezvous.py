@@ -33,7 +33,7 @@ RETRY = 0.2  # seconds between two tries to connect
 CONNECT = 2.0  # seconds for one try
 REFUSALS = 3  # in a row, until a refusal is no accident of a chief that is being restarted
 
-_PAUSE = 0.1
+_PAUSE = 0.02  # seconds between two looks for arrivals: those who come together again wait for it
 _SEND = 1.0
 
 _Arrival = tuple[socket.socket, dict[str, object]]
@@ -175,8 +175,8 @@ class Gathering:
         conn.close()
         return None
 
-    def _objection(self, hello: Mapping[str, object], conn: socket.socket) -> str | None:
-        """Say why a peer that belongs to the job cannot come in as what it claims to be."""
+    def _stranger(self, hello: Mapping[str, object]) -> str | None:
+        """Say why a peer that knows the secret is none of these members, if it is not."""
         if hello.get("purpose") != "train":
             return "the training itself is listening here, waiting for its tasks"
         if hello.get("members") != [[member.name, member.where] for member in self._members]:
@@ -187,6 +187,13 @@ class Gathering:
         rank = hello.get("rank")
         if not isinstance(rank, int) or not 0 < rank < len(self._members):
             return f"there is no rank {rank!r} to take, among {len(self._members)} training tasks"
+        return None
+
+    def _objection(self, hello: Mapping[str, object], conn: socket.socket) -> str | None:
+        """Say why a peer that belongs to the job cannot come in as what it claims to be."""
+        stranger, rank = self._stranger(hello), hello.get("rank")
+        if stranger is not None or not isinstance(rank, int):
+            return stranger
         if rank in self._present and not _hung_up(self._present[rank]):
             return (
                 f"{self._members[rank].name} is already here, from "
@@ -211,7 +218,7 @@ class Gathering:
 
 
 class JobRuns(Exception):
-    """The job that a task wants to take part in runs already; it says with how many replicas."""
+    """The job runs already: a task takes part in it when it has come to the same call."""
 
 
 class Visitor:
@@ -288,7 +295,7 @@ class Visitor:
                 f"{chief} refused {self._members[self._rank].name}: {note['refused']}"
             )
         if "later" in note:
-            raise JobRuns(str(note["later"]))
+            raise JobRuns
         if "again" in note:
             raise ConnectionError(str(note["again"]))
         missing = note.get("missing")

@@ -26,6 +26,7 @@ from stratagem.state.checkpoint_folder import (
     CheckpointWriter,
     load_newest,
 )
+from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 
 log = logging.getLogger("stratagem")
@@ -122,7 +123,7 @@ class FitCheckpoints:
         module, groups = self.job.module, self.job.optimizer.param_groups
         tensors = [*module.parameters(), *module.buffers()]
         self._kept = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
-        self._settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        self._settings = [group_settings(group) for group in groups]
 
     def _go_on(self) -> None:
         """Put everything to what was saved. Collective."""

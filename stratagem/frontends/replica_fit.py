@@ -26,6 +26,7 @@ from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import Sliced, Step, choose
+from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import setup
 from stratagem.training.replica import Replica, alone, current_replica
 from stratagem.training.step_figures import figures_of
@@ -74,6 +75,8 @@ class ReplicaSide:
         self.tally = LossSum()
         self._figures = figures_of(replica)
         job.callbacks.changes.alone = replica.count == 1
+        if job.journal is not None:  # all have the chief's model, whatever was done to it
+            job.callbacks.changes.settle()
         try:
             self._follow_the_chief()
         except BaseException:
@@ -239,10 +242,10 @@ def _frozen(module: nn.Module) -> list[bool]:
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     plain = {
         key: value.item() if isinstance(value, np.generic) else value
-        for key, value in group.items()
+        for key, value in group_settings(group).items()
     }
     return {
         key: value
         for key, value in plain.items()
-        if key != "params" and isinstance(value, bool | int | float | Tensor | tuple | list)
+        if isinstance(value, bool | int | float | Tensor | tuple | list)
     }

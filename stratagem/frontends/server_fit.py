@@ -168,7 +168,9 @@ class WorkerSide:
         self._counted -= void
         self.step.count(void=void)
         grouped = isinstance(self.step, Grouped)
-        states = self.step.states() if self._counted or grouped else []
+        # what a checkpoint has of this epoch counts, too, if the chief gets no ticket of the rest
+        counted = self._counted or grouped or self.job.recipe.metrics.counted
+        states = self.step.states() if counted else []
         floats = self.session.statistics()
         self.worker.report([states, floats if self._counted else None])
 

@@ -8,6 +8,7 @@ examples:
   stratagem simulate --workers 100 --servers 4 --spares 4 --spread lognormal:0.3
   stratagem simulate --workers 500 --servers 16 --asynchronous --stragglers 0.02:10
   stratagem simulate --workers 64 --servers 0 --bytes 100MB          all-reduce, no servers
+  stratagem simulate --workers 64 --servers 0 --elastic --faults 5   some are killed, and join
   stratagem simulate --workers 8 --faults 5 --seed 41 --trace day.json
 """
 
@@ -95,6 +96,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="kills, stalls and cuts, by chance, in the time that the work takes without them (0)",
     )
+    add(
+        "--elastic",
+        action="store_true",
+        help="without servers: the others go on when a worker is killed, and with one that joins",
+    )
+    add(
+        "--regroup",
+        default="400ms",
+        metavar="TIME",
+        help="--elastic: until those who are here have come together again (400ms)",
+    )
     add("--patience", default="60s", metavar="TIME", help="with a silent worker (60s)")
     add("--seed", type=whole(0), default=0, metavar="S", help="of everything that is chance (0)")
     add("--json", metavar="FILE", help="what came of it, for programs")
@@ -119,7 +131,7 @@ def main(args: argparse.Namespace) -> int:
 def read(args: argparse.Namespace) -> Scenario:
     """The scenario that the options mean, but for faults by chance."""
     from stratagem.plan.hardware import rate, seconds, size
-    from stratagem.plan.simulation.scenario import Scenario, Work
+    from stratagem.plan.simulation.scenario import Regrouping, Scenario, Work
     from stratagem.rules.updates import Synchronous
     from stratagem.wire.simulated import Topology
 
@@ -147,6 +159,7 @@ def read(args: argparse.Namespace) -> Scenario:
         patience=seconds(args.patience, "--patience"),
         seed=args.seed,
         overhead=_overhead(args.overhead),
+        elastic=Regrouping(seconds(args.regroup, "--regroup")) if args.elastic else None,
     )
 
 
@@ -156,7 +169,9 @@ def _bad_day(scenario: Scenario, count: int) -> Scenario:
     from stratagem.plan.simulation.scenario import schedule
 
     until = simulate(scenario).seconds
-    return replace(scenario, faults=schedule(scenario.seed, scenario.workers, until, count))
+    chief = scenario.elastic is not None
+    faults = schedule(scenario.seed, scenario.workers, until, count, chief=chief)
+    return replace(scenario, faults=faults)
 
 
 def _updates(args: argparse.Namespace) -> Updates:

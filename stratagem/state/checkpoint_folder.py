@@ -22,7 +22,8 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -134,14 +135,16 @@ class CheckpointFolder:
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint: out of sight by one rename first, so that none is ever half one."""
         hidden = self.path / f".{path.name}.old-{secrets.token_hex(8)}"
-        os.replace(path, hidden)
-        shutil.rmtree(hidden)
+        with _logged(path):
+            os.replace(path, hidden)
+            shutil.rmtree(hidden)
 
     def _tidy(self) -> None:
         """Remove what savings have left that came to no end."""
         for each in list(self.path.iterdir()):
             if _HIDDEN.fullmatch(each.name):
-                shutil.rmtree(each)
+                with _logged(each):
+                    shutil.rmtree(each)
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint whose files are what was written, if there is one."""
@@ -199,6 +202,15 @@ def load_newest(
         )
     log.info("going on from %s", path)
     return found
+
+
+@contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    """What cannot be removed takes room on the disk, but no checkpoint is lost for it."""
+    try:
+        yield
+    except OSError as problem:
+        log.warning("%s could not be removed: %s", path, problem)
 
 
 def _checksum(path: Path) -> dict[str, Any]:

@@ -124,6 +124,11 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _plain(k, v) for k, v in group.items() if k not in _NOT_SETTINGS}
 
 
+def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group without its parameters, every value as it is."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
 def elementwise(recipe: OptimizerRecipe) -> bool:
     """Whether pieces of a variable may be updated apart with the result of the whole."""
     if recipe.library == "keras":

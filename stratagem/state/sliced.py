@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from stratagem.figures.meter import METER
 from stratagem.state.factors import make_factors
-from stratagem.state.optimizer_recipe import ELEMENTWISE
+from stratagem.state.optimizer_recipe import ELEMENTWISE, group_settings
 from stratagem.wire.buckets import Buckets
 from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_rows
 
@@ -121,7 +121,7 @@ def _kinds(optimizer: Optimizer) -> tuple[list[str], list[str], torch.dtype]:
     """What a step leaves in its state: tensors like the parameter, numbers, and their type."""
     elements, numbers = set(), {}
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
+        settings = group_settings(group)
         settings |= {key: value for key, value in MORE_STATE.items() if key in settings}
         probe = torch.zeros(2, dtype=torch.float32)
         probe.grad = torch.zeros_like(probe)
@@ -309,7 +309,10 @@ class SlicedUpdate:
         """The same optimizer over this replica's pieces, with the state it already had."""
         by_param = {self.buckets.params[piece.index]: piece for piece in self.pieces}
         groups = [
-            {**_settings(g), "params": [by_param[p].data for p in g["params"] if p in by_param]}
+            {
+                **group_settings(g),
+                "params": [by_param[p].data for p in g["params"] if p in by_param],
+            }
             for g in self.optimizer.param_groups
         ]
         twin: Optimizer = type(self.optimizer)(groups)  # type: ignore[call-arg]
@@ -329,7 +332,7 @@ class SlicedUpdate:
     def follow_settings(self) -> None:
         """Take over a changed learning rate, or any other setting, from the user's optimizer."""
         for group, own in zip(self.optimizer.param_groups, self.twin.param_groups, strict=True):
-            settings = _settings(group)
+            settings = group_settings(group)
             if any(settings[name] != own[name] for name in MORE_STATE if name in settings):
                 self._grows = True
             own.update(settings)
@@ -343,7 +346,3 @@ class SlicedUpdate:
                 home.copy_(param)
                 param.data = home
         self.collective.barrier()
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

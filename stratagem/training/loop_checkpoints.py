@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.data.loader import Around
 from stratagem.data.passes import PassJournal, dice_of
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.state import checkpoint
 from stratagem.state.checkpoint_folder import (
     CheckpointFolder,
@@ -30,13 +30,14 @@ from stratagem.state.checkpoint_folder import (
     CheckpointWriter,
     load_newest,
 )
+from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import setup
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.prepare import Prepared
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
 from stratagem.training.termination import EXIT_CODE
-from stratagem.wire.tree import broadcast_tree, gather_tree
+from stratagem.wire.tree import broadcast_tree, decode, encode, gather_tree
 
 log = logging.getLogger("stratagem")
 
@@ -78,6 +79,7 @@ class ResumableLoader(Around):
                     f"{name} is a {type(thing).__name__}, which has no state_dict and "
                     "load_state_dict, so it cannot be saved; give it both methods."
                 )
+            _plain(name, thing.state_dict())
         if self._progress is not None:
             self._progress.things |= things
 
@@ -200,7 +202,7 @@ class LoopCheckpoints:
             "pass": self._journal.begun,
             "dice": [each.get_state() for each in dice_of(self._loader)],
             "replicas": everybody,
-            "things": {name: _packed(each.state_dict()) for name, each in self.things.items()},
+            "things": {name: _plain(name, each.state_dict()) for name, each in self.things.items()},
         }
         taken = checkpoint.snapshot(model, self.optimizer, {"resume": progress}, copy=True)
         self._writer.save(taken, position)
@@ -213,7 +215,11 @@ class LoopCheckpoints:
         replica, saved = self.replica, None
         if replica.is_chief:
             saved = load_newest(self.plan, self.model, self.optimizer, "loop")
-            saved = saved and {**saved, "groups": _settings(self.optimizer)}
+            saved = saved and {
+                **saved,
+                "groups": [group_settings(group) for group in self.optimizer.param_groups],
+                "things": {name: _read(state) for name, state in saved["things"].items()},
+            }
         told = broadcast_tree(replica.collective, saved)
         if told is None:
             return
@@ -228,7 +234,7 @@ class LoopCheckpoints:
         self._load_things(told["things"])
         self._go_on_with_data(told)
 
-    def _load_things(self, saved: dict[str, Tensor]) -> None:
+    def _load_things(self, saved: dict[str, Any]) -> None:
         if saved.keys() != self.things.keys():
             raise UsageError(
                 f"{self.plan.path} has saved {sorted(saved) or 'nothing'} besides model and "
@@ -236,7 +242,7 @@ class LoopCheckpoints:
                 "loader.remember(...) with the same before loader.epochs(...)."
             )
         for name, thing in self.things.items():
-            thing.load_state_dict(_unpacked(saved[name]))
+            thing.load_state_dict(saved[name])
 
     def _go_on_with_data(self, told: dict[str, Any]) -> None:
         """Have the next pass be the rest of the one that was saved, in the same order."""
@@ -255,16 +261,19 @@ class LoopCheckpoints:
             self._journal.then()  # the loop may draw before the epoch's first batch
 
 
-def _settings(optimizer: Any) -> list[dict[str, Any]]:
-    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+def _plain(name: str, state: Any) -> Any:
+    """A copy of a state that can be saved and sent: plain kinds, numbers as keys included."""
+    try:
+        return decode(encode(state))
+    except NotDistributable as problem:
+        raise NotDistributable(
+            f"loader.remember({name}=...): what its state_dict returns cannot be saved: {problem}"
+        ) from None
 
 
-def _packed(state: Any) -> Tensor:
-    """A state of any plain kind, numbers as keys included, as bytes that travel."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-
-
-def _unpacked(data: Tensor) -> Any:
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+def _read(state: Any) -> Any:
+    """A state from this chief's own file; older ones have it as the bytes of a file of torch."""
+    if not isinstance(state, Tensor):
+        return state
+    data = io.BytesIO(state.numpy().tobytes())
+    return torch.load(data, map_location="cpu", weights_only=True)

@@ -1,9 +1,9 @@
 """Nested tensors as bytes, without pickle: what travels when it is not one flat gradient.
 
-A tree is None, bool, int, float, str, Tensor, or a list, tuple, NamedTuple or str-keyed dict of
-trees. The bytes are a length, a JSON outline, then the tensors one after another. Reading checks
-every length against what is there before it allocates. Of a NamedTuple the names travel: reading
-imports nothing for them, and calls nothing.
+A tree is None, bool, int, float, str, Tensor, or a list, tuple, NamedTuple, dict or Counter of
+trees; keys are text, numbers, None, or tuples of them. The bytes are a length, a JSON outline, then
+the tensors one after another. Reading checks every length against what is there before it
+allocates. Of a NamedTuple the names travel: reading imports nothing for them, and calls nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import struct
 import sys
-from collections import namedtuple
+from collections import Counter, namedtuple
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -108,9 +108,11 @@ def _outline(tree: Tree, tensors: list[Tensor]) -> Any:
         tensors.append(tree)
         return {"t": [name, list(tree.shape)]}
     if isinstance(tree, dict):
-        if not all(isinstance(key, str) for key in tree):
-            raise NotDistributable("only dicts with text keys can travel between replicas.")
-        return {"d": [[key, _outline(value, tensors)] for key, value in tree.items()]}
+        counts = isinstance(tree, Counter)
+        if not counts and all(isinstance(key, str) for key in tree):
+            return {"d": [[key, _outline(value, tensors)] for key, value in tree.items()]}
+        pairs = [[_outline(_key(k), []), _outline(v, tensors)] for k, v in tree.items()]
+        return {"c" if counts else "m": pairs}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         kind = type(tree)
         parts = [_outline(value, tensors) for value in tree]
@@ -123,6 +125,16 @@ def _outline(tree: Tree, tensors: list[Tensor]) -> Any:
     raise NotDistributable(
         f"a {type(tree).__name__} cannot travel between replicas; use tensors, numbers, text, "
         "and lists, tuples or dicts of them."
+    )
+
+
+def _key(key: object) -> object:
+    parts = key if isinstance(key, tuple) else (key,)
+    if all(part is None or isinstance(part, bool | int | float | str) for part in parts):
+        return key
+    raise NotDistributable(
+        f"a dict with a {type(key).__name__} as a key cannot travel between replicas; use text, "
+        "numbers, or tuples of them as keys."
     )
 
 
@@ -146,9 +158,14 @@ def _rebuild(outline: Any, data: Tensor, at: int) -> tuple[Tree, int]:
         return _named(module, qualname, tuple(fields), parts), at
     items = []
     for entry in body:
-        value, at = _rebuild(entry[1] if tag == "d" else entry, data, at)
-        items.append((entry[0], value) if tag == "d" else value)
-    return {"d": dict, "l": list, "u": tuple}[tag](items), at
+        value, at = _rebuild(entry[1] if tag in "dmc" else entry, data, at)
+        if tag in "dmc":
+            key = entry[0] if tag == "d" else _rebuild(entry[0], data, at)[0]
+            value = (key, value)
+        items.append(value)
+    if tag == "c":
+        return Counter(dict(items)), at
+    return {"d": dict, "m": dict, "l": list, "u": tuple}[tag](items), at
 
 
 def _named(module: str, qualname: str, fields: tuple[str, ...], parts: tuple[Tree, ...]) -> Tree:

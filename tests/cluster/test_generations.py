@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.cluster.failure import Member
+from stratagem.cluster.rendezvous import Visitor
+from stratagem.errors import ClusterError
 from tests.clock import in_time
 from tests.ports import free_ports
 
@@ -66,6 +69,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         running.append(Process(TASK, json.dumps(how)))
         return running[-1]
 
+    begin.addresses = addresses["worker"]  # type: ignore[attr-defined]
     yield begin
     for process in running:
         process.end()
@@ -132,6 +136,19 @@ def test_too_few_are_left(start: Start) -> None:
     _, said = tasks[0].expect('"over"', 20, when)
     assert said["error"] == "ReplicaMissing"
     assert "worker 1" in str(said["text"]) and "worker 2" in str(said["text"])
+
+
+def test_a_stranger_interrupts_nobody(start: Start) -> None:
+    """One that knows the secret and names another cluster is refused while the others work."""
+    tasks = [start(i) for i in range(3)]
+    chief = start.addresses[0]  # type: ignore[attr-defined]
+    for task in tasks:
+        works(task, [0, 1, 2])
+    members = (Member("worker 0", chief), Member("worker 1", "127.0.0.1:1"))
+    with pytest.raises(ClusterError, match="its cluster is not the chief's"):
+        Visitor(members, 1, b"s", 5.0, {"call": "work"}).arrive()
+    time.sleep(0.5)
+    assert not any("trouble" in line for _, line in tasks[0].out)
 
 
 @pytest.mark.slow

@@ -87,6 +87,19 @@ def test_others_go_on_where_it_was(tmp_path: Path, before: str, after: str) -> N
     assert sorted(read[1][left:]) == list(range(ROWS))
 
 
+def test_servers_count_an_epoch_of_which_nothing_is_left(tmp_path: Path) -> None:
+    """The chief gets no ticket of it any more, and its metrics have what was counted before."""
+    with contextlib.closing(make("servers-2-1")) as strategy:
+        whole = train(strategy, "loader", tmp_path / "run", draws=False, keep=99)
+        after = [p for p in sorted((tmp_path / "run").iterdir()) if p.name.endswith(f"-{STEPS}")]
+        one = tmp_path / "one"  # before the end of the epoch, with its validation and callbacks
+        shutil.copytree(after[0], one / after[0].name)
+        found = train(strategy, "loader", one, draws=False)
+    for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+        values = whole["history"][name]
+        torch.testing.assert_close(found["history"][name], values, rtol=1e-4, atol=1e-5)
+
+
 def start(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.frontends.resume_runs", *map(str, words)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 * SLOWER)

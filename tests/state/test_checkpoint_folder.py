@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -55,6 +56,21 @@ def test_damage_is_seen_whatever_file_it_is_in(tmp_path: Path) -> None:
         (path / "manifest.json").unlink()
     with pytest.raises(UsageError, match="none of the 2 checkpoints"):
         loaded(tmp_path)
+
+
+def test_what_cannot_be_removed_is_told_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An old checkpoint that somebody holds open on a network disk, say."""
+
+    def refuse(path: Path) -> None:
+        raise OSError("busy")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        save(tmp_path, value)
+    assert loaded(tmp_path) == 4.0 and len(CheckpointFolder(tmp_path).names()) == 2
+    assert "could not be removed: busy" in caplog.text
 
 
 def test_training_waits_for_the_copy_alone(tmp_path: Path) -> None:

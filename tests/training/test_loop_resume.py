@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.state import checkpoint_folder
 from tests.clock import SLOWER
 from tests.frontends.resume_runs import BATCH, ROWS, alike, make
 from tests.frontends.test_resume import some_of
@@ -77,6 +80,37 @@ def test_others_go_on_where_it_was(tmp_path: Path) -> None:
     assert [counts[i] for i in range(ROWS)] == [2 - (i in seen) for i in range(ROWS)]
 
 
+class Odd:
+    """What nobody can save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_no_pickle_goes_to_other_replicas(tmp_path: Path) -> None:
+    """What a loop remembers is plain on disk; a checkpoint of before has bytes of torch there."""
+    with contextlib.closing(make("ring-2")) as strategy:
+        expected = train(strategy, tmp_path / "run", keep=99)
+        folder = some_of(tmp_path / "run", tmp_path / "old", 2)
+        path = next(folder.iterdir()) / "model.state.pt"
+        state = torch.load(path, weights_only=True)
+        saved = state["resume"]["things"]["steps"]
+        assert saved["milestones"] == Counter([2, 9, 12]) and isinstance(saved, dict)
+        file = io.BytesIO()
+        torch.save(saved, file)
+        data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        state["resume"]["things"]["steps"] = data
+        torch.save(state, path)
+        manifest = path.parent / "manifest.json"
+        told = json.loads(manifest.read_text())
+        told["files"][path.name] = checkpoint_folder._checksum(path)
+        manifest.write_text(json.dumps(told))
+        check(train(strategy, folder), expected)
+
+
 def start(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.training.loop_runs", *map(str, words)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 * SLOWER)
@@ -120,6 +154,8 @@ def test_sentences(tmp_path: Path) -> None:
             next(iter(loader))
         with pytest.raises(sg.UsageError, match="state_dict"):
             loader.remember(best=3.0)
+        with pytest.raises(sg.NotDistributable, match=r"remember\(odd=.*set cannot travel"):
+            loader.remember(odd=Odd())
         for _ in loader.epochs(1):
             assert len(list(loader)) == 2
             with pytest.raises(sg.UsageError, match="once in each epoch"):

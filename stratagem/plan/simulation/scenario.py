@@ -105,15 +105,18 @@ def _check_faults(faults: tuple[Fault, ...], workers: int, servers: int) -> None
             raise UsageError(f"{fault} has a time before the beginning.")
 
 
-def schedule(seed: int, workers: int, until: float, count: int) -> tuple[Fault, ...]:
+def schedule(
+    seed: int, workers: int, until: float, count: int, *, chief: bool = False
+) -> tuple[Fault, ...]:
     """Draw so many faults of any worker, at any time; the same ones for the same seed.
 
-    Worker 0 is spared kills without a return, so that one worker is there to end the work.
+    Worker 0 is spared kills without a return, so that one worker is there to end the work; where it
+    is the `chief` of workers that all-reduce, it is spared all faults.
     """
     rng = random.Random(seed)
     found: list[Fault] = []
     for _ in range(count):
-        worker, at = rng.randrange(workers), rng.uniform(0, until)
+        worker, at = rng.randrange(chief and workers > 1, workers), rng.uniform(0, until)
         length = rng.uniform(0, until / 2)
         kind = rng.choice((Kill, Kill, Stall, Cut))
         if kind is Kill:
@@ -190,6 +193,22 @@ class Overhead:
 
 
 @dataclass(frozen=True)
+class Regrouping:
+    """Replicas that all-reduce may be killed and join: `MirroredStrategy(elastic=True)`.
+
+    seconds   until those who are left, or one more, have come together and go on
+    least     how many must be left (min_replicas)
+    """
+
+    seconds: float = 0.4
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.seconds) and self.seconds >= 0 and self.least >= 1):
+            raise UsageError("regrouping takes 0 seconds or more, and leaves 1 replica or more.")
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One training of `steps` global batches.
 
@@ -200,6 +219,7 @@ class Scenario:
     cancels    whether a late worker can stop in the middle of a step
     in_turn    whether servers send values in turn, or to all who ask at once
     overhead   what messages cost processors; nothing if not given
+    elastic    how workers that all-reduce go on when one is killed or joins; None: they end
     """
 
     workers: int
@@ -216,6 +236,7 @@ class Scenario:
     in_turn: bool = True
     seed: int = 0
     overhead: Overhead = Overhead()
+    elastic: Regrouping | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("steps", 1), ("servers", 0)):
@@ -233,6 +254,11 @@ class Scenario:
             raise UsageError(
                 "overhead is that of messages with servers; where workers all-reduce put it into "
                 "the latency of the topology."
+            )
+        if self.servers and self.elastic is not None:
+            raise UsageError(
+                "elastic is for workers that all-reduce (servers=0); with servers the others go on "
+                "without a worker by themselves."
             )
         if not self.patience >= 0:
             raise UsageError(f"patience of a scenario is {self.patience}; it is 0 seconds or more.")

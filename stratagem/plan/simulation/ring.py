@@ -1,0 +1,142 @@
+"""Replicas that all-reduce, in virtual time: every one computes, buckets go around the circle, all
+step together.
+
+    c_j = max(c_{j-1}, the last replica's bucket j is ready) + T(bytes of j)
+
+All links are alike and every replica sends to its neighbour at the same moment, so a round of the
+circle takes what one link takes; no event is needed for it. A circle in the order of the hosts
+leaves and enters each rack once, so that a rack's link carries what a host's does. A replica that
+stands still computes nothing, and while one does so, or is cut off, nothing goes around.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stratagem.plan.formulas import hierarchical, ring
+from stratagem.plan.simulation.scenario import (
+    Cut,
+    Event,
+    Kill,
+    Pause,
+    Scenario,
+    SimulatedRun,
+    Stall,
+    after,
+    joined,
+)
+from stratagem.plan.simulation.spread import Seconds
+from stratagem.rules.stats import Stats
+
+
+class SimulatedRing:
+    """All of one simulated job without servers."""
+
+    def __init__(self, scenario: Scenario, *, trace: bool = False) -> None:
+        self.scenario = scenario
+        self.trace: list[Event] = []
+        self._traces = trace
+        self._costs = [
+            all_reduce(scenario, scenario.work.push * part) for part, _ in scenario.work.buckets
+        ]
+        self._readies = [ready for _, ready in scenario.work.buckets]
+        self._stalls = pauses(scenario, (Stall,))
+        # a cut matters unless there is one host: then everybody is near everybody
+        apart = scenario.topology.host(scenario.workers - 1) > 0
+        self._silent = pauses(scenario, (Stall, Cut)) if apart else self._stalls
+        #: when nothing goes around
+        self._silences = sorted({p for pauses in self._silent.values() for p in pauses})
+
+    def run(self) -> SimulatedRun:
+        """Run step after step; a killed replica ends the job, as it does in real jobs."""
+        scenario, now, updates = self.scenario, 0.0, list[float]()
+        compute = self.computing()
+        end, why = self._death()
+        for step in range(scenario.steps):
+            busy = compute[step]
+            slowest = self._slowest(now, busy)
+            now = after(self._reduced(now, busy), scenario.work.update, self._silences)
+            if now > end:
+                return self._told(updates, end, why)
+            updates.append(now)
+            if self._traces:
+                self.trace.append((now, "update", slowest, (step + 1,)))
+        return self._told(updates, now, "")
+
+    def computing(self) -> Seconds:
+        """Return the seconds of every step and replica, drawn from one seed for each replica."""
+        scenario = self.scenario
+        columns = [
+            scenario.work.compute.draw(np.random.default_rng([scenario.seed, w]), scenario.steps)
+            * scenario.slow.get(w, 1.0)
+            for w in range(scenario.workers)
+        ]
+        return np.stack(columns, axis=1)
+
+    def _reduced(self, start: float, busy: Seconds) -> float:
+        """Return when the last bucket has gone around."""
+        done = start
+        for ready, cost in zip(self._readies, self._costs, strict=True):
+            begun = max(done, self._all_have(start, busy, ready))
+            done = after(begun, cost, self._silences)
+        return max(done, self._all_have(start, busy, 1.0))
+
+    def _all_have(self, start: float, busy: Seconds, part: float) -> float:
+        """Return when every replica has computed that part of its step."""
+        last = start + float(busy.max()) * part
+        late = (after(start, float(busy[w]) * part, p) for w, p in self._stalls.items())
+        return max(last, *late) if self._stalls else last
+
+    def _slowest(self, start: float, busy: Seconds) -> int:
+        """Return the replica that has computed its step last."""
+        ends = busy.copy()
+        for worker, pauses in self._stalls.items():
+            ends[worker] = after(start, float(busy[worker]), pauses) - start
+        return int(ends.argmax())
+
+    def _death(self) -> tuple[float, str]:
+        """Return when a worker is missed for good, and the sentence that says which."""
+        ends = [(np.inf, "")]
+        for fault in self.scenario.faults:
+            if isinstance(fault, Kill):
+                ends.append((fault.at, f"worker {fault.worker} is gone, so the job ends"))
+        for worker, pauses in self._silent.items():
+            for begin, until in pauses:
+                if until - begin > self.scenario.patience:
+                    at = begin + self.scenario.patience
+                    ends.append((at, f"worker {worker} does not answer, so the job ends"))
+        return min(ends)
+
+    def _told(self, updates: list[float], now: float, why: str) -> SimulatedRun:
+        count = len(updates) * self.scenario.workers
+        stats = Stats(received=count, applied=count, updates=len(updates))
+        return SimulatedRun(now, tuple(updates), stats, tuple(self.trace), why)
+
+
+def pauses(scenario: Scenario, kinds: tuple[type[Stall | Cut], ...]) -> dict[int, list[Pause]]:
+    """From when to when faults of these kinds last, by worker."""
+    found: dict[int, list[Pause]] = {}
+    for fault in sorted(scenario.faults, key=lambda fault: fault.at):
+        if isinstance(fault, Stall | Cut) and isinstance(fault, kinds):
+            for worker in scenario.struck(fault):
+                joined(found.setdefault(worker, []), fault.at, fault.at + fault.seconds)
+    return found
+
+
+def all_reduce(scenario: Scenario, size: float) -> float:
+    """Seconds in which so many bytes are added up over all workers."""
+    shape, workers = scenario.topology, scenario.workers
+    if workers == 1:
+        return 0.0
+    hosts = -(-workers // shape.per_host)
+    racks = shape.per_rack and hosts > shape.per_rack
+    rate = min(shape.rate, shape.rack_rate) if racks else shape.rate
+    if shape.per_host == 1:
+        return ring(size, workers, shape.latency, rate)
+    return hierarchical(
+        size,
+        hosts,
+        min(workers, shape.per_host),
+        inside=(shape.inside_latency, shape.inside_rate),
+        between=(shape.latency, rate),
+    )

@@ -1,0 +1,59 @@
+"""The short form of every figure in docs/reliability.md (benchmarks/reliability)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hosts import ROOT, needs_hosts
+
+sys.path.insert(0, str(ROOT / "benchmarks" / "reliability"))
+import malformed
+import reliability
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def differences(lines: list[str]) -> list[float]:
+    return [float(each) for line in lines for each in re.findall(r"\d\.\de-\d\d|0\.0e\+00", line)]
+
+
+def test_nothing_malformed_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "none accepted" in malformed.malformed(400)[0]
+    monkeypatch.setattr(malformed.CheckpointFolder, "flaw", lambda *_: None)
+    with pytest.raises(AssertionError, match="a malformed checkpoint was accepted"):
+        malformed.malformed(40)
+
+
+def test_kills_at_random_moments() -> None:
+    lines = reliability.at_random("ring", 2, 2)
+    assert "2 seeds" in lines[0] and max(differences(lines[:1])) < 1e-13, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "figure", [lambda: reliability.many_kills(2, 2, 0.01), lambda: reliability.cost(2, 1)]
+)
+def test_long_runs_in_short(figure: Any) -> None:
+    lines = figure()
+    assert lines and all(line.startswith("| ") and line.endswith(" |") for line in lines)
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_cable_and_a_worker_that_joins() -> None:
+    cut, joining = reliability.hosts(30, cut=5.0)
+    assert "survived; named after" in cut and max(differences([cut])) < 1e-12, cut
+    assert "after they are interrupted" in joining
