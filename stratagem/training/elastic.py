@@ -20,10 +20,26 @@ class Elastic:
     least: int = 1
 
 
+def _nobody() -> None:
+    return None
+
+
+@dataclass
+class Again:
+    """A call that can be begun again where replicas have left or joined an elastic job."""
+
+    #: how much of it is done, which is in its arguments; None while it cannot be begun again
+    done: Callable[[], int | None]
+    #: whether the results of all replicas are asked for, and not only this process's own
+    whole: bool = False
+    #: lets tasks join, once the call can be begun again; set by whoever runs the call
+    let_join: Callable[[], None] = _nobody
+
+
 class Tries:
     """Whether a call goes on after what has happened to it."""
 
-    def __init__(self, elastic: Elastic | None, again: Callable[[], int] | None) -> None:
+    def __init__(self, elastic: Elastic | None, again: Again | None) -> None:
         self._again = None if elastic is None else again
         #: whether the call may be begun again at all
         self.elastic = self._again is not None
@@ -37,11 +53,11 @@ class Tries:
             return False
         if not isinstance(error, ReplicaLost | ReplicaStalled):
             return False
+        done = self._again.done()
+        if done is None or trouble.kind not in ("joined", *DEPARTURES):
+            return False
         if trouble.kind == "joined":
             return True
-        if trouble.kind not in DEPARTURES:
-            return False
-        done = self._again()
         self._in_vain = 0 if done > self._done else self._in_vain + 1
         self._done = done
         return self._in_vain < IN_VAIN

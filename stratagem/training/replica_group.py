@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool
 from stratagem.replicas.zygote import ZygoteProcess, how_it_ended
 from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
-from stratagem.training.elastic import Elastic, Tries
+from stratagem.training.elastic import Again, Elastic, Tries
 from stratagem.training.group_followers import LocalMembership, run_call, sit_down
 from stratagem.training.placement import Placement, sit
 from stratagem.training.replica import (
@@ -139,7 +140,7 @@ class ReplicaGroup:
         if self._cluster is None:
             raise UsageError(
                 "the job runs already, and a task that comes later takes part in it in fit, "
-                "evaluate and predict only, not in custom loops and strategy.run."
+                "evaluate, predict and strategy.run only, where it can begin with the others."
             )
         self._cluster.raise_if_trouble()
         placement, self._offer = agree(self._party, self._cluster)
@@ -194,33 +195,26 @@ class ReplicaGroup:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         sent: Sent = None,
-        again: Callable[[], int] | None = None,
+        again: Again | None = None,
     ) -> list[Any]:
-        """Run `function` on every replica of this process; `sent` is what followers get instead.
-
-        With `again` it can be begun again where replicas have left or joined an elastic job: what
-        is done by then is in its arguments, and `again` returns how much that is.
-        """
+        """Run `function` on every replica of this process; `sent` is what followers get instead."""
         with self._lock, turn():
             if called_replica() is not None:
                 raise UsageError(
                     "this code already runs on every replica; strategy.run and fit cannot be "
                     "nested inside it. Use sg.current_replica() there."
                 )
-            tries, name = Tries(self._elastic, again), ""
-            if again is not None and self._generations is not None:
-                self._calls += 1
-                name = f"call {self._calls}"
-                if self._cluster is None:
-                    self._cluster = self._generations.join(name)
+            tries, name = Tries(self._elastic, again), self._named(again)
             before, threads = current_call(), torch.get_num_threads()
             while True:
                 try:
                     replica = self.start()
-                    self._let_join(name)
+                    if again is not None and again.done() is not None:
+                        again.let_join()
                     set_called(replica)
                     told = sent() if callable(sent) else args if sent is None else sent
-                    return self._call(replica, function, args, told, done=tries.elastic)
+                    done = again is not None and tries.elastic and not again.whole
+                    return self._call(replica, function, args, told, done=done)
                 except BaseException as error:
                     trouble = self._trouble()
                     better = self._fall(error)
@@ -231,7 +225,8 @@ class ReplicaGroup:
                         raise
                     raise better from better.__cause__ or error
                 finally:
-                    self._let_join(None)
+                    if self._generations is not None:
+                        self._generations.open(None)
                     set_called(before)
                     torch.set_num_threads(threads)
 
@@ -240,9 +235,16 @@ class ReplicaGroup:
         known = (each.trouble for each in (self._local, self._cluster) if each is not None)
         return next((trouble for trouble in known if trouble is not None), None)
 
-    def _let_join(self, name: str | None) -> None:
-        if self._generations is not None:
-            self._generations.open(name or None)
+    def _named(self, again: Again | None) -> str:
+        """The name of a call that begins, if tasks can join in it."""
+        if again is None or self._generations is None:
+            return ""
+        self._calls += 1
+        name = f"call {self._calls}"
+        if self._cluster is None:
+            self._cluster = self._generations.join(name)
+        again.let_join = partial(self._generations.open, name)
+        return name
 
     def _regroup(self, error: BaseException, name: str) -> None:
         """Come together again with those who are still here, and those who wait to join."""
