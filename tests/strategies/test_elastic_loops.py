@@ -165,7 +165,7 @@ def test_kills_at_any_moment(tmp_path: Path, seed: int) -> None:
 
 def test_checkpoints_besides(tmp_path: Path) -> None:
     """Killed replicas, then everything ends; what was saved is that of one device."""
-    kills = {"begin": [(0, 4)], "step": [(1, 2)]}
+    kills = {"begin": [(0, 5)], "step": [(1, 4)]}
     plan = sg.Checkpoints(tmp_path / "run", every=4, keep=99)
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic()) as several:
         (expected,) = run(one, tmp_path / "one", resume=tmp_path / "checkpoints")
