@@ -24,6 +24,10 @@ def _nobody() -> None:
     return None
 
 
+def _the_end(error: BaseException) -> None:
+    raise error
+
+
 @dataclass
 class Again:
     """A call that can be begun again where replicas have left or joined an elastic job."""
@@ -34,6 +38,9 @@ class Again:
     whole: bool = False
     #: lets tasks join, once the call can be begun again; set by whoever runs the call
     let_join: Callable[[], None] = _nobody
+    #: comes together again in the midst of the call, which this process goes on with while the
+    #: others begin anew; raises where the job ends
+    regroup: Callable[[BaseException], None] = _the_end
 
 
 class Tries:
@@ -45,10 +52,16 @@ class Tries:
         self.elastic = self._again is not None
         self._done = -1
         self._in_vain = 0
+        #: whether it was said that the call is not begun again
+        self._over = False
 
     def left(self, error: BaseException, trouble: Failure | None) -> bool:
         """Whether it is begun again: not after an exception, which would come again, nor where
         replicas die time after time with nothing done in between."""
+        self._over = self._over or not self._left(error, trouble)
+        return not self._over
+
+    def _left(self, error: BaseException, trouble: Failure | None) -> bool:
         if self._again is None or trouble is None:
             return False
         if not isinstance(error, ReplicaLost | ReplicaStalled):

@@ -205,30 +205,66 @@ class ReplicaGroup:
                     "nested inside it. Use sg.current_replica() there."
                 )
             tries, name = Tries(self._elastic, again), self._named(again)
+            begin = partial(self._begin, function, args, sent, again)
+            if again is not None:
+                again.regroup = partial(self._regroup_within, tries, name, begin)
+            done = again is not None and tries.elastic and not again.whole
             before, threads = current_call(), torch.get_num_threads()
             while True:
                 try:
-                    replica = self.start()
-                    if again is not None and again.done() is not None:
-                        again.let_join()
-                    set_called(replica)
-                    told = sent() if callable(sent) else args if sent is None else sent
-                    done = again is not None and tries.elastic and not again.whole
-                    return self._call(replica, function, args, told, done=done)
+                    begin()
+                    return self._collect(function(*args), done=done)
                 except BaseException as error:
-                    trouble = self._trouble()
-                    better = self._fall(error)
-                    if tries.left(better, trouble):
-                        self._regroup(better, name)
-                        continue
-                    if better is error:
-                        raise
-                    raise better from better.__cause__ or error
+                    self._go_on(error, tries, name)
                 finally:
                     if self._generations is not None:
                         self._generations.open(None)
                     set_called(before)
                     torch.set_num_threads(threads)
+
+    def _begin(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        sent: Sent,
+        again: Again | None,
+    ) -> None:
+        """Have the followers run it; this process does so next."""
+        replica = self.start()
+        if again is not None and again.done() is not None:
+            again.let_join()
+        set_called(replica)
+        told = sent() if callable(sent) else args if sent is None else sent
+        if self._pool is not None:
+            call = (function, told, torch.get_default_dtype(), RngStates.of_caller())
+            watch = replica.membership.raise_if_gone
+            self._pool.submit(run_call, [call] * len(self._pool.followers), watch)
+        if self._threads:
+            torch.set_num_threads(self._threads)
+
+    def _go_on(self, error: BaseException, tries: Tries, name: str) -> None:
+        """Come together again after a failure; or raise what it was, if that is the end."""
+        trouble = self._trouble()
+        better = self._fall(error)
+        if tries.left(better, trouble):
+            self._regroup(better, name)
+        elif better is error:
+            raise error
+        else:
+            raise better from better.__cause__ or error
+
+    def _regroup_within(
+        self, tries: Tries, name: str, begin: Callable[[], None], error: BaseException
+    ) -> None:
+        """The same in the midst of a call, by the process that leads it: the others begin anew."""
+        while True:
+            self._go_on(error, tries, name)
+            try:
+                begin()
+            except ReplicaError as another:
+                error = another
+            else:
+                return
 
     def _trouble(self) -> Failure | None:
         """What has happened to a member, here or elsewhere."""
@@ -256,27 +292,12 @@ class ReplicaGroup:
         except ReplicaMissing as missing:
             raise error from missing
 
-    def _call(
-        self,
-        replica: Replica,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        sent: tuple[Any, ...],
-        *,
-        done: bool = False,
-    ) -> list[Any]:
+    def _collect(self, mine: Any, *, done: bool) -> list[Any]:
         """`done`: what others have come to is no more needed once this process has its result."""
-        watch = replica.membership.raise_if_gone
-        if self._pool is not None:
-            call = (function, sent, torch.get_default_dtype(), RngStates.of_caller())
-            self._pool.submit(run_call, [call] * len(self._pool.followers), watch)
-        if self._threads:
-            torch.set_num_threads(self._threads)
-        mine = function(*args)
-        if self._pool is None:
+        if self._pool is None or self.replica is None:
             return [mine]
         try:
-            return [mine, *self._check(self._pool.collect(watch))]
+            return [mine, *self._check(self._pool.collect(self.replica.membership.raise_if_gone))]
         except (ReplicaLost, ReplicaStalled) as error:
             if not done:
                 raise
