@@ -44,6 +44,7 @@ from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.strategies.mirrored import single_device
 from stratagem.strategies.strategy import Strategy, checks_rows, get_strategy, here
 from stratagem.training import dry_run, fingerprint
+from stratagem.training.elastic import Again
 from stratagem.training.gpu_memory import explain_out_of_memory
 from stratagem.training.setup import refuse_renormed
 from stratagem.training.sync_batchnorm import check_statistics
@@ -248,6 +249,8 @@ class Model:
             with _busy(self):
                 self._everywhere(fit, job)
         finally:
+            if job.journal is not None:
+                job.journal.termination.close()
             if bar is not None:
                 bar.close()
         if job.terminated:
@@ -435,7 +438,7 @@ class Model:
                 _compared,
                 (function, look, job),
                 lambda: (function, look and {}, job.for_followers()),
-                job.done,
+                Again(job.done, hurry=job.asked_to_end),
             )[0]
 
     def _meter(self, verb: str, steps: int | None, verbose: Verbosity) -> ProgressMeter | None:

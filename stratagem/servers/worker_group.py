@@ -44,6 +44,7 @@ from stratagem.servers.task_main import (
 )
 from stratagem.tracebacks import described, install
 from stratagem.training.agreement import Patience
+from stratagem.training.elastic import Again
 from stratagem.training.replica import Replica, be, be_no_more, called_replica, set_called, turn
 from stratagem.training.replica_group import ReplicaGroup, Sent, forked
 from stratagem.training.settings import Settings
@@ -179,7 +180,7 @@ class WorkerGroup:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         sent: Sent = None,
-        again: Callable[[], int] | None = None,
+        again: Again | None = None,
     ) -> list[Any]:
         sent = sent() if callable(sent) else sent
         with self._lock, turn():

@@ -36,8 +36,8 @@ class MirroredStrategy(Strategy):
         cluster: a `Place` to use instead of the one in the environment.
         patience: how long to wait for tasks.
         insecure: train over a network without STRATAGEM_SECRET; see docs/security.md.
-        elastic: replicas may die and join while `fit` goes on with the same result; see
-            docs/elastic.md.
+        elastic: replicas may die and join while `fit`, or a custom loop, goes on with the same
+            result; see docs/elastic.md.
         min_replicas: with elastic, how many processes of a cluster must be left to go on.
 
     With a cluster in the environment (TF_CONFIG, torchrun, Slurm, Kubernetes, Vertex AI) the

@@ -25,13 +25,15 @@ from stratagem.training.agreement import Patience
 from stratagem.training.custom_loop import begin_loop
 from stratagem.training.devices import place
 from stratagem.training.loop_calls import backward_counted, mean_of_batch, rows_of_share
-from stratagem.training.loop_checkpoints import resumable
+from stratagem.training.loop_checkpoints import check_loader, resumable
+from stratagem.training.loop_journal import LoopJournal, journal_of
 from stratagem.training.prepare import Prepared, prepare, prepare_loader
 from stratagem.training.replica import (
     Replica,
     as_tensor,
     called_replica,
     combine,
+    current_call,
     current_replica,
     set_called,
     user_code,
@@ -134,7 +136,15 @@ class Strategy:
         """
         if dry_run.wanted():
             return [here(self, lambda _: fn(*args), None)] * len(self.devices)
-        return self.replica_group.call(_with_fresh_share, (fn, args))
+        if not self.settings.elastic:
+            return self.replica_group.call(_with_fresh_share, (fn, args))
+        journal = LoopJournal()
+        try:
+            return self.replica_group.call(
+                _with_fresh_share, (fn, args, journal), (fn, args), journal.again
+            )
+        finally:
+            journal.close()
 
     @overload
     def prepare(
@@ -175,6 +185,7 @@ class Strategy:
         and goes on from the last of them. It is then `for epoch in loader.epochs(10):`.
         """
         replica = self.replica()
+        elastic = self.settings.elastic and not dry_run.wanted()
         dry_run.deal(self.num_replicas_in_sync)
         if not isinstance(model, nn.Module):
             if resume is not None:
@@ -188,11 +199,27 @@ class Strategy:
                 "prepare was given a model without its optimizer; call prepare(model, optimizer), "
                 "or prepare(loader) for a loader by itself."
             )
+        if elastic:
+            self._let_begin_again(loader)
         found = prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
-        if resume is None:
+        if resume is None and not elastic:
             return found
-        plan = resume if isinstance(resume, Checkpoints) else Checkpoints(resume)
-        return resumable(found, loader, replica, None if dry_run.wanted() else plan)
+        plan = Checkpoints(resume) if isinstance(resume, str | os.PathLike) else resume
+        plan = None if dry_run.wanted() else plan
+        return resumable(found, loader, replica, plan, elastic=elastic)
+
+    def _let_begin_again(self, loader: Any) -> None:
+        """A loop is prepared that is begun again when replicas leave or join."""
+        replica = current_call()
+        if replica is None:
+            raise UsageError(
+                "with elastic=True a loop is begun again, where it was, when a replica dies or "
+                "joins; put it into a function, and call strategy.run(train)."
+            )
+        check_loader(loader)
+        journal = journal_of(replica)
+        if journal is not None:
+            journal.open()
 
     def backward(self, loss: Tensor, *, count: float | Tensor, retain_graph: bool = False) -> None:
         """In place of `loss.backward()`: `loss` is a sum over this replica's rows by `count`.
@@ -288,8 +315,12 @@ def replica_group_inside(devices: tuple[str, ...], settings: Settings) -> Replic
     return ReplicaGroup(devices, settings, None, Patience(), inside=True)
 
 
-def _with_fresh_share(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _with_fresh_share(
+    fn: Callable[..., Any], args: Sequence[Any], journal: LoopJournal | None = None
+) -> Any:
     replica = current_replica()
+    if journal is not None:
+        journal.begin(replica)
     replica.share.forget(replica.count)
     begin_loop(replica)
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from stratagem.cluster.spec import Place
+from stratagem.training.elastic import Again
 from stratagem.training.replica import Replica
 from stratagem.training.replica_group import Sent
 
@@ -28,7 +29,7 @@ class TaskGroup(Protocol):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         sent: Sent = None,
-        again: Callable[[], int] | None = None,
+        again: Again | None = None,
     ) -> list[Any]:
         """Run `function` on everybody here; `sent` is what the others get instead of `args`.
 

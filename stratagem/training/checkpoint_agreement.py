@@ -15,9 +15,14 @@ class CheckpointAgreement:
     """Of one training, on everybody who runs its loop; the chief alone needs a plan."""
 
     def __init__(
-        self, plan: Checkpoints | None, step: int, agree: Callable[[Any], list[Any]]
+        self,
+        plan: Checkpoints | None,
+        step: int,
+        agree: Callable[[Any], list[Any]],
+        termination: Termination | None = None,
     ) -> None:
-        self.termination = Termination()
+        """`termination`: one that has been waiting for SIGTERM in an earlier try."""
+        self.termination = Termination() if termination is None else termination
         #: the step at which to look again
         self.next = step + 1
         #: whether somebody was asked to end, as of the last look

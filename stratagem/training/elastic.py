@@ -20,28 +20,63 @@ class Elastic:
     least: int = 1
 
 
+def _nobody() -> None:
+    return None
+
+
+def _never() -> bool:
+    return False
+
+
+def _the_end(error: BaseException) -> None:
+    raise error
+
+
+@dataclass
+class Again:
+    """A call that can be begun again where replicas have left or joined an elastic job."""
+
+    #: how much of it is done, which is in its arguments; None while it cannot be begun again
+    done: Callable[[], int | None]
+    #: whether the results of all replicas are asked for, and not only this process's own
+    whole: bool = False
+    #: whether it is about to end: who is here is enough, however few they are
+    hurry: Callable[[], bool] = _never
+    #: lets tasks join, once the call can be begun again; set by whoever runs the call
+    let_join: Callable[[], None] = _nobody
+    #: comes together again in the midst of the call, which this process goes on with while the
+    #: others begin anew; raises where the job ends
+    regroup: Callable[[BaseException], None] = _the_end
+
+
 class Tries:
     """Whether a call goes on after what has happened to it."""
 
-    def __init__(self, elastic: Elastic | None, again: Callable[[], int] | None) -> None:
+    def __init__(self, elastic: Elastic | None, again: Again | None) -> None:
         self._again = None if elastic is None else again
         #: whether the call may be begun again at all
         self.elastic = self._again is not None
         self._done = -1
         self._in_vain = 0
+        #: whether it was said that the call is not begun again
+        self._over = False
 
     def left(self, error: BaseException, trouble: Failure | None) -> bool:
         """Whether it is begun again: not after an exception, which would come again, nor where
         replicas die time after time with nothing done in between."""
+        self._over = self._over or not self._left(error, trouble)
+        return not self._over
+
+    def _left(self, error: BaseException, trouble: Failure | None) -> bool:
         if self._again is None or trouble is None:
             return False
         if not isinstance(error, ReplicaLost | ReplicaStalled):
             return False
+        done = self._again.done()
+        if done is None or trouble.kind not in ("joined", *DEPARTURES):
+            return False
         if trouble.kind == "joined":
             return True
-        if trouble.kind not in DEPARTURES:
-            return False
-        done = self._again()
         self._in_vain = 0 if done > self._done else self._in_vain + 1
         self._done = done
         return self._in_vain < IN_VAIN

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.data.loader import Around
 from stratagem.data.passes import PassJournal, dice_of
+from stratagem.data.streams import generator_states
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state import checkpoint
 from stratagem.state.checkpoint_folder import (
@@ -33,6 +36,7 @@ from stratagem.state.checkpoint_folder import (
 from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import setup
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
+from stratagem.training.loop_journal import LoopJournal, journal_of
 from stratagem.training.prepare import Prepared
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
@@ -43,17 +47,30 @@ log = logging.getLogger("stratagem")
 
 
 def resumable(
-    prepared: Prepared, loader: Any, replica: Replica, plan: Checkpoints | None
+    prepared: Prepared,
+    loader: Any,
+    replica: Replica,
+    plan: Checkpoints | None,
+    *,
+    elastic: bool = False,
 ) -> Prepared:
-    """Have a prepared loop keep checkpoints and go on from them; without a plan neither."""
+    """Have a prepared loop keep checkpoints and go on from them, or from what the chief has in
+    memory where replicas may leave and join; without a plan, and not elastic, neither."""
+    check_loader(loader)
+    model, optimizer, shares = prepared
+    progress = None
+    if plan is not None or elastic:
+        progress = LoopCheckpoints(prepared, loader, replica, plan, elastic=elastic)
+    return Prepared(model, optimizer, ResumableLoader(shares, progress))
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse a loop that goes on without a loader that counts."""
     if not isinstance(loader, DataLoader):
         raise UsageError(
-            "prepare(..., resume=...) needs the DataLoader that is trained on: it counts the "
-            "batches, saves between two of them, and goes on with the next."
+            "prepare(..., resume=...), or with elastic=True, needs the DataLoader that is trained "
+            "on: it counts the batches, and goes on with the next one."
         )
-    model, optimizer, shares = prepared
-    progress = None if plan is None else LoopCheckpoints(prepared, loader, replica, plan)
-    return Prepared(model, optimizer, ResumableLoader(shares, progress))
 
 
 class ResumableLoader(Around):
@@ -71,15 +88,20 @@ class ResumableLoader(Around):
     def remember(self, **things: Any) -> None:
         """Save these, too, and have them go on: a scheduler, a gradient scaler, a model's average.
 
-        Each has `state_dict` and `load_state_dict`; the chief's are saved. Call it before `epochs`.
+        Each has `state_dict` and `load_state_dict`, or is a list or a dict of plain values; the
+        chief's are saved. Call it before `epochs`.
         """
         for name, thing in things.items():
-            if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+            plain = type(thing) in (list, dict)
+            if not plain and not (
+                hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+            ):
                 raise UsageError(
                     f"{name} is a {type(thing).__name__}, which has no state_dict and "
-                    "load_state_dict, so it cannot be saved; give it both methods."
+                    "load_state_dict, so it cannot be saved; give it both methods, or a list or a "
+                    "dict."
                 )
-            _plain(name, thing.state_dict())
+            _plain(name, _state(thing))
         if self._progress is not None:
             self._progress.things |= things
 
@@ -106,15 +128,25 @@ class LoopCheckpoints:
     """Those of one custom loop, on every replica."""
 
     def __init__(
-        self, prepared: Prepared, loader: DataLoader[Any], replica: Replica, plan: Checkpoints
+        self,
+        prepared: Prepared,
+        loader: DataLoader[Any],
+        replica: Replica,
+        plan: Checkpoints | None,
+        *,
+        elastic: bool,
     ) -> None:
         self.model, self.optimizer, shares = prepared
-        self.replica, self.plan = replica, plan
+        self.replica, self.plan, self.elastic = replica, plan, elastic
+        #: on the chief of an elastic job: what it goes on from
+        self._memory: LoopJournal | None = journal_of(replica) if replica.is_chief else None
         self.things: dict[str, Any] = {}
         self.epoch = self.batch = self.step = 0
         self._loader, self._journal = loader, shares.journal
         assert isinstance(self._journal, PassJournal)
-        self._writer = CheckpointWriter(CheckpointFolder(plan.path, plan.keep))
+        if plan is not None:
+            self._writer = CheckpointWriter(CheckpointFolder(plan.path, plan.keep))
+        self._agreement: CheckpointAgreement | None = None
         self._loaded = self._open = self._passed = False
         #: whether the gradients of a batch are waiting for the optimizer's step
         self._waiting = False
@@ -130,12 +162,10 @@ class LoopCheckpoints:
     def epochs(self, count: int) -> Iterator[int]:
         if not self._loaded:
             self._go_on()
-        plan = self.plan if self.replica.is_chief else None
-        agree = partial(gather_tree, self.replica.collective)
-        self._agreement = CheckpointAgreement(plan, self.step, agree)
+        self._begin()
         saved, self._open = True, True
         try:
-            with self._agreement.termination:
+            with self._terminable():
                 while self.epoch < count:
                     self._passed = False
                     yield self.epoch
@@ -145,15 +175,43 @@ class LoopCheckpoints:
                     self._save()
         finally:  # also where the loop is left early
             self._open = False
-            self._writer.wait()
+            if self.plan is not None:
+                self._writer.wait()
+
+    def _begin(self) -> None:
+        """The epochs that are left begin."""
+        if self.elastic:
+            _refuse_forgotten(self.optimizer, self.things)
+        self._keep()
+        self._agreement = None
+        if self.plan is None:
+            return
+        memory = journal_of(self.replica)
+        plan = self.plan if self.replica.is_chief else None
+        agree = partial(gather_tree, self.replica.collective)
+        termination = None if memory is None else memory.termination
+        self._agreement = CheckpointAgreement(plan, self.step, agree, termination)
+        if self._memory is not None and self._memory.last_saved is not None:
+            assert self._agreement.schedule is not None
+            self._agreement.schedule.saved(*self._memory.last_saved)
+
+    def _terminable(self) -> AbstractContextManager[Any]:
+        """SIGTERM is waited for; where the loop may be begun again, for as long as its call is."""
+        memory = journal_of(self.replica)
+        if self._agreement is None:
+            return nullcontext()
+        if memory is None:
+            return self._agreement.termination
+        memory.termination.open()
+        return nullcontext()
 
     def begin_pass(self) -> None:
         """A pass over the loader begins, one for each epoch."""
         if not self._open or self._passed:
             raise UsageError(
-                "a loader that was prepared with resume=... is read once in each epoch of "
-                "`for epoch in loader.epochs(n):`, so that it is known where to go on. To look at "
-                "its data besides, prepare another loader."
+                "a loader that was prepared with resume=..., or with elastic=True, is read once in "
+                "each epoch of `for epoch in loader.epochs(n):`, so that it is known where to go "
+                "on. To look at its data besides, prepare another loader."
             )
         self._passed = True
 
@@ -164,8 +222,10 @@ class LoopCheckpoints:
     def after_batch(self) -> None:
         """The loop is done with a batch."""
         self.batch, self.step = self.batch + 1, self.step + 1
-        if self.step >= self._agreement.next or self._owed:
+        self._keep()
+        if self._agreement is not None and (self.step >= self._agreement.next or self._owed):
             self._look()
+        self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -173,10 +233,14 @@ class LoopCheckpoints:
         """Save if that is due, and end where somebody was asked to; returns whether it was saved.
         Collective."""
         agreement = self._agreement
+        if agreement is None:
+            self._keep()
+            return True
         self._owed = agreement.due(self.step, end_of_epoch=end_of_epoch) or self._owed
         if self._waiting:
             self._owed = self._owed or agreement.terminated
             return False
+        self._keep()
         saves = self._owed or agreement.terminated
         if saves:
             self._save()
@@ -196,16 +260,31 @@ class LoopCheckpoints:
         if not replica.is_chief:
             return
         position = {"epoch": self.epoch, "batch": self.batch, "step": self.step}
-        progress = {
-            **position,
-            "made_by": "loop",
-            "pass": self._journal.begun,
-            "dice": [each.get_state() for each in dice_of(self._loader)],
-            "replicas": everybody,
-            "things": {name: _plain(name, each.state_dict()) for name, each in self.things.items()},
-        }
+        things = {name: _plain(name, _state(each)) for name, each in self.things.items()}
+        progress = {"made_by": "loop", **self._progress(everybody), "things": things}
         taken = checkpoint.snapshot(model, self.optimizer, {"resume": progress}, copy=True)
         self._writer.save(taken, position)
+        if self._memory is not None:
+            self._memory.last_saved = (self.step, time.monotonic())
+
+    def _progress(self, replicas: list[Any]) -> dict[str, Any]:
+        """On the chief: where the loop is, and the order of its data."""
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "step": self.step,
+            "pass": self._journal.begun,
+            "dice": [each.get_state() for each in dice_of(self._loader)],
+            "replicas": replicas,
+        }
+
+    def _keep(self) -> None:
+        """In an elastic job: have the loop go on from here when replicas leave or join."""
+        if self._memory is not None and not self._waiting:
+            mine = {"random": generator_states(self.replica.device), "buffers": []}
+            things = {name: _state(each) for name, each in self.things.items()}
+            progress = {**self._progress([mine]), "things": things}
+            self._memory.keep(self.model, self.optimizer, progress)
 
     # --- going on -----------------------------------------------------------------------------
 
@@ -213,8 +292,11 @@ class LoopCheckpoints:
         """Put everything to what was saved last, if anything was. Collective."""
         self._loaded = True
         replica, saved = self.replica, None
+        if self._memory is not None:
+            saved = self._memory.put_back(self.model, self.optimizer)
         if replica.is_chief:
-            saved = load_newest(self.plan, self.model, self.optimizer, "loop")
+            if saved is None and self.plan is not None:
+                saved = load_newest(self.plan, self.model, self.optimizer, "loop")
             saved = saved and {
                 **saved,
                 "groups": [group_settings(group) for group in self.optimizer.param_groups],
@@ -226,6 +308,8 @@ class LoopCheckpoints:
         self.epoch, self.batch, self.step = (int(told[n]) for n in ("epoch", "batch", "step"))
         setup.align(self.model, replica)
         setup.align_state(self.optimizer, replica)
+        if told.get("restarts"):  # else replicas would draw once more what they drew at first
+            setup.roll_own_dice(replica, told["restarts"])
         for group, settings in zip(self.optimizer.param_groups, told["groups"], strict=True):
             group.update(settings)
         take_buffers(
@@ -236,13 +320,21 @@ class LoopCheckpoints:
 
     def _load_things(self, saved: dict[str, Any]) -> None:
         if saved.keys() != self.things.keys():
+            where = "the loop" if self.plan is None else self.plan.path
             raise UsageError(
-                f"{self.plan.path} has saved {sorted(saved) or 'nothing'} besides model and "
+                f"{where} has saved {sorted(saved) or 'nothing'} besides model and "
                 f"optimizer, and this loop remembers {sorted(self.things) or 'nothing'}; call "
                 "loader.remember(...) with the same before loader.epochs(...)."
             )
         for name, thing in self.things.items():
-            thing.load_state_dict(saved[name])
+            state = saved[name]
+            if isinstance(thing, list):
+                thing[:] = state
+            elif isinstance(thing, dict):
+                thing.clear()
+                thing.update(state)
+            else:
+                thing.load_state_dict(state)
 
     def _go_on_with_data(self, told: dict[str, Any]) -> None:
         """Have the next pass be the rest of the one that was saved, in the same order."""
@@ -277,3 +369,18 @@ def _read(state: Any) -> Any:
         return state
     data = io.BytesIO(state.numpy().tobytes())
     return torch.load(data, map_location="cpu", weights_only=True)
+
+
+def _state(thing: Any) -> Any:
+    """What goes on of something that a loop remembers."""
+    return thing if isinstance(thing, list | dict) else thing.state_dict()
+
+
+def _refuse_forgotten(optimizer: Any, things: dict[str, Any]) -> None:
+    """Refuse a schedule that would be stepped twice for a batch that is taken again."""
+    known = any(getattr(thing, "optimizer", None) is optimizer for thing in things.values())
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not known:
+        raise UsageError(
+            "the optimizer has a scheduler, which begins anew when a replica dies, unless it is "
+            "remembered: loader.remember(schedule=schedule) before loader.epochs(n)."
+        )

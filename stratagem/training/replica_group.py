@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +37,16 @@ from stratagem.errors import (
 from stratagem.figures.recorder import event
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool
-from stratagem.replicas.zygote import ZygoteProcess, how_it_ended
+from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
-from stratagem.training.elastic import Elastic, Tries
-from stratagem.training.group_followers import LocalMembership, run_call, sit_down
+from stratagem.training.elastic import Again, Elastic, Tries
+from stratagem.training.group_followers import (
+    LocalMembership,
+    epitaph,
+    failure,
+    run_call,
+    sit_down,
+)
 from stratagem.training.placement import Placement, sit
 from stratagem.training.replica import (
     Replica,
@@ -87,6 +94,7 @@ class ReplicaGroup:
         self._generations: Generations | None = None
         #: how many calls could be begun again, so that tasks may join in them
         self._calls = 0
+        self._hurry: Callable[[], bool] = lambda: False
         self._offer = Offer()
         self._threads = 0
         self._lock = threading.RLock()
@@ -139,7 +147,7 @@ class ReplicaGroup:
         if self._cluster is None:
             raise UsageError(
                 "the job runs already, and a task that comes later takes part in it in fit, "
-                "evaluate and predict only, not in custom loops and strategy.run."
+                "evaluate, predict and strategy.run only, where it can begin with the others."
             )
         self._cluster.raise_if_trouble()
         placement, self._offer = agree(self._party, self._cluster)
@@ -194,55 +202,93 @@ class ReplicaGroup:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         sent: Sent = None,
-        again: Callable[[], int] | None = None,
+        again: Again | None = None,
     ) -> list[Any]:
-        """Run `function` on every replica of this process; `sent` is what followers get instead.
-
-        With `again` it can be begun again where replicas have left or joined an elastic job: what
-        is done by then is in its arguments, and `again` returns how much that is.
-        """
+        """Run `function` on every replica of this process; `sent` is what followers get instead."""
         with self._lock, turn():
             if called_replica() is not None:
                 raise UsageError(
                     "this code already runs on every replica; strategy.run and fit cannot be "
                     "nested inside it. Use sg.current_replica() there."
                 )
-            tries, name = Tries(self._elastic, again), ""
-            if again is not None and self._generations is not None:
-                self._calls += 1
-                name = f"call {self._calls}"
-                if self._cluster is None:
-                    self._cluster = self._generations.join(name)
+            tries, name = Tries(self._elastic, again), self._named(again)
+            begin = partial(self._begin, function, args, sent, again)
+            if again is not None:
+                again.regroup = partial(self._regroup_within, tries, name, begin)
+                self._hurry = again.hurry
+            done = again is not None and tries.elastic and not again.whole
             before, threads = current_call(), torch.get_num_threads()
             while True:
                 try:
-                    replica = self.start()
-                    self._let_join(name)
-                    set_called(replica)
-                    told = sent() if callable(sent) else args if sent is None else sent
-                    return self._call(replica, function, args, told, done=tries.elastic)
+                    begin()
+                    return self._collect(function(*args), done=done)
                 except BaseException as error:
-                    trouble = self._trouble()
-                    better = self._fall(error)
-                    if tries.left(better, trouble):
-                        self._regroup(better, name)
-                        continue
-                    if better is error:
-                        raise
-                    raise better from better.__cause__ or error
+                    self._go_on(error, tries, name)
                 finally:
-                    self._let_join(None)
+                    if self._generations is not None:
+                        self._generations.open(None)
                     set_called(before)
                     torch.set_num_threads(threads)
+
+    def _begin(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        sent: Sent,
+        again: Again | None,
+    ) -> None:
+        """Have the followers run it; this process does so next."""
+        replica = self.start()
+        if again is not None and again.done() is not None:
+            again.let_join()
+        set_called(replica)
+        told = sent() if callable(sent) else args if sent is None else sent
+        if self._pool is not None:
+            call = (function, told, torch.get_default_dtype(), RngStates.of_caller())
+            watch = replica.membership.raise_if_gone
+            self._pool.submit(run_call, [call] * len(self._pool.followers), watch)
+        if self._threads:
+            torch.set_num_threads(self._threads)
+
+    def _go_on(self, error: BaseException, tries: Tries, name: str) -> None:
+        """Come together again after a failure; or raise what it was, if that is the end."""
+        trouble = self._trouble()
+        better = self._fall(error)
+        if tries.left(better, trouble):
+            self._regroup(better, name)
+        elif better is error:
+            raise error
+        else:
+            raise better from better.__cause__ or error
+
+    def _regroup_within(
+        self, tries: Tries, name: str, begin: Callable[[], None], error: BaseException
+    ) -> None:
+        """The same in the midst of a call, by the process that leads it: the others begin anew."""
+        while True:
+            self._go_on(error, tries, name)
+            try:
+                begin()
+            except ReplicaError as another:
+                error = another
+            else:
+                return
 
     def _trouble(self) -> Failure | None:
         """What has happened to a member, here or elsewhere."""
         known = (each.trouble for each in (self._local, self._cluster) if each is not None)
         return next((trouble for trouble in known if trouble is not None), None)
 
-    def _let_join(self, name: str | None) -> None:
-        if self._generations is not None:
-            self._generations.open(name or None)
+    def _named(self, again: Again | None) -> str:
+        """The name of a call that begins, if tasks can join in it."""
+        if again is None or self._generations is None:
+            return ""
+        self._calls += 1
+        name = f"call {self._calls}"
+        if self._cluster is None:
+            self._cluster = self._generations.join(name)
+        again.let_join = partial(self._generations.open, name)
+        return name
 
     def _regroup(self, error: BaseException, name: str) -> None:
         """Come together again with those who are still here, and those who wait to join."""
@@ -250,31 +296,16 @@ class ReplicaGroup:
         if self._generations is None or self._cluster is None:
             return  # the replicas are this process's own: the next call starts them again
         try:
-            self._cluster = self._generations.next(self._cluster, name)
+            self._cluster = self._generations.next(self._cluster, name, self._hurry)
         except ReplicaMissing as missing:
             raise error from missing
 
-    def _call(
-        self,
-        replica: Replica,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        sent: tuple[Any, ...],
-        *,
-        done: bool = False,
-    ) -> list[Any]:
+    def _collect(self, mine: Any, *, done: bool) -> list[Any]:
         """`done`: what others have come to is no more needed once this process has its result."""
-        watch = replica.membership.raise_if_gone
-        if self._pool is not None:
-            call = (function, sent, torch.get_default_dtype(), RngStates.of_caller())
-            self._pool.submit(run_call, [call] * len(self._pool.followers), watch)
-        if self._threads:
-            torch.set_num_threads(self._threads)
-        mine = function(*args)
-        if self._pool is None:
+        if self._pool is None or self.replica is None:
             return [mine]
         try:
-            return [mine, *self._check(self._pool.collect(watch))]
+            return [mine, *self._check(self._pool.collect(self.replica.membership.raise_if_gone))]
         except (ReplicaLost, ReplicaStalled) as error:
             if not done:
                 raise
@@ -287,7 +318,7 @@ class ReplicaGroup:
             if isinstance(answer.error, ReplicaError):
                 raise answer.error  # it only passes on what happened to another
             if answer.failed:
-                raise _failure(one.name, answer) from answer.error
+                raise failure(one.name, answer) from answer.error
         return [answer.value for answer in answers]
 
     # --- coming apart -----------------------------------------------------------------------
@@ -310,11 +341,11 @@ class ReplicaGroup:
         if orphaned is not None and isinstance(error, ReplicaLost | OSError):
             error = orphaned
         elif one is not None and answer is not None:
-            error = _failure(one.name, answer)
+            error = failure(one.name, answer)
             error.__cause__ = answer.error
         elif one is not None and isinstance(error, ReplicaLost) and error.who == one.name:
             assert trouble is not None
-            error = ReplicaLost(_epitaph(trouble.member, status.get(one.pid)), one.name)
+            error = ReplicaLost(epitaph(trouble.member, status.get(one.pid)), one.name)
         return error
 
     def report(self, detail: str) -> None:
@@ -353,19 +384,6 @@ class ReplicaGroup:
 
 def _record(trouble: Failure) -> None:
     event("fault", str(trouble.error()), about=trouble.member.name)
-
-
-def _epitaph(member: Member, status: int | None) -> str:
-    how, hint = how_it_ended(status)
-    return f"{member} {how} while the others were working. {hint} The strategy can be used again."
-
-
-def _failure(name: str, answer: follower.CallResult) -> ReplicaFailed:
-    return ReplicaFailed(
-        f"{name} raised an exception; the other replicas were stopped. Its traceback:\n\n"
-        f"{answer.text}",
-        name,
-    )
 
 
 def forked(whom: str) -> UsageError:

@@ -31,6 +31,15 @@ class Termination:
         self._before: Any = None
         self._open = False
 
+    def open(self) -> None:
+        """Wait for it from now on, unless that is so already."""
+        if not self._open:
+            self.__enter__()
+
+    def close(self) -> None:
+        """Wait for it no more."""
+        self.__exit__(None, None, None)
+
     def __enter__(self) -> Termination:
         # a handler of the user's own stays: it may checkpoint by itself
         default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

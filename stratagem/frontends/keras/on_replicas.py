@@ -208,12 +208,12 @@ class OnReplicas:
     def start(self, call: Call) -> Any:
         replica_group = self._driver.strategy.replica_group
         seat = self._seat(replica_group.start(), call)
-        return replica_group.call(_perform, ((call, self), seat), sent=(None, seat))[0]
+        return replica_group.call(perform, ((call, self), seat), sent=(None, seat))[0]
 
     def _seat(self, replica: Replica, call: Call) -> FollowerModel:
         """The model for the followers, unless they have it and it is the same."""
         driver, model = self._driver, self._driver.model
-        self._rates, self._optimizer = self._schedules(), model.optimizer
+        self._rates, self._optimizer = _schedules(model), model.optimizer
         made_of = (id(replica), id(model.optimizer), self._rates, id(model.loss))
         mark = (*made_of, *((id(v), v.trainable) for v in model.weights))
         alone = driver.strategy.replica_group.place is None
@@ -236,9 +236,11 @@ class OnReplicas:
         with self._driver.leads(call):
             result = call.run()
             self._driver.settle()
-        told = None if self._driver.strategy.replica_group.place is None else portable(result)
-        CommandLoop(self.adapter.replica.collective).tell(END, told)
+        self._end(None if self._driver.strategy.replica_group.place is None else portable(result))
         return result
+
+    def _end(self, told: Any) -> None:
+        CommandLoop(self.adapter.replica.collective).tell(END, told)
 
     def _tell(self, verb: str, *arguments: Any) -> Any:
         """Have everybody do it, here too."""
@@ -320,7 +322,7 @@ class OnReplicas:
     # --- what callbacks change ----------------------------------------------------------------
 
     def refuse_changes(self) -> None:
-        if self._driver.needs.attributes and self._schedules() != self._rates:
+        if self._driver.needs.attributes and _schedules(self._driver.model) != self._rates:
             raise UsageError(
                 "the schedule of the learning rate was replaced while the model trains, which the "
                 "other replicas cannot follow; replace it between two calls of fit, or have a "
@@ -339,30 +341,31 @@ class OnReplicas:
     def send_tensors(self, written: list[tuple[int, Tensor]], *, last: bool) -> None:
         self._tell("take", written)
 
-    def _schedules(self) -> tuple[int, ...]:
-        """Which objects the learning rate comes from; asked for every step."""
-        optimizer = self._driver.model.optimizer
-        each = (optimizer, getattr(optimizer, "inner_optimizer", None))
-        return tuple(id(getattr(one, "_learning_rate", None)) for one in each)
+
+def _schedules(model: Any) -> tuple[int, ...]:
+    """Which objects the learning rate comes from; asked for every step."""
+    optimizer = model.optimizer
+    each = (optimizer, getattr(optimizer, "inner_optimizer", None))
+    return tuple(id(getattr(one, "_learning_rate", None)) for one in each)
 
 
-def _perform(mine: tuple[Call, OnReplicas] | None, seat: FollowerModel) -> Any:
+def perform(mine: tuple[Call, OnReplicas] | None, seat: FollowerModel | None) -> Any:
     """On every replica: lead, or listen to the one that leads."""
     replica = current_replica()
     if mine is not None and replica.is_chief:
         call, side = mine
         return side.lead(call)
     # another worker's first replica has its model already
-    steps = _seated(seat, replica) if mine is None else mine[1].steps
+    steps = mine[1].steps if mine is not None else _seated(seat, replica)
     assert steps is not None
     with keras.device(device_name(replica)):
         (told,) = CommandLoop(replica.collective).serve(steps.verbs)
     return from_chief(told, steps.adapter.model)
 
 
-def _seated(seat: FollowerModel, replica: Replica) -> ReplicaSteps:
+def _seated(seat: FollowerModel | None, replica: Replica) -> ReplicaSteps:
     """What this follower keeps between calls, for every model that it was sent."""
-    assert follower.state is not None
+    assert follower.state is not None and seat is not None
     known: dict[int, ReplicaSteps] = follower.state.things.setdefault("keras", {})
     for number in (*seat.gone, *([seat.number] if seat.model is not None else [])):
         if number in known:

@@ -130,6 +130,7 @@ def _wrap_compile(keras: Any) -> None:
 
 def _distribute(model: Any, strategy: Strategy) -> None:
     from stratagem.frontends.keras.driver import Driver
+    from stratagem.frontends.keras.elastic_replicas import ElasticReplicas
     from stratagem.frontends.keras.evaluator import EvaluatorDriver
     from stratagem.frontends.keras.on_replicas import OnReplicas
     from stratagem.frontends.keras.on_servers import OnServers
@@ -137,7 +138,8 @@ def _distribute(model: Any, strategy: Strategy) -> None:
     if strategy.audience is not None:
         EvaluatorDriver(model, strategy, OnReplicas).lay_over()
     else:
-        side = OnReplicas if strategy.settings.served is None else OnServers
+        mirrored = ElasticReplicas if strategy.settings.elastic else OnReplicas
+        side = mirrored if strategy.settings.served is None else OnServers
         Driver(model, strategy, side).lay_over()
 
 

@@ -1,0 +1,160 @@
+"""Replicas of a Keras model that may die and join, while Keras' own loop goes on in the chief.
+
+The chief has the whole batch in hand. When a replica is lost in a step, or one waits to join, the
+chief's copy is put to what it was before the step, the others begin anew with copies of it, and the
+batch is played again in new shares. What metrics count would go with a replica that dies, so the
+others hand their counts over with each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.compat.torch_names import copy_all
+from stratagem.errors import ReplicaError
+from stratagem.frontends.keras.adapter import KerasAdapter, own_variables, replica_progress
+from stratagem.frontends.keras.driver import Call, Driver
+from stratagem.frontends.keras.model_pickle import FollowerModel
+from stratagem.frontends.keras.on_replicas import OnReplicas, perform
+from stratagem.training.elastic import Again
+from stratagem.training.replica import current_replica
+
+
+class StepUndo:
+    """What a step may write to in the chief's copy, as it was before."""
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+        self._tensors: Sequence[Tensor] = ()
+        self._metrics: Callable[[], None] = lambda: None
+
+    @torch.no_grad()
+    def take(self, adapter: KerasAdapter, name: str) -> None:
+        """A step begins. One that tests writes to metrics only, one that predicts to nothing."""
+        if name == "predict_step":
+            return
+        self._metrics = partial(adapter.metrics.take_back, adapter.metrics.snapshot())
+        if name == "train_step":
+            found = [*adapter.tensors(), *own_variables(adapter.model)]
+            self._tensors = list({id(t): t for t in found}.values())
+            if [t.shape for t in self._tensors] != [t.shape for t in self._copies]:
+                self._copies = [torch.empty_like(t) for t in self._tensors]
+            copy_all(self._copies, [t.detach() for t in self._tensors])
+
+    def forget(self) -> None:
+        """The step was made."""
+        self._tensors, self._metrics = (), lambda: None
+
+    @torch.no_grad()
+    def back(self) -> None:
+        """It was not."""
+        for tensor, value in zip(self._tensors, self._copies, strict=False):
+            tensor.copy_(value)
+        self._metrics()
+        self.forget()
+
+
+class ElasticReplicas(OnReplicas):
+    """The chief's side, where replicas may leave and join."""
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver)
+        self._again = Again(self._done)
+        self._undo = StepUndo()
+        self._played = 0
+        #: whether this process leads the call, and so goes on with it in the midst of a step
+        self._leads = self._regroups = False
+
+    def takes(self, call: Call) -> bool:
+        """Also alone: others of the cluster may join."""
+        return super().takes(call) or self._driver.strategy.replica_group.place is not None
+
+    def start(self, call: Call) -> Any:
+        self._again, self._leads = Again(self._done), False
+        group = self._driver.strategy.replica_group
+        return group.call(perform, ((call, self), None), partial(self._sent, call), self._again)[0]
+
+    def _sent(self, call: Call) -> tuple[None, FollowerModel]:
+        """What followers get, each time that they are called."""
+        schedule = self._driver.schedule
+        seat = self._seat(current_replica(), call)
+        if self._regroups:
+            self._driver.schedule = schedule  # rows were tried
+        return None, seat
+
+    def _done(self) -> int | None:
+        """The chief does not begin Keras' loop again; it comes together in the midst of it."""
+        return None if self._leads and not self._regroups else self._played
+
+    def lead(self, call: Call) -> Any:
+        self._leads = True
+        return super().lead(call)
+
+    # --- what is done again -------------------------------------------------------------------
+
+    def _surely(self, act: Callable[[], Any]) -> Any:
+        """Do what needs everybody, again when replicas have left or joined."""
+        while True:
+            membership = self.adapter.replica.membership
+            try:
+                membership.raise_if_trouble()  # one that is alone waits for nobody
+                return act()
+            except Exception as error:  # Keras may have made another one of it
+                trouble = membership.trouble
+                if trouble is None and not isinstance(error, ReplicaError):
+                    raise
+                known = error if trouble is None or isinstance(error, ReplicaError) else None
+                self._regroup(known or trouble.error())  # type: ignore[union-attr]
+
+    def _regroup(self, error: BaseException) -> None:
+        self._undo.back()
+        self._mark, self._regroups = None, True
+        try:
+            self._again.regroup(error)
+        finally:
+            self._regroups = False
+
+    def prepare(self, data: Any) -> bool:
+        return bool(self._surely(partial(super().prepare, data)))
+
+    def step(self, name: str, data: Any, total: int) -> Any:
+        plain, prepare = super().step, super().prepare
+
+        def play() -> Any:
+            if not self.is_open:
+                prepare(data)
+            self._undo.take(self.adapter, name)
+            result = plain(name, data, total)
+            if name != "predict_step":
+                self._tell("drain")
+            return result
+
+        result = self._surely(play)
+        self._undo.forget()
+        self.adapter.mark()
+        self._played += 1
+        return result
+
+    def settle(self, *, counts: bool, state: bool) -> None:
+        plain = partial(super().settle, counts=counts, state=state)
+        self._surely(lambda: plain() if self.is_open else None)
+
+    def reset(self) -> None:
+        plain = super().reset
+        self._surely(lambda: plain() if self.is_open else self.adapter.metrics.begin())
+
+    def progress(self) -> list[Any]:
+        plain, model = super().progress, self._driver.model
+        alone = partial(replica_progress, model)
+        found: list[Any] = self._surely(
+            lambda: plain() if self.is_open else [alone(self.adapter.replica)]
+        )
+        return found
+
+    def _end(self, told: Any) -> None:
+        self._surely(partial(super()._end, told))
