@@ -25,7 +25,8 @@ from stratagem.frontends.loop import FitLoop
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.sources import Portion
-from stratagem.frontends.steps import Sliced, Step, choose
+from stratagem.frontends.step_choice import choose
+from stratagem.frontends.steps import Sliced, Step
 from stratagem.training import setup
 from stratagem.training.replica import Replica, alone, current_replica
 from stratagem.training.step_figures import figures_of

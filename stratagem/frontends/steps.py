@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.data.shares import share
-from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.state.factors import Factors, worth_factoring
-from stratagem.state.sliced import SlicedUpdate, can_slice
+from stratagem.state.sliced import SlicedUpdate
 from stratagem.training import setup, sync_batchnorm
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.gradient_placement import PlacedGradients, is_kept, is_unseen
@@ -62,38 +61,6 @@ class Step(Protocol):
 
     def leave(self) -> None:
         """Take hooks away after a failure, alone; memory that was shared stays where it is."""
-
-
-def choose(
-    module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica, settings: Settings
-) -> Step:
-    """The form of step that these replicas can use. Collective."""
-    searches = isinstance(optimizer, torch.optim.LBFGS)
-    if searches and (recipe.accumulate > 1 or recipe.autocast is torch.float16):
-        raise UsageError(
-            'LBFGS evaluates the loss several times a step, so accumulate and precision="float16" '
-            "cannot go with it; leave them out, or use another optimizer."
-        )
-    if settings.elastic and settings.committer is not None:
-        raise NotDistributable(
-            "elastic=True does a step again when a replica dies, which a committer of your own may "
-            "not take; use one of the two."
-        )
-    if replica.count == 1:
-        return (Searching if searches else OneDevice)(module, optimizer, recipe, replica)
-    if searches:
-        raise NotDistributable(
-            "LBFGS evaluates the loss several times a step, which replicas cannot follow; use "
-            "another optimizer, or one device."
-        )
-    plain = settings.wire in (None, "float32") and settings.op != "auto" and not settings.committer
-    shared = isinstance(replica.collective, SharedMemoryCollective)
-    params = [p for p in module.parameters() if p.requires_grad]
-    half = recipe.autocast is torch.float16
-    whole = not settings.elastic  # a replica that dies in mid-update leaves a slice half written
-    if plain and shared and whole and not half and params and can_slice(optimizer, params):
-        return Sliced(module, optimizer, recipe, replica, settings)
-    return Replicated(module, optimizer, recipe, replica, settings)
 
 
 class OneDevice(TorchAdapter):
@@ -170,6 +137,9 @@ class Searching(OneDevice):
 class Replicated(OneDevice):
     """Several replicas with a copy of the parameters each."""
 
+    #: where gradients of linear layers are made
+    placed_gradients = PlacedGradients
+
     def __init__(
         self,
         module: nn.Module,
@@ -190,7 +160,7 @@ class Replicated(OneDevice):
             raise
         buckets = self.committer.buckets
         homes = () if recipe.jit_compile else zip(buckets.params, buckets.views, strict=True)
-        self._placed = PlacedGradients(module, homes)
+        self._placed = self.placed_gradients(module, homes)
 
     def take(self, portion: Portion, last: bool) -> None:
         recipe = self.recipe
@@ -283,6 +253,8 @@ class Replicated(OneDevice):
 class Sliced(Replicated):
     """CPU replicas of one machine: one set of parameters, each replica updates its slice."""
 
+    sliced_update = SlicedUpdate
+
     def __init__(
         self,
         module: nn.Module,
@@ -295,7 +267,7 @@ class Sliced(Replicated):
         assert isinstance(replica.collective, SharedMemoryCollective)
         buckets = self.committer.buckets
         factored = self._factored(buckets.params)
-        self.sliced = SlicedUpdate(optimizer, buckets, replica.collective, factored)
+        self.sliced = self.sliced_update(optimizer, buckets, replica.collective, factored)
         self._factors = self.sliced.factors
         # later only somebody's own code could hook into nodes, and there are no factors with that
         watched = any(map(is_kept, buckets.params)) if self._factors else False
