@@ -142,6 +142,7 @@ class ReplicaSide:
     def take(self, work: tuple[Portion, bool]) -> None:
         portion, last = work
         if self._check.open:
+            self.step.bring_home()
             self._check.before(portion)
         journal = self.job.journal
         if journal is None:
@@ -168,7 +169,8 @@ class ReplicaSide:
             job.resumed = {**found, **data, "scaler": scaler}
 
     def arrive(self) -> None:
-        """The weights are here."""
+        """Have the weights here, if callbacks look at them between batches."""
+        self.step.bring_home()
 
     refresh = arrive
 
@@ -183,6 +185,7 @@ class ReplicaSide:
 
     def end_epoch(self, started: float) -> dict[str, Any]:
         job, replica, tally = self.job, self.replica, self.tally
+        self.step.bring_home()
         if job.between_steps:
             self.listen()  # what the last batch's callbacks changed
         # where replicas may leave, each has the counts of all
@@ -202,6 +205,7 @@ class ReplicaSide:
         return self.step.settled
 
     def progress(self) -> dict[str, Any] | None:
+        self.step.bring_home()
         return replica_progress.gathered(self.job, self.replica, self.step, self.tally)
 
     def go_on(self, saved: dict[str, Any] | None) -> None:

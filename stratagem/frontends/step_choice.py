@@ -8,7 +8,12 @@ from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.recipe import Recipe
-from stratagem.frontends.sharded_steps import SharedSet, refuse_unshared
+from stratagem.frontends.sharded_steps import (
+    FullySharded,
+    SharedSet,
+    refuse_undivided,
+    refuse_unshared,
+)
 from stratagem.frontends.steps import OneDevice, Replicated, Searching, Sliced, Step
 from stratagem.state.sliced import can_slice
 from stratagem.training.replica import Replica
@@ -57,7 +62,5 @@ def _sharded(
     if isinstance(replica.collective, SharedMemoryCollective):
         refuse_unshared(module, optimizer, recipe)
         return SharedSet(module, optimizer, recipe, replica, settings)
-    raise NotDistributable(
-        "ShardedStrategy divides a model over the CPU replicas of one machine only; use "
-        "MirroredStrategy between machines and on GPUs."
-    )
+    refuse_undivided(module, optimizer, recipe, replica)
+    return FullySharded(module, optimizer, recipe, replica, settings)

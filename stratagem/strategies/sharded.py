@@ -10,9 +10,17 @@ import torch
 from stratagem.arguments import by_name
 from stratagem.cluster.environment import detect
 from stratagem.cluster.spec import Place
+from stratagem.errors import UsageError
 from stratagem.strategies.mirrored import devices_here, refuse_role
 from stratagem.strategies.strategy import Strategy
+from stratagem.training import cross_device
 from stratagem.training.agreement import Patience
+from stratagem.training.cross_device import (
+    CrossDeviceOps,
+    NcclAllReduce,
+    RingAllReduce,
+    SharedMemoryAllReduce,
+)
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Settings
 
@@ -22,6 +30,9 @@ class ShardedStrategy(Strategy):
 
     Args:
         devices: as of `MirroredStrategy`.
+        cross_device_ops: None takes the usual way: "shared_memory" on the CPUs of one machine,
+            "ring" (Gloo) between machines, "nccl" on GPUs. "ring" divides by fully_shard on one
+            machine, too.
         sync_batchnorm: normalise over the global batch instead of each replica's share.
         cluster: a `Place` to use instead of the one in the environment.
         patience: how long to wait for tasks.
@@ -36,13 +47,20 @@ class ShardedStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[str | torch.device] | str | None = None,
+        cross_device_ops: CrossDeviceOps | str | None = None,
         *,
         sync_batchnorm: bool = False,
         cluster: Place | None = None,
         patience: Patience | None = None,
         insecure: bool = False,
     ) -> None:
-        settings = Settings(sync_batchnorm=sync_batchnorm, sharded=True)
+        op = cross_device.named(cross_device_ops)
+        if op not in (None, RingAllReduce(), NcclAllReduce(), SharedMemoryAllReduce()):
+            raise UsageError(
+                f"ShardedStrategy has no cross_device_ops={cross_device_ops!r}; choose one of "
+                "'shared_memory', 'ring', 'nccl', or leave it out."
+            )
+        settings = Settings(op, sync_batchnorm=sync_batchnorm, sharded=True)
         place = cluster if cluster is not None else detect(os.environ)
         refuse_role(place, "sharded")
         found, patience = devices_here(devices, place), patience or Patience()

@@ -75,6 +75,8 @@ def make(kind: str) -> Any:
             sg.LocalCluster(workers=workers, ps=ps), updates=sg.Synchronous()
         )
     devices = [f"cpu:{i}" for i in range(int(counts[0]) if counts else 1)]
+    if name == "fully_sharded":
+        return sg.ShardedStrategy(devices, "ring")
     if name == "sharded":
         return sg.ShardedStrategy(devices)
     return sg.MirroredStrategy(devices, **({"cross_device_ops": name} if counts else {}))
