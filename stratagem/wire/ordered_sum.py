@@ -7,14 +7,16 @@ for all, and a gradient is added to it as soon as backward has made it, then for
     replica 1               adds c0     adds c1     adds c2
     replica 2                           adds c0     adds c1     adds c2
 
-A chunk has a turn: a number that says whose addition comes next. So each chunk is summed in one
-order, and the same numbers give the same bits. Who is early keeps its gradients, up to `WINDOW`
-bytes, and goes on; only then does it wait.
+Each replica notes which chunks it has added to in this pass, and whether it is through; it adds to
+a chunk when those before it have, or are through. So each chunk is summed in one order, and the
+same numbers give the same bits. Who is early keeps its gradients, up to `WINDOW` bytes, and goes
+on; only then does it wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ WINDOW = 8 << 20
 #: synchronised layer; then gradients are kept instead.
 _PATIENCE = 1.0
 
-_Piece = tuple[int, Tensor | None]  # a chunk, and what is added to it
+_Piece = tuple[int, Tensor]  # a chunk, and what is added to it
 
 
 class OrderedSum:
@@ -49,20 +51,19 @@ class OrderedSum:
             homes = torch.split(part, CHUNK) if len(part) else ()
             self._chunks.append(range(len(self._homes), len(self._homes) + len(homes)))
             self._homes += homes
-        words = collective.table(max(2 * len(self._homes), 1), torch.int64, rows=1).words()[0]
-        self._turns, self._steps = words[: len(self._homes)], words[len(self._homes) :]
-        self._step = self._pass = 0
+        count = len(self._homes)
+        #: by rank: the last pass in which it added to each chunk, and behind them its last pass
+        self._passes = collective.table(count + 1, torch.int64).words()
+        self._through = count
+        #: by chunk: the step of which it holds a sum
+        self._steps = collective.table(count + 1, torch.int64, rows=1).words()[0]
+        self._step, self._pass = 0, 1
         self._waits = True
         self._added: set[int] = set()
         self._kept: list[_Piece] = []
         self._kept_bytes = 0
         #: the most bytes that this replica has kept at once
         self.most_kept = 0
-
-    @property
-    def _mine(self) -> int:
-        """The turn that is this replica's in the pass under way."""
-        return self._pass * self.collective.size + self.collective.rank
 
     def begin_step(self) -> None:
         """What is added from now on is another sum; nobody reads the last one any more."""
@@ -74,6 +75,8 @@ class OrderedSum:
 
     def add(self, part: int, values: Tensor) -> None:
         """Add to a part, once a pass; the values are this sum's from now on."""
+        if not self._added:
+            self._await_last_pass()
         self._added.add(part)
         METER.bytes += values.nbytes
         pieces = torch.split(values.reshape(-1), CHUNK)
@@ -83,34 +86,31 @@ class OrderedSum:
             self._waits = self._wait_for_room()
 
     def end_pass(self) -> None:
-        """Pass by what was not added, and wait until everything is in. Every replica calls it."""
-        for part, chunks in enumerate(self._chunks):
-            if part not in self._added:
-                self._keep([(chunk, None) for chunk in chunks])
+        """Wait until everything that was added is in. Every replica calls it."""
         self._drain()
         for chunk, values in self._kept:
             self._await(chunk)
             self._give(chunk, values)
         self._kept, self._kept_bytes = [], 0
+        self._passes[self.collective.rank][self._through] = self._pass
         self._added.clear()
         self._waits = True
         self._pass += 1
 
     def _keep(self, pieces: Sequence[_Piece]) -> None:
         self._kept += pieces
-        self._kept_bytes += sum(v.nbytes for _, v in pieces if v is not None)
+        self._kept_bytes += sum(values.nbytes for _, values in pieces)
 
     def _drain(self) -> None:
         """Add whatever has its turn."""
-        mine, turns = self._mine, self._turns
         left: list[_Piece] = []
         size = 0
         for chunk, values in self._kept:
-            if turns[chunk] == mine:
+            if self._missing(chunk) is None:
                 self._give(chunk, values)
             else:
                 left.append((chunk, values))
-                size += 0 if values is None else values.nbytes
+                size += values.nbytes
         self._kept, self._kept_bytes = left, size
         self.most_kept = max(self.most_kept, size)
 
@@ -122,18 +122,43 @@ class OrderedSum:
             self._drain()
         return True
 
-    def _await(self, chunk: int, limit: float = float("inf")) -> bool:
-        mine, turns, size = self._mine, self._turns, self.collective.size
-        before = (self.collective.rank - 1) % size
-        return self.collective.wait_for(before, lambda: turns[chunk] == mine, limit)
+    def _missing(self, chunk: int) -> int | None:
+        """Whom of those before it a chunk waits for. Who has added to it has waited, too."""
+        for rank in range(self.collective.rank - 1, -1, -1):
+            passes = self._passes[rank]
+            if passes[chunk] == self._pass:
+                return None
+            if passes[self._through] < self._pass:
+                return rank
+        return None
 
-    def _give(self, chunk: int, values: Tensor | None) -> None:
-        """Add to a chunk whose turn it is, and say whose is next."""
+    def _await(self, chunk: int, limit: float = float("inf")) -> bool:
+        while (rank := self._missing(chunk)) is not None:
+            passes, through, mine = self._passes[rank], self._through, self._pass
+            ready = partial(_either, passes, chunk, through, mine)
+            if not self.collective.wait_for(rank, ready, limit):
+                return False
+        return True
+
+    def _await_last_pass(self) -> None:
+        """Nobody adds while others still add in the pass before."""
+        for rank, passes in enumerate(self._passes):
+            ready = partial(_either, passes, self._through, self._through, self._pass - 1)
+            if not ready():
+                self.collective.wait_for(rank, ready)
+
+    def _give(self, chunk: int, values: Tensor) -> None:
+        """Add to a chunk whose turn it is, and note that."""
         self.collective.order_writes()
-        if values is not None and self._steps[chunk] == self._step:
+        if self._steps[chunk] == self._step:
             self._homes[chunk].add_(values)
-        elif values is not None:
+        else:
             self._homes[chunk].copy_(values)
             self._steps[chunk] = self._step
         self.collective.order_writes()
-        self._turns[chunk] = self._mine + 1
+        self._passes[self.collective.rank][chunk] = self._pass
+
+
+def _either(passes: memoryview, chunk: int, through: int, wanted: int) -> bool:
+    """Whether a replica has added to a chunk in that pass, or is through with it."""
+    return bool(passes[chunk] == wanted or passes[through] >= wanted)

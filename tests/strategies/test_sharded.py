@@ -204,3 +204,41 @@ def test_fewer_rows_than_replicas(several: sg.ShardedStrategy, rows: int) -> Non
     alone = by_hand(start, OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=rows)
     model = fitted(several, start, OPTIMIZERS["sgd"], x, y, batch=rows)
     assert distance(alone, model.module) < 2e-6
+
+
+class Half(nn.Module):
+    """Uses a layer for some batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(x) + self.inner(x) if x[0, 0] > 0 else self.inner(x)
+
+
+def test_a_layer_that_was_used_before_has_no_gradient(pair: sg.ShardedStrategy) -> None:
+    """What it had then is still in memory, and must not count in the norm."""
+    x, y = data(80)
+    x[:40, 0], x[40:, 0] = 1.0, -1.0
+    clip: dict[str, Any] = {"before_step": lambda m: clip_grad_norm_(m.parameters(), 0.1)}
+    alone = by_hand(Half(), OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=40, **clip)
+    model = fitted(pair, Half(), OPTIMIZERS["sgd"], x, y, batch=40, clip_norm=0.1)
+    assert distance(alone, model.module) < 2e-6
+
+
+def test_a_layer_that_one_replica_uses(pair: sg.ShardedStrategy) -> None:
+    """Only the second replica's rows need it; the first has nothing to add there."""
+    x, y = data(40)
+    x[:20, 0], x[20:, 0] = -1.0, 1.0
+    start = Half()
+    alone = copy.deepcopy(start)
+    optimizer = OPTIMIZERS["sgd"](alone.parameters())
+    for _ in range(2):
+        for rows in (slice(0, 20), slice(20, 40)):
+            (F.cross_entropy(alone(x[rows]), y[rows], reduction="sum") / 40).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = fitted(pair, start, OPTIMIZERS["sgd"], x, y, batch=40, check=False)
+    assert distance(alone, model.module) < 2e-6
