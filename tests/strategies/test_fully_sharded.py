@@ -360,3 +360,34 @@ def test_a_layer_that_some_replicas_use_is_refused(pair: sg.ShardedStrategy) -> 
     x[:20, 0], x[20:, 0] = 1.0, -1.0
     with pytest.raises(sg.StratagemError, match="use every parameter for every batch"):
         fitted(pair, Sometimes(), OPTIMIZERS["sgd"], x, y, batch=40, check=False)
+
+
+class Slope(nn.Module):
+    """A number that callbacks change, and a buffer that forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.inner, self.slope = nn.Linear(6, 4), 1.0
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes = self.passes + 1.0
+        return self.inner(x) * self.slope  # type: ignore[no-any-return]
+
+
+class Steeper(sg.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.module.slope += 1.0
+
+
+def test_attributes_and_buffers_are_carried(pair: sg.ShardedStrategy) -> None:
+    x, y = data(40)
+    fit = {"callbacks": [Steeper()]}
+    model = fitted(pair, Slope(), OPTIMIZERS["sgd"], x, y, batch=20, fit=fit, check=False)
+    with sg.MirroredStrategy(cpus(1)) as one:
+        fit = {"callbacks": [Steeper()]}
+        alone = fitted(one, Slope(), OPTIMIZERS["sgd"], x, y, batch=20, fit=fit, check=False)
+    assert model.module.slope == 3.0 and model.module.passes.item() == 4.0
+    assert distance(alone.module, model.module) < 2e-6
