@@ -266,6 +266,7 @@ PUBLIC = [
     "ReplicaStalled",
     "RingAllReduce",
     "ScaleDown",
+    "ShardedStrategy",
     "SharedMemoryAllReduce",
     "Stats",
     "StratagemError",

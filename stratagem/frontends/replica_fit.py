@@ -25,7 +25,8 @@ from stratagem.frontends.loop import FitLoop
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.sources import Portion
-from stratagem.frontends.steps import Sliced, Step, choose
+from stratagem.frontends.step_choice import choose
+from stratagem.frontends.steps import Sliced, Step
 from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import setup
 from stratagem.training.replica import Replica, alone, current_replica
@@ -147,6 +148,7 @@ class ReplicaSide:
     def take(self, work: tuple[Portion, bool]) -> None:
         portion, last = work
         if self._check.open:
+            self.step.bring_home()
             self._check.before(portion)
         journal = self.job.journal
         if journal is None:
@@ -173,7 +175,8 @@ class ReplicaSide:
             job.resumed = {**found, **data, "scaler": scaler}
 
     def arrive(self) -> None:
-        """The weights are here."""
+        """Have the weights here, if callbacks look at them between batches."""
+        self.step.bring_home()
 
     refresh = arrive
 
@@ -188,6 +191,7 @@ class ReplicaSide:
 
     def end_epoch(self, started: float) -> dict[str, Any]:
         job, replica, tally = self.job, self.replica, self.tally
+        self.step.bring_home()
         if job.between_steps:
             self.listen()  # what the last batch's callbacks changed
         # where replicas may leave, each has the counts of all
@@ -207,6 +211,7 @@ class ReplicaSide:
         return self.step.settled
 
     def progress(self) -> dict[str, Any] | None:
+        self.step.bring_home()
         return replica_progress.gathered(self.job, self.replica, self.step, self.tally)
 
     def go_on(self, saved: dict[str, Any] | None) -> None:

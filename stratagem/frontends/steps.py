@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.data.shares import share
-from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.state.factors import Factors, worth_factoring
-from stratagem.state.sliced import SlicedUpdate, can_slice
+from stratagem.state.sliced import SlicedUpdate
 from stratagem.training import setup, sync_batchnorm
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.gradient_placement import PlacedGradients, is_kept, is_unseen
@@ -57,43 +56,14 @@ class Step(Protocol):
     def take_back(self) -> None:
         """Somebody has changed weights, or given them other memory."""
 
+    def bring_home(self) -> None:
+        """Have whole parameters, and the optimizer's state, where others look. Collective."""
+
     def close(self) -> None:
         """Take hooks and shared memory away. Collective."""
 
     def leave(self) -> None:
         """Take hooks away after a failure, alone; memory that was shared stays where it is."""
-
-
-def choose(
-    module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica, settings: Settings
-) -> Step:
-    """The form of step that these replicas can use. Collective."""
-    searches = isinstance(optimizer, torch.optim.LBFGS)
-    if searches and (recipe.accumulate > 1 or recipe.autocast is torch.float16):
-        raise UsageError(
-            'LBFGS evaluates the loss several times a step, so accumulate and precision="float16" '
-            "cannot go with it; leave them out, or use another optimizer."
-        )
-    if settings.elastic and settings.committer is not None:
-        raise NotDistributable(
-            "elastic=True does a step again when a replica dies, which a committer of your own may "
-            "not take; use one of the two."
-        )
-    if replica.count == 1:
-        return (Searching if searches else OneDevice)(module, optimizer, recipe, replica)
-    if searches:
-        raise NotDistributable(
-            "LBFGS evaluates the loss several times a step, which replicas cannot follow; use "
-            "another optimizer, or one device."
-        )
-    plain = settings.wire in (None, "float32") and settings.op != "auto" and not settings.committer
-    shared = isinstance(replica.collective, SharedMemoryCollective)
-    params = [p for p in module.parameters() if p.requires_grad]
-    half = recipe.autocast is torch.float16
-    whole = not settings.elastic  # a replica that dies in mid-update leaves a slice half written
-    if plain and shared and whole and not half and params and can_slice(optimizer, params):
-        return Sliced(module, optimizer, recipe, replica, settings)
-    return Replicated(module, optimizer, recipe, replica, settings)
 
 
 class OneDevice(TorchAdapter):
@@ -135,6 +105,9 @@ class OneDevice(TorchAdapter):
     def take_back(self) -> None:
         return None
 
+    def bring_home(self) -> None:
+        return None
+
     def close(self) -> None:
         self.leave()
 
@@ -167,41 +140,27 @@ class Searching(OneDevice):
         self.tally.add(loss, portion.total)
 
 
-class Replicated(OneDevice):
-    """Several replicas with a copy of the parameters each."""
+class Dealt(OneDevice):
+    """A share of each batch: backward of this share's part of the global loss."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        recipe: Recipe,
-        replica: Replica,
-        settings: Settings,
+        self, module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica
     ) -> None:
         super().__init__(module, optimizer, recipe, replica)
-        self._sync_norm = settings.sync_batchnorm
+        #: whether a share without rows takes part with a borrowed one, since layers meet
+        self._borrows = False
         self._pair: Tensor | None = None
-        self._unsync = sync_batchnorm.install(module, replica, self._sync_norm)
-        named = list(module.named_parameters())
-        try:
-            self.committer: GradientExchange = open_exchange(named, replica, settings, notes=2)
-        except BaseException:
-            self._unsync()
-            raise
-        buckets = self.committer.buckets
-        homes = () if recipe.jit_compile else zip(buckets.params, buckets.views, strict=True)
-        self._placed = PlacedGradients(module, homes)
 
     def take(self, portion: Portion, last: bool) -> None:
         recipe = self.recipe
         self._waiting += 1
         apply = last or self._waiting == recipe.accumulate
         self.replica.share.set(portion.examples, portion.total, float(portion.examples > 0))
-        self.committer.armed = apply
+        self.arm(apply)
         numerator, denominator = self._gradients(portion)
         if recipe.accumulate > 1:
             self._count_now(portion, numerator, denominator)
-        if portion.total < self.replica.count and not self._sync_norm:
+        if portion.total < self.replica.count and not self._borrows:
             setup.take_iterated(self.module, self.replica)  # some had no rows, and no forward
         if apply:
             self._waiting = 0
@@ -214,7 +173,7 @@ class Replicated(OneDevice):
     def _gradients(self, portion: Portion) -> tuple[Any, Any]:
         """Backward of this share's part of the global loss; returns what it adds to the notes."""
         recipe = self.recipe
-        if portion.examples == 0 and not self._sync_norm:
+        if portion.examples == 0 and not self._borrows:
             self._divisor(portion, 0.0)
             return 0.0, 0.0
         with self.autocast():
@@ -235,14 +194,6 @@ class Replicated(OneDevice):
             return numerator.detach(), float(portion.examples) / portion.total
         return numerator.detach(), denominator
 
-    def forward(self, portion: Portion) -> tuple[Any, Any, Any]:
-        with self._placed.forward():
-            return super().forward(portion)
-
-    def backward(self, loss: Tensor) -> None:
-        with self._placed.backward():
-            super().backward(loss)
-
     def _divisor(self, portion: Portion, denominator: Any) -> float:
         """What the sum of numerators is divided by before backward."""
         if self.recipe.loss.counted and self.recipe.accumulate > 1:
@@ -253,7 +204,8 @@ class Replicated(OneDevice):
     def _add_up(self, *numbers: float) -> list[float]:
         """Two numbers, summed over the replicas. Collective."""
         if self._pair is None:
-            kind = self.committer.buckets.notes.dtype
+            doubles = any(p.dtype is torch.float64 for p in self._params)
+            kind = torch.float64 if doubles else torch.float32
             self._pair = self.replica.collective.buffer(2, kind, self.device)
         self._pair.copy_(torch.tensor(numbers, dtype=torch.float64))
         self.replica.collective.all_reduce(self._pair).wait()
@@ -261,13 +213,59 @@ class Replicated(OneDevice):
 
     def _count_now(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         above, below = self._add_up(float(numerator), float(denominator))
-        self.tally.add(_ratio(above, below), portion.total)
+        self.tally.add(ratio(above, below), portion.total)
+
+    def arm(self, apply: bool) -> None:
+        """Before a backward pass: whether its gradients make an update, with those before."""
+
+    def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
+        """Bring gradients together and update."""
+        raise NotImplementedError
+
+
+class Replicated(Dealt):
+    """Several replicas with a copy of the parameters each."""
+
+    #: where gradients of linear layers are made
+    placed_gradients = PlacedGradients
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        replica: Replica,
+        settings: Settings,
+    ) -> None:
+        super().__init__(module, optimizer, recipe, replica)
+        self._borrows = self._sync_norm = settings.sync_batchnorm
+        self._unsync = sync_batchnorm.install(module, replica, self._sync_norm)
+        named = list(module.named_parameters())
+        try:
+            self.committer: GradientExchange = open_exchange(named, replica, settings, notes=2)
+        except BaseException:
+            self._unsync()
+            raise
+        buckets = self.committer.buckets
+        homes = () if recipe.jit_compile else zip(buckets.params, buckets.views, strict=True)
+        self._placed = self.placed_gradients(module, homes)
+
+    def arm(self, apply: bool) -> None:
+        self.committer.armed = apply
+
+    def forward(self, portion: Portion) -> tuple[Any, Any, Any]:
+        with self._placed.forward():
+            return super().forward(portion)
+
+    def backward(self, loss: Tensor) -> None:
+        with self._placed.backward():
+            super().backward(loss)
 
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         notes = self.committer.commit([numerator, denominator]).notes
         if self.recipe.accumulate == 1:
             if self.recipe.loss.counted:
-                self.committer.buckets.scale(_per_target(portion, notes))
+                self.committer.buckets.scale(per_target(portion, notes))
             self.tally.add(notes[0] / notes[1], portion.total)
         self.update()
 
@@ -283,6 +281,8 @@ class Replicated(OneDevice):
 class Sliced(Replicated):
     """CPU replicas of one machine: one set of parameters, each replica updates its slice."""
 
+    sliced_update = SlicedUpdate
+
     def __init__(
         self,
         module: nn.Module,
@@ -295,7 +295,7 @@ class Sliced(Replicated):
         assert isinstance(replica.collective, SharedMemoryCollective)
         buckets = self.committer.buckets
         factored = self._factored(buckets.params)
-        self.sliced = SlicedUpdate(optimizer, buckets, replica.collective, factored)
+        self.sliced = self.sliced_update(optimizer, buckets, replica.collective, factored)
         self._factors = self.sliced.factors
         # later only somebody's own code could hook into nodes, and there are no factors with that
         watched = any(map(is_kept, buckets.params)) if self._factors else False
@@ -330,8 +330,8 @@ class Sliced(Replicated):
         scale = 1.0
         if self.recipe.accumulate == 1:
             if self.recipe.loss.counted and below:
-                scale = portion.total / below  # as _per_target
-            self.tally.add(_ratio(above, below), portion.total)
+                scale = portion.total / below  # as per_target
+            self.tally.add(ratio(above, below), portion.total)
         self.sliced.step(scale, self.recipe.clip_norm, self.recipe.clip_value)
         self.forget_gradients()
 
@@ -346,12 +346,12 @@ class Sliced(Replicated):
         super().close()
 
 
-def _ratio(above: float, below: float) -> float:
+def ratio(above: float, below: float) -> float:
     """A loss; where nothing counts it is no number, as on one device."""
     return above / below if below else math.nan
 
 
-def _per_target(portion: Portion, notes: Any) -> Tensor:
+def per_target(portion: Portion, notes: Any) -> Tensor:
     """From a mean over all rows to one over the targets that count; where none does, gradients are
     zero as they are, which is torch's answer, too."""
     counted = notes[1]

@@ -92,17 +92,25 @@ class Factors:
         self._mark[2] = product
 
     def add_up(
-        self, lo: int, hi: int, scale: float, products: tuple[SharedTable, int], total: Tensor
+        self,
+        lo: int,
+        hi: int,
+        scale: float,
+        products: tuple[SharedTable, int] | None,
+        total: Tensor,
     ) -> None:
         """Rows lo..hi of the gradient, over all replicas, into `total`.
 
-        `products`: where those replicas that made one have it, and where these rows begin there.
+        `products`: where those replicas that made one have it, and where these rows begin there;
+        None: `total` holds their sum.
         """
         marks = [mark.tolist() for mark in self._marks]
-        table, start = products
         matrix = total.view(hi - lo, self.width)
         fresh = not any(product for _, _, product in marks)
-        if not fresh:
+        if not fresh and products is None:
+            total.mul_(scale)
+        elif not fresh and products is not None:
+            table, start = products
             sum_rows(table, start, [scale * product for _, _, product in marks], total)
         for first, last in _joined([(first, last) for first, last, _ in marks]):
             dy, x = self._dy[first:last, lo:hi].t(), self._x[first:last]

@@ -166,7 +166,7 @@ class SlicedUpdate:
         """`factored`: parameters whose gradients come in factors."""
         (bucket,) = buckets.buckets
         self.optimizer, self.buckets, self.collective = optimizer, buckets, collective
-        self.table = collective.table_of(bucket.flat)
+        self._notes = collective.table_of(self._open_sums(bucket.flat))
         self._norms = collective.table(16, torch.float32)
         made = make_factors([buckets.params[i] for i in factored], collective)
         self.factors = dict(zip(factored, made, strict=True))
@@ -181,15 +181,20 @@ class SlicedUpdate:
         self._share_state()
         collective.barrier()
         self._state.give(optimizer, copy=False)
-        self._tails = self.table.grid[:, -buckets.notes_size :]
+        self._tails = self._notes.grid[:, -buckets.notes_size :]
         #: of each parameter, how many replicas have a gradient in the step under way
         self._counts: list[float] = []
+
+    def _open_sums(self, flat: Tensor) -> Tensor:
+        """Where gradients are added up; returns what the notes lie in."""
+        self.table = self.collective.table_of(flat)
+        return flat
 
     # --- one step ---------------------------------------------------------------------------
 
     def add_up(self) -> list[float]:
         """Wait for every replica's gradients; returns the notes added up."""
-        METER.bytes += self.table.rows[0].nbytes
+        METER.bytes += self._notes.rows[0].nbytes
         self.collective.meet("gradient")
         numbers: list[float] = self._tails.sum(0).tolist()
         notes = len(numbers) - len(self.buckets.params)
@@ -202,7 +207,8 @@ class SlicedUpdate:
         if clip_norm is not None:
             self._clip(clip_norm)
         if clip_value is not None:
-            self._total.clamp_(-clip_value, clip_value)
+            for part in self._parts:
+                part.clamp_(-clip_value, clip_value)
         self._leave_out_unused()
         self.twin.step()
         if self._grows:
@@ -226,11 +232,13 @@ class SlicedUpdate:
     def _clip(self, limit: float) -> None:
         """By the norm of the whole gradient, which every replica learns from all slices."""
         norms = self._norms.rows
-        norms[self.collective.rank][0] = self._total.double().square().sum()
+        squares = (part.double().square().sum() for part in self._parts)
+        norms[self.collective.rank][0] = sum(squares, torch.zeros((), dtype=torch.float64))
         self.collective.meet("gradient")
         norm = sum(float(row[0]) for row in norms) ** 0.5
         if not norm <= limit:  # or it is no number, and then nothing is
-            self._total.mul_(limit / (norm + 1e-6))
+            for part in self._parts:
+                part.mul_(limit / (norm + 1e-6))
 
     def _leave_out_unused(self) -> None:
         """No gradient anywhere means no step there: a zero would still move the optimizer."""
@@ -284,12 +292,19 @@ class SlicedUpdate:
             if lo < hi or (rank == 0 and not sizes[i]):  # an empty one has a state, too
                 ranges.append((i, lo, hi, at + lo))
             at += sizes[i]
-        self._total = torch.empty(sum(hi - lo for _, lo, hi, _ in ranges), dtype=torch.float32)
-        grads = torch.split(self._total, [hi - lo for _, lo, hi, _ in ranges])
+        grads = self._gradient_memory([(at, hi - lo) for _, lo, hi, at in ranges])
         return [
             SlicePiece(i, lo, hi, at, self._flat[at : at + hi - lo], grad)
             for (i, lo, hi, at), grad in zip(ranges, grads, strict=True)
         ]
+
+    def _gradient_memory(self, spans: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+        """Room for the sum of each span of the gradients: where it begins, and how long it is."""
+        sizes = [size for _, size in spans]
+        self._total = torch.empty(sum(sizes), dtype=torch.float32)
+        #: all of this slice's gradient
+        self._parts: Sequence[Tensor] = [self._total]
+        return torch.split(self._total, sizes)
 
     def _plain_runs(self) -> list[tuple[int, Tensor]]:
         """What is added up and where it begins in the table, neighbours in one."""

@@ -62,8 +62,8 @@ class MirroredStrategy(Strategy):
         op = cross_device.named(cross_device_ops)
         settings = Settings(op, wire, sync_batchnorm, elastic=elastic)
         place = cluster if cluster is not None else detect(os.environ)
-        _check_role(place)
-        found, patience = _devices(devices, place), patience or Patience()
+        refuse_role(place, "mirrored")
+        found, patience = devices_here(devices, place), patience or Patience()
         replica_group = ReplicaGroup(
             found,
             settings,
@@ -137,9 +137,10 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         )
 
 
-def _devices(
+def devices_here(
     names: Sequence[str | torch.device] | str | None, place: Place | None
 ) -> tuple[str, ...]:
+    """The devices of this process."""
     found = devices.resolve(names)
     if names is None and place is not None and place.local_rank is not None:
         # A launcher that started a process per device: take one, not all.
@@ -147,11 +148,12 @@ def _devices(
     return found
 
 
-def _check_role(place: Place | None) -> None:
+def refuse_role(place: Place | None, kind: str) -> None:
+    """Refuse a task of the cluster that does not train."""
     if place is None or place.task.type in ("chief", "worker"):
         return
     raise UsageError(
-        f"this task is {place.task}, and only the chief and the workers of a mirrored strategy "
+        f"this task is {place.task}, and only the chief and the workers of a {kind} strategy "
         f"train. {_INSTEAD[place.task.type]}"
     )
 

@@ -220,7 +220,7 @@ class GradientExchange:
                 buckets.views[i].zero_()
         self._open = False
         if notes:
-            _write(buckets.notes, notes)
+            write_notes(buckets.notes, notes)
         if all(has):
             buckets.used.fill_(1.0)
         else:
@@ -268,7 +268,8 @@ class GradientExchange:
         self._release()
 
 
-def _write(into: Tensor, notes: Sequence[float | Tensor]) -> None:
+def write_notes(into: Tensor, notes: Sequence[float | Tensor]) -> None:
+    """Numbers, or tensors of one, into a committer's notes."""
     if any(isinstance(note, Tensor) for note in notes):
         for i, note in enumerate(notes):
             into[i] = note

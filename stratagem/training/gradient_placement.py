@@ -104,6 +104,10 @@ class PlacedGradients:
         factors = self.factors.get(weight)
         if factors is not None and factors.keep(dy, x):
             return None
+        return self.product(weight, dy, x)
+
+    def product(self, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient, made at home."""
         home = self._homes[weight].detach()  # an alias that only the gradient will hold
         return torch.mm(dy.t(), x, out=home)
 
@@ -116,6 +120,13 @@ class PlacedGradients:
             and not weight._backward_hooks
             and _accumulates(weight)
         )
+
+
+class FactoredGradients(PlacedGradients):
+    """Factors alone: what comes as a product has no home of its own."""
+
+    def product(self, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+        return dy.t().mm(x)
 
 
 def _is_torchs(module: nn.Module) -> bool:

@@ -56,6 +56,12 @@ def prepare(
         dealt = isinstance(loader, DataLoader)
         loader = _counted(_shares(loader, replica, lambda: None), replica) if dealt else loader
         return Prepared(model, optimizer, _on_device(loader, replica))
+    if settings.sharded:
+        raise NotDistributable(
+            "a loop of your own finds whole gradients after backward and updates whole parameters, "
+            "of which a replica of ShardedStrategy has a slice; use sg.Model, or "
+            "MirroredStrategy.prepare."
+        )
     look = fingerprint.of_loader(loader, "the loader")
     if not settings.sync_batchnorm:
         hints.tell_of_batchnorm(model, replica, "sync_batchnorm=True normalises over the batch")

@@ -37,5 +37,7 @@ class Settings:
     served: Served | None = None
     #: whether replicas may leave and join
     elastic: bool = False
+    #: whether parameters, gradients and the optimizer's state are divided over the replicas
+    sharded: bool = False
     #: makes the committer of a strategy that does not all-reduce: a subclass of GradientExchange
     committer: Callable[..., Any] | None = None

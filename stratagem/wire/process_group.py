@@ -181,6 +181,28 @@ class ProcessGroup:
         self._do(self._group.allgather([parts], [flat]))
         return parts
 
+    def gather_into(self, whole: Tensor, part: Tensor) -> Pending:
+        """Everybody's flat part, one behind the other in `whole`."""
+        METER.bytes += part.nbytes
+        parts = list(whole.view(self.size, -1).unbind(0))
+        work = self._begin(self._group.allgather([parts], [part.reshape(-1)]))
+        return Pending(lambda: self.wait(work))
+
+    def sum_into(self, part: Tensor, whole: Tensor) -> Pending:
+        """This member's part of the sum over the group, added up in the order of ranks."""
+        METER.bytes += whole.nbytes
+        received = torch.empty_like(whole)
+        options = dist.AllToAllOptions()
+        work = self._begin(self._group.alltoall_base(received, whole, [], [], options))
+
+        def finish() -> None:
+            self.wait(work)
+            rows = received.view(self.size, -1)
+            wide = rows.float() if rows.dtype in HALF else rows
+            part.view(-1).copy_(wide.sum(0))
+
+        return Pending(finish)
+
     def abort(self) -> None:
         """Give the group up while a peer may still owe it something. (Gloo has no such thing.)"""
         if self._backend == "nccl":

@@ -14,6 +14,7 @@ Each element is summed once, by one replica, so all replicas hold the same bits.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import threading
@@ -119,7 +120,7 @@ class SharedMemoryCollective(Collective):
         self._turn += _KINDS
         turn, flags = self._turn, self._flags
         mark = turn + _MEETINGS.index(what)
-        self._order_writes()
+        self.order_writes()
         flags[self.rank * _WORDS] = mark
         for other in range(self.size):
             if flags[other * _WORDS] < turn:
@@ -131,40 +132,48 @@ class SharedMemoryCollective(Collective):
                     f"{_MEETINGS[found - turn]}: they run different code, or loops with another "
                     "number of steps or number of epochs. Every replica must do the same."
                 )
-        self._order_writes()
+        self.order_writes()
 
     def _await(self, rank: int, turn: int) -> None:
-        """Spin briefly, then doze: spinning would slow down whoever shares the core, and that
-        may be the very replica that everybody waits for."""
         flags, slot = self._flags, rank * _WORDS
+        self.wait_for(rank, lambda: flags[slot] >= turn)
+
+    def wait_for(self, rank: int, ready: Callable[[], bool], limit: float = math.inf) -> bool:
+        """Wait for something that a replica does; returns whether it has within `limit` seconds.
+
+        Spin briefly, then doze: spinning would slow down whoever shares the core, and that may be
+        the very replica that everybody waits for."""
         for _ in range(64):
-            if flags[slot] >= turn:
-                return
+            if ready():
+                return True
         started = METER.begin_wait()
         doze_after = _SPIN if self._yield_first else 0.0
         tries = 0
         try:
-            while flags[slot] < turn:
+            while not ready():
                 tries += 1
                 waited = time.perf_counter() - started
+                if waited > limit:
+                    return False
                 if waited < doze_after:
                     os.sched_yield()
                 else:
                     time.sleep(_DOZE)
                 if tries % 64 == 0:
-                    self._look_up(rank, turn, waited)
+                    self._look_up(rank, ready, waited)
+            return True
         finally:
             METER.end_wait(started)
 
-    def _look_up(self, rank: int, turn: int, waited: float) -> None:
+    def _look_up(self, rank: int, ready: Callable[[], bool], waited: float) -> None:
         """Ask after the peer; one that arrived meanwhile and then left is no trouble of ours."""
         try:
             self._watch(rank, waited)
         except ReplicaError:
-            if self._flags[rank * _WORDS] < turn:
+            if not ready():
                 raise
 
-    def _order_writes(self) -> None:
+    def order_writes(self) -> None:
         """Tensors written before a flag must be seen before it; x86 promises that by itself."""
         if not _TOTAL_STORE_ORDER:
             with self._fence:

@@ -52,12 +52,12 @@ class TorchCollective(Collective):
         alone = flat.dtype not in HALF or self.backend == "gloo"
         if type(self) is TorchCollective and alone and self._idle():
             pending = self.flat.sum(flat)  # runs beside the computation by itself
-            return Pending(lambda: self._named(pending.wait))
+            return Pending(lambda: self.named(pending.wait))
         if self.backend == "nccl":
-            self._named(lambda: self._sum(flat))  # queued on the GPU; nothing blocks here
+            self.named(lambda: self._sum(flat))  # queued on the GPU; nothing blocks here
             return Pending()
         future = self._last = self._aside.submit(self._sum, flat)
-        return Pending(lambda: self._named(future.result))
+        return Pending(lambda: self.named(future.result))
 
     def _idle(self) -> bool:
         """Whether nothing is queued aside: a group's operations must keep their order."""
@@ -72,13 +72,13 @@ class TorchCollective(Collective):
         future = self._last = self._aside.submit(self._sum, host)
 
         def finish() -> None:
-            self._named(future.result)
+            self.named(future.result)
             flat.copy_(host)
 
         return Pending(finish)
 
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
-        return self._named(lambda: self._gather_bytes(data))
+        return self.named(lambda: self._gather_bytes(data))
 
     def _gather_bytes(self, data: Tensor) -> list[Tensor]:
         sizes = [int(n) for n in self.messages.gather(torch.tensor([data.numel()]))]
@@ -88,7 +88,7 @@ class TorchCollective(Collective):
         return [part[:size].clone() for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
-        return self._named(lambda: self._broadcast_bytes(data, source))
+        return self.named(lambda: self._broadcast_bytes(data, source))
 
     def _broadcast_bytes(self, data: Tensor | None, source: int) -> Tensor:
         size = torch.tensor([0 if data is None else data.numel()])
@@ -110,7 +110,7 @@ class TorchCollective(Collective):
     def barrier(self) -> None:
         self.gather_bytes(torch.empty(0, dtype=torch.uint8))
 
-    def _named(self, action: Callable[[], T]) -> T:
+    def named(self, action: Callable[[], T]) -> T:
         """Run; an error of the wire becomes one that names the member behind it."""
         try:
             return action()

@@ -67,7 +67,7 @@ _seen = 0
 
 
 def make(kind: str) -> Any:
-    """A strategy by a name: one, ring-2, shared_memory-3, servers-2 (workers)-1 (ps)."""
+    """A strategy by a name: one, ring-2, shared_memory-3, sharded-2, servers-2 (workers)-1 (ps)."""
     name, *counts = kind.split("-")
     if name == "servers":
         workers, ps = map(int, counts)
@@ -75,6 +75,10 @@ def make(kind: str) -> Any:
             sg.LocalCluster(workers=workers, ps=ps), updates=sg.Synchronous()
         )
     devices = [f"cpu:{i}" for i in range(int(counts[0]) if counts else 1)]
+    if name == "fully_sharded":
+        return sg.ShardedStrategy(devices, "ring")
+    if name == "sharded":
+        return sg.ShardedStrategy(devices)
     return sg.MirroredStrategy(devices, **({"cross_device_ops": name} if counts else {}))
 
 

@@ -36,6 +36,8 @@ def some_of(folder: Path, into: Path, number: int) -> Path:
         ("one", "generator", 1),
         pytest.param("shared_memory-2", "workers", 1, marks=pytest.mark.slow),
         ("ring-2", "dataset", 1),
+        ("sharded-2", "arrays", 2),
+        ("fully_sharded-2", "loader", 1),
         pytest.param("shared_memory-2", "arrays", 2, marks=pytest.mark.slow),
         pytest.param("ring-2", "generator", 1, marks=pytest.mark.slow),
     ],
@@ -58,6 +60,7 @@ def test_no_bit_differs_after_going_on_from_any_batch(
 
 CHANGES = [("shared_memory-2", "one"), ("one", "ring-3"), ("ring-2", "servers-2-1")]
 CHANGES += [("servers-2-1", "servers-1-2"), ("servers-2-1", "shared_memory-2")]
+CHANGES += [("sharded-2", "ring-3"), ("one", "sharded-3"), ("fully_sharded-2", "sharded-2")]
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
-from tests.support import by_hand, closest, data, distance, mlp, moved, strategy
+from tests.support import by_hand, closest, cpus, data, distance, mlp, moved, strategy
 
 OPS = ["shared_memory", "ring", "hierarchical", "one_device"]
 SIZES = [2, 3]
@@ -52,12 +52,29 @@ def three_ring() -> Iterator[sg.MirroredStrategy]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def sharded() -> Iterator[sg.ShardedStrategy]:
+    with sg.ShardedStrategy(cpus(2)) as made:
+        yield made
+
+
 @pytest.fixture(scope="module", params=["sliced", "replicated"])
-def either(
+def mirrored(
     request: pytest.FixtureRequest, two: sg.MirroredStrategy, three_ring: sg.MirroredStrategy
 ) -> sg.MirroredStrategy:
     """Both ways to update: slices in shared memory, and a copy on every replica."""
     return two if request.param == "sliced" else three_ring
+
+
+@pytest.fixture(scope="module", params=["sliced", "replicated", "sharded"])
+def either(
+    request: pytest.FixtureRequest,
+    two: sg.MirroredStrategy,
+    three_ring: sg.MirroredStrategy,
+    sharded: sg.ShardedStrategy,
+) -> sg.Strategy:
+    """The same, and gradients in slices, too."""
+    return {"sliced": two, "replicated": three_ring, "sharded": sharded}[request.param]
 
 
 def fitted(
@@ -106,15 +123,19 @@ def test_every_operation_equals_one_device(
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_every_optimizer(either: sg.MirroredStrategy, name: str) -> None:
+def test_every_optimizer(either: sg.Strategy, name: str) -> None:
     x, y = data(100)
     start = mlp()
+    if name == "rprop" and either.settings.sharded:
+        with pytest.raises(sg.NotDistributable, match="Rprop may look at whole parameters"):
+            fitted(either, start, OPTIMIZERS[name], "cross_entropy", x, y)
+        return
     alone = by_hand(start, OPTIMIZERS[name], F.cross_entropy, x, y, batch=32)
     model = fitted(either, start, OPTIMIZERS[name], "cross_entropy", x, y, batch=32)
     assert distance(alone, model.module) < 5e-6
 
 
-def test_losses_metrics_and_validation(either: sg.MirroredStrategy) -> None:
+def test_losses_metrics_and_validation(either: sg.Strategy) -> None:
     x, y = data()
     start = mlp()
     model = fitted(
@@ -182,9 +203,7 @@ def test_fewer_examples_than_replicas(three_ring: sg.MirroredStrategy, rows: int
 
 
 @pytest.mark.parametrize("limit", [{"clip_norm": 0.3}, {"clip_value": 0.01}])
-def test_clipping_comes_after_the_reduction(
-    either: sg.MirroredStrategy, limit: dict[str, float]
-) -> None:
+def test_clipping_comes_after_the_reduction(either: sg.Strategy, limit: dict[str, float]) -> None:
     x, y = data(100)
     start = mlp()
 
@@ -221,7 +240,7 @@ def test_clipping_with_opposite_gradients(two: sg.MirroredStrategy) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [2, 3])
-def test_accumulation(either: sg.MirroredStrategy, accumulate: int) -> None:
+def test_accumulation(either: sg.Strategy, accumulate: int) -> None:
     x, y = data(101)
     y = y.clone()
     y[1::5] = -100
@@ -247,7 +266,7 @@ LOSSES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_losses_that_normalise_by_something_else(either: sg.MirroredStrategy, name: str) -> None:
+def test_losses_that_normalise_by_something_else(either: sg.Strategy, name: str) -> None:
     x, y = data(103)
     y = y.clone()
     if name != "a value a row":
@@ -264,7 +283,7 @@ def test_losses_that_normalise_by_something_else(either: sg.MirroredStrategy, na
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_double_precision_is_kept(
-    either: sg.MirroredStrategy, weighted: bool, accumulate: int
+    mirrored: sg.MirroredStrategy, weighted: bool, accumulate: int
 ) -> None:
     """Nothing on the way is float32: 49 and 97 are numbers whose float32 reciprocals show."""
     x, y = data(243)
@@ -273,13 +292,13 @@ def test_double_precision_is_kept(
     loss = nn.CrossEntropyLoss(weight=rates if weighted else None)
     how = {"batch": 97, "accumulate": accumulate}
     alone = by_hand(start, OPTIMIZERS["sgd"], loss, x, y, **how)  # type: ignore[arg-type]
-    model = fitted(either, start, OPTIMIZERS["sgd"], loss, x, y, **how)  # type: ignore[arg-type]
+    model = fitted(mirrored, start, OPTIMIZERS["sgd"], loss, x, y, **how)  # type: ignore[arg-type]
     assert distance(alone, model.module) < 1e-14
     expected = F.cross_entropy(alone(x), y, rates if weighted else None)
     assert abs(model.evaluate(x, y, batch_size=243, verbose=0)["loss"] - float(expected)) < 1e-14
 
 
-def test_sample_weights(either: sg.MirroredStrategy) -> None:
+def test_sample_weights(either: sg.Strategy) -> None:
     x, y = data(103)
     weight = torch.rand(103, generator=torch.Generator().manual_seed(5))
     start = mlp()
@@ -323,7 +342,7 @@ class Branches(nn.Module):
         return self.right(x)
 
 
-def test_unused_frozen_and_shared_parameters(either: sg.MirroredStrategy) -> None:
+def test_unused_frozen_and_shared_parameters(either: sg.Strategy) -> None:
     """A branch may be taken on one replica only, on some steps only, or nowhere.
 
     Replicas see different first rows than one device, so the reference splits by hand as well and
@@ -449,7 +468,7 @@ def test_sixteen_bit_wire(op: str, wire: str) -> None:
     assert 1e-7 < error < 5e-3  # rounded, and only rounded
 
 
-def test_autocast_matches_one_device(either: sg.MirroredStrategy) -> None:
+def test_autocast_matches_one_device(either: sg.Strategy) -> None:
     x, y = data(100)
     start = mlp()
 
@@ -520,8 +539,8 @@ LOOPS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", LOOPS, ids=str)
-def test_own_loop_equals_one_device(either: sg.MirroredStrategy, options: dict[str, Any]) -> None:
-    loops_are_alike(either, options)
+def test_own_loop_equals_one_device(mirrored: sg.MirroredStrategy, options: dict[str, Any]) -> None:
+    loops_are_alike(mirrored, options)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.strategy import Strategy, get_strategy, on_scope
 from stratagem.training.dry_run import on_dry_run
@@ -135,6 +135,12 @@ def _distribute(model: Any, strategy: Strategy) -> None:
     from stratagem.frontends.keras.on_replicas import OnReplicas
     from stratagem.frontends.keras.on_servers import OnServers
 
+    if strategy.settings.sharded and strategy.num_replicas_in_sync > 1:
+        raise NotDistributable(
+            f"{model.name!r} is a Keras model, whose layers and optimizer keep whole variables, "
+            "and ShardedStrategy divides them; use MirroredStrategy, or write the network as an "
+            "nn.Module for sg.Model."
+        )
     if strategy.audience is not None:
         EvaluatorDriver(model, strategy, OnReplicas).lay_over()
     else:

@@ -1,0 +1,213 @@
+"""Steps of a sharded strategy.
+
+SharedSet      CPU replicas of one machine: parameters, gradients and state once, in shared memory
+FullySharded   between machines and on GPUs: each replica has its rows, by torch's fully_shard
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import NotDistributable
+from stratagem.frontends.recipe import Recipe
+from stratagem.frontends.sources import Portion
+from stratagem.frontends.steps import Dealt, Sliced, ratio
+from stratagem.state.optimizer_recipe import ELEMENTWISE
+from stratagem.state.sharded_update import ShardedUpdate
+from stratagem.training import sync_batchnorm
+from stratagem.training.cross_device import NcclAllReduce
+from stratagem.training.gradient_placement import FactoredGradients
+from stratagem.training.layer_shards import LayerShards
+from stratagem.training.replica import Replica
+from stratagem.training.settings import Settings
+from stratagem.training.sharded_exchange import ShardedExchange
+
+
+class SharedSet(Sliced):
+    """As `Sliced`, with one set of gradients, to which backward adds as it goes."""
+
+    placed_gradients = FactoredGradients
+    sliced_update = ShardedUpdate
+    committer: ShardedExchange
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        replica: Replica,
+        settings: Settings,
+    ) -> None:
+        made = replace(settings, committer=ShardedExchange)
+        super().__init__(module, optimizer, recipe, replica, made)
+
+    def arm(self, apply: bool) -> None:
+        """What would be accumulated here is added to the sum at once."""
+
+    def _gradients(self, portion: Portion) -> tuple[Any, Any]:
+        if self._waiting == 1:
+            self.committer.begin_step()
+        terms = super()._gradients(portion)
+        self.committer.end_pass()
+        return terms
+
+
+class FullySharded(Dealt):
+    """Each replica has its rows of parameters, gradients and state (training/layer_shards.py).
+
+    fully_shard takes the mean over replicas, and the gradient of the global loss is a sum over
+    them: so each share's part of that loss counts as often as there are replicas.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        replica: Replica,
+        settings: Settings,
+    ) -> None:
+        super().__init__(module, optimizer, recipe, replica)
+        self._borrows = True  # layers meet when they gather their parameters
+        self.shards = LayerShards(module, optimizer, replica)
+        self._run = self.shards.run
+        try:
+            self._unsync = sync_batchnorm.install(self._run, replica, settings.sync_batchnorm)
+        except BaseException:
+            self.shards.leave()
+            raise
+        self._proven = False
+
+    def take(self, portion: Portion, last: bool) -> None:
+        self.shards.leave_home()
+        super().take(portion, last)
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss * self.replica.count)
+
+    def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
+        gradients = self.shards.gradients()
+        has = [float(gradient is not None) for gradient in gradients]
+        above, below, *counts = self._add_all([float(numerator), float(denominator), *has])
+        self._prove(counts)
+        mine = [gradient for gradient in gradients if gradient is not None]
+        if self.recipe.accumulate == 1:
+            self.tally.add(ratio(above, below), portion.total)
+            if self.recipe.loss.counted and below:
+                for gradient in mine:
+                    gradient.mul_(portion.total / below)
+        self._clip(mine)
+        self.shards.step(gradients)
+
+    def _add_all(self, numbers: list[float]) -> list[float]:
+        kind = torch.float64 if self.shards.doubles else torch.float32
+        flat = torch.tensor(numbers, dtype=kind, device=self.device)
+        self.replica.collective.all_reduce(flat).wait()
+        return flat.tolist()
+
+    def _prove(self, counts: list[float]) -> None:
+        """Gradients have arrived, and everybody has those of the same parameters."""
+        for piece, count in zip(self.shards.pieces, counts, strict=True):
+            if count not in (0.0, self.replica.count):
+                raise NotDistributable(
+                    f"parameter {piece.name!r} had a gradient on {count:.0f} of "
+                    f"{self.replica.count} replicas, and torch's fully_shard cannot add these up; "
+                    "use every parameter for every batch, or MirroredStrategy."
+                )
+        if not self._proven and not any(counts):
+            raise NotDistributable(
+                "no parameter had a gradient after the first backward pass: the module's forward "
+                "does not use the parameters that torch's fully_shard has divided; use "
+                "MirroredStrategy."
+            )
+        self._proven = True
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        recipe = self.recipe
+        if recipe.clip_norm is not None:
+            squares = sum(float(g.double().square().sum()) for g in gradients)
+            norm = self._add_all([squares])[0] ** 0.5
+            if not norm <= recipe.clip_norm:
+                for gradient in gradients:
+                    gradient.mul_(recipe.clip_norm / (norm + 1e-6))
+        if recipe.clip_value is not None:
+            for gradient in gradients:
+                gradient.clamp_(-recipe.clip_value, recipe.clip_value)
+
+    def forget_gradients(self) -> None:
+        self.shards.forget_gradients()
+
+    def follow_settings(self) -> None:
+        self.shards.follow_settings()
+
+    def bring_home(self) -> None:
+        self.shards.bring_home()
+
+    def close(self) -> None:
+        self.shards.close()
+        self._unsync()
+
+    def leave(self) -> None:
+        self.shards.leave()
+        self._unsync()
+
+
+def refuse_undivided(
+    module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica
+) -> None:
+    """Refuse what torch's fully_shard, or an optimizer of rows, would not do as one device does."""
+    refuse_half(recipe)
+    refuse_optimizer(optimizer)
+    if recipe.jit_compile:
+        raise NotDistributable(
+            "jit_compile=True goes with ShardedStrategy on the CPUs of one machine only; leave it "
+            "out, or use MirroredStrategy."
+        )
+    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
+    if sparse:
+        raise NotDistributable(
+            f"{sparse[0]!r} has sparse gradients, which ShardedStrategy cannot add up; use "
+            "sparse=False."
+        )
+    if replica.device.type != "cpu" and replica.ops[0] != NcclAllReduce():
+        raise NotDistributable(
+            "replicas of ShardedStrategy that share a GPU, or mix kinds of devices, cannot divide "
+            "a model; give each replica a GPU of its own."
+        )
+
+
+def refuse_half(recipe: Recipe) -> None:
+    """Refuse a gradient scaler."""
+    if recipe.autocast is torch.float16:
+        raise NotDistributable(
+            'precision="float16" unscales whole gradients, of which a replica of ShardedStrategy '
+            'has a part; use precision="bfloat16", or MirroredStrategy.'
+        )
+
+
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Refuse one whose update of an element may depend on others."""
+    if type(optimizer) not in ELEMENTWISE:
+        raise NotDistributable(
+            f"{type(optimizer).__name__} may look at whole parameters, of which a replica of "
+            "ShardedStrategy updates a part; use SGD, AdamW or another of torch's optimizers that "
+            "treat each element by itself, or MirroredStrategy."
+        )
+
+
+def refuse_unshared(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
+    """Refuse what cannot be trained in slices of one set."""
+    params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    refuse_half(recipe)
+    for name, param in params.items():
+        if param.dtype is not torch.float32:
+            raise NotDistributable(
+                f"parameter {name!r} is {param.dtype}, and CPU replicas of ShardedStrategy share "
+                "float32 parameters; use module.float(), or MirroredStrategy."
+            )
+    refuse_optimizer(optimizer)

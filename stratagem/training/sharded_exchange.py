@@ -1,0 +1,107 @@
+"""A committer that keeps one set of gradients for all replicas of a machine.
+
+    backward fires the hook -> added to the sum in shared memory -> p.grad is forgotten
+
+So of its own gradients a replica holds the one that backward is making, and a few that wait for
+their turn (wire/ordered_sum.py); the sum is P / N of each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.codecs.reducer import Reducer
+from stratagem.errors import NotDistributable
+from stratagem.state.factors import Factors
+from stratagem.training.exchange import GradientExchange, write_notes
+from stratagem.training.replica import Replica
+from stratagem.wire.collective import Pending
+from stratagem.wire.ordered_sum import OrderedSum
+from stratagem.wire.shared_memory import SharedMemoryCollective
+
+
+class OneSum:
+    """What a bucket of these gradients lies in: the one sum of all replicas."""
+
+    lossy = True  # the notes have a row for each replica
+
+    def __init__(self, sums: OrderedSum) -> None:
+        self.sums = sums
+
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert count == len(self.sums.flat)
+        return self.sums.flat
+
+    def reduce(self, flat: Tensor, weight: float) -> Pending:
+        raise AssertionError("these gradients are added up as they come")
+
+
+class ShardedExchange(GradientExchange):
+    """Gradients added to one sum in shared memory, which `p.grad` never shows. Collective."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        replica: Replica,
+        reducer: Reducer,
+        **options: Any,
+    ) -> None:
+        collective = replica.collective
+        assert isinstance(collective, SharedMemoryCollective)
+        trained = [(n, p) for n, p in named if p.requires_grad]
+        self._names = [name for name, _ in trained]
+        # a bucket has the last parameter first, as backward makes them
+        self._last = len(trained) - 1
+        self.sums = OrderedSum([p.numel() for _, p in reversed(trained)], collective)
+        self._had: set[int] = set()
+        super().__init__(named, replica, OneSum(self.sums), **options)
+
+    def begin_step(self) -> None:
+        """The gradients of an update begin."""
+        self.sums.begin_step()
+        self._had.clear()
+
+    def _ready(self, param: Tensor) -> None:
+        if param.grad is not None:
+            self._take(self._index[param])  # type: ignore[index]
+
+    def _take(self, index: int) -> None:
+        param = self.buckets.params[index]
+        grad, part = param.grad, self._last - index
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise NotDistributable(
+                f"parameter {self._names[index]!r} has sparse gradients, which ShardedStrategy "
+                "cannot add up; use sparse=False."
+            )
+        if self.sums.has(part):
+            raise NotDistributable(
+                f"parameter {self._names[index]!r} gets its gradient in several parts of one "
+                "backward pass (checkpoint with use_reentrant=True does that), and ShardedStrategy "
+                "keeps none of them; say use_reentrant=False, or use MirroredStrategy."
+            )
+        self._had.add(index)
+        self.sums.add(part, grad)
+        param.grad = None
+
+    def end_pass(self) -> None:
+        """A backward pass is over, or this replica had no rows for it. Collective."""
+        for index, param in enumerate(self.buckets.params):
+            if param.grad is not None:  # that somebody has put there
+                self._take(index)
+        self.sums.end_pass()
+
+    def stage(
+        self, notes: Sequence[float | Tensor], factors: Mapping[int, Factors] | None = None
+    ) -> None:
+        """Tell the notes, and which parameters have a gradient here."""
+        has = [i in self._had for i in range(len(self._names))]
+        for i, each in (factors or {}).items():
+            each.mark(has[i])
+            has[i] |= each.kept
+        write_notes(self.buckets.notes, notes)
+        self.buckets.used.copy_(torch.tensor(has, dtype=torch.float32))

@@ -1,0 +1,244 @@
+"""ShardedStrategy on the CPUs of one machine: the answer of one device, one set of gradients.
+
+The reference is a loop written by hand on one device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+import stratagem as sg
+from tests.support import by_hand, closest, cpus, data, distance, mlp, moved
+
+pytestmark = pytest.mark.timeout(120)
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+}
+
+
+class Own(nn.Module):
+    """A forward of its own, so that gradients come as products; one parameter is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last = nn.Linear(6, 300), nn.Linear(300, 4)
+        self.middle = nn.Linear(300, 300)
+        self.unused = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.middle(self.middle(x))))  # type: ignore[no-any-return]
+
+
+def wide() -> nn.Module:
+    """Linear layers large enough for factors."""
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 256), nn.Linear(256, 4))
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def several(request: pytest.FixtureRequest) -> Iterator[sg.ShardedStrategy]:
+    with sg.ShardedStrategy(cpus(request.param)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[sg.ShardedStrategy]:
+    with sg.ShardedStrategy(cpus(2)) as made:
+        yield made
+
+
+def fitted(
+    on: sg.Strategy,
+    module: nn.Module,
+    optimizer: Any,
+    x: Any,
+    y: Any,
+    *,
+    batch: int = 64,
+    loss: Any = "cross_entropy",
+    fit: dict[str, Any] | None = None,
+    **compile_options: Any,
+) -> sg.Model:
+    with on.scope():
+        model = sg.Model(copy.deepcopy(module))
+        model.compile(optimizer=optimizer, loss=loss, **compile_options)
+    model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, **(fit or {}))
+    return model
+
+
+@pytest.mark.parametrize("make", [mlp, wide, Own])
+@pytest.mark.parametrize(("name", "batch"), [("sgd", 64), ("adamw", 65), ("fused", 110)])
+def test_one_device(
+    several: sg.ShardedStrategy, make: Callable[[], nn.Module], name: str, batch: int
+) -> None:
+    """331 rows: batches that do not divide, and a last batch of a single row."""
+    x, y = data()
+    start = make()
+    alone = by_hand(start, OPTIMIZERS[name], F.cross_entropy, x, y, batch=batch)
+    model = fitted(several, start, OPTIMIZERS[name], x, y, batch=batch)
+    assert moved(start, alone)
+    assert distance(alone, model.module) < 2e-6
+
+
+def test_a_loop_of_ones_own_is_refused(pair: sg.ShardedStrategy) -> None:
+    def loop() -> None:
+        module = mlp()
+        pair.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    with pytest.raises(sg.NotDistributable, match=r"use sg\.Model, or MirroredStrategy"):
+        pair.run(loop)
+
+
+def test_clipping_is_by_the_norm_of_all_slices(several: sg.ShardedStrategy) -> None:
+    x, y = data()
+    start = Own()
+    clip = {"before_step": lambda m: clip_grad_norm_(m.parameters(), 0.05)}
+    alone = by_hand(start, OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=47, **clip)
+    model = fitted(several, start, OPTIMIZERS["sgd"], x, y, batch=47, clip_norm=0.05)
+    assert distance(alone, model.module) < 2e-6
+    free = by_hand(start, OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=47)
+    assert distance(alone, free) > 1e-3  # the limit was reached
+
+
+class Watched(sg.callbacks.Callback):
+    """What the chief holds after a batch."""
+
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.kept.append(sum(p.grad is not None for p in self.model.module.parameters()))
+
+
+def test_nobody_holds_whole_gradients(pair: sg.ShardedStrategy) -> None:
+    x, y = data(64)
+    watched = Watched()
+    fitted(pair, Own(), OPTIMIZERS["sgd"], x, y, fit={"callbacks": [watched]})
+    assert watched.kept == [0, 0]
+
+
+def test_normalisation_over_the_batch() -> None:
+    torch.manual_seed(6)
+    start = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    x, y = data(101)
+    alone = by_hand(start, OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=33)
+    with sg.ShardedStrategy(cpus(3), sync_batchnorm=True) as strategy:
+        model = fitted(strategy, start, OPTIMIZERS["sgd"], x, y, batch=33)
+    assert distance(alone, model.module) < 2e-6
+
+
+def test_one_plain_file(pair: sg.ShardedStrategy, tmp_path: Path) -> None:
+    """What was saved goes on under another strategy, and the other way round."""
+    x, y = data(120)
+    start = Own()
+    alone = by_hand(start, OPTIMIZERS["adamw"], F.cross_entropy, x, y, batch=40, epochs=6)
+    model = fitted(pair, start, OPTIMIZERS["adamw"], x, y, batch=40)
+    model.save(tmp_path / "first")
+    with sg.MirroredStrategy(cpus(1)).scope():
+        other = sg.Model(copy.deepcopy(start))
+        other.compile(optimizer=OPTIMIZERS["adamw"], loss="cross_entropy")
+    other.load(tmp_path / "first")
+    other.fit(x, y, batch_size=40, epochs=2, shuffle=False, verbose=0)
+    other.save(tmp_path / "second")
+    model.load(tmp_path / "second")
+    model.fit(x, y, batch_size=40, epochs=2, shuffle=False, verbose=0)
+    assert distance(alone, model.module) < 2e-6
+    predicted = model.predict(x, batch_size=50, verbose=0)
+    assert closest(predicted.flatten().tolist(), alone(x).flatten().tolist()) < 1e-5
+    loss = model.evaluate(x, y, batch_size=50, verbose=0)["loss"]
+    assert abs(loss - F.cross_entropy(alone(x), y).item()) < 1e-5
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "double": (lambda: mlp().double(), {}, "is torch.float64"),
+    "adafactor": (mlp, {"optimizer": torch.optim.Adafactor}, "Adafactor may look at whole"),
+    "float16": (mlp, {"precision": "float16"}, "unscales whole gradients"),
+    "sparse": (lambda: nn.EmbeddingBag(9, 4, sparse=True), {}, "sparse gradients"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_is_refused(pair: sg.ShardedStrategy, case: str) -> None:
+    make, options, sentence = REFUSED[case]
+    x, y = data(40)
+    x = {"sparse": x.long() % 9, "double": x.double()}.get(case, x)
+    compiled = {"optimizer": OPTIMIZERS["sgd"], **options}
+    with pytest.raises(sg.StratagemError, match=sentence):
+        fitted(pair, make(), x=x, y=y, **compiled)
+
+
+def test_gradients_in_two_parts_are_refused(pair: sg.ShardedStrategy) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            a = checkpoint(self.inner, x, use_reentrant=True)
+            return a + checkpoint(self.inner, x * 2, use_reentrant=True)  # type: ignore[no-any-return]
+
+    with pytest.raises(sg.StratagemError, match="use_reentrant=False"):
+        fitted(pair, Twice(), OPTIMIZERS["sgd"], *data(40), check=False)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_fewer_rows_than_replicas(several: sg.ShardedStrategy, rows: int) -> None:
+    x, y = data(rows)
+    start = wide()
+    alone = by_hand(start, OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=rows)
+    model = fitted(several, start, OPTIMIZERS["sgd"], x, y, batch=rows)
+    assert distance(alone, model.module) < 2e-6
+
+
+class Half(nn.Module):
+    """Uses a layer for some batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(x) + self.inner(x) if x[0, 0] > 0 else self.inner(x)
+
+
+def test_a_layer_that_was_used_before_has_no_gradient(pair: sg.ShardedStrategy) -> None:
+    """What it had then is still in memory, and must not count in the norm."""
+    x, y = data(80)
+    x[:40, 0], x[40:, 0] = 1.0, -1.0
+    clip: dict[str, Any] = {"before_step": lambda m: clip_grad_norm_(m.parameters(), 0.1)}
+    alone = by_hand(Half(), OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=40, **clip)
+    model = fitted(pair, Half(), OPTIMIZERS["sgd"], x, y, batch=40, clip_norm=0.1)
+    assert distance(alone, model.module) < 2e-6
+
+
+def test_a_layer_that_one_replica_uses(pair: sg.ShardedStrategy) -> None:
+    """Only the second replica's rows need it; the first has nothing to add there."""
+    x, y = data(40)
+    x[:20, 0], x[20:, 0] = -1.0, 1.0
+    start = Half()
+    alone = copy.deepcopy(start)
+    optimizer = OPTIMIZERS["sgd"](alone.parameters())
+    for _ in range(2):
+        for rows in (slice(0, 20), slice(20, 40)):
+            (F.cross_entropy(alone(x[rows]), y[rows], reduction="sum") / 40).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = fitted(pair, start, OPTIMIZERS["sgd"], x, y, batch=40, check=False)
+    assert distance(alone, model.module) < 2e-6
