@@ -1,8 +1,8 @@
 """In which order the devices of a pipeline work on microbatches. Pure: nothing is run here.
 
-A schedule is a generator of one device's operations. A model is cut into parts; part p lies on device p modulo the number of devices. Every microbatch
-goes forward through all parts and then backward through them in reverse. With 3 devices and 4
-microbatches (`draw` makes these):
+A schedule is a generator of one device's operations. A model is cut into parts; part p lies on
+device p modulo the number of devices. Every microbatch goes forward through all parts and then
+backward through them in reverse. With 3 devices and 4 microbatches (`draw` makes these):
 
 GPipe: all forward, then all backward; a device keeps what every microbatch needs for its backward.
 

@@ -119,7 +119,7 @@ class SharedMemoryCollective(Collective):
         self._turn += _KINDS
         turn, flags = self._turn, self._flags
         mark = turn + _MEETINGS.index(what)
-        self._order_writes()
+        self.order_writes()
         flags[self.rank * _WORDS] = mark
         for other in range(self.size):
             if flags[other * _WORDS] < turn:
@@ -131,7 +131,7 @@ class SharedMemoryCollective(Collective):
                     f"{_MEETINGS[found - turn]}: they run different code, or loops with another "
                     "number of steps or number of epochs. Every replica must do the same."
                 )
-        self._order_writes()
+        self.order_writes()
 
     def _await(self, rank: int, turn: int) -> None:
         """Spin briefly, then doze: spinning would slow down whoever shares the core, and that
@@ -164,7 +164,11 @@ class SharedMemoryCollective(Collective):
             if self._flags[rank * _WORDS] < turn:
                 raise
 
-    def _order_writes(self) -> None:
+    def look(self, rank: int, waited: float) -> None:
+        """Asked now and then by who waits for a replica: raises if it is gone."""
+        self._watch(rank, waited)
+
+    def order_writes(self) -> None:
         """Tensors written before a flag must be seen before it; x86 promises that by itself."""
         if not _TOTAL_STORE_ORDER:
             with self._fence:
