@@ -12,15 +12,18 @@ import math
 import weakref
 from collections.abc import Sequence
 from functools import cached_property, reduce
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shares import map_parts, rows, share
+from stratagem.data.shares import map_parts, rows, share, tensors_in
 from stratagem.errors import NotDistributable
+from stratagem.frontends.adapter import call
 from stratagem.frontends.fit_job import Fit
+from stratagem.frontends.isolated_run import dry_run
 from stratagem.frontends.losses import CountedLoss
 from stratagem.frontends.outputs import with_row
 from stratagem.frontends.recipe import Recipe
@@ -29,6 +32,7 @@ from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import OneDevice
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.shared_model import OwnedState, SharedTensors
+from stratagem.training.layer_costs import run_graph
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline, Settings
@@ -40,6 +44,9 @@ from stratagem.wire.slots import SlotChannel, channel_words
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 log = logging.getLogger("stratagem")
+
+#: rows on which it is tried that the layers are the model
+_TRIED = 5
 
 #: what was measured of a model, with the settings and the rows that it was measured for
 _plans: weakref.WeakKeyDictionary[nn.Module, tuple[Pipeline, int, StagePlan]] = (
@@ -69,6 +76,28 @@ def check(job: Fit, devices: int) -> None:
         )
     job.module.train()
     check_layers(trace(job.module, job.source.known_input()), pipeline, devices)
+
+
+@torch.no_grad()
+def prove(graph: LayerGraph, portion: Portion, names: Sequence[str]) -> None:
+    """Refuse a model whose layers, one after another, are not what its forward computes: for some
+    rows, and for one less."""
+    for count in {min(portion.total, _TRIED), max(min(portion.total, _TRIED) - 1, 1)}:
+        x = rows(portion.x, 0, count)
+        with dry_run(*graph.module.modules()):
+            whole = tensors_in([call(graph.module, x)])
+            staged = tensors_in([run_graph(graph, in_order(names, x))])
+            same = all(
+                one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-6, equal_nan=True)
+                for one, other in zip_longest(whole, staged, fillvalue=torch.empty(0))
+            )
+        if not same:
+            raise NotDistributable(
+                f"the layers of {type(graph.module).__name__}, one after another, do not give what "
+                "its forward gives, so that forward does something that was not seen when it was "
+                "split (a global, a random number, the number of rows); put that part into a "
+                "submodule of its own which is not torch's, with a line that depends on values."
+            )
 
 
 class Staged(OneDevice):
@@ -130,6 +159,7 @@ class Staged(OneDevice):
         def inputs(count: int) -> list[Any]:
             return in_order(self._inputs, rows(portion.x, 0, count))
 
+        prove(graph, portion, self._inputs)
         with self.autocast():
             plan, table = make_plan(
                 graph, self._pipeline, self.replica.count, portion.total, inputs

@@ -85,8 +85,7 @@ class LayerMeter:
             if node in self._places:
                 return inputs[self._places[node]]
             if node.op == "get_attr":
-                owner, _, name = str(node.target).rpartition(".")
-                return getattr(self._graph.module.get_submodule(owner), name)
+                return attribute(self._graph.module, str(node.target))
             if node not in known:
                 known[node] = _leaves(values[node])
             return known[node]
@@ -111,6 +110,27 @@ class LayerMeter:
             param.grad = None
         values.update((node, _detached(known[node])) for node in layer.nodes)
         return seconds, kept
+
+
+def run_graph(graph: LayerGraph, inputs: Sequence[Any]) -> Any:
+    """The output of the whole model, by its layers."""
+    known: dict[fx.Node, Any] = dict(zip(graph.inputs, inputs, strict=True))
+
+    def get(node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return attribute(graph.module, str(node.target))
+        return known[node]
+
+    for layer in graph.layers:
+        for node in layer.nodes:
+            known[node] = run_node(graph.module, node, get)
+    return fx.node.map_arg(graph.output.args[0], get)  # type: ignore[arg-type]
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """A parameter, buffer or constant by its name."""
+    owner, _, name = path.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
 
 
 def run_node(module: nn.Module, node: fx.Node, get: Any) -> Any:

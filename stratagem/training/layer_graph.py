@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
+import random
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
@@ -86,13 +89,49 @@ class _LayerTracer(fx.Tracer):
             return _through(m, args[0])
         self.inside.append(self.path_of_module(m))
         try:
-            return super().call_module(m, forward, args, kwargs)
+            with _without_effects(m):
+                return super().call_module(m, forward, args, kwargs)
         except Exception:
             if self.failed is None:
                 self.failed = self.inside[-1]
             raise
         finally:
             self.inside.pop()
+
+
+class _SideEffect(Exception):
+    """A forward that does more than compute: traced, it would do that once and never again."""
+
+
+@contextmanager
+def _without_effects(module: nn.Module) -> Iterator[None]:
+    """Raise if a module's forward sets attributes of it, or draws random numbers by itself; both
+    are put back."""
+    dice, before, seen = _dice(), dict(vars(module)), _sizes(module)
+    try:
+        yield
+        if _sizes(module) != seen:
+            raise _SideEffect("it sets attributes of the module")
+        if _dice() != dice:
+            raise _SideEffect("it draws random numbers that are not of its inputs' shape")
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+def _sizes(module: nn.Module) -> dict[str, Any]:
+    """What tells whether an attribute has become another, or grown."""
+    kinds = (list, dict, set)
+    return {
+        name: (id(value), len(value) if isinstance(value, kinds) else 0)
+        for name, value in vars(module).items()
+    }
+
+
+def _dice() -> Any:
+    _, keys, place, *_ = np.random.get_state()
+    drawn = torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes(), place
+    return drawn, random.getstate()
 
 
 def _through(encoder: nn.TransformerEncoder, x: Any) -> Any:
@@ -119,7 +158,8 @@ def trace(module: nn.Module, x: Any = None) -> LayerGraph:
     while True:
         tracer = _LayerTracer(whole)
         try:
-            graph = tracer.trace(module, given or None)
+            with _without_effects(module):
+                graph = tracer.trace(module, given or None)
             break
         except Exception as error:
             if tracer.failed is None:
@@ -156,6 +196,12 @@ def _in_the_way(module: nn.Module, error: Exception) -> NotDistributable:
         line = own[-1].line or linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
         where = f"line {own[-1].lineno} of {os.path.basename(own[-1].filename)}, `{line}`,"
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, _SideEffect):
+        return NotDistributable(
+            f"the model cannot be split into stages: forward of {type(module).__name__} does more "
+            f"than compute ({reason}), which each stage would have to do; put that into a "
+            "submodule, which stays whole on one stage."
+        )
     return NotDistributable(
         f"the model cannot be split into stages: {where} depends on values, which are known only "
         f"when it runs ({reason}); put that line into a submodule, which stays whole on one "

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.strategy import Strategy, get_strategy, on_scope
 from stratagem.training.dry_run import on_dry_run
@@ -129,6 +129,11 @@ def _wrap_compile(keras: Any) -> None:
 
 
 def _distribute(model: Any, strategy: Strategy) -> None:
+    if strategy.settings.pipeline is not None:
+        raise NotDistributable(
+            "a pipeline splits torch modules, and this is a Keras model; give sg.Model a torch "
+            "module of the same layers, or use a MirroredStrategy."
+        )
     from stratagem.frontends.keras.driver import Driver
     from stratagem.frontends.keras.evaluator import EvaluatorDriver
     from stratagem.frontends.keras.on_replicas import OnReplicas
