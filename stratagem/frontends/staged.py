@@ -224,8 +224,10 @@ class Staged(OneDevice):
         self._step()
 
     def _step(self) -> None:
-        if self.recipe.clip_value is not None:
-            nn.utils.clip_grad_value_(self._owned, self.recipe.clip_value)
+        if (limit := self.recipe.clip_value) is not None:
+            for param in self._owned:
+                if param.grad is not None:
+                    param.grad.clamp_(-limit, limit)
         self.optimizer.step()
         self.forget_gradients()
         self._shared.take_back(self._owned_tensors)

@@ -18,7 +18,7 @@ from stratagem.rules.layer_split import LayerCost
 from stratagem.training.layer_graph import Layer, LayerGraph
 from stratagem.training.stage_parts import StagePart, tensors_of
 
-_ROUNDS = 3
+_ROUNDS = 2
 #: bytes of an optimizer's state for each byte of a parameter, and of the gradient
 _STATES = 3
 
@@ -124,7 +124,7 @@ def run_graph(graph: LayerGraph, inputs: Sequence[Any]) -> Any:
     for layer in graph.layers:
         for node in layer.nodes:
             known[node] = run_node(graph.module, node, get)
-    return fx.node.map_arg(graph.output.args[0], get)  # type: ignore[arg-type]
+    return fx.node.map_arg(graph.output.args[0], get)
 
 
 def attribute(module: nn.Module, path: str) -> Any:

@@ -3,7 +3,6 @@ and with which layers stages begin. Measured on the first batch, or as the user 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ from stratagem.training.layer_costs import LayerMeter
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage_parts import cut
-
-log = logging.getLogger("stratagem")
 
 #: inputs of the first rows of a batch, as many as one microbatch of so many has
 RowsOf = Callable[[int], Sequence[Any]]
@@ -80,10 +77,10 @@ def make_plan(
         firsts = _firsts(graph, pipeline, devices, microbatches, costs)
         if firsts is None:
             continue
-        step = (microbatches + devices - 1 / pipeline.parts) * slowest(costs, firsts)
-        if best is None or step * pipeline.parts < best[0]:
+        step = (pipeline.parts * microbatches + devices - 1) * slowest(costs, firsts)
+        if best is None or step < best[0]:
             plan = StagePlan(pipeline.microbatches or microbatches, tuple(firsts))
-            best = (step * pipeline.parts, plan, costs)
+            best = (step, plan, costs)
     if best is None:
         raise NotDistributable(
             f"no split of the model's {len(graph.layers)} layers over {devices} devices fits into "
@@ -96,7 +93,7 @@ def _candidates(asked: int | None, devices: int, rows: int) -> list[int]:
     """Numbers of microbatches to try; a batch has no more than rows."""
     if asked is not None:
         return [max(min(asked, rows), 1)]
-    few = [n for n in (devices, 2 * devices, 4 * devices, 8 * devices) if n <= rows]
+    few = [n for n in (devices, 2 * devices, 4 * devices) if n <= rows]
     return few or [max(rows, 1)]
 
 
@@ -122,14 +119,20 @@ def _table(graph: LayerGraph, plan: StagePlan, devices: int, costs: Sequence[Lay
     """Stage, layers, milliseconds and megabytes, and what crosses to later ones."""
     head = ("stage", "device", "layers", "ms", "MB", "hands on")
     lines = [head]
+    made_by = {n.name: layer.name for layer in graph.layers for n in layer.nodes}
     for part in cut(graph, plan.firsts):
         names = [graph.layers[i].name for i in part.layers]
         layers = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
         ms = sum(costs[i].seconds for i in part.layers) * 1e3
         size = sum(costs[i].fixed for i in part.layers) / 1e6
-        sent = [f"{', '.join(names)} to {to}" for to, names in part.sends.items() if names]
+        over = costs[part.layers[-1]].crossing / 1e6
+        sent = [
+            f"{', '.join(dict.fromkeys(made_by[name] for name in names))} to {to}"
+            for to, names in part.sends.items()
+            if names
+        ]
         row = (str(part.index), str(part.index % devices), layers, f"{ms:.2f}", f"{size:.1f}")
-        lines.append((*row, "; ".join(sent) or "-"))
+        lines.append((*row, f"{'; '.join(sent)}, {over:.2f} MB" if sent else "-"))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     rows = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
     return "\n".join(row.rstrip() for row in rows)

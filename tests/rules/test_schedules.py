@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,6 +90,8 @@ def test_a_channel_that_is_too_narrow_is_seen() -> None:
 
 def test_drawings() -> None:
     doc = schedules.__doc__ or ""
+    page = (Path(__file__).parents[2] / "docs" / "model-parallel.md").read_text()
     for schedule in (gpipe, alternating):
         for line in draw(schedule, 3, 4).splitlines():
-            assert line in doc
+            assert line in doc and line in page
+    assert draw(interleaved, 2, 4, 2) in page

@@ -163,21 +163,23 @@ def test_sample_weights(pipe: Pipe) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_clipping_by_the_norm_of_all_stages_and_accumulation(pipe: Pipe, accumulate: int) -> None:
+    """One of the stages has no parameter at all."""
     module, (x, y) = deep(), doubles(75)
+    on = pipe(3, 4, split=["2", "3"])
     y[16:30] = -100
     clip = lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05)  # noqa: E731
     one = by_hand(
         module, adam, F.cross_entropy, x, y, batch=16, before_step=clip, accumulate=accumulate
     )
     options: dict[str, Any] = {"clip_norm": 0.05, "accumulate": accumulate}
-    model = fitted(pipe(3, 4), module, x, y, optimizer=adam, **options)
+    model = fitted(on, module, x, y, optimizer=adam, **options)
     assert distance(one, model.module) < 1e-8  # the norm is not rounded as torch rounds it
     assert moved(module, one)
     value = lambda m: nn.utils.clip_grad_value_(m.parameters(), 1e-3)  # noqa: E731
     one = by_hand(
         module, sgd, F.cross_entropy, x, y, batch=16, before_step=value, accumulate=accumulate
     )
-    model = fitted(pipe(3, 4), module, x, y, clip_value=1e-3, accumulate=accumulate)
+    model = fitted(on, module, x, y, clip_value=1e-3, accumulate=accumulate)
     assert distance(one, model.module) < 1e-12
 
 
@@ -222,6 +224,16 @@ def test_skips_ties_and_layers_used_twice(pipe: Pipe, devices: int) -> None:
         assert distance(one, model.module) < 1e-12
         assert moved(module, one)
         assert model.module.head.weight is model.module.embedding.weight  # type: ignore[union-attr]
+
+
+def test_what_is_written_in_place_is_read_behind_it(pipe: Pipe) -> None:
+    """The cut is before and behind the layer that writes, and a later stage reads the value."""
+    module = Knotted().double()
+    dice = torch.Generator().manual_seed(0)
+    x, y = torch.randint(0, 11, (2, 23, 5), generator=dice)
+    one = by_hand(module, sgd, F.cross_entropy, x, y, batch=9)
+    model = fitted(pipe(3, 4, split=["act", "rnn"]), module, x, y, batch=9)
+    assert distance(one, model.module) < 1e-12
 
 
 def test_several_inputs_and_their_names(pipe: Pipe) -> None:
