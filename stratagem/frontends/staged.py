@@ -32,6 +32,8 @@ from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import OneDevice
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.shared_model import OwnedState, SharedTensors
+from stratagem.training.column_plan import plan_columns
+from stratagem.training.columns import ColumnChannels, ColumnStage
 from stratagem.training.layer_costs import run_graph
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.replica import Replica
@@ -75,7 +77,11 @@ def check(job: Fit, devices: int) -> None:
             f"{kind.__name__} may look at all of them at once; use one of torch.optim but LBFGS."
         )
     job.module.train()
-    check_layers(trace(job.module, job.source.known_input()), pipeline, devices)
+    graph = trace(job.module, job.source.known_input())
+    if pipeline.columns is not None:
+        plan_columns(graph, devices)
+    else:
+        check_layers(graph, pipeline, devices)
 
 
 @torch.no_grad()
@@ -116,18 +122,34 @@ class Staged(OneDevice):
         self._collective, self._pipeline = replica.collective, settings.pipeline
         self._schedule = SCHEDULES[self._pipeline.schedule]
         self._shared = SharedTensors(module, self._collective)
-        self._stage: Stage | None = None
+        self._stage: Stage | ColumnStage | None = None
         self._state: OwnedState | None = None
         self._owned: list[nn.Parameter] = []
         self._microbatches = 1
 
     # --- coming together --------------------------------------------------------------------
 
-    def _begin(self, portion: Portion) -> Stage:
+    def _begin(self, portion: Portion) -> Stage | ColumnStage:
         """Trace, measure and split, with the first batch at hand. Collective."""
-        count, collective = self.replica.count, self._collective
+        count, rank = self.replica.count, self.replica.index
         graph = trace(self.module, portion.x)
         self._inputs = [str(node.target) for node in graph.inputs]
+        split = self._in_columns if self._pipeline.columns is not None else self._in_parts
+        stage, users = split(graph, portion)
+        used: dict[Tensor, list[int]] = {}
+        for device in range(count):
+            for tensor in users[device]:
+                used.setdefault(tensor, []).append(device)
+        self._owned = [p for p in self._params if used.get(p, [0])[0] == rank]
+        self._owned_tensors = [t for t, devices in used.items() if devices[0] == rank]
+        self._tie(used)
+        self._state = OwnedState(self.optimizer, set(self._owned), leads=self.replica.leads)
+        self._tell_state()
+        return stage
+
+    def _in_parts(self, graph: LayerGraph, portion: Portion) -> tuple[Stage, list[set[Tensor]]]:
+        """Cut by layers; returns also the tensors that each device uses. Collective."""
+        count, rank, collective = self.replica.count, self.replica.index, self._collective
         check_layers(graph, self._pipeline, count)
         mine = None
         if self.replica.leads:
@@ -135,21 +157,26 @@ class Staged(OneDevice):
             mine = [plan.microbatches, list(plan.firsts)]
         self._microbatches, firsts = broadcast_tree(collective, mine)
         parts = cut(graph, firsts)
-        users: dict[Tensor, list[int]] = {}
-        for part in parts:
-            for tensor in tensors_of(graph, part):
-                devices = users.setdefault(tensor, [])
-                if part.index % count not in devices:
-                    devices.append(part.index % count)
-        rank = self.replica.index
-        used = {tensor: sorted(devices) for tensor, devices in users.items()}
-        self._owned = [p for p in self._params if used.get(p, [0])[0] == rank]
-        self._owned_tensors = [t for t, devices in used.items() if devices[0] == rank]
-        self._tie(used)
-        self._state = OwnedState(self.optimizer, set(self._owned), leads=self.replica.leads)
-        self._tell_state()
         self._has_last = (len(parts) - 1) % count == rank
-        return Stage(graph, parts, rank, StageChannels(parts, count, collective), self.autocast)
+        users: list[set[Tensor]] = [set() for _ in range(count)]
+        for part in parts:
+            users[part.index % count] |= tensors_of(graph, part)
+        channels = StageChannels(parts, count, collective)
+        return Stage(graph, parts, rank, channels, self.autocast), users
+
+    def _in_columns(
+        self, graph: LayerGraph, portion: Portion
+    ) -> tuple[ColumnStage, list[set[Tensor]]]:
+        """Cut recurrent layers, and their sequence in chunks of time. Collective."""
+        count, rank = self.replica.count, self.replica.index
+        plan, chunks = plan_columns(graph, count), self._pipeline.columns
+        assert chunks is not None
+        if self.replica.leads:
+            prove(graph, portion, self._inputs)
+        self._has_last = rank == count - 1
+        channels = ColumnChannels(count, self._collective)
+        users = [plan.tensors(device) for device in range(count)]
+        return ColumnStage(plan, rank, chunks, channels, self.autocast), users
 
     def _plan(self, graph: LayerGraph, portion: Portion) -> StagePlan:
         known = _plans.get(self.module)

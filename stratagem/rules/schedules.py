@@ -73,6 +73,13 @@ def _in_groups(order: range, devices: int, microbatches: int) -> Iterator[tuple[
             yield from ((part, m) for m in range(first, first + devices))
 
 
+def waves(device: int, devices: int, chunks: int, parts: int = 1) -> Iterator[Op]:
+    """For chunks of time, each of which begins where the one before it ended: forward from the
+    first to the last, backward from the last to the first."""
+    yield from (Op("F", device, m) for m in range(chunks))
+    yield from (Op("B", device, m) for m in reversed(range(chunks)))
+
+
 Schedule = Callable[[int, int, int, int], Iterator[Op]]
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,

@@ -24,7 +24,7 @@ _PARTS = 2
 _ELSEWHERE = {
     "elastic": "every stage has layers that no other has, so none can leave or join; "
     "use fit(checkpoint=, resume=True)",
-    "chunks": "it is microbatches=",
+    "chunks": "it is microbatches=, or columns= for chunks of time",
     "num_microbatches": "it is microbatches=",
     "n_microbatches": "it is microbatches=",
     "cluster": "stages are processes of one machine",
@@ -43,6 +43,8 @@ class PipelineStrategy(Strategy):
             every layer and balances the stages.
         batch_norm: "microbatch" has BatchNorm normalise over microbatches, unlike one device;
             without it a model that has one is refused, unless microbatches=1.
+        columns: cut stacks of LSTM, GRU or RNN layers, and their sequences into so many chunks of
+            time, instead of batches into microbatches.
         memory: bytes that a stage may take for its parameters and activations.
         patience: how long to wait for a stage.
     """
@@ -56,6 +58,7 @@ class PipelineStrategy(Strategy):
         split: Sequence[str] | str = "auto",
         *,
         batch_norm: str | None = None,
+        columns: int | None = None,
         memory: float | None = None,
         patience: Patience | None = None,
     ) -> None:
@@ -70,13 +73,16 @@ class PipelineStrategy(Strategy):
             raise UsageError(
                 f'batch_norm={batch_norm!r} is not known; it is "microbatch", or left out.'
             )
+        if columns is not None:
+            _check_columns(columns, microbatches, schedule, split)
         pipeline = Pipeline(
-            _count(microbatches),
+            _count(1 if columns is not None else microbatches),
             schedule,
             _names(split),
             batch_norm,
             memory,
             _PARTS if schedule == "interleaved" else 1,
+            columns,
         )
         settings = Settings(pipeline=pipeline)
         patience = patience or Patience(answer=5.0)
@@ -106,6 +112,16 @@ def _check_places(found: Sequence[str]) -> None:
         raise NotDistributable(
             "a pipeline runs on CPUs of one machine so far, and the environment describes a "
             "cluster; start the script without it, or use a MultiWorkerMirroredStrategy."
+        )
+
+
+def _check_columns(columns: Any, microbatches: Any, schedule: str, split: Any) -> None:
+    if not isinstance(columns, int) or columns < 1:
+        raise UsageError(f"columns={columns!r}; give the number of chunks of time, 1 or more.")
+    if microbatches not in ("auto", 1) or schedule != "1f1b" or split != "auto":
+        raise UsageError(
+            "columns cut the sequence and not the batch, in a schedule of their own, by the "
+            "weights of recurrent layers; leave microbatches, schedule and split out."
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import operator
 import os
 import random
 import traceback
@@ -219,6 +220,9 @@ def _layered(module: nn.Module, graph: fx.Graph, given: dict[str, Any]) -> Layer
             inputs.append(node)
         else:
             _erase(graph, node)
+    for node in reversed(list(graph.nodes)):  # what is taken apart, and not used
+        if node.target is operator.getitem and not node.users:
+            graph.erase_node(node)
     _follow_in_place(module, graph)
     layers: list[Layer] = []
     waiting: list[fx.Node] = []

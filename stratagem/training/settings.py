@@ -39,6 +39,8 @@ class Pipeline:
     memory: float | None = None
     #: of the model that a device has: several if it is interleaved
     parts: int = 1
+    #: chunks of time into which stacks of recurrent layers are cut, instead of rows
+    columns: int | None = None
 
 
 @dataclass(frozen=True)

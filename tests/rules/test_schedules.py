@@ -78,6 +78,19 @@ def test_interleaving_shortens_the_bubble(devices: int, groups: int, parts: int)
     assert idle < bubble(devices, microbatches)
 
 
+@given(sizes, batches, st.integers(1, 4))
+def test_waves_of_chunks_go_to_the_end_and_back(devices: int, chunks: int, slots: int) -> None:
+    """A chunk of time follows the one before it, and backward the one behind it."""
+    for device in range(devices):
+        ops = list(schedules.waves(device, devices, chunks))
+        there, back = ops[:chunks], ops[chunks:]
+        assert [op[::2] for op in there] == [("F", k) for k in range(chunks)]
+        assert [op[::2] for op in back] == [("B", k) for k in reversed(range(chunks))]
+    schedules.run(schedules.waves, devices, chunks, slots=slots)
+    rows = schedules.run(schedules.waves, devices, chunks)
+    assert len(rows[0]) == 2 * (chunks + devices - 1)  # each wave S K / (K + S - 1) times as fast
+
+
 def test_a_channel_that_is_too_narrow_is_seen() -> None:
     """The trial itself can fail: a device that waits for what comes later."""
 
@@ -94,4 +107,4 @@ def test_drawings() -> None:
     for schedule in (gpipe, alternating):
         for line in draw(schedule, 3, 4).splitlines():
             assert line in doc and line in page
-    assert draw(interleaved, 2, 4, 2) in page
+    assert draw(interleaved, 2, 4, 2) in page and draw(schedules.waves, 3, 4) in page
