@@ -310,8 +310,6 @@ class Staged(OneDevice):
 
     def leave(self) -> None:
         self.forget_gradients()
-        if self._state is not None:
-            self._state.close()
         self._shared.close()
 
 

@@ -75,10 +75,14 @@ class SharedTensors:
 
 
 class OwnedState:
-    """The state of an optimizer of which every process steps some parameters."""
+    """The state of an optimizer of which every process steps some parameters.
+
+    On the first process it stays in shared memory when training is over: nobody else writes there
+    then, and a copy of all of it may not fit.
+    """
 
     def __init__(self, optimizer: Optimizer, owned: set[Tensor], *, leads: bool) -> None:
-        self._optimizer, self._owned, self._leads = optimizer, owned, leads
+        self._optimizer, self._owned = optimizer, owned
         self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
         #: where each lies in shared memory, by the number of its parameter and its name
         self._views: dict[tuple[int, str], Tensor] = {}
@@ -138,13 +142,3 @@ class OwnedState:
         for index, name, kind, shape, start in told["entries"]:
             view = segment.tensor(getattr(torch, kind), shape, start)
             self._optimizer.state[self._params[index]][name] = view
-
-    def close(self) -> None:
-        """On the first process: the whole state in memory of its own."""
-        if not self._leads:
-            return
-        for param in self._params:
-            state = self._optimizer.state.get(param, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = value.clone()
