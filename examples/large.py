@@ -2,9 +2,9 @@
 
     python examples/large.py [--limit 180]
 
-Every process may take so many megabytes of its own beyond what Python and torch take
-for themselves (RLIMIT_DATA, which needs no rights). Under that limit twelve layers of 1024 with Adam do not
-train on one device; split over two stages they do. The exit code is 1 if either is not so.
+Every process may take so many megabytes of its own beyond what Python and torch take for themselves
+(RLIMIT_DATA, which needs no rights). Under that limit twelve layers of 1024 with Adam do not train
+on one device; split over two stages they do. The exit code is 1 if either is not so.
 """
 
 from __future__ import annotations

@@ -76,6 +76,12 @@ def check(job: Fit, devices: int) -> None:
             f"each stage of a pipeline steps the optimizer on its own parameters, and "
             f"{kind.__name__} may look at all of them at once; use one of torch.optim but LBFGS."
         )
+    own = set(job.module.parameters())
+    if any(p not in own for group in job.optimizer.param_groups for p in group["params"]):
+        raise NotDistributable(
+            "the optimizer has parameters that are not the model's (of a loss, say), which no "
+            "stage of a pipeline owns; make them parameters of the model."
+        )
     job.module.train()
     graph = trace(job.module, job.source.known_input())
     if pipeline.columns is not None:
@@ -126,6 +132,7 @@ class Staged(OneDevice):
         self._state: OwnedState | None = None
         self._owned: list[nn.Parameter] = []
         self._microbatches = 1
+        self._modes: list[bool] = []
 
     # --- coming together --------------------------------------------------------------------
 
@@ -217,8 +224,9 @@ class Staged(OneDevice):
     # --- one step ---------------------------------------------------------------------------
 
     def take(self, portion: Portion, last: bool) -> None:
-        if self._stage is None:
-            self._stage = self._begin(portion)
+        modes = [part.training for part in self.module.modules()]
+        if self._stage is None or modes != self._modes:  # a forward is traced as it is now
+            self._stage, self._modes = self._begin(portion), modes
         self._waiting += 1
         apply = last or self._waiting == self.recipe.accumulate
         batch = _MicroBatches(portion, self._microbatches, self.recipe)
@@ -324,10 +332,15 @@ class _MicroBatches:
         self._outputs: list[Any] = []
 
     def x(self, m: int) -> Any:
-        return self._rows(self._portion.x, m)
+        return self._piece(m)[0]
 
-    def _rows(self, tree: Any, m: int) -> Any:
-        return tree if self.count == 1 else rows(tree, *self._cuts[m])
+    def _piece(self, m: int) -> list[Any]:
+        """Inputs, targets and sample weights of a microbatch; refused if their rows differ."""
+        whole = [self._portion.x, self._portion.y, self._portion.weight]
+        if self.count == 1:
+            return whole
+        cut: list[Any] = rows(whole, *self._cuts[m])
+        return cut
 
     @cached_property
     def _divisor(self) -> float:
@@ -339,9 +352,8 @@ class _MicroBatches:
 
     def judge(self, m: int, output: Any) -> Tensor:
         """The part of the batch's loss that a microbatch makes."""
-        recipe, portion = self._recipe, self._portion
-        start, end = self._cuts[m]
-        y, weight = self._rows(portion.y, m), self._rows(portion.weight, m)
+        recipe, (start, end) = self._recipe, self._cuts[m]
+        _, y, weight = self._piece(m)
         output = output if end - start > 1 else with_row(output, y)
         numerator, denominator = recipe.loss.terms(output, y, weight, end - start)
         self._numerators.append(numerator.detach())

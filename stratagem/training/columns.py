@@ -20,7 +20,7 @@ from stratagem.data.shares import share, tensors_in
 from stratagem.errors import NotDistributable
 from stratagem.rules.schedules import Op, waves
 from stratagem.training.column_plan import ColumnOp, ColumnPlan
-from stratagem.training.layer_costs import attribute, run_node
+from stratagem.training.layer_costs import run_node
 from stratagem.training.stage import Inputs, Judge
 from stratagem.training.stage_parts import reseed
 from stratagem.wire.shared_memory import SharedMemoryCollective
@@ -268,7 +268,7 @@ class ColumnStage:
             if node in places:
                 return inputs[places[node]]
             if node.op == "get_attr":
-                return attribute(self._plan.graph.module, str(node.target))
+                return self._plan.graph.look_up(str(node.target))
             return self._values[node]
 
         return get

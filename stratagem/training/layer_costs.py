@@ -85,7 +85,7 @@ class LayerMeter:
             if node in self._places:
                 return inputs[self._places[node]]
             if node.op == "get_attr":
-                return attribute(self._graph.module, str(node.target))
+                return self._graph.look_up(str(node.target))
             if node not in known:
                 known[node] = _leaves(values[node])
             return known[node]
@@ -118,19 +118,13 @@ def run_graph(graph: LayerGraph, inputs: Sequence[Any]) -> Any:
 
     def get(node: fx.Node) -> Any:
         if node.op == "get_attr":
-            return attribute(graph.module, str(node.target))
+            return graph.look_up(str(node.target))
         return known[node]
 
     for layer in graph.layers:
         for node in layer.nodes:
             known[node] = run_node(graph.module, node, get)
     return fx.node.map_arg(graph.output.args[0], get)
-
-
-def attribute(module: nn.Module, path: str) -> Any:
-    """A parameter, buffer or constant by its name."""
-    owner, _, name = path.rpartition(".")
-    return getattr(module.get_submodule(owner), name)
 
 
 def run_node(module: nn.Module, node: fx.Node, get: Any) -> Any:

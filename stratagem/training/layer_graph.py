@@ -49,6 +49,15 @@ class LayerGraph:
     inputs: list[fx.Node]
     layers: list[Layer]
     output: fx.Node
+    #: tensors that forward makes of nothing, by the names that the graph has for them
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def look_up(self, path: str) -> Any:
+        """A module, parameter, buffer or constant by its name."""
+        if path in self.constants:
+            return self.constants[path]
+        owner, _, name = path.rpartition(".")
+        return getattr(self.module.get_submodule(owner), name)
 
     def first_of(self, name: str) -> int:
         """The first layer of a module, by the module's name."""
@@ -161,12 +170,17 @@ def trace(module: nn.Module, x: Any = None) -> LayerGraph:
         try:
             with _without_effects(module):
                 graph = tracer.trace(module, given or None)
+                # fx has put them there
+                made = [name for name in vars(module) if name.startswith("_tensor_constant")]
+                constants = {name: vars(module).pop(name) for name in made}
             break
         except Exception as error:
             if tracer.failed is None:
                 raise _in_the_way(module, error) from error
             whole.add(tracer.failed)  # it stays whole
-    return _layered(module, graph, given)
+    found = _layered(module, graph, given)
+    found.constants = constants
+    return found
 
 
 def _given(module: nn.Module, x: Any) -> dict[str, Any]:

@@ -102,7 +102,8 @@ def program(graph: LayerGraph, part: StagePart, *, last: bool) -> fx.GraphModule
     if last:
         sent.append(fx.node.map_arg(graph.output.args[0], found))  # type: ignore[arg-type]
     made.output(tuple(sent))
-    return fx.GraphModule(graph.module, made)
+    named = (str(n.target) for n in made.nodes if n.op in ("call_module", "get_attr"))
+    return fx.GraphModule({name: graph.look_up(name) for name in named}, made)
 
 
 def tensors_of(graph: LayerGraph, part: StagePart) -> set[torch.Tensor]:
@@ -114,8 +115,7 @@ def tensors_of(graph: LayerGraph, part: StagePart) -> set[torch.Tensor]:
             found.update([*inner.parameters(), *inner.buffers()])
         for value in node.all_input_nodes:
             if value.op == "get_attr":
-                owner, _, name = str(value.target).rpartition(".")
-                held = getattr(module.get_submodule(owner), name)
+                held = graph.look_up(str(value.target))
                 if isinstance(held, torch.Tensor):
                     found.add(held)
     return found

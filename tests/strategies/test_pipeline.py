@@ -63,7 +63,7 @@ def fitted(
     *,
     optimizer: Any = sgd,
     loss: Any = "cross_entropy",
-    batch: int = 16,
+    batch: int | None = 16,
     epochs: int = 2,
     fit: dict[str, Any] | None = None,
     **compiled: Any,
@@ -330,7 +330,53 @@ def test_callbacks_see_and_change_everything(pipe: Pipe) -> None:
     assert distance(expected, model.module) < 1e-12
 
 
+class Marked(nn.Module):
+    """A tensor that forward makes of nothing, and dropout that is a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.first(x) + torch.arange(8.0).double() / 8, 0.5, self.training)
+        return self.second(h * torch.tensor(0.5).double())
+
+
+def test_constants_and_modes_that_callbacks_change(pipe: Pipe) -> None:
+    """What was traced for training is traced again when a callback takes the dropout away."""
+    module, (x, y) = Marked().double(), doubles(40)
+
+    class Still(sg.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.model.module.train(epoch == 9)
+
+    one = by_hand(module, sgd, F.cross_entropy, x, y, batch=16)
+    still = copy.deepcopy(module)
+    optimizer = sgd(still.parameters())
+    still.eval()
+    for start in (*range(0, 40, 16), *range(0, 40, 16)):
+        F.cross_entropy(still(x[start : start + 16]), y[start : start + 16]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = fitted(pipe(2, 3), module, x, y, fit={"callbacks": [Still()]})
+    assert distance(still, model.module) < 1e-12
+    assert distance(still, one) > 1e-4
+
+
+def test_targets_with_other_rows_are_refused(pipe: Pipe) -> None:
+    """They would be cut at other rows than the inputs."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3), nn.Flatten(0, 1)).double()
+    x = torch.randn(8, 5, 6).double()
+    stream = [(x, torch.randint(0, 3, (40,)))]
+    with pytest.raises(sg.NotDistributable, match="tensors of 8 and of 40 rows"):
+        fitted(pipe(2, 4), module, stream, batch=None, check=False)
+
+
 def test_single_precision(pipe: Pipe) -> None:
     module, (x, y) = mlp(), data(50)
     one = by_hand(module, adam, F.cross_entropy, x, y, batch=16)
     assert distance(one, fitted(pipe(2, "auto"), module, x, y, optimizer=adam).module) < 1e-6
+    half = fitted(pipe(2, "auto"), module, x, y, optimizer=adam, precision="bfloat16").module
+    assert 1e-7 < distance(one, half) < 0.05

@@ -110,6 +110,9 @@ def test_layers_that_are_not_the_model() -> None:
 def test_ways_to_train() -> None:
     refused("no gradient scaler", mlp(), compiled={"precision": "float16"})
     refused("jit_compile=True cannot", mlp(), compiled={"jit_compile": True})
+    beside = nn.Parameter(torch.ones(1))
+    more: Any = lambda params: torch.optim.SGD([*params, beside], 0.1)  # noqa: E731
+    refused("parameters that are not the model's", mlp(), compiled={"optimizer": more})
     refused("LBFGS", mlp(), compiled={"optimizer": torch.optim.LBFGS})
     refused("OwnSGD may look at all", mlp(), compiled={"optimizer": OwnSGD})
 
