@@ -6,10 +6,11 @@ READY := $(VENV)/.ready
 # Tests run in parallel; more than a process a core makes those that watch the clock fragile.
 JOBS ?= 2
 
-.PHONY: help demo test test-slow test-exhaustive test-late lint bench reliability studies clean
+.PHONY: help demo demo-large test test-slow test-exhaustive test-late lint bench reliability studies clean
 
 help:
 	@echo "make demo    train on one device and on a local cluster, and compare"
+	@echo "make demo-large  a network that does not fit into one process trains in two stages"
 	@echo "make test    style, types, and all tests but the slow ones"
 	@echo "make test-slow  those: whole programs, notebooks and studies from their start"
 	@echo "make test-late  the tests that a run has listed in STRATAGEM_SECOND_TRIES, once more and alone"
@@ -28,6 +29,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+demo-large: $(READY)
+	$(BIN)/python examples/large.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -57,6 +57,7 @@ _HOMES = {
     "stratagem.strategies.mirrored": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
     "stratagem.strategies.parameter_server": ["ParameterServerStrategy"],
     "stratagem.strategies.sharded": ["ShardedStrategy"],
+    "stratagem.strategies.pipeline": ["PipelineStrategy"],
     "stratagem.servers.local_cluster": ["LocalCluster"],
     "stratagem.training.replica": ["Replica", "current_replica"],
     "stratagem.strategies.strategy": ["Strategy", "get_strategy"],
@@ -137,6 +138,7 @@ if TYPE_CHECKING:
     from stratagem.strategies.parameter_server import (
         ParameterServerStrategy as ParameterServerStrategy,
     )
+    from stratagem.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from stratagem.strategies.sharded import ShardedStrategy as ShardedStrategy
     from stratagem.strategies.strategy import Strategy as Strategy
     from stratagem.strategies.strategy import get_strategy as get_strategy

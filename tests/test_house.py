@@ -254,6 +254,7 @@ PUBLIC = [
     "NotDistributable",
     "ParameterServerStrategy",
     "Patience",
+    "PipelineStrategy",
     "Place",
     "Policy",
     "Ramp",

@@ -275,6 +275,11 @@ class CountedLoss:
         value = self._value(output, target, by_class, "sum")
         return value, self._count(output, target, by_class)
 
+    def count(self, target: Any) -> float:
+        """What a batch of these targets is divided by, known before its outputs are."""
+        _check_given(target)
+        return float(self._count(target, target, self._weight_on(target.device)))
+
     def _count(self, output: Tensor, target: Tensor, by_class: Tensor | None) -> Any:
         if target.is_floating_point():
             return float(output.numel() / output.shape[1 if output.dim() > 1 else 0])

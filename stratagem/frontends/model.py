@@ -26,6 +26,7 @@ from stratagem.frontends import (
     inputs,
     losses,
     server_fit,
+    staged,
 )
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import Callback, History
@@ -289,6 +290,8 @@ class Model:
             refuse_renormed(self.module)
         if by_servers:
             server_fit.check(job)
+        if several and self.strategy.settings.pipeline is not None:
+            staged.check(job, self.strategy.replica_group.size)
 
     def _attend(
         self,

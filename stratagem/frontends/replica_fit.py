@@ -25,6 +25,7 @@ from stratagem.frontends.loop import FitLoop
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.sources import Portion
+from stratagem.frontends.staged import Staged
 from stratagem.frontends.step_choice import choose
 from stratagem.frontends.steps import Sliced, Step
 from stratagem.state.optimizer_recipe import group_settings
@@ -94,16 +95,18 @@ class ReplicaSide:
         mine = [job.between_steps, job.around_tests, job.between_tests, job.saves, tried]
         listening = map(bool, broadcast_tree(replica.collective, mine))
         job.between_steps, job.around_tests, job.between_tests, job.saves, tried = listening
-        self._check.open = self._check.open and not tried
+        one_piece = job.settings.pipeline is not None and job.settings.pipeline.microbatches == 1
+        self._check.open = self._check.open and not tried and not one_piece
 
     def _prepare(self) -> None:
         job, replica = self.job, self.replica
-        self.step: Step = choose(job.module, job.optimizer, job.recipe, replica, job.settings)
+        form = Staged if job.settings.pipeline and replica.count > 1 else choose
+        self.step: Step = form(job.module, job.optimizer, job.recipe, replica, job.settings)
         if job.journal is not None:
             self.step.take_in = job.journal.watch(job.recipe.metrics)
             self.step.before_commit = partial(job.journal.gather, replica)
         self._frozen = _frozen(job.module)
-        job.callbacks.changes.in_common = isinstance(self.step, Sliced)
+        job.callbacks.changes.in_common = isinstance(self.step, Sliced | Staged)
 
     def begin(self, epoch: int) -> None:
         self.job.module.train()
@@ -122,7 +125,8 @@ class ReplicaSide:
         waiting: Portion | None = None
         if drawn and drawn == limit:
             source.leave(self.replica.ordering)
-        portions = loading(source.portions(self.replica, epoch))
+        read = source.whole if job.settings.pipeline else source.portions
+        portions = loading(read(self.replica, epoch))
         for portion in islice(portions, limit and limit - drawn):
             drawn += 1
             if not ahead:

@@ -45,7 +45,7 @@ from stratagem.servers.batch_source import (
 )
 from stratagem.training import fingerprint
 from stratagem.training.fingerprint import Look
-from stratagem.training.replica import Replica
+from stratagem.training.replica import Replica, alone
 from stratagem.wire.tree import SIGNED, broadcast_tree
 
 #: arrays up to this size are kept on the GPU for the whole fit
@@ -90,6 +90,23 @@ class Source:
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
         """This replica's shares, in order. Collective where the source needs it."""
         raise NotImplementedError
+
+    def known_input(self) -> Any:
+        """What the model is given, of one or more batches; None before one is read."""
+        return None
+
+    def whole(self, replica: Replica, epoch: int) -> Iterator[Portion]:
+        """Whole batches on every replica; the chief reads them. Collective."""
+        if not replica.is_chief:
+            self.journal.leave()
+            while (told := broadcast_tree(replica.collective)) is not None:
+                yield Portion(*told)
+            return
+        for portion in self.portions(_reader(replica), epoch):
+            told = [portion.x, portion.y, portion.weight, portion.examples, portion.total]
+            broadcast_tree(replica.collective, told)
+            yield portion
+        broadcast_tree(replica.collective, None)
 
     def leave(self, ordering: Ordering) -> None:
         """Go past an epoch that was seen to its end, before this source was gone on with."""
@@ -165,6 +182,12 @@ class ArraySource(Source):
         self.journal.then()
         for batch in range(first, self.steps):
             yield self._cut(data, order, batch, replica.index, replica.count)
+
+    def known_input(self) -> Any:
+        return self.x
+
+    def whole(self, replica: Replica, epoch: int) -> Iterator[Portion]:
+        return self.portions(_reader(replica), epoch)
 
     def part(self, epoch: int, ticket: Ticket, payload: Any) -> Portion:
         epoch = epoch if payload is None else payload["epoch"]
@@ -297,6 +320,13 @@ class StreamSource(Source):
 
     def for_followers(self) -> Source:
         return replace(self, batches=())
+
+
+def _reader(replica: Replica) -> Replica:
+    """One that reads for all, in the chief's order."""
+    reader = alone(replica)
+    reader.streams = replica.streams
+    return reader
 
 
 def _of_epoch(epoch: int, total: int, parts: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""GPU memory: a limit per task, and advice when it runs out.
+"""GPU memory: a limit per task, and advice when memory runs out.
 
 Several tasks may share one GPU (`stratagem run --replicas 2 --gpu-memory 45%`); each then keeps to
 its part, and one that needs more fails by itself instead of starving the others.
@@ -17,6 +17,10 @@ from stratagem.errors import UsageError
 
 VARIABLE = "STRATAGEM_GPU_MEMORY"
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)?", re.IGNORECASE)
+
+
+_ON_GPUS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation."
+_ON_CPUS = 'PipelineStrategy(["cpu:0", "cpu:1"]), which splits the model itself.'
 
 
 def fraction(limit: str, total: int) -> float:
@@ -55,13 +59,23 @@ def explain_out_of_memory(devices: Sequence[str]) -> Iterator[None]:
     """Add what to try to torch's own message."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not _is_shortage(error):
+            raise
         limit = os.environ.get(VARIABLE)
+        gpu = isinstance(error, torch.OutOfMemoryError)
         error.add_note(
             f"Out of memory on {', '.join(devices)}. What helps, cheapest first: a smaller "
             "batch_size with compile(accumulate=...), so that the update stays the same; "
             'compile(precision="bfloat16"); more replicas, each with a smaller share; '
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation."
+            + (_ON_GPUS if gpu else _ON_CPUS)
             + (f" This task may use {limit} of the GPU (--gpu-memory)." if limit else "")
         )
         raise
+
+
+def _is_shortage(error: BaseException) -> bool:
+    """Whether there was no memory; of the CPU's torch says so in words only."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)

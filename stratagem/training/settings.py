@@ -24,6 +24,26 @@ class Served:
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    """How a model is split by layers over the devices."""
+
+    #: of a batch; None measures and takes the fastest
+    microbatches: int | None = None
+    #: a name of rules/schedules.py
+    schedule: str = "1f1b"
+    #: the names of the layers with which stages begin, from the second on; None measures
+    split: tuple[str, ...] | None = None
+    #: "microbatch": BatchNorm normalises over microbatches, unlike one device
+    batch_norm: str | None = None
+    #: bytes that a stage may have, as far as they are known before
+    memory: float | None = None
+    #: of the model that a device has: several if it is interleaved
+    parts: int = 1
+    #: chunks of time into which stacks of recurrent layers are cut, instead of rows
+    columns: int | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
     """What is reduced how, once the replicas are up."""
 
@@ -41,3 +61,5 @@ class Settings:
     sharded: bool = False
     #: makes the committer of a strategy that does not all-reduce: a subclass of GradientExchange
     committer: Callable[..., Any] | None = None
+    #: set when the model is split by layers
+    pipeline: Pipeline | None = None

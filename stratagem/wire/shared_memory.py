@@ -173,6 +173,10 @@ class SharedMemoryCollective(Collective):
             if not ready():
                 raise
 
+    def look(self, rank: int, waited: float) -> None:
+        """Asked now and then by who waits for a replica: raises if it is gone."""
+        self._watch(rank, waited)
+
     def order_writes(self) -> None:
         """Tensors written before a flag must be seen before it; x86 promises that by itself."""
         if not _TOTAL_STORE_ORDER:

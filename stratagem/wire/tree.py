@@ -13,6 +13,7 @@ import math
 import struct
 import sys
 from collections import Counter, namedtuple
+from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -52,8 +53,8 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 
 def encode(tree: Tree) -> Tensor:
     """The tree as one flat uint8 tensor."""
-    tensors: list[Tensor] = []
-    outline = json.dumps(_outline(tree, tensors)).encode()
+    written, tensors = outlined(tree)
+    outline = json.dumps(written).encode()
     head = torch.frombuffer(bytearray(_HEAD.pack(len(outline)) + outline), dtype=torch.uint8)
     return torch.cat([head, *(_flat_bytes(tensor) for tensor in tensors)])
 
@@ -67,10 +68,33 @@ def decode(data: Tensor) -> Tree:
     if start > len(data):
         raise ValueError(f"a tree's outline claims {length} bytes of {len(data)}")
     outline = json.loads(data[_HEAD.size : start].numpy().tobytes())
-    tree, end = _rebuild(outline, data, start)
-    if end != len(data):
-        raise ValueError(f"{len(data) - end} bytes are left over behind a tree")
+    reader = _TensorReader(data, start)
+    tree = rebuilt(outline, reader.take)
+    if reader.at != len(data):
+        raise ValueError(f"{len(data) - reader.at} bytes are left over behind a tree")
     return tree
+
+
+def outlined(tree: Tree) -> tuple[Any, list[Tensor]]:
+    """What can be written as JSON of a tree, and its tensors in order."""
+    tensors: list[Tensor] = []
+    return _outline(tree, tensors), tensors
+
+
+class _TensorReader:
+    """Tensors one after another out of flat bytes, each as a copy."""
+
+    def __init__(self, data: Tensor, at: int) -> None:
+        self.data, self.at = data, at
+
+    def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        left = len(self.data) - self.at
+        if size > left:
+            raise ValueError(f"a tensor claims {size} bytes where {left} are left")
+        flat = self.data[self.at : self.at + size].clone()
+        self.at += size
+        return (flat.view(dtype) if size else torch.empty(0, dtype=dtype)).reshape(shape)
 
 
 def broadcast_tree(collective: Collective, tree: Tree = None, source: int = 0) -> Tree:
@@ -138,34 +162,25 @@ def _key(key: object) -> object:
     )
 
 
-def _rebuild(outline: Any, data: Tensor, at: int) -> tuple[Tree, int]:
+def rebuilt(outline: Any, take: Callable[[torch.dtype, list[int]], Tensor]) -> Tree:
+    """The tree of an outline; `take` returns its tensors in order."""
     ((tag, body),) = outline.items()
     if tag == "v":
-        return body, at
+        return body
     if tag == "t":
         dtype, shape = _DTYPES[body[0]], [int(n) for n in body[1]]
         if any(n < 0 for n in shape):
             raise ValueError("a tensor's shape is negative")
-        size = math.prod(shape) * dtype.itemsize
-        if at + size > len(data):
-            raise ValueError(f"a tensor claims {size} bytes where {len(data) - at} are left")
-        flat = data[at : at + size].clone()
-        tensor = flat.view(dtype) if size else torch.empty(0, dtype=dtype)
-        return tensor.reshape(shape), at + size
+        return take(dtype, shape)
     if tag == "n":
         module, qualname, fields, inner = body
-        parts, at = _rebuild({"u": inner}, data, at)
-        return _named(module, qualname, tuple(fields), parts), at
-    items = []
-    for entry in body:
-        value, at = _rebuild(entry[1] if tag in "dmc" else entry, data, at)
-        if tag in "dmc":
-            key = entry[0] if tag == "d" else _rebuild(entry[0], data, at)[0]
-            value = (key, value)
-        items.append(value)
-    if tag == "c":
-        return Counter(dict(items)), at
-    return {"d": dict, "m": dict, "l": list, "u": tuple}[tag](items), at
+        return _named(module, qualname, tuple(fields), rebuilt({"u": inner}, take))
+    if tag == "d":
+        return {key: rebuilt(value, take) for key, value in body}
+    if tag in "mc":
+        pairs = {rebuilt(key, take): rebuilt(value, take) for key, value in body}
+        return Counter(pairs) if tag == "c" else pairs
+    return {"l": list, "u": tuple}[tag](rebuilt(value, take) for value in body)
 
 
 def _named(module: str, qualname: str, fields: tuple[str, ...], parts: tuple[Tree, ...]) -> Tree:

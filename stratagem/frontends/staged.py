@@ -1,0 +1,389 @@
+"""A training step through the stages of a pipeline, with the result of one device.
+
+Every device has the whole batch, the whole model in shared memory, and runs its own layers on one
+microbatch after another. The loss of a batch is divided by what one device divides it by, so
+microbatches need not be of one size. Each device steps the optimizer on its own parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Sequence
+from functools import cached_property, reduce
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.data.shares import map_parts, rows, share, tensors_in
+from stratagem.errors import NotDistributable
+from stratagem.frontends.adapter import call
+from stratagem.frontends.fit_job import Fit
+from stratagem.frontends.isolated_run import dry_run
+from stratagem.frontends.losses import CountedLoss
+from stratagem.frontends.outputs import with_row
+from stratagem.frontends.recipe import Recipe
+from stratagem.frontends.row_check import joined
+from stratagem.frontends.sources import Portion
+from stratagem.frontends.steps import OneDevice
+from stratagem.rules.schedules import SCHEDULES
+from stratagem.state.shared_model import OwnedState, SharedTensors
+from stratagem.training.column_plan import plan_columns
+from stratagem.training.columns import ColumnChannels, ColumnStage
+from stratagem.training.layer_costs import run_graph
+from stratagem.training.layer_graph import LayerGraph, trace
+from stratagem.training.replica import Replica
+from stratagem.training.settings import Pipeline, Settings
+from stratagem.training.stage import Stage, StageChannels
+from stratagem.training.stage_parts import cut, tensors_of
+from stratagem.training.stage_plan import StagePlan, check_layers, make_plan
+from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.slots import SlotChannel, channel_words
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+log = logging.getLogger("stratagem")
+
+#: rows on which it is tried that the layers are the model
+_TRIED = 5
+
+#: what was measured of a model, with the settings and the rows that it was measured for
+_plans: weakref.WeakKeyDictionary[nn.Module, tuple[Pipeline, int, StagePlan]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def check(job: Fit, devices: int) -> None:
+    """Refuse what a pipeline cannot do as one device does, before anything is started."""
+    pipeline, recipe = job.settings.pipeline, job.recipe
+    assert pipeline is not None
+    if recipe.autocast is torch.float16:
+        raise NotDistributable(
+            'a pipeline has no gradient scaler, so precision="float16" cannot be used; '
+            'precision="bfloat16" needs none.'
+        )
+    if recipe.jit_compile:
+        raise NotDistributable(
+            "a pipeline runs the layers of a model one by one, so jit_compile=True cannot be used; "
+            "leave it out."
+        )
+    kind = type(job.optimizer)
+    if isinstance(job.optimizer, torch.optim.LBFGS) or not kind.__module__.startswith("torch."):
+        raise NotDistributable(
+            f"each stage of a pipeline steps the optimizer on its own parameters, and "
+            f"{kind.__name__} may look at all of them at once; use one of torch.optim but LBFGS."
+        )
+    own = set(job.module.parameters())
+    if any(p not in own for group in job.optimizer.param_groups for p in group["params"]):
+        raise NotDistributable(
+            "the optimizer has parameters that are not the model's (of a loss, say), which no "
+            "stage of a pipeline owns; make them parameters of the model."
+        )
+    job.module.train()
+    graph = trace(job.module, job.source.known_input())
+    if pipeline.columns is not None:
+        plan_columns(graph, devices)
+    else:
+        check_layers(graph, pipeline, devices)
+
+
+@torch.no_grad()
+def prove(graph: LayerGraph, portion: Portion, names: Sequence[str]) -> None:
+    """Refuse a model whose layers, one after another, are not what its forward computes: for some
+    rows, and for one less."""
+    for count in {min(portion.total, _TRIED), max(min(portion.total, _TRIED) - 1, 1)}:
+        x = rows(portion.x, 0, count)
+        with dry_run(*graph.module.modules()):
+            whole = tensors_in([call(graph.module, x)])
+            staged = tensors_in([run_graph(graph, in_order(names, x))])
+            same = all(
+                one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-6, equal_nan=True)
+                for one, other in zip_longest(whole, staged, fillvalue=torch.empty(0))
+            )
+        if not same:
+            raise NotDistributable(
+                f"the layers of {type(graph.module).__name__}, one after another, do not give what "
+                "its forward gives, so that forward does something that was not seen when it was "
+                "split (a global, a random number, the number of rows); put that part into a "
+                "submodule of its own which is not torch's, with a line that depends on values."
+            )
+
+
+class Staged(OneDevice):
+    """One device of a pipeline."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        replica: Replica,
+        settings: Settings,
+    ) -> None:
+        super().__init__(module, optimizer, recipe, replica)
+        assert isinstance(replica.collective, SharedMemoryCollective) and settings.pipeline
+        self._collective, self._pipeline = replica.collective, settings.pipeline
+        self._schedule = SCHEDULES[self._pipeline.schedule]
+        self._shared = SharedTensors(module, self._collective)
+        self._stage: Stage | ColumnStage | None = None
+        self._state: OwnedState | None = None
+        self._owned: list[nn.Parameter] = []
+        self._microbatches = 1
+        self._modes: list[bool] = []
+
+    # --- coming together --------------------------------------------------------------------
+
+    def _begin(self, portion: Portion) -> Stage | ColumnStage:
+        """Trace, measure and split, with the first batch at hand. Collective."""
+        count, rank = self.replica.count, self.replica.index
+        graph = trace(self.module, portion.x)
+        self._inputs = [str(node.target) for node in graph.inputs]
+        split = self._in_columns if self._pipeline.columns is not None else self._in_parts
+        stage, users = split(graph, portion)
+        used: dict[Tensor, list[int]] = {}
+        for device in range(count):
+            for tensor in users[device]:
+                used.setdefault(tensor, []).append(device)
+        self._owned = [p for p in self._params if used.get(p, [0])[0] == rank]
+        self._owned_tensors = [t for t, devices in used.items() if devices[0] == rank]
+        self._tie(used)
+        self._state = OwnedState(self.optimizer, set(self._owned), leads=self.replica.leads)
+        self._tell_state()
+        return stage
+
+    def _in_parts(self, graph: LayerGraph, portion: Portion) -> tuple[Stage, list[set[Tensor]]]:
+        """Cut by layers; returns also the tensors that each device uses. Collective."""
+        count, rank, collective = self.replica.count, self.replica.index, self._collective
+        check_layers(graph, self._pipeline, count)
+        mine = None
+        if self.replica.leads:
+            plan = self._plan(graph, portion)
+            mine = [plan.microbatches, list(plan.firsts)]
+        self._microbatches, firsts = broadcast_tree(collective, mine)
+        parts = cut(graph, firsts)
+        self._has_last = (len(parts) - 1) % count == rank
+        users: list[set[Tensor]] = [set() for _ in range(count)]
+        for part in parts:
+            users[part.index % count] |= tensors_of(graph, part)
+        channels = StageChannels(parts, count, collective)
+        return Stage(graph, parts, rank, channels, self.autocast), users
+
+    def _in_columns(
+        self, graph: LayerGraph, portion: Portion
+    ) -> tuple[ColumnStage, list[set[Tensor]]]:
+        """Cut recurrent layers, and their sequence in chunks of time. Collective."""
+        count, rank = self.replica.count, self.replica.index
+        plan, chunks = plan_columns(graph, count), self._pipeline.columns
+        assert chunks is not None
+        if self.replica.leads:
+            prove(graph, portion, self._inputs)
+        self._has_last = rank == count - 1
+        channels = ColumnChannels(count, self._collective)
+        users = [plan.tensors(device) for device in range(count)]
+        return ColumnStage(plan, rank, chunks, channels, self.autocast), users
+
+    def _plan(self, graph: LayerGraph, portion: Portion) -> StagePlan:
+        known = _plans.get(self.module)
+        if known is not None and known[:2] == (self._pipeline, portion.total):
+            return known[2]
+
+        def inputs(count: int) -> list[Any]:
+            return in_order(self._inputs, rows(portion.x, 0, count))
+
+        prove(graph, portion, self._inputs)
+        with self.autocast():
+            plan, table = make_plan(
+                graph, self._pipeline, self.replica.count, portion.total, inputs
+            )
+        level = logging.WARNING if self._pipeline.split is None else logging.INFO
+        log.log(
+            level,
+            "a pipeline of %d microbatches a batch; of one microbatch:\n%s",
+            plan.microbatches,
+            table,
+        )
+        _plans[self.module] = (self._pipeline, portion.total, plan)
+        return plan
+
+    def _tie(self, used: dict[Tensor, list[int]]) -> None:
+        """Channels for gradients of parameters that several devices use, each to its owner."""
+        tied = [(p, used[p]) for p in self._params if len(used.get(p, ())) > 1]
+        pairs = sorted({(user, users[0]) for _, users in tied for user in users[1:]})
+        size = channel_words(2)
+        words = self._collective.table(max(len(pairs), 1) * size, torch.int64, rows=1).words()[0]
+        self._ties: list[tuple[SlotChannel, list[Tensor]]] = []
+        for i, (user, owner) in enumerate(pairs):
+            theirs = [p for p, users in tied if users[0] == owner and user in users]
+            if self.replica.index in (user, owner):
+                block = words[i * size : (i + 1) * size]
+                self._ties.append((SlotChannel(self._collective, block, user, owner, 2), theirs))
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def take(self, portion: Portion, last: bool) -> None:
+        modes = [part.training for part in self.module.modules()]
+        if self._stage is None or modes != self._modes:  # a forward is traced as it is now
+            self._stage, self._modes = self._begin(portion), modes
+        self._waiting += 1
+        apply = last or self._waiting == self.recipe.accumulate
+        batch = _MicroBatches(portion, self._microbatches, self.recipe)
+        inputs = [in_order(self._inputs, batch.x(m)) for m in range(batch.count)]
+        seeds, dice = torch.randint(2**62, (batch.count,)).tolist(), torch.get_rng_state()
+        ops = self._schedule(
+            self.replica.index, self.replica.count, batch.count, self._pipeline.parts
+        )
+        self._stage.run(ops, inputs, seeds, batch.judge)
+        torch.set_rng_state(dice)
+        if self._has_last and self.recipe.metrics:
+            self.take_in(batch.output(), portion.y)
+        if apply:
+            self._waiting = 0
+            self.before_commit()
+            self._send_tied()
+        self._finish(portion, batch, apply=apply)
+
+    def _finish(self, portion: Portion, batch: _MicroBatches, *, apply: bool) -> None:
+        """Tell the loss and the norm, update, and wait until everybody has."""
+        norm = apply and self.recipe.clip_norm is not None
+        square = self._square() if norm else 0.0
+        told = gather_tree(self._collective, [batch.loss() if self._has_last else None, square])
+        (loss,) = (loss for loss, _ in told if loss is not None)
+        self.tally.add(loss, portion.total)
+        if not apply:
+            return
+        if norm:
+            self._clip(math.sqrt(sum(square for _, square in told)))
+        self._step()
+
+    def _step(self) -> None:
+        if (limit := self.recipe.clip_value) is not None:
+            for param in self._owned:
+                if param.grad is not None:
+                    param.grad.clamp_(-limit, limit)
+        self.optimizer.step()
+        self.forget_gradients()
+        self._shared.take_back(self._owned_tensors)
+        self._tell_state()
+
+    def _tell_state(self) -> None:
+        """Have the first device see every state of the optimizer; all have updated then."""
+        assert self._state is not None
+        everybody = gather_tree(self._collective, self._state.tell())
+        if self.replica.leads:
+            for told in everybody[1:]:
+                if told is not None:
+                    self._state.learn(told)
+
+    def _send_tied(self) -> None:
+        """Add up the gradients of parameters that several devices use, where they are owned."""
+        rank = self.replica.index
+        for channel, params in self._ties:
+            if channel.sender == rank:
+                channel.post([p.grad for p in params])
+                for param in params:
+                    param.grad = None
+        for channel, params in self._ties:
+            if channel.receiver == rank:
+                for param, gradient in zip(params, channel.take(), strict=True):
+                    if gradient is not None:
+                        gradient = gradient.clone()
+                        param.grad = gradient if param.grad is None else param.grad + gradient
+                channel.release()
+
+    def _square(self) -> float:
+        found = [p.grad.double().square().sum() for p in self._owned if p.grad is not None]
+        return float(sum(found))
+
+    def _clip(self, norm: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_, by the norm over all devices."""
+        limit = self.recipe.clip_norm
+        assert limit is not None
+        if not norm <= limit:  # or it is no number, and then nothing is
+            for param in self._owned:
+                if param.grad is not None:
+                    param.grad.mul_(limit / (norm + 1e-6))
+
+    # --- coming apart -----------------------------------------------------------------------
+
+    def take_back(self) -> None:
+        self._shared.take_back()
+
+    def close(self) -> None:
+        self._collective.barrier()
+        self.leave()
+        self._collective.barrier()
+
+    def leave(self) -> None:
+        self.forget_gradients()
+        self._shared.close()
+
+
+class _MicroBatches:
+    """A batch in pieces of nearly one size, and what came of them on the last device."""
+
+    def __init__(self, portion: Portion, most: int, recipe: Recipe) -> None:
+        self._portion, self._recipe = portion, recipe
+        self.count = max(min(most, portion.total), 1)
+        self._cuts = [share(portion.total, self.count, m) for m in range(self.count)]
+        self._numerators: list[Tensor] = []
+        self._outputs: list[Any] = []
+
+    def x(self, m: int) -> Any:
+        return self._piece(m)[0]
+
+    def _piece(self, m: int) -> list[Any]:
+        """Inputs, targets and sample weights of a microbatch; refused if their rows differ."""
+        whole = [self._portion.x, self._portion.y, self._portion.weight]
+        if self.count == 1:
+            return whole
+        cut: list[Any] = rows(whole, *self._cuts[m])
+        return cut
+
+    @cached_property
+    def _divisor(self) -> float:
+        """What one device divides the sum over the rows by."""
+        loss, portion = self._recipe.loss, self._portion
+        if isinstance(loss, CountedLoss) and portion.weight is None:
+            return loss.count(portion.y)
+        return float(portion.total)
+
+    def judge(self, m: int, output: Any) -> Tensor:
+        """The part of the batch's loss that a microbatch makes."""
+        recipe, (start, end) = self._recipe, self._cuts[m]
+        _, y, weight = self._piece(m)
+        output = output if end - start > 1 else with_row(output, y)
+        numerator, denominator = recipe.loss.terms(output, y, weight, end - start)
+        self._numerators.append(numerator.detach())
+        self._summed = denominator is None
+        if recipe.metrics:
+            self._outputs.append(map_detached(output))
+        scale = 1.0 if denominator is None else self._divisor or 1.0
+        return numerator / (scale * recipe.accumulate)
+
+    def loss(self) -> float:
+        """Of the whole batch; where nothing counts it is no number, as on one device."""
+        total = float(torch.stack(self._numerators).double().sum())
+        if self._summed:
+            return total
+        return total / self._divisor if self._divisor else math.nan
+
+    def output(self) -> Any:
+        if all(isinstance(each, Tensor) for each in self._outputs):
+            return torch.cat(self._outputs)
+        return reduce(joined, self._outputs)
+
+
+def map_detached(tree: Any) -> Any:
+    """The same without a graph."""
+    return tree.detach() if isinstance(tree, Tensor) else map_parts(map_detached, tree)
+
+
+def in_order(names: Sequence[str], x: Any) -> list[Any]:
+    """What a batch gives the model, as its arguments."""
+    if isinstance(x, dict):
+        return [x[name] for name in names]
+    several = isinstance(x, list | tuple) and not hasattr(x, "_fields")
+    return list(x) if several else [x]

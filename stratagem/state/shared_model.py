@@ -1,0 +1,144 @@
+"""One set of a model's tensors in shared memory, of which every process writes its own part.
+
+    parameters, buffers    in one table a type; who owns one writes it, everybody reads it
+    optimizer state        each owner moves its own into a segment when it comes into being, and
+                           tells the first process, which sees the whole state at any time
+
+So the first process has everything when a checkpoint is due, when a call ends, and also after
+another process has died or the user has pressed Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.errors import NotDistributable
+from stratagem.wire.segment import Segment, aligned
+from stratagem.wire.shared_memory import SharedMemoryCollective
+
+
+class SharedTensors:
+    """Parameters and buffers of a module, the first process' values. Made collectively."""
+
+    def __init__(self, module: nn.Module, collective: SharedMemoryCollective) -> None:
+        self._collective = collective
+        self._leads = collective.rank == 0
+        tensors = list(dict.fromkeys([*module.parameters(), *module.buffers()]))
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+        #: on the first process: where they lay before
+        self._homes = [(t, t.data) for t in tensors] if self._leads else []
+        self._views: list[tuple[Tensor, Tensor]] = []
+        for dtype, members in by_type.items():
+            count = sum(t.numel() for t in members)
+            flat = collective.table(max(count, 1), dtype, rows=1).rows[0]
+            at = 0
+            for tensor in members:
+                view = flat[at : at + tensor.numel()].view(tensor.shape)
+                at += tensor.numel()
+                self._views.append((tensor, view))
+        with torch.no_grad():
+            for tensor, view in self._views:
+                if self._leads:
+                    view.copy_(tensor)
+                tensor.data = view
+        collective.barrier()
+
+    def take_back(self, owned: Iterable[Tensor] | None = None) -> None:
+        """Tensors that were given other memory (`t.data = ...`) come back with their values; of
+        those that this process owns, or of all."""
+        mine = None if owned is None else set(owned)
+        for tensor, view in self._views:
+            if tensor.data_ptr() == view.data_ptr() or (mine is not None and tensor not in mine):
+                continue
+            if tensor.shape != view.shape:
+                raise NotDistributable(
+                    f"a parameter or buffer of shape {tuple(view.shape)} has become "
+                    f"{tuple(tensor.shape)} in training, and processes share its memory; keep its "
+                    "shape, or train on one device."
+                )
+            tensor.data = view.copy_(tensor.detach())
+
+    def close(self) -> None:
+        """On the first process: give them the memory again that they had."""
+        with torch.no_grad():
+            for tensor, home in self._homes:
+                if tensor.shape == home.shape:
+                    home.copy_(tensor)
+                    tensor.data = home
+
+
+class OwnedState:
+    """The state of an optimizer of which every process steps some parameters.
+
+    On the first process it stays in shared memory when training is over: nobody else writes there
+    then, and a copy of all of it may not fit.
+    """
+
+    def __init__(self, optimizer: Optimizer, owned: set[Tensor], *, leads: bool) -> None:
+        self._optimizer, self._owned = optimizer, owned
+        self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        #: where each lies in shared memory, by the number of its parameter and its name
+        self._views: dict[tuple[int, str], Tensor] = {}
+        if not leads:
+            for param in self._params:
+                if param not in owned:
+                    optimizer.state.pop(param, None)
+
+    def tell(self) -> dict[str, Any] | None:
+        """After a step: move what is new into shared memory; returns what the first process must
+        know, None if nothing."""
+        entries: list[tuple[int, str, Tensor]] = []
+        numbers: list[list[Any]] = []
+        for index, param in enumerate(self._params):
+            if param not in self._owned:
+                continue
+            for name, value in self._optimizer.state.get(param, {}).items():
+                if not isinstance(value, Tensor):
+                    numbers.append([index, name, value])
+                elif not self._is_home(index, name, value):
+                    entries.append((index, name, value))
+        if not entries and not numbers:
+            return None
+        told: dict[str, Any] = {"numbers": numbers}
+        return told | self._moved(entries) if entries else told
+
+    def _is_home(self, index: int, name: str, value: Tensor) -> bool:
+        """Whether it lies in shared memory; one that the optimizer has replaced is put back."""
+        view = self._views.get((index, name))
+        if view is None or view.shape != value.shape or view.dtype != value.dtype:
+            return False
+        if view.data_ptr() != value.data_ptr():
+            self._optimizer.state[self._params[index]][name] = view.copy_(value)
+        return True
+
+    def _moved(self, entries: Sequence[tuple[int, str, Tensor]]) -> dict[str, Any]:
+        starts = [0]
+        for _, _, value in entries:
+            starts.append(starts[-1] + aligned(value.nbytes))
+        segment = Segment(starts[-1])
+        outline = []
+        for (index, name, value), start in zip(entries, starts, strict=False):
+            view = segment.tensor(value.dtype, value.shape, start).copy_(value)
+            self._views[index, name] = self._optimizer.state[self._params[index]][name] = view
+            kind = str(value.dtype).removeprefix("torch.")
+            outline.append([index, name, kind, list(value.shape), start])
+        self._segment = segment  # until the first process has mapped it
+        return {"handle": segment.handle, "entries": outline}
+
+    def learn(self, told: dict[str, Any]) -> None:
+        """On the first process: see what another has told."""
+        for index, name, value in told["numbers"]:
+            self._optimizer.state[self._params[index]][name] = value
+        if "handle" not in told:
+            return
+        segment = Segment.attach(told["handle"])
+        for index, name, kind, shape, start in told["entries"]:
+            view = segment.tensor(getattr(torch, kind), shape, start)
+            self._optimizer.state[self._params[index]][name] = view

@@ -1,0 +1,144 @@
+"""The pipeline strategy: a model split by layers, microbatches on their way through the stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from stratagem.arguments import by_name
+from stratagem.cluster.environment import detect
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.rules.schedules import SCHEDULES
+from stratagem.strategies.strategy import Strategy
+from stratagem.training import devices as device_names
+from stratagem.training.agreement import Patience
+from stratagem.training.replica_group import ReplicaGroup
+from stratagem.training.settings import Pipeline, Settings
+
+#: of a device with an interleaved schedule
+_PARTS = 2
+_ELSEWHERE = {
+    "elastic": "every stage has layers that no other has, so none can leave or join; "
+    "use fit(checkpoint=, resume=True)",
+    "chunks": "it is microbatches=, or columns= for chunks of time",
+    "num_microbatches": "it is microbatches=",
+    "n_microbatches": "it is microbatches=",
+    "cluster": "stages are processes of one machine",
+}
+
+
+class PipelineStrategy(Strategy):
+    """A model split by layers over devices, with the result of one device.
+
+    Args:
+        devices: one a stage, as in `["cpu:0", "cpu:1"]`: processes of this machine.
+        microbatches: pieces of a batch that go through the stages one behind the other; "auto"
+            measures and takes the fastest number.
+        schedule: "1f1b", "gpipe" or "interleaved" (two parts of the model on each device).
+        split: the names of the layers with which stages begin, from the second on; "auto" measures
+            every layer and balances the stages.
+        batch_norm: "microbatch" has BatchNorm normalise over microbatches, unlike one device;
+            without it a model that has one is refused, unless microbatches=1.
+        columns: cut stacks of LSTM, GRU or RNN layers, and their sequences into so many chunks of
+            time, instead of batches into microbatches.
+        memory: bytes that a stage may take for its parameters and activations.
+        patience: how long to wait for a stage.
+    """
+
+    @partial(by_name, elsewhere=_ELSEWHERE)
+    def __init__(
+        self,
+        devices: Sequence[str | torch.device],
+        microbatches: int | str = "auto",
+        schedule: str = "1f1b",
+        split: Sequence[str] | str = "auto",
+        *,
+        batch_norm: str | None = None,
+        columns: int | None = None,
+        memory: float | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        found = device_names.resolve(devices)
+        _check_places(found)
+        if schedule not in SCHEDULES:
+            raise UsageError(
+                f"schedule={schedule!r} is not known; choose one of "
+                f"{', '.join(map(repr, SCHEDULES))}."
+            )
+        if batch_norm not in (None, "microbatch"):
+            raise UsageError(
+                f'batch_norm={batch_norm!r} is not known; it is "microbatch", or left out.'
+            )
+        if columns is not None:
+            _check_columns(columns, microbatches, schedule, split)
+        pipeline = Pipeline(
+            _count(1 if columns is not None else microbatches),
+            schedule,
+            _names(split),
+            batch_norm,
+            memory,
+            _PARTS if schedule == "interleaved" else 1,
+            columns,
+        )
+        settings = Settings(pipeline=pipeline)
+        patience = patience or Patience(answer=5.0)
+        super().__init__(ReplicaGroup(found, settings, None, patience), settings)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """One: the stages train one copy of the model."""
+        return 1
+
+    def prepare(self, *given: Any, **options: Any) -> NoReturn:
+        """Custom loops are not split."""
+        raise NotDistributable(
+            "a pipeline runs microbatches forward and backward by itself, which a loop of your own "
+            "does not leave to it; use sg.Model(...).fit, or prepare with a MirroredStrategy."
+        )
+
+
+def _check_places(found: Sequence[str]) -> None:
+    if any(not name.startswith("cpu") for name in found):
+        raise NotDistributable(
+            f"a pipeline runs on CPUs of one machine so far, and the devices are "
+            f'{", ".join(found)}; name ["cpu:0", "cpu:1"], or use a MirroredStrategy on GPUs.'
+        )
+    place = detect(os.environ)
+    if place is not None and len(place.spec.training_tasks()) > 1:
+        raise NotDistributable(
+            "a pipeline runs on CPUs of one machine so far, and the environment describes a "
+            "cluster; start the script without it, or use a MultiWorkerMirroredStrategy."
+        )
+
+
+def _check_columns(columns: Any, microbatches: Any, schedule: str, split: Any) -> None:
+    if not isinstance(columns, int) or columns < 1:
+        raise UsageError(f"columns={columns!r}; give the number of chunks of time, 1 or more.")
+    if microbatches not in ("auto", 1) or schedule != "1f1b" or split != "auto":
+        raise UsageError(
+            "columns cut the sequence and not the batch, in a schedule of their own, by the "
+            "weights of recurrent layers; leave microbatches, schedule and split out."
+        )
+
+
+def _count(microbatches: int | str) -> int | None:
+    if microbatches == "auto":
+        return None
+    whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
+    if not whole or int(microbatches) < 1:
+        raise UsageError(f'microbatches={microbatches!r}; give a number of at least 1, or "auto".')
+    return int(microbatches)
+
+
+def _names(split: Sequence[str] | str) -> tuple[str, ...] | None:
+    if isinstance(split, str):
+        return None if split == "auto" else (split,)
+    if not all(isinstance(name, str) for name in split):
+        raise UsageError(
+            f'split={split!r}; give names of layers, as in ["layer3", "head"], or "auto".'
+        )
+    return tuple(split)

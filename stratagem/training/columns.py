@@ -1,0 +1,347 @@
+"""One device of a stack of recurrent layers in columns: chunks of time forward, then backward.
+
+Every chunk has a graph of its own. What comes from another device, and the state that the chunk
+before has left, are its leaves; backward takes their gradients from the next device and from the
+chunk behind. The result is that of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from stratagem.data.shares import share, tensors_in
+from stratagem.errors import NotDistributable
+from stratagem.rules.schedules import Op, waves
+from stratagem.training.column_plan import ColumnOp, ColumnPlan
+from stratagem.training.layer_costs import run_node
+from stratagem.training.stage import Inputs, Judge
+from stratagem.training.stage_parts import reseed
+from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.slots import SlotChannel, channel_words
+
+_SLOTS = 4
+#: random numbers of what runs once are apart from those of chunks
+_WHOLE = 1 << 19
+#: the state of a layer, (h,) or (h, c)
+State = tuple[Tensor, ...]
+
+
+@dataclass
+class _Chunk:
+    """What a chunk leaves until its backward."""
+
+    received: list[Tensor]
+    #: by layer: the state that it began with, and the one that it left
+    began: dict[str, State] = field(default_factory=dict)
+    left: dict[str, State] = field(default_factory=dict)
+    sent: list[Tensor] = field(default_factory=list)
+
+
+class ColumnChannels:
+    """Slots from each device to the next, and to the last, both ways. Made collectively."""
+
+    def __init__(self, devices: int, collective: SharedMemoryCollective) -> None:
+        size, last = channel_words(_SLOTS), devices - 1
+        pairs = [(d, d + 1, "chunks") for d in range(last)] + [
+            (d, last, "rest") for d in range(last)
+        ]
+        words = collective.table(2 * len(pairs) * size, torch.int64, rows=1).words()[0]
+        self.forward: dict[tuple[int, str], SlotChannel] = {}
+        self.backward: dict[tuple[int, str], SlotChannel] = {}
+        for i, (source, to, kind) in enumerate(pairs):
+            first, second = (words[(2 * i + j) * size :][:size] for j in (0, 1))
+            self.forward[source, kind] = SlotChannel(collective, first, source, to, _SLOTS)
+            self.backward[source, kind] = SlotChannel(collective, second, to, source, _SLOTS)
+
+
+class ColumnStage:
+    """The layers of one device."""
+
+    def __init__(
+        self,
+        plan: ColumnPlan,
+        device: int,
+        chunks: int,
+        channels: ColumnChannels,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._plan, self._device, self._most = plan, device, chunks
+        self._channels, self._autocast = channels, autocast
+        self._last = device == plan.devices - 1
+        self._ops = plan.of(device)
+        self._live = plan.live(device)
+        self._come = [plan.entry.name] if device == 0 else plan.live(device - 1)
+        self._values: dict[fx.Node, Any] = {}
+
+    def run(
+        self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
+    ) -> None:
+        """One batch, in one piece by rows; `ops` are others here: chunks of time."""
+        self._seed, self._values = seeds[0], {}
+        self._chunks: dict[int, _Chunk] = {}
+        self._states: dict[str, State] = {}
+        with self._autocast():
+            count = self._begin(inputs[0])
+        gradients: list[Tensor | None] = []
+        for kind, _, k in waves(self._device, self._plan.devices, count):
+            if kind == "B":
+                self._back(k, gradients)
+                continue
+            with self._autocast():
+                self._chunk(k)
+                loss = self._finish(inputs[0], judge) if k == count - 1 else None
+            if k == count - 1:
+                gradients = self._turn(loss)
+        self._end(gradients)
+        self._chunks.clear()
+
+    # --- forward ----------------------------------------------------------------------------
+
+    def _begin(self, inputs: Inputs) -> int:
+        """What comes before the columns, once; returns the number of chunks."""
+        if self._device:
+            self._inbox = self._channels.forward[self._device - 1, "chunks"]
+            told = self._inbox.take()
+            self._seed = told["seed"]
+            self._inbox.release()
+            self._pass_on(told["length"])
+            self._cut(told["length"])
+            return len(self._cuts)
+        self._run_whole(self._plan.before, inputs)
+        entry = self._values.get(self._plan.entry)
+        if entry is None:
+            entry = inputs[self._plan.graph.inputs.index(self._plan.entry)]
+        if not isinstance(entry, Tensor) or entry.dim() != 3:
+            raise NotDistributable(
+                "columns cut a tensor of (rows, time, features), and the recurrent layers are "
+                f"given a {type(entry).__name__}; pad the sequences, or use microbatches instead."
+            )
+        self._entry = entry
+        self._pass_on(entry.shape[self._plan.axis])
+        self._cut(entry.shape[self._plan.axis])
+        return len(self._cuts)
+
+    def _pass_on(self, length: int) -> None:
+        if not self._last:
+            told = {"seed": self._seed, "length": length}
+            self._channels.forward[self._device, "chunks"].post(told)
+
+    def _cut(self, length: int) -> None:
+        count = max(min(self._most, length), 1)
+        self._cuts = [share(length, count, k) for k in range(count)]
+
+    def _chunk(self, k: int) -> None:
+        chunk = self._chunks[k] = _Chunk(self._received(k))
+        values: dict[str, Tensor] = dict(zip(self._come, chunk.received, strict=True))
+        for number, op in enumerate(self._ops, self._plan.firsts[self._device]):
+            reseed(self._seed, number * len(self._cuts) + k)
+            values[op.name] = self._apply(op, values, chunk)
+        chunk.sent = [values[name] for name in self._live]
+        if not self._last:
+            trained = [tensor.requires_grad for tensor in chunk.sent]
+            message = {"values": chunk.sent, "trained": trained}
+            self._channels.forward[self._device, "chunks"].post(message)
+
+    def _received(self, k: int) -> list[Tensor]:
+        if self._device == 0:
+            start, end = self._cuts[k]
+            piece = self._entry.detach().narrow(self._plan.axis, start, end - start)
+            return [piece.requires_grad_(self._entry.requires_grad)]
+        told = self._inbox.take()
+        pairs = zip(told["values"], told["trained"], strict=True)
+        found = [value.clone().requires_grad_(trained) for value, trained in pairs]
+        self._inbox.release()
+        return found
+
+    def _apply(self, op: ColumnOp, values: dict[str, Tensor], chunk: _Chunk) -> Tensor:
+        if op.layer is None:
+            assert op.node is not None
+            names = self._plan.names
+            found: Tensor = run_node(
+                self._plan.graph.module, op.node, lambda node: values[names[node.name]]
+            )
+            return found
+        before = self._states.get(op.name)
+        if before is None:
+            output, state = op.layer(values[op.inputs[0]])
+        else:
+            began = tuple(t.detach().requires_grad_(t.requires_grad) for t in before)
+            chunk.began[op.name] = began
+            given = began if isinstance(op.layer, nn.LSTM) else began[0]
+            output, state = op.layer(values[op.inputs[0]], given)
+        chunk.left[op.name] = state if isinstance(state, tuple) else (state,)
+        self._states[op.name] = chunk.left[op.name]
+        return F.dropout(output, op.dropout, op.layer.training) if op.dropout else output
+
+    # --- after the columns ------------------------------------------------------------------
+
+    def _rest(self) -> list[Any]:
+        """What the last device needs beside chunks: states that were left, earlier values."""
+        stacks = self._plan.states
+        mine: list[Any] = [list(self._states[op.name]) for op in self._ops if op.stack in stacks]
+        self._left = len(list(tensors_in(mine)))
+        if self._device == 0:
+            mine += [self._values[node] for node in self._plan.carried()]
+        return mine
+
+    def _finish(self, inputs: Inputs, judge: Judge) -> Tensor | None:
+        """On the last device: everything behind the columns, on the whole sequence."""
+        mine = self._rest()
+        self._told = list(tensors_in(mine))
+        if not self._last:
+            trained = [tensor.requires_grad for tensor in self._told]
+            message = {"values": mine, "trained": trained}
+            self._channels.forward[self._device, "rest"].post(message)
+            return None
+        plan = self._plan
+        whole = {
+            name: _leaf(torch.cat([c.sent[i].detach() for c in self._chunks.values()], plan.axis))
+            for i, name in enumerate(self._live)
+        }
+        self._whole = [whole[name] for name in self._live]
+        self._leaves: list[list[Tensor]] = []
+        rest = [self._take_rest(d) for d in range(plan.devices - 1)]
+        self._own_rest = [_leaf(t.detach()) for t in self._told]
+        own = iter(self._own_rest)
+        rest.append([[next(own) for _ in state] for state in mine])
+        self._place(whole, rest)
+        self._run_whole([n for n in plan.after if n is not plan.graph.output], inputs)
+        get = self._getter(inputs)
+        output = fx.node.map_arg(plan.graph.output.args[0], get)
+        return judge(0, output)
+
+    def _take_rest(self, device: int) -> list[Any]:
+        channel = self._channels.forward[device, "rest"]
+        told = channel.take()
+        values, trained, leaves = told["values"], iter(told["trained"]), []
+
+        def enter(tree: Any) -> Any:
+            if isinstance(tree, Tensor):
+                leaf = tree.clone().requires_grad_(next(trained))
+                leaves.append(leaf)
+                return leaf
+            return [enter(part) for part in tree] if isinstance(tree, list | tuple) else tree
+
+        found = [enter(value) for value in values]
+        channel.release()
+        self._leaves.append(leaves)
+        return found
+
+    def _place(self, whole: dict[str, Tensor], rest: list[list[Any]]) -> None:
+        """Give the values of the columns their names in the graph."""
+        plan = self._plan
+        by_name = {node.name: node for node in plan.graph.graph.nodes}
+        for name, value in plan.names.items():
+            if value in whole:
+                self._values[by_name[name]] = whole[value]
+        left: dict[str, list[list[Tensor]]] = {}
+        for device, told in enumerate(rest):
+            stacked = [op for op in plan.of(device) if op.stack in plan.states]
+            for op, state in zip(stacked, told, strict=False):
+                left.setdefault(op.stack, []).append(state)
+            if device == 0 and plan.devices > 1:
+                self._values.update(zip(plan.carried(), told[len(stacked) :], strict=True))
+        for stack, layers in left.items():
+            state = tuple(torch.cat(parts) for parts in zip(*layers, strict=True))
+            read = state if len(state) > 1 else state[0]
+            for node in by_name[stack].users:
+                if node.args[1] == 1:
+                    self._values[node] = read
+
+    def _run_whole(self, nodes: Sequence[fx.Node], inputs: Inputs) -> None:
+        get, order = self._getter(inputs), list(self._plan.graph.graph.nodes)
+        for node in nodes:
+            reseed(self._seed, _WHOLE + order.index(node))
+            self._values[node] = run_node(self._plan.graph.module, node, get)
+
+    def _getter(self, inputs: Inputs) -> Callable[[fx.Node], Any]:
+        places = {node: i for i, node in enumerate(self._plan.graph.inputs)}
+
+        def get(node: fx.Node) -> Any:
+            if node in places:
+                return inputs[places[node]]
+            if node.op == "get_attr":
+                return self._plan.graph.look_up(str(node.target))
+            return self._values[node]
+
+        return get
+
+    # --- backward ---------------------------------------------------------------------------
+
+    def _turn(self, loss: Tensor | None) -> list[Tensor | None]:
+        """The gradients of what `_rest` told."""
+        if self._last:
+            assert loss is not None
+            if loss.requires_grad:
+                torch.autograd.backward([loss])
+            for device, leaves in enumerate(self._leaves):
+                self._channels.backward[device, "rest"].post([leaf.grad for leaf in leaves])
+            return [leaf.grad for leaf in self._own_rest]
+        channel = self._channels.backward[self._device, "rest"]
+        found = [None if g is None else g.clone() for g in channel.take()]
+        channel.release()
+        return found
+
+    def _back(self, k: int, rest: list[Tensor | None]) -> None:
+        """One chunk backward; the one behind it has been."""
+        chunk = self._chunks[k]
+        pairs = list(zip(chunk.sent, self._gradients(k), strict=True))
+        behind = self._chunks.get(k + 1)
+        for name, left in chunk.left.items():
+            if behind is not None and name in behind.began:
+                pairs += zip(left, (t.grad for t in behind.began[name]), strict=True)
+        if behind is None:
+            pairs += zip(self._told[: self._left], rest[: self._left], strict=True)
+        pairs = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
+        if pairs:
+            roots, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(roots, gradients)
+        if self._device:
+            told = [leaf.grad for leaf in chunk.received]
+            self._channels.backward[self._device - 1, "chunks"].post(told)
+        if behind is not None:
+            del self._chunks[k + 1]
+        self._first_gradient(k, chunk)
+
+    def _gradients(self, k: int) -> list[Tensor | None]:
+        if self._last:
+            start, end = self._cuts[k]
+            return [
+                None if w.grad is None else w.grad.narrow(self._plan.axis, start, end - start)
+                for w in self._whole
+            ]
+        channel = self._channels.backward[self._device, "chunks"]
+        found = [None if g is None else g.clone() for g in channel.take()]
+        channel.release()
+        return found
+
+    def _first_gradient(self, k: int, chunk: _Chunk) -> None:
+        if self._device == 0:
+            if k == len(self._cuts) - 1:
+                self._entered: list[Tensor] = []
+            if (gradient := chunk.received[0].grad) is not None:
+                self._entered.insert(0, gradient)
+
+    def _end(self, rest: list[Tensor | None]) -> None:
+        """What comes before the columns, backward."""
+        if self._device or not self._plan.before:
+            return
+        pairs: list[tuple[Tensor, Tensor | None]] = []
+        if self._entered:
+            pairs.append((self._entry, torch.cat(self._entered, self._plan.axis)))
+        pairs += zip(self._told[self._left :], rest[self._left :], strict=True)
+        pairs = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
+        if pairs:
+            roots, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(roots, gradients)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor

@@ -1,0 +1,154 @@
+"""What each layer costs, measured in the run: seconds, parameters, activations, what crosses.
+
+Layers run one after another on rows of the first batch, each with a graph of its own, so that never
+more than one layer's gradients are there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from stratagem.data.shares import map_parts, tensors_in
+from stratagem.rules.layer_split import LayerCost
+from stratagem.training.layer_graph import Layer, LayerGraph
+from stratagem.training.stage_parts import StagePart, tensors_of
+
+_ROUNDS = 2
+#: bytes of an optimizer's state for each byte of a parameter, and of the gradient
+_STATES = 3
+
+
+class LayerMeter:
+    """Measures the layers of a graph on some rows; leaves the model as it was."""
+
+    def __init__(self, graph: LayerGraph) -> None:
+        self._graph = graph
+        self._places = {node: i for i, node in enumerate(graph.inputs)}
+
+    def measure(self, inputs: Sequence[Any]) -> list[LayerCost]:
+        """The cost of each layer; the fastest of a few rounds counts."""
+        module = self._graph.module
+        held = list(dict.fromkeys(module.buffers()))
+        before, dice = [b.clone() for b in held], torch.get_rng_state()
+        grads = [(p, p.grad) for p in module.parameters()]
+        try:
+            rounds = [self._round(inputs) for _ in range(_ROUNDS)]
+        finally:
+            torch.set_rng_state(dice)
+            with torch.no_grad():
+                for buffer, value in zip(held, before, strict=True):
+                    buffer.copy_(value)
+            for param, grad in grads:
+                param.grad = grad
+        fixed = [self._fixed(i) for i in range(len(self._graph.layers))]
+        return [
+            LayerCost(min(s for s, _, _ in times), bytes_held, times[0][1], times[0][2])
+            for times, bytes_held in zip(zip(*rounds, strict=True), fixed, strict=True)
+        ]
+
+    def _fixed(self, index: int) -> int:
+        part = StagePart(index, [index], self._graph.layers[index].nodes)
+        used = tensors_of(self._graph, part)
+        return sum(t.nbytes * (1 + _STATES * t.requires_grad) for t in used)
+
+    def _round(self, inputs: Sequence[Any]) -> list[tuple[float, int, int]]:
+        values: dict[fx.Node, Any] = {}
+        last = self._last_uses()
+        found = []
+        for index, layer in enumerate(self._graph.layers):
+            made = self._layer(layer, inputs, values)
+            for node in [node for node in values if last[node] <= index]:
+                del values[node]
+            crossing = sum(t.nbytes for t in tensors_in(list(values.values())))
+            found.append((*made, crossing))
+        return found
+
+    def _last_uses(self) -> dict[fx.Node, int]:
+        where = {n: i for i, layer in enumerate(self._graph.layers) for n in layer.nodes}
+        end = len(self._graph.layers)
+        return {
+            node: max((where.get(user, end) for user in node.users), default=-1) for node in where
+        }
+
+    def _layer(
+        self, layer: Layer, inputs: Sequence[Any], values: dict[fx.Node, Any]
+    ) -> tuple[float, int]:
+        """Seconds forward and backward, and bytes that its graph keeps; values become leaves."""
+        known: dict[fx.Node, Any] = {}
+
+        def get(node: fx.Node) -> Any:
+            if node in self._places:
+                return inputs[self._places[node]]
+            if node.op == "get_attr":
+                return self._graph.look_up(str(node.target))
+            if node not in known:
+                known[node] = _leaves(values[node])
+            return known[node]
+
+        kept = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            kept += 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
+            return tensor
+
+        started = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            for node in layer.nodes:
+                known[node] = run_node(self._graph.module, node, get)
+        roots = [t for n in layer.nodes for t in tensors_in(known[n]) if t.requires_grad]
+        roots = [t for t in roots if t.is_floating_point()]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        seconds = time.perf_counter() - started
+        for param in self._graph.module.parameters():
+            param.grad = None
+        values.update((node, _detached(known[node])) for node in layer.nodes)
+        return seconds, kept
+
+
+def run_graph(graph: LayerGraph, inputs: Sequence[Any]) -> Any:
+    """The output of the whole model, by its layers."""
+    known: dict[fx.Node, Any] = dict(zip(graph.inputs, inputs, strict=True))
+
+    def get(node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return graph.look_up(str(node.target))
+        return known[node]
+
+    for layer in graph.layers:
+        for node in layer.nodes:
+            known[node] = run_node(graph.module, node, get)
+    return fx.node.map_arg(graph.output.args[0], get)
+
+
+def run_node(module: nn.Module, node: fx.Node, get: Any) -> Any:
+    """What a node of the graph makes of its arguments."""
+    args = fx.node.map_arg(node.args, get)
+    kwargs = fx.node.map_arg(node.kwargs, get)
+    if node.op == "call_module":
+        return module.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _detached(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    return map_parts(_detached, tree)
+
+
+def _leaves(tree: Any) -> Any:
+    """Values of earlier layers, as the beginning of this layer's graph."""
+    if not isinstance(tree, Tensor):
+        return map_parts(_leaves, tree)
+    if not tree.is_floating_point():
+        return tree
+    return tree.detach().requires_grad_().clone()

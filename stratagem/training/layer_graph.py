@@ -1,0 +1,299 @@
+"""A module as a row of layers: traced by torch.fx with torch's own layers as leaves.
+
+Containers are gone into. A module of the user's that cannot be traced (an `if` on values, say)
+stays whole, as one layer; where that is the model itself, the line in the way is named.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import operator
+import os
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from stratagem.compat.torch_names import MODULE_HOOKS
+from stratagem.errors import NotDistributable, UsageError
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+#: operators that write into their first argument, beside methods and functions named `..._`
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ipow", "imatmul")
+
+
+@dataclass
+class Layer:
+    """Neighbouring nodes of the graph that are not cut apart: a layer, and functions behind it."""
+
+    name: str
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass
+class LayerGraph:
+    """The model in layers, in the order in which they run."""
+
+    module: nn.Module
+    graph: fx.Graph
+    #: those that batches give
+    inputs: list[fx.Node]
+    layers: list[Layer]
+    output: fx.Node
+    #: tensors that forward makes of nothing, by the names that the graph has for them
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def look_up(self, path: str) -> Any:
+        """A module, parameter, buffer or constant by its name."""
+        if path in self.constants:
+            return self.constants[path]
+        owner, _, name = path.rpartition(".")
+        return getattr(self.module.get_submodule(owner), name)
+
+    def first_of(self, name: str) -> int:
+        """The first layer of a module, by the module's name."""
+        for index, layer in enumerate(self.layers):
+            paths = (path for node in layer.nodes for path in _paths(node))
+            if any(path == name or path.startswith(f"{name}.") for path in paths):
+                return index
+        known = [layer.name for layer in self.layers]
+        close = get_close_matches(name, known, 3) or known[:8]
+        raise UsageError(
+            f"split names {name!r}, and the model has no layer of that name in its forward; there "
+            f"are, among others, {', '.join(map(repr, close))}."
+        )
+
+
+class _LayerTracer(fx.Tracer):
+    """Knows where it is, so that a module which cannot be traced is found."""
+
+    def __init__(self, whole: set[str]) -> None:
+        super().__init__()
+        self.whole = whole
+        self.inside: list[str] = []
+        #: the innermost module that was being traced when something went wrong
+        self.failed: str | None = None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if module_qualified_name in self.whole or _is_hooked(m):
+            return True
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if isinstance(m, nn.TransformerEncoder) and len(args) == 1 and not kwargs:
+            return _through(m, args[0])
+        self.inside.append(self.path_of_module(m))
+        try:
+            with _without_effects(m):
+                return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            if self.failed is None:
+                self.failed = self.inside[-1]
+            raise
+        finally:
+            self.inside.pop()
+
+
+class _SideEffect(Exception):
+    """A forward that does more than compute: traced, it would do that once and never again."""
+
+
+@contextmanager
+def _without_effects(module: nn.Module) -> Iterator[None]:
+    """Raise if a module's forward sets attributes of it, or draws random numbers by itself; both
+    are put back."""
+    dice, before, seen = _dice(), dict(vars(module)), _sizes(module)
+    try:
+        yield
+        if _sizes(module) != seen:
+            raise _SideEffect("it sets attributes of the module")
+        if _dice() != dice:
+            raise _SideEffect("it draws random numbers that are not of its inputs' shape")
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+def _sizes(module: nn.Module) -> dict[str, Any]:
+    """What tells whether an attribute has become another, or grown."""
+    kinds = (list, dict, set)
+    return {
+        name: (id(value), len(value) if isinstance(value, kinds) else 0)
+        for name, value in vars(module).items()
+    }
+
+
+def _dice() -> Any:
+    _, keys, place, *_ = np.random.get_state()
+    drawn = torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes(), place
+    return drawn, random.getstate()
+
+
+def _through(encoder: nn.TransformerEncoder, x: Any) -> Any:
+    """What an encoder without masks does in training: its layers, one after another."""
+    for layer in encoder.layers:
+        x = layer(x)
+    return x if encoder.norm is None else encoder.norm(x)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Hooks run with the layer; those of what is gone into would run while it is traced."""
+    return any(getattr(module, kind, None) for kind in MODULE_HOOKS)
+
+
+def trace(module: nn.Module, x: Any = None) -> LayerGraph:
+    """The layers of a module; `x` is what batches give it, if that is known."""
+    if _is_hooked(module):
+        raise NotDistributable(
+            f"the model ({type(module).__name__}) has forward or backward hooks itself, which see "
+            "it as a whole, and a pipeline runs its layers; put the hooks on layers."
+        )
+    given = _given(module, x)
+    whole: set[str] = set()
+    while True:
+        tracer = _LayerTracer(whole)
+        try:
+            with _without_effects(module):
+                graph = tracer.trace(module, given or None)
+                # fx has put them there
+                made = [name for name in vars(module) if name.startswith("_tensor_constant")]
+                constants = {name: vars(module).pop(name) for name in made}
+            break
+        except Exception as error:
+            if tracer.failed is None:
+                raise _in_the_way(module, error) from error
+            whole.add(tracer.failed)  # it stays whole
+    found = _layered(module, graph, given)
+    found.constants = constants
+    return found
+
+
+def _given(module: nn.Module, x: Any) -> dict[str, Any]:
+    """Defaults of the arguments of forward that batches do not give."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    odd = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if odd:
+        raise NotDistributable(
+            f"forward of {type(module).__name__} takes {odd[0]}, so its inputs are not known when "
+            "it is split; name its arguments."
+        )
+    if isinstance(x, dict):
+        present = set(x)
+    elif isinstance(x, list | tuple) and not hasattr(x, "_fields"):
+        present = {p.name for p in list(parameters)[: len(x)]}
+    else:
+        present = {p.name for p in list(parameters)[:1]}
+    needed = {p.name for p in parameters if p.default is p.empty}
+    return {p.name: p.default for p in parameters if p.name not in present | needed}
+
+
+def _in_the_way(module: nn.Module, error: Exception) -> NotDistributable:
+    """Name the line of the user's that cannot be traced."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((_TORCH, _OURS, "<frozen"))]
+    where = f"forward of {type(module).__name__}"
+    if own:
+        line = own[-1].line or linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
+        where = f"line {own[-1].lineno} of {os.path.basename(own[-1].filename)}, `{line}`,"
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, _SideEffect):
+        return NotDistributable(
+            f"the model cannot be split into stages: forward of {type(module).__name__} does more "
+            f"than compute ({reason}), which each stage would have to do; put that into a "
+            "submodule, which stays whole on one stage."
+        )
+    return NotDistributable(
+        f"the model cannot be split into stages: {where} depends on values, which are known only "
+        f"when it runs ({reason}); put that line into a submodule, which stays whole on one "
+        "stage, or make the model an nn.Sequential."
+    )
+
+
+def _layered(module: nn.Module, graph: fx.Graph, given: dict[str, Any]) -> LayerGraph:
+    inputs: list[fx.Node] = []
+    names = inspect.signature(module.forward).parameters
+    for node in list(graph.nodes):
+        if node.op != "placeholder":
+            continue
+        if str(node.target) in names and str(node.target) not in given:
+            inputs.append(node)
+        else:
+            _erase(graph, node)
+    for node in reversed(list(graph.nodes)):  # what is taken apart, and not used
+        if node.target is operator.getitem and not node.users:
+            graph.erase_node(node)
+    _follow_in_place(module, graph)
+    layers: list[Layer] = []
+    waiting: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if _begins(node):
+            layers.append(Layer(_paths(node)[0], waiting))
+            waiting = []
+        (layers[-1].nodes if layers else waiting).append(node)
+    if not layers:
+        layers.append(Layer(type(module).__name__, waiting))
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return LayerGraph(module, graph, inputs, layers, output)
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Take away an argument that is not given, with what fx asserts of it."""
+    for user in list(node.users):
+        _erase(graph, user)
+    graph.erase_node(node)
+
+
+def _begins(node: fx.Node) -> bool:
+    """Whether a layer begins: a module, or a function of a parameter."""
+    if node.op == "call_module":
+        return True
+    return any(each.op == "get_attr" for each in node.all_input_nodes)
+
+
+def _paths(node: fx.Node) -> Sequence[str]:
+    """The module of a node, and those that it is in."""
+    stack = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    own = [str(node.target)] if node.op == "call_module" else []
+    held = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
+    return [*own, *held, *reversed(stack)] or [node.name]
+
+
+def _follow_in_place(module: nn.Module, graph: fx.Graph) -> None:
+    """Who reads a value after something has written into it reads what was written: on another
+    stage there is another copy."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node, place in order.items():
+        written = node.args[0] if node.args else None
+        if isinstance(written, fx.Node) and _writes(module, node):
+            later = {user for user in written.users if order[user] > place}
+            written.replace_all_uses_with(node, later.__contains__)
+
+
+def _writes(module: nn.Module, node: fx.Node) -> bool:
+    """Whether it writes into its first argument."""
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")):
+        return True
+    if node.op == "call_function" and inspect.isfunction(node.target):
+        bound = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)
+        return bound.arguments.get("inplace") is True
+    return False

@@ -1,0 +1,149 @@
+"""One device of a pipeline: microbatches forward and backward through its parts.
+
+A value that is received is a leaf of this device's graph; its gradient goes back to where it came
+from. Every message forward is answered by one backward, also where there is nothing to say, so that
+channels stay in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from stratagem.data.shares import map_parts, tensors_in
+from stratagem.rules.schedules import Op
+from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.stage_parts import StagePart, program
+from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.slots import SlotChannel, channel_words
+
+#: the inputs of one microbatch, by their place
+Inputs = Sequence[Any]
+#: makes the loss of a microbatch's output, to begin the backward with
+Judge = Callable[[int, Any], Tensor]
+
+
+@dataclass
+class _Kept:
+    """What a microbatch leaves until its backward."""
+
+    #: by the part that they came from
+    leaves: dict[int, list[Tensor]]
+    #: by the part that they went to
+    sent: dict[int, list[Tensor]]
+    loss: Tensor | None
+
+
+class StageChannels:
+    """Slots between the parts of all devices. Made collectively."""
+
+    def __init__(
+        self, parts: Sequence[StagePart], devices: int, collective: SharedMemoryCollective
+    ) -> None:
+        pairs = [(part.index, to) for part in parts for to in part.sends]
+        self.devices = devices
+        slots = 2 * len(parts) + 2
+        size = channel_words(slots)
+        words = collective.table(max(len(pairs), 1) * 2 * size, torch.int64, rows=1).words()[0]
+        self.forward: dict[tuple[int, int], SlotChannel] = {}
+        self.backward: dict[tuple[int, int], SlotChannel] = {}
+        for i, (source, to) in enumerate(pairs):
+            at, there = source % devices, to % devices
+            first = words[2 * i * size : (2 * i + 1) * size]
+            second = words[(2 * i + 1) * size : (2 * i + 2) * size]
+            self.forward[source, to] = SlotChannel(collective, first, at, there, slots)
+            self.backward[to, source] = SlotChannel(collective, second, there, at, slots)
+
+
+class Stage:
+    """The parts of one device."""
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        parts: Sequence[StagePart],
+        device: int,
+        channels: StageChannels,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._autocast = autocast
+        self._parts, self._channels, self._last = parts, channels, len(parts) - 1
+        self._programs: dict[int, fx.GraphModule] = {
+            part.index: program(graph, part, last=part.index == self._last)
+            for part in parts
+            if part.index % channels.devices == device
+        }
+        self._kept: dict[tuple[int, int], _Kept] = {}
+
+    def run(
+        self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
+    ) -> None:
+        """One batch: `inputs` and `seeds` of each microbatch; seeds matter to the first part."""
+        self._kept.clear()
+        for kind, part, m in ops:
+            if kind == "F":
+                with self._autocast():
+                    self._forward(self._parts[part], m, inputs[m], seeds[m], judge)
+            else:
+                self._backward(self._parts[part], m)
+
+    def _forward(self, part: StagePart, m: int, inputs: Inputs, seed: int, judge: Judge) -> None:
+        leaves: dict[int, list[Tensor]] = {}
+        received: list[Any] = []
+        for source in part.receives:
+            channel = self._channels.forward[source, part.index]
+            told = channel.take()
+            leaves[source] = []
+            values = _entered(told["values"], iter(told["trained"]), leaves[source])
+            channel.release()
+            received += values
+            seed = told["seed"]
+        given = [inputs[place] for place in part.inputs]
+        found = self._programs[part.index](seed, *given, *received)
+        by_name = dict(zip(part.sent, found, strict=False))
+        sent: dict[int, list[Tensor]] = {}
+        for to, names in part.sends.items():
+            values = [by_name[name] for name in names]
+            tensors = list(tensors_in(values))
+            trained = [tensor.requires_grad for tensor in tensors]
+            sent[to] = [tensor for tensor in tensors if tensor.requires_grad]
+            message = {"values": values, "trained": trained, "seed": seed}
+            self._channels.forward[part.index, to].post(message)
+        loss = judge(m, found[-1]) if part.index == self._last else None
+        self._kept[part.index, m] = _Kept(leaves, sent, loss)
+
+    def _backward(self, part: StagePart, m: int) -> None:
+        kept = self._kept.pop((part.index, m))
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        for to, tensors in kept.sent.items():
+            channel = self._channels.backward[to, part.index]
+            for tensor, gradient in zip(tensors, channel.take(), strict=True):
+                if gradient is not None:
+                    roots.append(tensor)
+                    gradients.append(gradient.clone())
+            channel.release()
+        if kept.loss is not None and kept.loss.requires_grad:
+            roots.append(kept.loss)
+            gradients.append(None)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        for source, leaves in kept.leaves.items():
+            told = [leaf.grad for leaf in leaves]
+            self._channels.backward[part.index, source].post(told)
+
+
+def _entered(tree: Any, trained: Any, leaves: list[Tensor]) -> Any:
+    """Values out of a slot, in memory of their own; those that are trained begin a graph."""
+    if not isinstance(tree, Tensor):
+        return map_parts(lambda part: _entered(part, trained, leaves), tree)
+    if not next(trained):
+        return tree.clone()
+    leaf = tree.requires_grad_()
+    leaves.append(leaf)
+    return leaf.clone()  # no leaf, so that a layer may write into it

@@ -1,0 +1,138 @@
+"""How a model is split over the devices of a pipeline: into how many microbatches a batch is cut,
+and with which layers stages begin. Measured on the first batch, or as the user says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stratagem.compat.torch_names import BatchNorm
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.rules.layer_split import LayerCost, slowest, split_layers
+from stratagem.rules.schedules import SCHEDULES, kept
+from stratagem.training.layer_costs import LayerMeter
+from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.settings import Pipeline
+from stratagem.training.stage_parts import cut
+
+#: inputs of the first rows of a batch, as many as one microbatch of so many has
+RowsOf = Callable[[int], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What the chief tells the other devices."""
+
+    microbatches: int
+    #: the first layer of each part
+    firsts: tuple[int, ...]
+
+
+def check_layers(graph: LayerGraph, pipeline: Pipeline, devices: int) -> None:
+    """Refuse what cannot be split so, before anything is started."""
+    parts = devices * pipeline.parts
+    if len(graph.layers) < parts:
+        names = ", ".join(layer.name for layer in graph.layers)
+        raise UsageError(
+            f"the model has {len(graph.layers)} layers that can be cut apart ({names}), and "
+            f"{parts} stages need one each; name fewer devices."
+        )
+    if pipeline.split is not None:
+        named_split(graph, pipeline.split, parts)
+    many = pipeline.microbatches != 1 and pipeline.batch_norm is None
+    for name, part in graph.module.named_modules():
+        if isinstance(part, BatchNorm) and many:
+            raise NotDistributable(
+                f"{name!r} is a BatchNorm, which looks at all rows of a batch, and a pipeline cuts "
+                "batches into microbatches; use GroupNorm or LayerNorm, or microbatches=1, or say "
+                'batch_norm="microbatch" to have it normalise over microbatches, unlike one device.'
+            )
+
+
+def named_split(graph: LayerGraph, names: Sequence[str], parts: int) -> tuple[int, ...]:
+    """The first layers of the parts that begin with these modules."""
+    if len(names) != parts - 1:
+        raise UsageError(
+            f"split has {len(names)} names, and {parts} stages begin with {parts - 1} of them: "
+            "each but the first with one."
+        )
+    firsts = (0, *(graph.first_of(name) for name in names))
+    for before, after, name in zip(firsts, firsts[1:], names, strict=False):
+        if after <= before:
+            raise UsageError(
+                f"split has {name!r}, which does not run behind the stage before it; name layers "
+                "in the order in which they run, and none that is the first."
+            )
+    return firsts
+
+
+def make_plan(
+    graph: LayerGraph, pipeline: Pipeline, devices: int, rows: int, inputs: RowsOf
+) -> tuple[StagePlan, str]:
+    """On the chief: measure, and choose; returns a table as well."""
+    best: tuple[float, StagePlan, list[LayerCost]] | None = None
+    for microbatches in _candidates(pipeline.microbatches, devices, rows):
+        costs = LayerMeter(graph).measure(inputs(-(-rows // microbatches)))
+        firsts = _firsts(graph, pipeline, devices, microbatches, costs)
+        if firsts is None:
+            continue
+        step = (pipeline.parts * microbatches + devices - 1) * slowest(costs, firsts)
+        if best is None or step < best[0]:
+            plan = StagePlan(pipeline.microbatches or microbatches, tuple(firsts))
+            best = (step, plan, costs)
+    if best is None:
+        raise NotDistributable(
+            f"no split of the model's {len(graph.layers)} layers over {devices} devices fits into "
+            f"{(pipeline.memory or 0) / 1e6:.0f} MB each; name more devices, or allow more memory."
+        )
+    return best[1], _table(graph, best[1], devices, best[2])
+
+
+def _candidates(asked: int | None, devices: int, rows: int) -> list[int]:
+    """Numbers of microbatches to try; a batch has no more than rows."""
+    if asked is not None:
+        return [max(min(asked, rows), 1)]
+    few = [n for n in (devices, 2 * devices, 4 * devices) if n <= rows]
+    return few or [max(rows, 1)]
+
+
+def _firsts(
+    graph: LayerGraph,
+    pipeline: Pipeline,
+    devices: int,
+    microbatches: int,
+    costs: Sequence[LayerCost],
+) -> Sequence[int] | None:
+    parts = devices * pipeline.parts
+    if pipeline.split is not None:
+        return named_split(graph, pipeline.split, parts)
+    schedule = SCHEDULES[pipeline.schedule]
+    held = [kept(schedule(d, devices, microbatches, pipeline.parts)) for d in range(devices)]
+    # a device's parts share what it keeps
+    each = [-(-held[part % devices] // pipeline.parts) for part in range(parts)]
+    limit = None if pipeline.memory is None else pipeline.memory / pipeline.parts
+    return split_layers(costs, parts, each, limit)
+
+
+def _table(graph: LayerGraph, plan: StagePlan, devices: int, costs: Sequence[LayerCost]) -> str:
+    """Stage, layers, milliseconds and megabytes, and what crosses to later ones."""
+    head = ("stage", "device", "layers", "ms", "MB", "hands on")
+    lines = [head]
+    made_by = {n.name: layer.name for layer in graph.layers for n in layer.nodes}
+    for part in cut(graph, plan.firsts):
+        names = [graph.layers[i].name for i in part.layers]
+        layers = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+        ms = sum(costs[i].seconds for i in part.layers) * 1e3
+        size = sum(costs[i].fixed for i in part.layers) / 1e6
+        over = costs[part.layers[-1]].crossing / 1e6
+        sent = [
+            f"{', '.join(dict.fromkeys(made_by[name] for name in names))} to {to}"
+            for to, names in part.sends.items()
+            if names
+        ]
+        row = (str(part.index), str(part.index % devices), layers, f"{ms:.2f}", f"{size:.1f}")
+        lines.append((*row, f"{'; '.join(sent)}, {over:.2f} MB" if sent else "-"))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    rows = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(row.rstrip() for row in rows)

@@ -1,0 +1,174 @@
+"""What a pipeline cannot do is refused in a sentence, and then nothing has been started."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stratagem as sg
+from tests.support import cpus, data, mlp
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Undecided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = self.first(x)
+        return self.second(x)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+class OwnSGD(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        return None
+
+
+def refused(words: str, module: nn.Module, *, compiled: Any = None, **options: Any) -> None:
+    options = {"devices": cpus(2), **options}
+    strategy = sg.PipelineStrategy(**options)
+    model = sg.Model(module, strategy)
+    model.compile(**{"optimizer": "sgd", "loss": "cross_entropy", **(compiled or {})})
+    with pytest.raises(sg.StratagemError, match=words) as caught:
+        model.fit(*data(20), batch_size=8, verbose=0)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+    group: Any = strategy.replica_group
+    assert group.replica is None and group._pool is None
+    strategy.close()
+
+
+def test_models_and_splits() -> None:
+    refused("3 layers that can be cut apart .0, 1, 2., and 4 stages", mlp(), devices=cpus(4))
+    refused("'nowhere', and the model has no layer", mlp(), split=["nowhere"])
+    refused("2 names, and 2 stages", mlp(), split=["1", "2"])
+    refused("does not run behind", mlp(), split=["0"])
+    refused(r"line \d+ of test_pipeline_refusals.py, `if x.sum\(\) > 0:`,", Undecided())
+    refused("'1' is a BatchNorm", normed())
+    refused("'1' is a BatchNorm", normed(), microbatches=2)
+    hooked = mlp()
+    hooked.register_forward_hook(lambda *given: None)
+    refused("has forward or backward hooks itself", hooked)
+
+
+class Noisy(nn.Module):
+    """Adds what is drawn once when it is traced, or counts how often it is called."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.kind == "noise":
+            x = x + torch.randn(6)
+        if self.kind == "branch" and random.random() < 0.5:
+            x = -x
+        if self.kind == "count":
+            self.calls += 1
+        if self.kind == "global":
+            x = x * next(_COUNTER)
+        return self.second(x)
+
+
+_COUNTER = itertools.count(1)
+
+
+@pytest.mark.parametrize("kind", ["noise", "branch", "count"])
+def test_what_tracing_would_do_once_and_never_again(kind: str) -> None:
+    module = Noisy(kind)
+    refused("forward of Noisy does more than compute", module)
+    assert module.calls == 0
+
+
+def test_layers_that_are_not_the_model() -> None:
+    """What cannot be seen when it is traced is seen when it is tried."""
+    strategy = sg.PipelineStrategy(cpus(2), 2)
+    model = sg.Model(Noisy("global"), strategy)
+    model.compile(optimizer="sgd", loss=F.cross_entropy, check=False)
+    with pytest.raises(sg.NotDistributable, match="do not give what its forward gives"):
+        model.fit(*data(20), batch_size=8, verbose=0)
+    strategy.close()
+
+
+def test_ways_to_train() -> None:
+    refused("no gradient scaler", mlp(), compiled={"precision": "float16"})
+    refused("jit_compile=True cannot", mlp(), compiled={"jit_compile": True})
+    beside = nn.Parameter(torch.ones(1))
+    more: Any = lambda params: torch.optim.SGD([*params, beside], 0.1)  # noqa: E731
+    refused("parameters that are not the model's", mlp(), compiled={"optimizer": more})
+    refused("LBFGS", mlp(), compiled={"optimizer": torch.optim.LBFGS})
+    refused("OwnSGD may look at all", mlp(), compiled={"optimizer": OwnSGD})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"devices": ["cpu:0", "cpu:0"]}, "cpu:0 is named twice"),
+        ({"devices": []}, "empty"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"microbatches": "many"}, "microbatches='many'"),
+        ({"schedule": "zigzag"}, "schedule='zigzag' is not known"),
+        ({"batch_norm": "sync"}, "batch_norm='sync' is not known"),
+        ({"split": [3]}, "give names of layers"),
+        ({"elastic": True}, "none can leave or join"),
+    ],
+)
+def test_settings(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(sg.StratagemError, match=words):
+        sg.PipelineStrategy(**{"devices": cpus(2), **options})
+
+
+def test_a_cluster_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+    monkeypatch.setenv("TF_CONFIG", tasks)
+    with pytest.raises(sg.NotDistributable, match="the environment describes a cluster"):
+        sg.PipelineStrategy(cpus(2))
+
+
+def test_custom_loops_and_keras_models() -> None:
+    strategy = sg.PipelineStrategy(cpus(2))
+    with pytest.raises(sg.NotDistributable, match=r"does not leave to it; use sg\.Model"):
+        strategy.prepare(mlp(), torch.optim.SGD(mlp().parameters()))
+    keras = pytest.importorskip("keras")
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(4)])
+        with pytest.raises(sg.NotDistributable, match="this is a Keras model"):
+            model.compile(optimizer="sgd", loss="mse")
+    strategy.close()
+
+
+def test_a_part_that_cannot_be_traced_stays_whole() -> None:
+    strategy = sg.PipelineStrategy(cpus(2), 2)
+    torch.manual_seed(0)
+    model = sg.Model(nn.Sequential(nn.Linear(6, 6), Undecided()), strategy)
+    model.compile(optimizer="sgd", loss=F.cross_entropy, check=False)
+    model.fit(*data(20), batch_size=8, verbose=0)
+    strategy.close()
+
+
+def test_no_split_fits_into_the_memory() -> None:
+    strategy = sg.PipelineStrategy(cpus(2), 2, memory=100)
+    model = sg.Model(mlp(), strategy)
+    model.compile(optimizer="sgd", loss=F.cross_entropy)
+    with pytest.raises(
+        sg.NotDistributable, match="no split of the model's 3 layers over 2 devices"
+    ):
+        model.fit(*data(20), batch_size=8, verbose=0)
+    strategy.close()
