@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -32,19 +32,6 @@ def note(name, value):
     os.replace(f"{name}.part", name)
 note(f"pid-{me}", os.getpid())
 """
-
-
-class Site(Protocol):
-    """Somewhere that `stratagem submit` reaches from host 0."""
-
-    name: str
-    folder: Path
-
-    def options(self) -> list[str]:
-        """What `submit` needs to know of it."""
-
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """Begin `stratagem ...` in the site's folder."""
 
 
 class _OnHosts:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
 from stratagem.launch.cli import main
+from stratagem.launch.engines import kubernetes
 from stratagem.launch.engines.slurm import Slurm
 from stratagem.launch.job_folder import JobFolder, LogReader, TaskEnd
 from stratagem.launch.job_request import JobRequest
@@ -217,3 +218,18 @@ def test_a_folder_that_cannot_be_made(project: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("STRATAGEM_JOBS", str(project / "file"))
     with pytest.raises(UsageError, match="STRATAGEM_JOBS says where"):
         JobFolder.create("a")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ({"containerStatuses": [{"state": {"running": {}}}]}, ""),
+        ({"containerStatuses": [{"state": {"terminated": {}}}]}, ""),
+        ({"containerStatuses": [{"state": {"waiting": {"reason": "ErrImagePull"}}}]}, "ErrImage"),
+        ({"conditions": [{"status": "False", "message": "0/2 nodes: no GPU"}]}, "0/2 nodes: no"),
+        ({}, "a node"),
+    ],
+)
+def test_what_a_pod_waits_for(status: dict[str, object], said: str) -> None:
+    found = kubernetes._waits_for({"status": status})
+    assert said in found and bool(said) == bool(found)

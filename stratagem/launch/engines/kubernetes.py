@@ -74,14 +74,15 @@ class Kubernetes:
         if not found.strip():
             job.ended(_CANCELLED, "somebody has deleted it")
             return job.end() or JobState("ended")
-        self._bring(job)
+        waits = self._bring(job)
         status = json.loads(found).get("status", {})
         conditions = {c["type"] for c in status.get("conditions", ()) if c["status"] == "True"}
         if conditions & {"Complete", "Failed"}:
             write_end(job, int("Complete" not in conditions))
             return job.end() or JobState("ended")
-        phase = "running" if status.get("active") else "waiting"
-        return JobState(phase, text="" if status.get("active") else "for its pods")
+        if waits or not status.get("active"):
+            return JobState("waiting", text=waits or "for its pods")
+        return JobState("running")
 
     def cancel(self, job: JobFolder) -> None:
         self._bring(job)
@@ -89,14 +90,19 @@ class Kubernetes:
         _kubectl(job.request, "delete", "job", name, "--cascade=foreground", "--ignore-not-found")
         job.ended(_CANCELLED, "cancelled")
 
-    def _bring(self, job: JobFolder) -> None:
-        """What pods have written, and how they have ended, into the job's folder."""
+    def _bring(self, job: JobFolder) -> str:
+        """What pods have written, and how they have ended, into the job's folder; and what the
+        first one that has not begun waits for."""
         request, name = job.request, str(job.told["name"])
         listed = _kubectl(request, "get", "pods", "-o", "json", f"--selector=job-name={name}")
-        tasks = request.tasks()
+        tasks, waits = request.tasks(), ""
         for pod in json.loads(listed)["items"]:
             index = pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"]
-            self._bring_pod(job, tasks[int(index)], pod)
+            task = tasks[int(index)]
+            self._bring_pod(job, task, pod)
+            if why := _waits_for(pod):
+                waits = waits or f"{task} for {why}"
+        return waits
 
     def _bring_pod(self, job: JobFolder, task: Task, pod: dict[str, Any]) -> None:
         states = pod.get("status", {}).get("containerStatuses", [])
@@ -117,6 +123,16 @@ class Kubernetes:
 
 
 ENGINE = Kubernetes()
+
+
+def _waits_for(pod: dict[str, Any]) -> str:
+    """Why a pod has not begun: no node has room, its image cannot be had; nothing if it has."""
+    status = pod.get("status", {})
+    for each in status.get("containerStatuses", ()):
+        waiting = each["state"].get("waiting")
+        return str(waiting.get("reason", "its container")) if waiting else ""
+    refused = (c for c in status.get("conditions", ()) if c.get("status") == "False")
+    return next((str(c.get("message") or c.get("reason")) for c in refused), "a node")
 
 
 def _name(request: JobRequest, job: JobFolder) -> str:

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -291,7 +290,6 @@ class _Ends:
 
     def add(self, kind: str, process: Process | None, text: str) -> None:
         if kind == "end" and process is not None:
-            time.sleep(0)  # the relay's thread may be about to read its last lines
             _write_end(self._job, process, self._relay.tail(process))
 
 
