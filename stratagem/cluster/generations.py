@@ -96,10 +96,10 @@ class Generations:
         finally:
             old.leave()
 
-    def _say_who_joins(self, old: Membership, ranks: Iterable[int]) -> None:
+    def _say_who_joins(self, old: Membership, sockets: Mapping[int, object]) -> None:
         """Those of whom no trouble has told already."""
         told = old.trouble.member if old.trouble and old.trouble.kind == "joined" else None
-        for member in (self._members[rank] for rank in ranks):
+        for member in (self._members[rank] for rank in sorted(sockets)):
             if member != told and member.name not in old.still_here:
                 log.warning("%s joins the job", member)
 
