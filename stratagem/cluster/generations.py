@@ -15,7 +15,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from stratagem.cluster.acceptor import Acceptor
 from stratagem.cluster.failure import Failure, Member

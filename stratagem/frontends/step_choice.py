@@ -49,8 +49,7 @@ def choose(
     shared = isinstance(replica.collective, SharedMemoryCollective)
     params = [p for p in module.parameters() if p.requires_grad]
     half = recipe.autocast is torch.float16
-    whole = not settings.elastic  # a replica that dies in mid-update leaves a slice half written
-    if plain and shared and whole and not half and params and can_slice(optimizer, params):
+    if plain and shared and not half and params and can_slice(optimizer, params):
         return Sliced(module, optimizer, recipe, replica, settings)
     return Replicated(module, optimizer, recipe, replica, settings)
 

@@ -47,6 +47,9 @@ class Step(Protocol):
     def settled(self) -> bool:
         """Whether no gradient waits for those of other batches."""
 
+    def keep(self) -> None:
+        """An update begins that may have to be done again."""
+
     def take(self, portion: Portion, last: bool) -> None:
         """Train on one share; `last` means that accumulated gradients must be applied now."""
 
@@ -98,6 +101,9 @@ class OneDevice(TorchAdapter):
             self._waiting = 0
             self.before_commit()
             self.update()
+
+    def keep(self) -> None:
+        return None  # what breaks off has not been applied
 
     def follow_settings(self) -> None:
         return None
@@ -293,6 +299,7 @@ class Sliced(Replicated):
     ) -> None:
         super().__init__(module, optimizer, recipe, replica, settings)
         assert isinstance(replica.collective, SharedMemoryCollective)
+        self._elastic = settings.elastic
         buckets = self.committer.buckets
         factored = self._factored(buckets.params)
         self.sliced = self.sliced_update(optimizer, buckets, replica.collective, factored)
@@ -327,12 +334,12 @@ class Sliced(Replicated):
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         self.committer.stage([numerator, denominator], self._factors)
         above, below = self.sliced.add_up()
-        scale = 1.0
-        if self.recipe.accumulate == 1:
-            if self.recipe.loss.counted and below:
-                scale = portion.total / below  # as per_target
-            self.tally.add(ratio(above, below), portion.total)
+        scale, at_once = 1.0, self.recipe.accumulate == 1
+        if at_once and self.recipe.loss.counted and below:
+            scale = portion.total / below  # as per_target
         self.sliced.step(scale, self.recipe.clip_norm, self.recipe.clip_value)
+        if at_once:
+            self.tally.add(ratio(above, below), portion.total)
         self.forget_gradients()
 
     def follow_settings(self) -> None:
@@ -341,9 +348,18 @@ class Sliced(Replicated):
     def take_back(self) -> None:
         self.sliced.take_back()
 
+    def keep(self) -> None:
+        if self.replica.is_chief:  # whose state all others take
+            self.sliced.keep()
+
     def close(self) -> None:
         self.sliced.close()
-        super().close()
+        super().leave()
+
+    def leave(self) -> None:
+        super().leave()
+        if self._elastic:
+            self.sliced.leave()
 
 
 def ratio(above: float, below: float) -> float:
