@@ -242,3 +242,13 @@ def test_a_layer_that_one_replica_uses(pair: sg.ShardedStrategy) -> None:
         optimizer.zero_grad()
     model = fitted(pair, start, OPTIMIZERS["sgd"], x, y, batch=40, check=False)
     assert distance(alone, model.module) < 2e-6
+
+
+def test_factors_here_and_a_product_there(pair: sg.ShardedStrategy) -> None:
+    """Of 300 rows the table of factors has room for 256, so the second replica multiplies."""
+    x, y = data(300)
+    start = wide()
+    alone = by_hand(start, OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=300)
+    model = fitted(pair, start, OPTIMIZERS["sgd"], x, y, batch=300)
+    assert moved(start, alone)
+    assert distance(alone, model.module) < 2e-6
