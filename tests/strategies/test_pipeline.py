@@ -374,6 +374,44 @@ def test_targets_with_other_rows_are_refused(pipe: Pipe) -> None:
         fitted(pipe(2, 4), module, stream, batch=None, check=False)
 
 
+class Tempered(nn.Module):
+    """A loss with a parameter, by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5).double())
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output * self.scale, target, reduction="none")
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.loss = deep(), Tempered()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found
+
+
+def test_a_loss_with_parameters_of_the_model(pipe: Pipe) -> None:
+    """They are used on the last device only."""
+    start, (x, y) = WithLoss(), doubles(40)
+    one = copy.deepcopy(start)
+    optimizer = sgd(one.parameters())
+    for first in range(0, 40, 16):
+        one.loss(one(x[first : first + 16]), y[first : first + 16]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    module = copy.deepcopy(start)
+    model = sg.Model(module, pipe(2, 3))
+    model.compile(optimizer=sgd, loss=module.loss)
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    assert distance(one, module) < 1e-12
+    assert one.loss.scale.item() != 1.5
+
+
 def test_single_precision(pipe: Pipe) -> None:
     module, (x, y) = mlp(), data(50)
     one = by_hand(module, adam, F.cross_entropy, x, y, batch=16)
