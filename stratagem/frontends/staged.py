@@ -76,12 +76,6 @@ def check(job: Fit, devices: int) -> None:
             f"each stage of a pipeline steps the optimizer on its own parameters, and "
             f"{kind.__name__} may look at all of them at once; use one of torch.optim but LBFGS."
         )
-    own = set(job.module.parameters())
-    if any(p not in own for group in job.optimizer.param_groups for p in group["params"]):
-        raise NotDistributable(
-            "the optimizer has parameters that are not the model's (of a loss, say), which no "
-            "stage of a pipeline owns; make them parameters of the model."
-        )
     job.module.train()
     graph = trace(job.module, job.source.known_input())
     if pipeline.columns is not None:
@@ -143,10 +137,14 @@ class Staged(OneDevice):
         self._inputs = [str(node.target) for node in graph.inputs]
         split = self._in_columns if self._pipeline.columns is not None else self._in_parts
         stage, users = split(graph, portion)
+        judged = getattr(self.recipe.loss, "function", None)
+        if isinstance(judged, nn.Module):  # it may have parameters that are the model's, too
+            users[self._last_device] |= {*judged.parameters(), *judged.buffers()}
         used: dict[Tensor, list[int]] = {}
         for device in range(count):
             for tensor in users[device]:
                 used.setdefault(tensor, []).append(device)
+        self._has_last = self._last_device == rank
         self._owned = [p for p in self._params if used.get(p, [0])[0] == rank]
         self._owned_tensors = [t for t, devices in used.items() if devices[0] == rank]
         self._tie(used)
@@ -164,7 +162,7 @@ class Staged(OneDevice):
             mine = [plan.microbatches, list(plan.firsts)]
         self._microbatches, firsts = broadcast_tree(collective, mine)
         parts = cut(graph, firsts)
-        self._has_last = (len(parts) - 1) % count == rank
+        self._last_device = (len(parts) - 1) % count
         users: list[set[Tensor]] = [set() for _ in range(count)]
         for part in parts:
             users[part.index % count] |= tensors_of(graph, part)
@@ -180,7 +178,7 @@ class Staged(OneDevice):
         assert chunks is not None
         if self.replica.leads:
             prove(graph, portion, self._inputs)
-        self._has_last = rank == count - 1
+        self._last_device = count - 1
         channels = ColumnChannels(count, self._collective)
         users = [plan.tensors(device) for device in range(count)]
         return ColumnStage(plan, rank, chunks, channels, self.autocast), users
@@ -243,6 +241,7 @@ class Staged(OneDevice):
             self._waiting = 0
             self.before_commit()
             self._send_tied()
+            self._check_owned()
         self._finish(portion, batch, apply=apply)
 
     def _finish(self, portion: Portion, batch: _MicroBatches, *, apply: bool) -> None:
@@ -257,6 +256,17 @@ class Staged(OneDevice):
         if norm:
             self._clip(math.sqrt(sum(square for _, square in told)))
         self._step()
+
+    def _check_owned(self) -> None:
+        """Refuse a gradient that would be lost, of a parameter that no layer here has."""
+        own = set(self._owned)
+        for name, param in self.module.named_parameters():
+            if param.grad is not None and param not in own:
+                raise NotDistributable(
+                    f"parameter {name!r} has a gradient on {self.replica.name}, where no layer "
+                    "has it: some layer reaches for another's parameters; register them in it, "
+                    "too (self.shared = other), so that they are known to be shared."
+                )
 
     def _step(self) -> None:
         if (limit := self.recipe.clip_value) is not None:

@@ -270,5 +270,5 @@ def single_layer(stack: nn.RNNBase, number: int) -> nn.RNNBase:
         kind: Any = type(stack)
         layer: nn.RNNBase = kind(size, stack.hidden_size, 1, **options)
     for name in [name for name, _ in layer.named_parameters()]:
-        setattr(layer, name, getattr(stack, name.replace("_l0", f"_l{number}")))
+        setattr(layer, name, getattr(stack, f"{name.removesuffix('0')}{number}"))
     return layer.train(stack.training)

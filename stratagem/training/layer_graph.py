@@ -165,13 +165,16 @@ def trace(module: nn.Module, x: Any = None) -> LayerGraph:
         )
     given = _given(module, x)
     whole: set[str] = set()
+    before = set(vars(module))
     while True:
         tracer = _LayerTracer(whole)
         try:
             with _without_effects(module):
                 graph = tracer.trace(module, given or None)
-                # fx has put them there
-                made = [name for name in vars(module) if name.startswith("_tensor_constant")]
+                read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+                made = [
+                    name for name in vars(module) if name in read - before
+                ]  # fx puts them there
                 constants = {name: vars(module).pop(name) for name in made}
             break
         except Exception as error:

@@ -331,7 +331,7 @@ def test_callbacks_see_and_change_everything(pipe: Pipe) -> None:
 
 
 class Marked(nn.Module):
-    """A tensor that forward makes of nothing, and dropout that is a function."""
+    """Tensors that forward makes of nothing, and a forward that depends on the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,29 +339,30 @@ class Marked(nn.Module):
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.dropout(self.first(x) + torch.arange(8.0).double() / 8, 0.5, self.training)
+        h = self.first(x) + torch.arange(8.0).double() / 8
+        h = h * 2 if self.training else h
         return self.second(h * torch.tensor(0.5).double())
 
 
 def test_constants_and_modes_that_callbacks_change(pipe: Pipe) -> None:
-    """What was traced for training is traced again when a callback takes the dropout away."""
+    """What was traced for training is traced again when a callback ends that mode."""
     module, (x, y) = Marked().double(), doubles(40)
 
     class Still(sg.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.model.module.train(epoch == 9)
+            self.model.module.train(epoch == 0)
 
-    one = by_hand(module, sgd, F.cross_entropy, x, y, batch=16)
-    still = copy.deepcopy(module)
-    optimizer = sgd(still.parameters())
-    still.eval()
-    for start in (*range(0, 40, 16), *range(0, 40, 16)):
-        F.cross_entropy(still(x[start : start + 16]), y[start : start + 16]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    one = copy.deepcopy(module)
+    optimizer = sgd(one.parameters())
+    for epoch in (0, 1):
+        one.train(epoch == 0)
+        for start in range(0, 40, 16):
+            F.cross_entropy(one(x[start : start + 16]), y[start : start + 16]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     model = fitted(pipe(2, 3), module, x, y, fit={"callbacks": [Still()]})
-    assert distance(still, model.module) < 1e-12
-    assert distance(still, one) > 1e-4
+    assert distance(one, model.module) < 1e-12
+    assert moved(module, one)
 
 
 def test_targets_with_other_rows_are_refused(pipe: Pipe) -> None:
@@ -372,6 +373,44 @@ def test_targets_with_other_rows_are_refused(pipe: Pipe) -> None:
     stream = [(x, torch.randint(0, 3, (40,)))]
     with pytest.raises(sg.NotDistributable, match="tensors of 8 and of 40 rows"):
         fitted(pipe(2, 4), module, stream, batch=None, check=False)
+
+
+class Tempered(nn.Module):
+    """A loss with a parameter, by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5).double())
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output * self.scale, target, reduction="none")
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.loss = deep(), Tempered()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found
+
+
+def test_a_loss_with_parameters_of_the_model(pipe: Pipe) -> None:
+    """They are used on the last device only."""
+    start, (x, y) = WithLoss(), doubles(40)
+    one = copy.deepcopy(start)
+    optimizer = sgd(one.parameters())
+    for first in range(0, 40, 16):
+        one.loss(one(x[first : first + 16]), y[first : first + 16]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    module = copy.deepcopy(start)
+    model = sg.Model(module, pipe(2, 3))
+    model.compile(optimizer=sgd, loss=module.loss)
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    assert distance(one, module) < 1e-12
+    assert one.loss.scale.item() != 1.5
 
 
 def test_single_precision(pipe: Pipe) -> None:

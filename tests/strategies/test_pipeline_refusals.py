@@ -110,9 +110,6 @@ def test_layers_that_are_not_the_model() -> None:
 def test_ways_to_train() -> None:
     refused("no gradient scaler", mlp(), compiled={"precision": "float16"})
     refused("jit_compile=True cannot", mlp(), compiled={"jit_compile": True})
-    beside = nn.Parameter(torch.ones(1))
-    more: Any = lambda params: torch.optim.SGD([*params, beside], 0.1)  # noqa: E731
-    refused("parameters that are not the model's", mlp(), compiled={"optimizer": more})
     refused("LBFGS", mlp(), compiled={"optimizer": torch.optim.LBFGS})
     refused("OwnSGD may look at all", mlp(), compiled={"optimizer": OwnSGD})
 
@@ -160,6 +157,27 @@ def test_a_part_that_cannot_be_traced_stays_whole() -> None:
     model = sg.Model(nn.Sequential(nn.Linear(6, 6), Undecided()), strategy)
     model.compile(optimizer="sgd", loss=F.cross_entropy, check=False)
     model.fit(*data(20), batch_size=8, verbose=0)
+    strategy.close()
+
+
+class Reaching(nn.Module):
+    """Uses the weights of a layer that it does not own, and cannot be traced."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.others[0].weight) if bool(x.shape[0] > 0) else x
+
+
+def test_a_gradient_that_would_be_lost() -> None:
+    first = nn.Linear(6, 6)
+    strategy = sg.PipelineStrategy(cpus(2), 2, split=["2"])
+    model = sg.Model(nn.Sequential(first, nn.Tanh(), Reaching(first), nn.Linear(6, 4)), strategy)
+    model.compile(optimizer="sgd", loss=F.cross_entropy, check=False)
+    with pytest.raises(sg.StratagemError, match=r"'0\.weight' has a gradient on replica 1"):
+        model.fit(*data(20), batch_size=8, verbose=0)
     strategy.close()
 
 
