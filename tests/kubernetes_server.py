@@ -44,14 +44,24 @@ class Pod:
     """One pod: a process on a host, and what it writes."""
 
     def __init__(
-        self, job: dict[str, Any], index: int, secret: str, hosts: Hosts, cwd: Path
+        self,
+        job: dict[str, Any],
+        index: int,
+        secret: dict[str, str],
+        hosts: Hosts,
+        names: Path,
+        cwd: Path,
     ) -> None:
         name = job["metadata"]["name"]
         self.job, self.index, self.lines = name, index, list[str]()
         self.name = f"{name}-{index}-{uuid.uuid4().hex[:5]}"
         self.host, self.code, self.ended = index + 1, None, ""
         (container,) = job["spec"]["template"]["spec"]["containers"]
-        environ = {each["name"]: each.get("value", secret) for each in container["env"]}
+        environ = {
+            each["name"]: each.get("value") or secret[each["name"]] for each in container["env"]
+        }
+        self._message = names.with_name(f"message-{self.name}")
+        environ["STRATAGEM_BLAME"] = str(self._message)
         python, *command = container["command"]
         assert python == "python"
         words = ["env", f"--chdir={cwd}", sys.executable, *command, *container["args"]]
@@ -65,7 +75,7 @@ class Pod:
         for line in self.process.stdout:
             self.lines.append(f"{_now()} {line}")
         code = self.process.wait()
-        self.ended = _now()
+        self.ended = f"{_now()[:19]}Z"  # Kubernetes has whole seconds
         self.code = code if code >= 0 else 128 - code
 
     def end(self) -> None:
@@ -77,6 +87,8 @@ class Pod:
         state: dict[str, Any] = {"running": {}}
         if self.code is not None:
             state = {"terminated": {"exitCode": self.code, "finishedAt": self.ended}}
+            if self._message.exists():
+                state["terminated"]["message"] = self._message.read_text()
         notes = {"batch.kubernetes.io/job-completion-index": str(self.index)}
         metadata = {"name": self.name, "namespace": "default", "annotations": notes}
         return {
@@ -187,9 +199,10 @@ class KubernetesServer:
         ]
         with self._names.open("a") as file:
             file.write("".join(lines))
-        secret = base64.b64decode(self.objects["secrets", name]["data"]["secret"]).decode()
+        data = self.objects["secrets", name]["data"]
+        secret = {key: base64.b64decode(value).decode() for key, value in data.items()}
         for i in range(spec["completions"]):
-            self.pods.append(Pod(job, i, secret, self._hosts, self._cwd))
+            self.pods.append(Pod(job, i, secret, self._hosts, self._names, self._cwd))
 
     def _control(self) -> None:
         """What the controller of Jobs does."""

@@ -12,6 +12,7 @@ import time
 from stratagem.errors import UsageError
 from stratagem.launch.engines.engine import engine
 from stratagem.launch.job_folder import JobFolder
+from stratagem.launch.verdict import TOLD_TO_END
 
 _PATIENCE = 60.0
 
@@ -35,5 +36,7 @@ def main(args: argparse.Namespace) -> int:
         if time.monotonic() > until:
             raise UsageError(f"{job.handle} was told to end, and is still {state}")
         time.sleep(0.2)
+    if job.end() is None:  # it had not begun
+        job.ended(TOLD_TO_END, "cancelled")
     print(f"{job.handle} is cancelled")
     return 0

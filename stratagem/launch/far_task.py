@@ -68,7 +68,7 @@ def run(
     code = supervisor.code
     if supervisor.stopped is not None and process.code and process.code > 0:
         code = process.code
-    return TaskEnd(task, code, process.because_of, now(), tail)
+    return TaskEnd(task, code, process.because_of, now(), tail, supervisor.stopped is not None)
 
 
 def environment(spec: ClusterSpec, task: Task, secret: str, more: Mapping[str, str]) -> Any:
@@ -99,7 +99,7 @@ def under_slurm(folder: str) -> int:
     with LogFile(job.log(task)) as log:
         end = run(task, [request.python, *request.words], environ, Relay(log, log))
     job.task_ended(end)
-    return end.code
+    return 0 if end.stopped else end.code  # srun would kill those that are still saving
 
 
 def in_a_pod(words: list[str]) -> int:
@@ -139,6 +139,8 @@ def over_ssh() -> int:
     task = Task(*told["task"])
     spec = ClusterSpec(told["cluster"])
     environ = environment(spec, task, told["secret"], told["environ"])
+    if told["gpus"] is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, told["gpus"]))
     os.chdir(told["folder"])
     relay = Relay(PlainSink(sys.stdout), PlainSink(sys.stderr))
     end = run(task, [sys.executable, *told["words"]], environ, relay, _attend)
@@ -147,6 +149,9 @@ def over_ssh() -> int:
     return end.code
 
 
+#: what is said to a task now and then, and after how many seconds without it the task ends
+ALIVE = "alive"
+_SILENCE = 40.0
 #: how the last line of a task over ssh begins that ended because of another
 BECAUSE = "[stratagem] ended because of "
 
@@ -162,14 +167,24 @@ class PlainSink(Sink):
 
 
 def _attend(inbox: SignalQueue) -> None:
-    """Take signals by name from stdin; its end is the end of whoever started this."""
+    """Take signals by name from stdin, and end with whoever started this: when stdin ends, or
+    nothing has come for long, as when a cable is cut."""
+    heard = [time.monotonic()]
 
     def listen() -> None:
         for line in sys.stdin:
-            inbox.arrived.append(signal.Signals[line.strip()])
+            heard[0] = time.monotonic()
+            if line.strip() != ALIVE:
+                inbox.arrived.append(signal.Signals[line.strip()])
         inbox.arrived.append(signal.SIGTERM)
 
-    threading.Thread(target=listen, daemon=True).start()
+    def watch() -> None:
+        while time.monotonic() - heard[0] < _SILENCE:
+            time.sleep(1.0)
+        inbox.arrived.append(signal.SIGTERM)
+
+    for work in (listen, watch):
+        threading.Thread(target=work, daemon=True).start()
 
 
 def probe() -> int:

@@ -12,6 +12,7 @@ the homes of their users.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -42,13 +43,14 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class TaskEnd:
-    """How a task ended; `because_of` is whom it blames."""
+    """How a task ended; `because_of` is whom it blames; `stopped`: it was told to end."""
 
     task: Task
     code: int
     because_of: str
     when: str
     tail: tuple[str, ...]
+    stopped: bool = False
 
 
 class JobFolder:
@@ -126,7 +128,8 @@ class JobFolder:
     def task_ended(self, end: TaskEnd) -> None:
         before = self.read(f"tasks/{_file(end.task)}.json") or {}
         told = {"code": end.code, "because_of": end.because_of, "when": end.when}
-        self.write(f"tasks/{_file(end.task)}.json", {**before, **told, "tail": end.tail})
+        told |= {"tail": end.tail, "stopped": end.stopped}
+        self.write(f"tasks/{_file(end.task)}.json", {**before, **told})
 
     def task(self, task: Task) -> dict[str, Any]:
         """What is known of a task; nothing before it has begun."""
@@ -135,7 +138,7 @@ class JobFolder:
     def ends(self) -> list[TaskEnd]:
         """The tasks that have ended, in that order."""
         found = [
-            TaskEnd(task, told["code"], told["because_of"], told["when"], tuple(told["tail"]))
+            TaskEnd(task, **{key: told[key] for key in _END}, tail=tuple(told["tail"]))
             for task in self.request.tasks()
             if "code" in (told := self.task(task))
         ]
@@ -171,6 +174,24 @@ class JobFolder:
             return None
 
 
+_END = ("code", "because_of", "when", "stopped")
+
+
+def append_missing(log: Path, lines: list[bytes]) -> None:
+    """Write those lines that are not in the file yet, of all that there are so far.
+
+    Each is a time and a text. Somebody else may be doing the same.
+    """
+    with log.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        there = file.read().count(b"\n")
+        for line in lines[there:]:
+            when, _, text = line.partition(b" ")
+            shown = text.rstrip(b"\r").rpartition(b"\r")[2]  # the last state of a progress bar
+            file.write(when + b" " + shown + b"\n")
+
+
 def _file(task: Task) -> str:
     return f"{task.type}-{task.index}"
 
@@ -199,5 +220,6 @@ class LogReader:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._read[task] += len(whole)
-        pairs = (raw.decode(errors="replace").partition(" ") for raw in whole.splitlines())
+        lines = whole.split(b"\n")[:-1]
+        pairs = (raw.decode(errors="replace").partition(" ") for raw in lines)
         return [(when, line) for when, _, line in pairs]

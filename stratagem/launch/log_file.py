@@ -23,7 +23,7 @@ class LogFile(Sink):
 
     def write(self, data: bytes) -> None:
         stamp = f"{now()} ".encode()
-        data = b"".join(stamp + line + b"\n" for line in data.splitlines())
+        data = b"".join(stamp + line + b"\n" for line in data.split(b"\n")[:-1])
         while data:
             data = data[os.write(self._file, data) :]
 

@@ -21,6 +21,7 @@ from stratagem.launch.output import Sink, wants_colour
 
 _TICK = 0.2
 _ASK = 2.0  # seconds between two questions to the engine
+_UNANSWERED = 600.0  # seconds after which nobody asks again
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,10 @@ def main(args: argparse.Namespace) -> int:
     printer = _Printer(job, args.task, times=args.times, colour=not args.no_color)
     if args.follow:
         return follow(job, printer)
-    engine(job.engine).state(job)  # brings what lies elsewhere
+    try:
+        engine(job.engine).state(job)  # brings what lies elsewhere
+    except UsageError as problem:
+        print(f"stratagem logs: what is here already: {problem}", file=sys.stderr)
     printer.print_new()
     return 0
 
@@ -64,9 +68,14 @@ def follow(job: JobFolder, printer: _Printer | None = None) -> int:
 
 
 def _to_the_end(job: JobFolder, printer: _Printer) -> JobState:
-    runs, said = engine(job.engine), ""
+    runs, said, answered = engine(job.engine), "", time.monotonic()
     while True:
-        state = runs.state(job)
+        try:
+            state, answered = runs.state(job), time.monotonic()
+        except UsageError as problem:
+            if time.monotonic() - answered > _UNANSWERED:
+                raise
+            state = JobState("waiting", text=f"{problem}; the job goes on, and is asked again")
         if state.phase == "waiting" and said != str(state):
             said = str(state)
             print(f"{job.handle} is {said}", file=sys.stderr, flush=True)

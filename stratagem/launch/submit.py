@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
             return 0
         _show_plan(name, request)
         chosen.send(request, job)
-    except BaseException:
+    except UsageError:  # it was refused; after anything else the job may be under way
         shutil.rmtree(job.path)
         raise
     finally:

@@ -106,10 +106,12 @@ class Supervisor:
         tracebacks: bool = False,
         record: Callable[[str, Process | None, str], None] = lambda *_: None,
         restart: Callable[[Process], Process | None] = lambda process: None,
+        told: float = 0.0,
     ) -> None:
         """`record` is told what happens: "end" of a process, or an "action", and how.
 
         `restart` is given a task that was killed, and may start it again; the others go on.
+        `told`: seconds, if more than `grace`, for tasks to end after a signal to the launcher.
         """
         #: those that failed of themselves, in the order in which they ended
         self._failed: list[Process] = []
@@ -118,6 +120,7 @@ class Supervisor:
         self._swept: list[Process] = []
         self._guard, self._relay, self._inbox, self._grace = guard, relay, inbox, grace
         self._tracebacks, self._record, self._restart = tracebacks, record, restart
+        self._told = told
         self._escalation = Escalation((), time.monotonic())
         self._ended: SimpleQueue[Process] = SimpleQueue()
         for process in processes:
@@ -167,7 +170,8 @@ class Supervisor:
             self._say(f"{number.name}: ending {_names(self._left)}.")
             if number is signal.SIGINT and not self._tracebacks:
                 self._relay.interrupted.set()
-            self._escalation = Escalation(steps_after(number, self._grace), now)
+            grace = max(self._grace, self._told)
+            self._escalation = Escalation(steps_after(number, grace), now)
         self.stopped = self.stopped or number
 
     def _collect(self) -> None:

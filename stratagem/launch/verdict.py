@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 from stratagem.launch.job_folder import JobFolder, TaskEnd
 from stratagem.launch.supervise import culprit, ending
+from stratagem.training.termination import EXIT_CODE
+
+TOLD_TO_END = 128 + signal.SIGTERM
+_UNKNOWN = "no task has said why"
 
 
 def write_end(job: JobFolder, code: int) -> int:
@@ -11,10 +17,15 @@ def write_end(job: JobFolder, code: int) -> int:
 
     `code` is what their starter says, which a task that ended itself knows better.
     """
-    failed = [end for end in job.ends() if end.code]
-    first = culprit(failed)
+    ends = job.ends()
+    first = culprit([end for end in ends if end.code and not end.stopped])
     if first is None:
-        text = "" if not code else f"the tasks were started with exit code {code}"
+        told = [end.code for end in ends if end.stopped]
+        if EXIT_CODE in told:
+            code = EXIT_CODE
+        elif told:
+            code = max(told) or TOLD_TO_END
+        text = {EXIT_CODE: "saved", 0: ""}.get(code, "told to end" if told else _UNKNOWN)
         job.ended(code, text)
         return code
     job.ended(first.code, verdict(first))
@@ -23,7 +34,8 @@ def write_end(job: JobFolder, code: int) -> int:
 
 def verdict(first: TaskEnd) -> str:
     """Who failed, how, and its last lines."""
-    how = ending(first.code if first.code < 128 else 128 - first.code)
+    killed = first.code - 128 in signal.valid_signals()
+    how = ending(128 - first.code if killed else first.code)
     what = f"{first.task} failed first: {how}"
     if not first.tail:
         return f"{what}; it wrote nothing to stderr."

@@ -14,7 +14,7 @@ from stratagem.errors import UsageError
 from stratagem.launch.cli import main
 from stratagem.launch.engines import kubernetes
 from stratagem.launch.engines.slurm import Slurm
-from stratagem.launch.job_folder import JobFolder, LogReader, TaskEnd
+from stratagem.launch.job_folder import JobFolder, LogReader, TaskEnd, append_missing
 from stratagem.launch.job_request import JobRequest
 from stratagem.launch.log_file import LogFile
 from stratagem.launch.verdict import write_end
@@ -57,6 +57,7 @@ def with_program(project: Path, name: str, text: str = "exit 1") -> None:
         ("submit --on ray train.py", "there is no `ray` on this machine"),
         ("submit --on slurm --time 5x train.py", "--time '5x' is no time: write 30m, 2h or 1d"),
         ("submit --on slurm --name No_Label train.py", "'No_Label' is no name for a job"),
+        ("submit --on slurm train.py a\nb", "no room for arguments with line breaks"),
         ("submit --on slurm --env NOBODY_SET_IT train.py", "--env NOBODY_SET_IT: it is not set"),
         ("submit --on slurm --wrokers 2 train.py", "there is no option --wrokers; --workers?"),
         ("logs slurm:7", "there is no job slurm:7"),
@@ -66,7 +67,9 @@ def with_program(project: Path, name: str, text: str = "exit 1") -> None:
 def test_bad_input(
     words: str, said: str, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words.split()) == 2
+    if "\n" in words:
+        with_program(project, "sbatch")
+    assert main(words.split(" ")) == 2
     assert said in capsys.readouterr().err
     assert not list(project.parent.glob("jobs/*"))
 
@@ -103,7 +106,7 @@ def test_what_kubernetes_needs(project: Path, capsys: pytest.CaptureFixture[str]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["args"] == ["train.py", "--lr", "1"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert secret["stringData"] == {"secret": "(a secret)"}
+    assert secret["stringData"] == {"STRATAGEM_SECRET": "(a secret)"}
     assert not list(project.parent.glob("jobs/*"))
 
 
@@ -165,6 +168,7 @@ def test_tasks_of_other_roles_are_components(project: Path) -> None:
     script = Slurm().describe(request, JobFolder(Path("/jobs/a b")))
     assert script.count("#SBATCH hetjob") == 2 and script.count("--gpus-per-node=1") == 1
     assert "--het-group=0-2" in script and "job='/jobs/a b'" in script
+    assert '#SBATCH --chdir="/x y"' in script and '#SBATCH --output="/jobs/a b/batch.log"' in script
 
 
 @given(
@@ -233,3 +237,33 @@ def test_a_folder_that_cannot_be_made(project: Path, monkeypatch: pytest.MonkeyP
 def test_what_a_pod_waits_for(status: dict[str, object], said: str) -> None:
     found = kubernetes._waits_for({"status": status})
     assert said in found and bool(said) == bool(found)
+
+
+def test_lines_that_are_brought_home(tmp_path: Path) -> None:
+    """Each once, whoever brings them; of a progress bar its last state; no line is cut in two."""
+    log = tmp_path / "log"
+    lines = [b"1 a", b"2 10%\r 50%\r100%\r", b"3 \xff\x0cb"]
+    for some in (1, 2, 2, 3):
+        append_missing(log, lines[:some])
+    assert log.read_bytes() == b"1 a\n2 100%\n3 \xff\x0cb\n"
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ([(75, True), (143, True)], 75, "saved"),
+        ([(75, True), (3, False)], 3, "worker 1 failed first: exit code 3"),
+        ([(143, True), (0, False)], 143, "told to end"),
+        ([(255, False), (0, False)], 255, "worker 0 failed first: exit code 255"),
+        ([(137, False), (0, False)], 137, "worker 0 failed first: killed by SIGKILL"),
+        ([(0, False), (0, False)], 0, ""),
+    ],
+)
+def test_how_a_job_ended(ends: list[tuple[int, bool]], code: int, said: str, project: Path) -> None:
+    job = JobFolder.create("a")
+    job.sent("ssh", "x", JobRequest("a", ("t.py",), "/", "/p", workers=2))
+    for i, (each, stopped) in enumerate(ends):
+        job.task_ended(TaskEnd(Task("worker", i), each, "", str(i), (), stopped))
+    assert write_end(job, 0) == code
+    end = job.end()
+    assert end is not None and end.code == code and end.text.startswith(said)

@@ -46,7 +46,7 @@ def there(request: Any, tmp_path_factory: Any) -> Iterator[Any]:
 
 
 def script(where: Any, text: str) -> None:
-    for file in where.folder.glob("pid-*"):
+    for file in where.folder.glob("*-worker-?"):  # notes of an earlier test
         file.unlink()
     project = where.folder / "project"
     project.mkdir(exist_ok=True)
@@ -255,7 +255,7 @@ def test_a_job_that_is_put_back_into_the_queue_goes_on(there: Any) -> None:
     job = ["submit", *there.options(), "--workers", "2", "--follow", "train.py"]
     code, said = finished(there.start(*job, "quiet", "0"))
     assert code == 0, said
-    (there.folder / "step-worker-0").unlink()
+    (there.folder / "step-worker-0").unlink(missing_ok=True)
     client = there.start(*job, "requeued", "0.15")
     wait_for(lambda: (there.folder / "step-worker-0").exists(), 60)
     (name,) = there.run("squeue", "-h", "-o", "%i").split()
@@ -281,7 +281,7 @@ def test_a_supervisor_that_is_killed_leaves_nobody(there: Any) -> None:
     (pid,) = (
         int(entry.name)
         for entry in Path("/proc").glob("[0-9]*")
-        if "stratagem.launch.engines.ssh" in " ".join(_words(entry))
+        if f"stratagem.launch.engines.ssh {there.folder}" in " ".join(_words(entry))
     )
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: nothing_left(there), 30)
@@ -327,3 +327,46 @@ def test_a_job_that_somebody_deletes(there: Any) -> None:
     code, said = finished(follower)
     assert code == 143 and "somebody has deleted it" in said, said
     assert not there.server.objects.keys() & {("secrets", handle.partition(":")[2])}
+
+
+@needs_hosts
+def test_who_is_cancelled_has_time_to_save_and_is_not_started_again(there: Any) -> None:
+    script(
+        there,
+        "def save(*_):\n    time.sleep(5)\n    note(f'saved-{me}', 1)\n    os._exit(75)\n"
+        "signal.signal(signal.SIGTERM, save)\nnote(f'armed-{me}', 1)\n"
+        "while True: time.sleep(0.1)\n",
+    )
+    handle, _ = submitted(there, "--workers", "2", "train.py")
+    wait_for(lambda: all((there.folder / f"armed-worker-{i}").exists() for i in (0, 1)), 60)
+    code, said = finished(there.start("cancel", handle))
+    assert code == 0 and f"{handle} is cancelled" in said, said
+    wait_for(lambda: all((there.folder / f"saved-worker-{i}").exists() for i in (0, 1)), 20)
+    assert "ended" in finished(there.start("status", handle))[1]
+    if there.name == "slurm":
+        assert not there.run("squeue", "-h").strip()
+    wait_for(lambda: nothing_left(there), 10)
+
+
+@needs_hosts
+def test_a_job_that_slurm_takes_back_has_time_to_save(there: Any) -> None:
+    if there.name != "slurm":
+        pytest.skip("nothing is preempted there")
+    script(
+        there,
+        "def save(*_):\n    time.sleep(5)\n    note(f'kept-{me}', 1)\n    os._exit(75)\n"
+        "if not os.path.exists('kept-worker-0'):\n"
+        "    if me != 'evaluator-0': signal.signal(signal.SIGTERM, save)\n"
+        "    note(f'ready2-{me}', 1)\n    time.sleep(200)\nprint('again')\n",
+    )
+    handle, _ = submitted(there, "--workers", "2", "--evaluator", "train.py")
+    wait_for(lambda: all((there.folder / f"ready2-worker-{i}").exists() for i in (0, 1)), 60)
+    name = handle.partition(":")[2]
+    there.run("scontrol", "requeue", name)
+    wait_for(lambda: all((there.folder / f"kept-worker-{i}").exists() for i in (0, 1)), 20)
+    wait_for(lambda: set(there.run("squeue", "-h", "-o", "%T").split()) == {"PENDING"}, 60)
+    assert "waiting" in finished(there.start("status", handle))[1]
+    for component in ("", "+1"):
+        there.run("scontrol", "update", f"jobid={name}{component}", "starttime=now")
+    code, said = finished(there.start("logs", handle, "--follow"), 150)
+    assert code == 0 and said.count("] again") == 3, said

@@ -12,16 +12,19 @@ import json
 import secrets
 import shutil
 import subprocess
+from dataclasses import replace
 from typing import Any
 
+from stratagem.cluster.exit_cause import VARIABLE as BLAME_VARIABLE
 from stratagem.cluster.handshake import SECRET_VARIABLE
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
-from stratagem.launch.job_folder import JobFolder, TaskEnd
+from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing
 from stratagem.launch.job_request import JobRequest, JobState
 from stratagem.launch.verdict import write_end
 
 _PORT = 2222
+_KEPT = 7 * 24 * 3600  # seconds that an ended job stays on the cluster
 _TAIL = 10  # lines that explain a failure
 _CANCELLED = 143
 
@@ -45,14 +48,15 @@ class Kubernetes:
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
         """The manifests; the secret itself is made when they are sent."""
-        documents = _manifests(request, _name(request, job), "(a secret)")
+        hidden = replace(request, environ=dict.fromkeys(request.environ, "(as it is here)"))
+        documents = _manifests(hidden, _name(request, job), "(a secret)")
         return "\n".join(f"---\n{json.dumps(each, indent=2)}" for each in documents) + "\n"
 
     def send(self, request: JobRequest, job: JobFolder) -> str:
         name, (training, *rest) = _name(request, job), _manifests(request, _name(request, job))
         (job.path / "script").write_text(self.describe(request, job))
-        made = json.loads(_kubectl(request, "create", "-o", "json", "-f", "-", told=training))
         job.sent("kubernetes", name, request)
+        made = json.loads(_kubectl(request, "create", "-o", "json", "-f", "-", told=training))
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name}
         owner["uid"] = made["metadata"]["uid"]
         try:
@@ -111,15 +115,12 @@ class Kubernetes:
             return
         if not job.task(task):
             job.task_runs(task, str(pod["spec"].get("nodeName", "-")))
-        words = ["logs", pod["metadata"]["name"], "--timestamps"]
-        lines = _kubectl(job.request, *words).splitlines(keepends=True)
-        log = job.log(task)
-        there = len(log.read_bytes().splitlines()) if log.exists() else 0
-        with log.open("ab") as file:
-            file.write("".join(lines[there:]).encode())
+        lines = _kubectl(job.request, "logs", pod["metadata"]["name"], "--timestamps").split(b"\n")
+        append_missing(job.log(task), lines[:-1])
         if ended is not None:
-            tail = tuple(line.partition(" ")[2].rstrip("\n") for line in lines[-_TAIL:])
-            job.task_ended(TaskEnd(task, ended["exitCode"], "", ended.get("finishedAt", ""), tail))
+            tail = (line.partition(b" ")[2].decode(errors="replace") for line in lines[-_TAIL:-1])
+            because, when = ended.get("message", ""), ended.get("finishedAt", "")
+            job.task_ended(TaskEnd(task, ended["exitCode"], because, when, tuple(tail)))
 
 
 ENGINE = Kubernetes()
@@ -140,18 +141,21 @@ def _name(request: JobRequest, job: JobFolder) -> str:
     return f"{request.name[:40].rstrip('-')}-{job.path.name.rpartition('-')[2]}"
 
 
-def _kubectl(request: JobRequest, *words: str, told: Any = None) -> str:
+def _kubectl(request: JobRequest, *words: str, told: Any = None) -> bytes:
     """What kubectl answers; what it is told goes through stdin, so that no secret is in `ps`."""
     more = [f"--{key}={value}" for key in _PLACE if (value := request.settings.get(key))]
-    done = subprocess.run(
-        ["kubectl", *more, *words],
-        input=None if told is None else json.dumps(told),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    try:
+        done = subprocess.run(
+            ["kubectl", *more, *words],
+            input=None if told is None else json.dumps(told).encode(),
+            capture_output=True,
+            timeout=120,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"kubectl {words[0]} has not answered in 120 s") from None
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        said = (lines or ["without a word"])[-1]
         raise UsageError(f"kubectl {words[0]} failed: {said}")
     return done.stdout
 
@@ -165,11 +169,12 @@ def _manifests(request: JobRequest, name: str, secret: str = "") -> list[dict[st
     addresses = [f"{name}-{i}.{name}:{_PORT}" for i in range(len(tasks))]
     variables: list[dict[str, Any]] = [
         {"name": "STRATAGEM_CLUSTER", "value": json.dumps(request.by_role(addresses))},
-        {
-            "name": SECRET_VARIABLE,
-            "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}},
-        },
-        *({"name": key, "value": value} for key, value in request.environ.items()),
+        # whom the task ends because of becomes the message of its end
+        {"name": BLAME_VARIABLE, "value": "/dev/termination-log"},
+        *(
+            {"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+            for key in (SECRET_VARIABLE, *request.environ)
+        ),
     ]
     container: dict[str, Any] = {
         "name": "task",
@@ -189,9 +194,15 @@ def _manifests(request: JobRequest, name: str, secret: str = "") -> list[dict[st
         "completions": len(tasks),
         "parallelism": len(tasks),
         "backoffLimit": 0,
+        "ttlSecondsAfterFinished": _KEPT,
         "template": {
             "metadata": {"labels": {"app.kubernetes.io/managed-by": "stratagem"}},
-            "spec": {"subdomain": name, "restartPolicy": "Never", "containers": [container]},
+            "spec": {
+                "subdomain": name,
+                "restartPolicy": "Never",
+                "shareProcessNamespace": True,  # as process 1 a script would not hear SIGTERM
+                "containers": [container],
+            },
         },
     }
     if request.minutes is not None:
@@ -209,6 +220,6 @@ def _manifests(request: JobRequest, name: str, secret: str = "") -> list[dict[st
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": {**labels},
-            "stringData": {"secret": secret or secrets.token_hex(32)},
+            "stringData": {**request.environ, SECRET_VARIABLE: secret or secrets.token_hex(32)},
         },
     ]

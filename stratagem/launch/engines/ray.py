@@ -19,8 +19,8 @@ from urllib.request import Request as HttpRequest
 from urllib.request import urlopen
 
 from stratagem.cluster.spec import Task
-from stratagem.errors import UsageError
-from stratagem.launch.job_folder import JobFolder, TaskEnd
+from stratagem.errors import StratagemError, UsageError
+from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing
 from stratagem.launch.job_request import JobRequest, JobState
 from stratagem.launch.verdict import write_end
 
@@ -43,13 +43,23 @@ class Ray:
         return request
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
-        return f"{shlex.join(_command(request, _name(request, job)))}\n"
+        command = shlex.join(_command(request, _name(request, job), job))
+        return f"{command}\n# STRATAGEM_JOB={json.dumps(_told(request))}\n"
 
     def send(self, request: JobRequest, job: JobFolder) -> str:
         name = _name(request, job)
         (job.path / "script").write_text(self.describe(request, job))
         job.sent("ray", name, request)
-        done = subprocess.run(_command(request, name), capture_output=True, text=True, timeout=300)
+        told = {"env_vars": {**request.environ, "STRATAGEM_JOB": json.dumps(_told(request))}}
+        job.write("runtime_env.json", told)
+        try:
+            done = subprocess.run(
+                _command(request, name, job), capture_output=True, text=True, timeout=300
+            )
+        except subprocess.TimeoutExpired:
+            raise StratagemError(
+                "ray job submit has not answered in 300 s: `ray job list` says whether the job runs"
+            ) from None
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["without a word"])[-1]
             raise UsageError(f"ray job submit failed: {said}")
@@ -63,6 +73,8 @@ class Ray:
         code = self._bring(job)
         if status == "PENDING":
             return JobState("waiting", text="pending")
+        if status == "RUNNING" and not any(map(job.task, job.request.tasks())):
+            return JobState("waiting", text="for room on the cluster")
         if status == "RUNNING":
             return JobState("running")
         if status == "STOPPED":
@@ -79,7 +91,7 @@ class Ray:
     def _bring(self, job: JobFolder) -> int | None:
         """What the driver has told, into the job's folder; its exit code once it has ended."""
         text = str(_ask(job.request, f"/api/jobs/{job.told['name']}/logs")["logs"])
-        told = [match.groups() for line in text.splitlines() if (match := _LINE.fullmatch(line))]
+        told = [match.groups() for line in text.split("\n") if (match := _LINE.fullmatch(line))]
         code = None
         for when, what, rest in told:
             if what == "place":
@@ -89,11 +101,8 @@ class Ray:
             elif what == "end":
                 code = self._end(job, when, json.loads(rest), code)
         for task in job.request.tasks():
-            lines = [f"{when} {rest}\n" for when, what, rest in told if what == _key(task)]
-            log = job.log(task)
-            there = len(log.read_bytes().splitlines()) if log.exists() else 0
-            with log.open("ab") as file:
-                file.write("".join(lines[there:]).encode())
+            lines = [f"{when} {rest}".encode() for when, what, rest in told if what == _key(task)]
+            append_missing(job.log(task), lines)
         return code
 
     def _end(self, job: JobFolder, when: str, told: Any, code: int | None) -> int | None:
@@ -121,13 +130,17 @@ def _address(request: JobRequest) -> str:
     return str(chosen or "http://127.0.0.1:8265").rstrip("/")
 
 
-def _command(request: JobRequest, name: str) -> list[str]:
+def _told(request: JobRequest) -> dict[str, Any]:
+    """What the driver reads; what `--env` names is in its environment."""
+    return {**request.to_json(), "environ": {}, "settings": {"env": list(request.environ)}}
+
+
+def _command(request: JobRequest, name: str, job: JobFolder) -> list[str]:
     python = request.settings.get("far_python") or "python"
-    environ = {"env_vars": {**request.environ, "STRATAGEM_JOB": json.dumps(request.to_json())}}
     return [
         *("ray", "job", "submit", "--no-wait", f"--address={_address(request)}"),
         *(f"--submission-id={name}", f"--working-dir={request.folder}"),
-        f"--runtime-env-json={json.dumps(environ)}",
+        f"--runtime-env={job.path / 'runtime_env.json'}",
         *("--", python, "-m", "stratagem.launch.engines.ray_driver"),
     ]
 

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from stratagem.cluster.spec import Task
-from stratagem.launch.far_task import BECAUSE
+from stratagem.launch.far_task import ALIVE, BECAUSE
 from stratagem.launch.job_folder import TaskEnd, now
 from stratagem.launch.job_request import JobRequest
 from stratagem.launch.supervise import culprit
@@ -32,7 +33,7 @@ class TaskPlace:
     """Where a task runs: an actor, which starts it as a process and keeps what it prints."""
 
     def __init__(self) -> None:
-        self._lines: list[tuple[str, str]] = []
+        self._lines: deque[tuple[str, str]] = deque()
         self._tail: list[str] = []
         self._process: subprocess.Popen[str] | None = None
 
@@ -46,7 +47,9 @@ class TaskPlace:
         """Begin; it ends with this actor, whose pipe it reads."""
         words = [sys.executable, "-m", "stratagem.launch.far_task", "ssh"]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self._process = subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace"
+        )
         self._say(told)
         readers = [
             threading.Thread(target=self._read, args=(stream, keep), daemon=True)
@@ -69,7 +72,8 @@ class TaskPlace:
         if code is not None:
             for reader in self._readers:
                 reader.join(5)
-        lines, self._lines = self._lines, []
+        self._say(ALIVE)
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
         return lines, code, self._tail
 
     def stop(self) -> None:
@@ -120,7 +124,9 @@ class RayDriver:
         bundles = [{"CPU": 1, **({"GPU": gpus[t]} if gpus[t] else {})} for t in tasks]
         group = placement_group(bundles, strategy="SPREAD")
         if not group.wait(_PLACES):
-            raise SystemExit(f"stratagem: the cluster has had no room for {bundles}")
+            why = f"the cluster has had no room for {bundles} in {_PLACES:g} s"
+            self._note(TaskEnd(tasks[0], 1, "", now(), (why,)))
+            return
         for i, task in enumerate(tasks):
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
             self._places[task] = (
@@ -146,7 +152,8 @@ class RayDriver:
                 "cluster": request.by_role(addresses),
                 "folder": ".",
                 "words": request.words,
-                "environ": request.environ,
+                "environ": {name: os.environ[name] for name in request.settings["env"]},
+                "gpus": None,
                 "secret": secret,
             }
             self._ray.get(place.start.remote(json.dumps(told)))

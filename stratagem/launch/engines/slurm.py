@@ -24,6 +24,7 @@ from stratagem.training.termination import EXIT_CODE
 
 #: seconds before the time limit at which trainings are asked to save
 _BEFORE_THE_END = 90
+_REQUEUES = 100
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESV_DEL_HOLD")
 
 
@@ -35,6 +36,8 @@ class Slurm:
             raise UsageError(
                 "there is no sbatch on this machine: submit from a login node of the cluster"
             )
+        if any("\n" in text for text in (*request.words, request.folder)):
+            raise UsageError("a batch script has no room for arguments with line breaks")
         script = request.words[0]
         if script != "-m" and not (Path(request.folder) / script).is_file():
             raise UsageError(f"there is no script {script!r} in {request.folder}")
@@ -51,8 +54,8 @@ class Slurm:
         options = [f"--job-name={request.name}"]
         if request.minutes is not None:
             options += [f"--time={request.minutes}", f"--signal=TERM@{_BEFORE_THE_END}"]
-        options += ["--requeue", "--open-mode=append", f"--output={job.path / 'batch.log'}"]
-        options += [f"--chdir={request.folder}", *request.settings.get("sbatch", ())]
+        options += ["--requeue", "--open-mode=append", _quoted("output", job.path / "batch.log")]
+        options += [_quoted("chdir", request.folder), *request.settings.get("sbatch", ())]
         lines = ["#!/bin/bash"]
         for number, count in enumerate(parts):
             own = [f"--nodes={count}", "--ntasks-per-node=1"]
@@ -71,7 +74,7 @@ class Slurm:
                 f'{python} -m stratagem.launch.engines.slurm begin "$job" || exit',
                 f'{" ".join(step)} {python} -m stratagem.launch.far_task slurm "$job" &',
                 "step=$!",
-                "trap 'kill -TERM $step 2> /dev/null' TERM",
+                "trap : TERM  # Slurm tells the tasks, and srun would kill them at once",
                 "wait $step; code=$?",
                 "while kill -0 $step 2> /dev/null; do wait $step; code=$?; done",
                 f'{python} -m stratagem.launch.engines.slurm end "$job" $code',
@@ -101,18 +104,25 @@ class Slurm:
             return JobState("waiting", text=" ".join(found).lower())
         if known:  # what it has left behind may be of a run before this one
             return JobState("running")
+        os.scandir(job.path).close()  # a shared folder may not have shown the newest file yet
         end = job.end()
         if end is not None:
             return end
         return JobState("ended", text=f"it left no word: {job.path / 'batch.log'} may say why")
 
     def cancel(self, job: JobFolder) -> None:
+        job.write("cancelled.json", {})  # so that what saves is not put back into the queue
         done = _call(["scancel", str(job.told["name"])])
         if done.returncode and "Invalid job id" not in done.stderr:
             raise UsageError(f"scancel refused: {_last_line(done.stderr)}")
 
 
 ENGINE = Slurm()
+
+
+def _quoted(option: str, value: object) -> str:
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'--{option}="{text}"'
 
 
 def _call(words: list[str]) -> subprocess.CompletedProcess[str]:
@@ -143,8 +153,9 @@ def finish(job: JobFolder, code: int) -> int:
     """At its end: who failed first; and one that has saved is put into the queue again."""
     (job.path / "secret").unlink(missing_ok=True)
     code = write_end(job, code)
-    number = os.environ.get("SLURM_JOB_ID", "")
-    if code == EXIT_CODE and _call(["scontrol", "requeue", number]).returncode == 0:
+    number, again = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    wanted = code == EXIT_CODE and job.read("cancelled.json") is None and again < _REQUEUES
+    if wanted and _call(["scontrol", "requeue", number]).returncode == 0:
         (job.path / "end.json").unlink()
     return code
 

@@ -17,6 +17,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,7 +30,7 @@ from typing import Any
 from stratagem import __version__
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
-from stratagem.launch.far_task import BECAUSE
+from stratagem.launch.far_task import ALIVE, BECAUSE, GRACE
 from stratagem.launch.job_folder import JobFolder, TaskEnd, now
 from stratagem.launch.job_request import JobRequest, JobState
 from stratagem.launch.log_file import LogFile
@@ -37,7 +39,11 @@ from stratagem.launch.processes import Guard, Process
 from stratagem.launch.supervise import SignalQueue, Supervisor
 from stratagem.launch.verdict import write_end
 
-_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+_OPTIONS = (
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5"),
+    *("-o", "ControlMaster=no", "-o", "ControlPath=none"),  # each task has a line of its own
+)
+_ALIVE = 5.0  # seconds between two words to each task
 _GRACE = 3.0  # seconds for the others to end after one has failed
 _NOT_REACHED = 255  # ssh's own exit code
 
@@ -63,8 +69,11 @@ class Ssh:
             for host, own in wanted.items()
             for task, port in zip(own, found[host]["ports"], strict=True)
         }
+        for host, own in wanted.items():
+            _check_gpus(request, _login(host), own, found[host]["gpus"])
         settings = {
             **request.settings,
+            "gpus": _dealt(request, list(wanted.values())),
             "places": [_login(places[task]) for task in tasks],
             "addresses": [addresses[task] for task in tasks],
         }
@@ -90,8 +99,11 @@ class Ssh:
                 stderr=log,
                 start_new_session=True,
             )
-        here = {"host": socket.gethostname(), "pid": process.pid, "born": _born(process.pid)}
-        job.write("supervisor.json", here)
+        until = time.monotonic() + 30
+        while job.read("supervisor.json") is None and process.poll() is None:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
         return name
 
     def state(self, job: JobFolder) -> JobState:
@@ -109,11 +121,11 @@ class Ssh:
 
     def _alive(self, job: JobFolder) -> int:
         """The supervisor's process, 0 if it has ended."""
-        told = job.read("supervisor.json") or {}
+        told = job.read("supervisor.json")
+        if told is None:
+            return 0
         if told.get("host") != socket.gethostname():
-            raise UsageError(
-                f"{job.handle} is supervised by {told.get('host', 'nobody')}: ask there"
-            )
+            raise UsageError(f"{job.handle} is supervised by {told.get('host')}: ask there")
         pid = int(told["pid"])
         return pid if _born(pid) == told["born"] else 0
 
@@ -160,6 +172,7 @@ def _told(request: JobRequest, task: Task, secret: str) -> str:
         "folder": request.folder,
         "words": request.words,
         "environ": request.environ,
+        "gpus": request.settings["gpus"].get(str(task)),
         "secret": secret,
     }
     return json.dumps(told)
@@ -206,10 +219,29 @@ def _check(request: JobRequest, login: str, found: Mapping[str, Any]) -> None:
             f"there is no script {request.words[0]!r} in {request.folder} on {login}: copy it "
             "there, or say --folder"
         )
-    if found["gpus"] < request.gpus:
+
+
+def _check_gpus(request: JobRequest, login: str, own: Sequence[Task], there: int) -> None:
+    needed = request.gpus * sum(task.type == "worker" for task in own)
+    if there < needed:
         raise UsageError(
-            f"{login} has {found['gpus']} GPUs, and --gpus-per-worker asks for {request.gpus}"
+            f"{login} has {there} GPUs, and its workers need {needed}: fewer --gpus-per-worker, "
+            "or more hosts"
         )
+
+
+def _dealt(request: JobRequest, by_host: Sequence[Sequence[Task]]) -> dict[str, list[int]]:
+    """The GPUs of each task, by their numbers on its host; nothing is said where none are used."""
+    if not request.gpus:
+        return {}
+    dealt: dict[str, list[int]] = {}
+    for own in by_host:
+        first = 0
+        for task in own:
+            count = request.gpus if task.type == "worker" else 0
+            dealt[str(task)] = list(range(first, first + count))
+            first += count
+    return dealt
 
 
 def _last_line(text: str) -> str:
@@ -225,18 +257,19 @@ class Remote(Process):
         ours, self._way = os.pipe()
         with os.fdopen(ours) as end:
             super().__init__(task, command, environ, blame, stdin=end.fileno())
-        self._say(told)
+        self.say(told)
 
     def signal(self, number: signal.Signals) -> None:
         if self.code is not None:
             super().signal(number)
             return
-        self._say(number.name)
+        self.say(number.name)
         if number is signal.SIGKILL:
             os.close(self._way)
             self._way = -1
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """A line through its stdin."""
         if self._way >= 0:
             with contextlib.suppress(BrokenPipeError):  # it has ended, which its watcher will tell
                 os.write(self._way, f"{line}\n".encode())
@@ -245,13 +278,15 @@ class Remote(Process):
 def supervise(job: JobFolder) -> int:
     """See the tasks to their end, and write down what becomes of them."""
     request, secret = job.request, secrets.token_hex(32)
+    here = {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid())}
+    job.write("supervisor.json", here)
     with SignalQueue() as inbox, ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
         guard = Guard(folder)
         stack.callback(guard.close)
         notes = stack.enter_context(LogFile(job.path / "supervisor.notes"))
         relay = Relay(notes, notes)
-        processes = []
+        processes: list[Remote] = []
         for i, (task, host) in enumerate(
             zip(request.tasks(), request.settings["places"], strict=True)
         ):
@@ -263,15 +298,19 @@ def supervise(job: JobFolder) -> int:
             job.task_runs(task, host)
             processes.append(process)
         relay.start()
+        over = threading.Event()
+        stack.callback(over.set)
+        threading.Thread(target=_keep_alive, args=(processes, over), daemon=True).start()
+        ends = _Ends(job, relay)
         supervisor = Supervisor(
-            processes, guard, relay, inbox, _GRACE, record=_Ends(job, relay).add
+            processes, guard, relay, inbox, _GRACE, record=ends.add, told=GRACE + _ALIVE
         )
         supervisor.run()
         relay.close()
         while not relay.join(1.0):
             pass
         for process in processes:
-            _write_end(job, process, relay.tail(process))
+            _write_end(job, process, relay.tail(process), supervisor.stopped is not None)
     stopped = supervisor.stopped
     return write_end(job, supervisor.code if stopped is None else 128 + stopped)
 
@@ -293,21 +332,23 @@ class _Ends:
             _write_end(self._job, process, self._relay.tail(process))
 
 
-def _write_end(job: JobFolder, process: Process, tail: list[str]) -> None:
+def _keep_alive(processes: Sequence[Remote], over: threading.Event) -> None:
+    while not over.wait(_ALIVE):
+        for process in processes:
+            if process.code is None:
+                process.say(ALIVE)
+
+
+def _write_end(job: JobFolder, process: Process, tail: list[str], stopped: bool = False) -> None:
     told = job.task(process.task)
     because = next((line.removeprefix(BECAUSE) for line in tail if line.startswith(BECAUSE)), "")
     code = process.code or 0
     if code == _NOT_REACHED:
         tail = [*tail, f"the connection to {told.get('host')} was lost, or never made"]
     lines = tuple(line for line in tail if not line.startswith(BECAUSE))
+    when = told.get("when") or now()
     job.task_ended(
-        TaskEnd(
-            process.task,
-            code if code >= 0 else 128 - code,
-            because,
-            told.get("when") or now(),
-            lines,
-        )
+        TaskEnd(process.task, code if code >= 0 else 128 - code, because, when, lines, stopped)
     )
 
 
