@@ -15,7 +15,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from stratagem.cluster.acceptor import Acceptor
 from stratagem.cluster.failure import Failure, Member
@@ -76,9 +76,15 @@ class Generations:
         if self._door is not None:
             self._door.open(call)
 
-    def next(self, old: Membership, call: str) -> Membership:
-        """Come together again after trouble in `old`, which is left."""
+    def next(
+        self, old: Membership, call: str, hurry: Callable[[], bool] = lambda: False
+    ) -> Membership:
+        """Come together again after trouble in `old`, which is left.
+
+        `hurry`: whether those who are still here are enough, fewer than `least` though they be.
+        """
         if self._door is not None:
+            self._door.hurry = hurry
             sockets = self._door.gather(old.still_here, old, self._limit, call)
             old.leave()
             return self._hub(sockets)
@@ -117,6 +123,7 @@ class _Door(Gathering):
     def __init__(self, members: Sequence[Member], secret: bytes, least: int) -> None:
         super().__init__(members, secret, 0.0)
         self._least = least
+        self.hurry: Callable[[], bool] = lambda: False
         self._expected: frozenset[str] = frozenset()
         self._old: Membership | None = None
         self._gathered_for: str | None = None
@@ -154,7 +161,7 @@ class _Door(Gathering):
         missing = [rank for rank in late if rank not in self._present]
         if missing and self._patience.over and self._old is None:
             missing = []  # those who are here are enough, unless they are too few
-        if not missing and 1 + len(self._present) < self._least:
+        if not missing and 1 + len(self._present) < self._least and not self.hurry():
             missing = [r for r in range(1, len(self._members)) if r not in self._present]
             if self._patience.over:
                 members = [self._members[rank] for rank in missing]

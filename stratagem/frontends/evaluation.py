@@ -42,6 +42,10 @@ class Evaluation:
     #: whether callbacks act between batches, so that replicas must listen there
     between: bool = False
 
+    def asked_to_end(self) -> bool:
+        """SIGTERM ends it at once: there is nothing to save."""
+        return False
+
     def done(self) -> int:
         """Nothing that would count: where replicas leave and join, all is done again."""
         return 0

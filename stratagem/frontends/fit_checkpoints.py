@@ -48,7 +48,8 @@ class FitCheckpoints:
         self._is_chief = side.is_chief
         self.step = self._position["step"]
         plan = job.checkpoints if job.saves and self._is_chief else None
-        self._agreement = CheckpointAgreement(plan, self.step, side.agree)
+        termination = None if job.journal is None else job.journal.termination
+        self._agreement = CheckpointAgreement(plan, self.step, side.agree, termination)
         #: where work is dealt: the batches of all epochs before this one
         self._before = self.step - self._position["batch"]
         self._last: tuple[int, bool, bool] | None = None
@@ -59,7 +60,7 @@ class FitCheckpoints:
         job, plan = self.job, self.job.checkpoints
         if not job.saves:
             return self
-        self._agreement.termination.__enter__()
+        self._agreement.termination.open()
         if self._is_chief:
             assert plan is not None
             self._writer = CheckpointWriter(CheckpointFolder(plan.path, plan.keep))
@@ -85,7 +86,8 @@ class FitCheckpoints:
     ) -> None:
         if not self.job.saves:
             return
-        self._agreement.termination.__exit__(kind, error, trace)
+        if self.job.journal is None:  # else the call may go on, and the signal comes meanwhile
+            self._agreement.termination.__exit__(kind, error, trace)
         if self._is_chief:
             try:
                 self._writer.wait()

@@ -85,6 +85,10 @@ class Fit:
         """How many updates were made."""
         return 0 if self.journal is None else self.journal.updates
 
+    def asked_to_end(self) -> bool:
+        """Whether SIGTERM has come, so that only a checkpoint is left to be made."""
+        return self.journal is not None and self.journal.termination.asked
+
     def look(self, call: str = "fit") -> fingerprint.Look:
         """What must be the same on every worker."""
         found = fingerprint.of_module(self.module) | self.recipe.look()

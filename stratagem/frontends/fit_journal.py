@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.metrics import MetricSet, refuse_means_of
 from stratagem.training.replica import Replica, alone
+from stratagem.training.termination import Termination
 from stratagem.wire.tree import gather_tree
 
 
@@ -29,6 +30,8 @@ class FitJournal:
     def __init__(self, restarts: int = 0) -> None:
         #: how often the training was begun again
         self.restarts = restarts
+        #: SIGTERM counts in whichever try it comes, and between them
+        self.termination = Termination()
         #: updates that were made
         self.updates = 0
         #: the epoch under way, how many of its batches are done, and of all epochs

@@ -249,6 +249,8 @@ class Model:
             with _busy(self):
                 self._everywhere(fit, job)
         finally:
+            if job.journal is not None:
+                job.journal.termination.close()
             if bar is not None:
                 bar.close()
         if job.terminated:
@@ -436,7 +438,7 @@ class Model:
                 _compared,
                 (function, look, job),
                 lambda: (function, look and {}, job.for_followers()),
-                Again(job.done),
+                Again(job.done, hurry=job.asked_to_end),
             )[0]
 
     def _meter(self, verb: str, steps: int | None, verbose: Verbosity) -> ProgressMeter | None:

@@ -24,6 +24,10 @@ def _nobody() -> None:
     return None
 
 
+def _never() -> bool:
+    return False
+
+
 def _the_end(error: BaseException) -> None:
     raise error
 
@@ -36,6 +40,8 @@ class Again:
     done: Callable[[], int | None]
     #: whether the results of all replicas are asked for, and not only this process's own
     whole: bool = False
+    #: whether it is about to end: who is here is enough, however few they are
+    hurry: Callable[[], bool] = _never
     #: lets tasks join, once the call can be begun again; set by whoever runs the call
     let_join: Callable[[], None] = _nobody
     #: comes together again in the midst of the call, which this process goes on with while the

@@ -11,7 +11,9 @@ import torch
 
 from stratagem.cluster.membership import Failure, Member, Membership
 from stratagem.data.streams import RngStates
+from stratagem.errors import ReplicaFailed
 from stratagem.replicas import follower
+from stratagem.replicas.zygote import how_it_ended
 from stratagem.training.placement import Placement, sit
 from stratagem.training.replica import current_replica, set_called
 
@@ -55,3 +57,18 @@ def run_call(
     torch.set_default_dtype(dtype)
     dice.throw(current_replica().index)
     return function(*args)
+
+
+def epitaph(member: Member, status: int | None) -> str:
+    """What is said of a follower that ended with this status."""
+    how, hint = how_it_ended(status)
+    return f"{member} {how} while the others were working. {hint} The strategy can be used again."
+
+
+def failure(name: str, answer: follower.CallResult) -> ReplicaFailed:
+    """What to raise where a follower has raised something."""
+    return ReplicaFailed(
+        f"{name} raised an exception; the other replicas were stopped. Its traceback:\n\n"
+        f"{answer.text}",
+        name,
+    )

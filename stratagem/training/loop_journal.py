@@ -30,7 +30,7 @@ class LoopJournal:
     """How far this process has come in one call of `strategy.run`."""
 
     def __init__(self) -> None:
-        self.again = Again(lambda: self.steps, whole=True)
+        self.again = Again(lambda: self.steps, whole=True, hurry=lambda: self.termination.asked)
         #: how often the function was begun again
         self.restarts = -1
         #: batches that are in the weights; None before something is prepared
@@ -81,7 +81,7 @@ class LoopJournal:
 
     def close(self) -> None:
         """The call is over."""
-        self.termination.__exit__(None, None, None)
+        self.termination.close()
 
 
 _journals: weakref.WeakKeyDictionary[Replica, LoopJournal] = weakref.WeakKeyDictionary()

@@ -37,10 +37,16 @@ from stratagem.errors import (
 from stratagem.figures.recorder import event
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool
-from stratagem.replicas.zygote import ZygoteProcess, how_it_ended
+from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
 from stratagem.training.elastic import Again, Elastic, Tries
-from stratagem.training.group_followers import LocalMembership, run_call, sit_down
+from stratagem.training.group_followers import (
+    LocalMembership,
+    epitaph,
+    failure,
+    run_call,
+    sit_down,
+)
 from stratagem.training.placement import Placement, sit
 from stratagem.training.replica import (
     Replica,
@@ -88,6 +94,7 @@ class ReplicaGroup:
         self._generations: Generations | None = None
         #: how many calls could be begun again, so that tasks may join in them
         self._calls = 0
+        self._hurry: Callable[[], bool] = lambda: False
         self._offer = Offer()
         self._threads = 0
         self._lock = threading.RLock()
@@ -208,6 +215,7 @@ class ReplicaGroup:
             begin = partial(self._begin, function, args, sent, again)
             if again is not None:
                 again.regroup = partial(self._regroup_within, tries, name, begin)
+                self._hurry = again.hurry
             done = again is not None and tries.elastic and not again.whole
             before, threads = current_call(), torch.get_num_threads()
             while True:
@@ -288,7 +296,7 @@ class ReplicaGroup:
         if self._generations is None or self._cluster is None:
             return  # the replicas are this process's own: the next call starts them again
         try:
-            self._cluster = self._generations.next(self._cluster, name)
+            self._cluster = self._generations.next(self._cluster, name, self._hurry)
         except ReplicaMissing as missing:
             raise error from missing
 
@@ -310,7 +318,7 @@ class ReplicaGroup:
             if isinstance(answer.error, ReplicaError):
                 raise answer.error  # it only passes on what happened to another
             if answer.failed:
-                raise _failure(one.name, answer) from answer.error
+                raise failure(one.name, answer) from answer.error
         return [answer.value for answer in answers]
 
     # --- coming apart -----------------------------------------------------------------------
@@ -333,11 +341,11 @@ class ReplicaGroup:
         if orphaned is not None and isinstance(error, ReplicaLost | OSError):
             error = orphaned
         elif one is not None and answer is not None:
-            error = _failure(one.name, answer)
+            error = failure(one.name, answer)
             error.__cause__ = answer.error
         elif one is not None and isinstance(error, ReplicaLost) and error.who == one.name:
             assert trouble is not None
-            error = ReplicaLost(_epitaph(trouble.member, status.get(one.pid)), one.name)
+            error = ReplicaLost(epitaph(trouble.member, status.get(one.pid)), one.name)
         return error
 
     def report(self, detail: str) -> None:
@@ -376,19 +384,6 @@ class ReplicaGroup:
 
 def _record(trouble: Failure) -> None:
     event("fault", str(trouble.error()), about=trouble.member.name)
-
-
-def _epitaph(member: Member, status: int | None) -> str:
-    how, hint = how_it_ended(status)
-    return f"{member} {how} while the others were working. {hint} The strategy can be used again."
-
-
-def _failure(name: str, answer: follower.CallResult) -> ReplicaFailed:
-    return ReplicaFailed(
-        f"{name} raised an exception; the other replicas were stopped. Its traceback:\n\n"
-        f"{answer.text}",
-        name,
-    )
 
 
 def forked(whom: str) -> UsageError:

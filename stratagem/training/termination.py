@@ -25,9 +25,13 @@ class Termination:
         self._open = False
 
     def open(self) -> None:
-        """Wait for it from now on, unless that is so already; `__exit__` ends it."""
+        """Wait for it from now on, unless that is so already."""
         if not self._open:
             self.__enter__()
+
+    def close(self) -> None:
+        """Wait for it no more."""
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Termination:
         # a handler of the user's own stays: it may checkpoint by itself

@@ -47,7 +47,7 @@ def die(where: str, now: tuple[int, int], kills: dict[str, Sequence[tuple[int, i
 
 
 def loop(
-    on: Any, kills: dict[str, Any], accumulate: int = 1, nap: float = 0.0, **options: Any
+    on: Any, kills: dict[str, Any], accumulate: int = 1, nap: float = 0.0, resume: Any = None
 ) -> dict[str, Any]:
     """What a user writes, with a scheduler, a validation, and places to be killed at."""
     drawn = float(torch.rand(()))
@@ -55,7 +55,7 @@ def loop(
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     data = DataLoader(TensorDataset(*rows(), torch.arange(ROWS)), BATCH, shuffle=True)
     loader: Any
-    model, optimizer, loader = on.prepare(model, optimizer, data, **options)
+    model, optimizer, loader = on.prepare(model, optimizer, data, resume=resume)
     die("prepare", (-1, -1), kills)
     test = on.prepare(DataLoader(TensorDataset(*rows()), 50))
     steps = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
