@@ -74,6 +74,8 @@ class ReplicaSide:
         self.tally = LossSum()
         self._figures = figures_of(replica)
         job.callbacks.changes.alone = replica.count == 1
+        if job.journal is not None and job.journal.restarts:
+            job.callbacks.changes.settle()  # all have what the chief has, also if it was alone
         try:
             self._follow_the_chief()
         except BaseException:
