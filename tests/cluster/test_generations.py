@@ -20,7 +20,7 @@ from member_processes import Process
 pytestmark = pytest.mark.timeout(60)
 
 TASK = """
-import json, logging, sys, time
+import json, logging, os, signal, sys, time
 from stratagem.cluster.generations import Generations
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import ReplicaError
@@ -47,7 +47,11 @@ try:
                 time.sleep(0.01)
         except ReplicaError as error:
             say(event="trouble", kind=members.trouble.kind, text=str(error))
+            if how.get("dies") == [how["worker"], "coming"]:
+                os.kill(os.getpid(), signal.SIGKILL)
             members = job.next(members, "work")
+            if how.get("dies") == [how["worker"], "started"]:
+                os.kill(os.getpid(), signal.SIGKILL)
 except ReplicaError as error:
     say(event="over", error=type(error).__name__, text=str(error))
 """
@@ -58,8 +62,9 @@ Start = Callable[[int], Process]
 @pytest.fixture
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     running: list[Process] = []
-    addresses = {"worker": [f"127.0.0.1:{port}" for port in free_ports(3)]}
     more = getattr(request, "param", {})
+    how_many = 4 if "dies" in more else 3
+    addresses = {"worker": [f"127.0.0.1:{port}" for port in free_ports(how_many)]}
 
     def begin(worker: int) -> Process:
         how = {"cluster": addresses, "worker": worker, **more}
@@ -97,6 +102,22 @@ def test_two_deaths_at_once(start: Start) -> None:
     in_time(works(tasks[0], [0], when) - when, 1.0)
     start(2)
     works(tasks[0], [0, 2], when)
+
+
+@pytest.mark.parametrize(
+    "start", [{"dies": [2, "coming"]}, {"dies": [2, "started"]}], indirect=True
+)
+def test_a_second_death_while_the_others_come_together(start: Start) -> None:
+    """The survivors of both are not refused, and make up a generation."""
+    tasks = [start(i) for i in range(4)]
+    for task in tasks:
+        works(task, [0, 1, 2, 3])
+    when = tasks[3].signal(signal.SIGKILL)
+    for task in tasks[:2]:
+        works(task, [0, 1], when)
+    start(3)
+    for task in tasks[:2]:
+        works(task, [0, 1, 3], when)
 
 
 @pytest.mark.parametrize("start", [{"give_up": 4}], indirect=True)
