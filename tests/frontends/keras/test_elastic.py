@@ -3,6 +3,7 @@ weights, losses, metrics, and the calls of callbacks."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -192,6 +193,46 @@ def test_kills_change_nothing(kind: str | None, build: Any) -> None:
     alike(found, expected)
     alike(found, undisturbed, 1e-13)
     assert not np.allclose(found[0][0], build().get_weights()[0])
+
+
+#: of this process
+_losses = itertools.count(1)
+
+
+class Dies(keras.losses.Loss):
+    """Kills the last replica at its fourth loss, three times in all; a file tells how often."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = str(file)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        if sg.current_replica().index == 2 and next(_losses) == 4:
+            with open(self.file, "a") as file:
+                print(os.getpid(), file=file)
+            if len(Path(self.file).read_text().split()) <= 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return keras.losses.mean_squared_error(y_true, y_pred)
+
+
+@pytest.mark.parametrize("build", [net, TwoUpdates])
+def test_deaths_within_steps(tmp_path: Path, build: Any) -> None:
+    """Nobody looks at single batches, so counts stay where they are made until they are asked for;
+    and half of a step of one's own is undone."""
+    found: list[Result] = []
+    with closing(elastic()) as several:
+        for strategy in (None, several):
+            with nullcontext() if strategy is None else strategy.scope(check=False):
+                model = build()
+                model.compile(
+                    keras.optimizers.Adam(0.01), Dies(tmp_path / "kills"), metrics=["mae"]
+                )
+            keras.utils.set_random_seed(3)
+            history = model.fit(*rows(), batch_size=BATCH, epochs=EPOCHS, verbose=0).history
+            state = [v.numpy() for v in model.optimizer.variables]
+            found.append(([*model.get_weights(), *state], history, []))
+    assert len((tmp_path / "kills").read_text().split()) >= 3
+    alike(found[1], found[0])
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
