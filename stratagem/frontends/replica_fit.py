@@ -57,6 +57,9 @@ def fit(job: Fit) -> None:
                 side.break_off(job.journal)
             side.step.leave()
             raise
+        finally:
+            if job.journal is not None and not job.by_itself:
+                job.journal.termination.close()  # a follower; else whoever calls fit does so
         if not job.terminated:
             job.callbacks.train_end()
 
