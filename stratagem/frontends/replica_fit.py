@@ -156,6 +156,7 @@ class ReplicaSide:
         if self.step.settled:
             several = self.job.recipe.accumulate > 1
             journal.before_update(self.job.module, self.tally if several else None)
+            self.step.keep()
         journal.before_batch()
         self.step.take(portion, last)
         if self.step.settled:

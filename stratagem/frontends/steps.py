@@ -48,6 +48,9 @@ class Step(Protocol):
     def settled(self) -> bool:
         """Whether no gradient waits for those of other batches."""
 
+    def keep(self) -> None:
+        """An update begins that may have to be done again."""
+
     def take(self, portion: Portion, last: bool) -> None:
         """Train on one share; `last` means that accumulated gradients must be applied now."""
 
@@ -90,8 +93,7 @@ def choose(
     shared = isinstance(replica.collective, SharedMemoryCollective)
     params = [p for p in module.parameters() if p.requires_grad]
     half = recipe.autocast is torch.float16
-    whole = not settings.elastic  # a replica that dies in mid-update leaves a slice half written
-    if plain and shared and whole and not half and params and can_slice(optimizer, params):
+    if plain and shared and not half and params and can_slice(optimizer, params):
         return Sliced(module, optimizer, recipe, replica, settings)
     return Replicated(module, optimizer, recipe, replica, settings)
 
@@ -128,6 +130,9 @@ class OneDevice(TorchAdapter):
             self._waiting = 0
             self.before_commit()
             self.update()
+
+    def keep(self) -> None:
+        return None  # what breaks off has not been applied
 
     def follow_settings(self) -> None:
         return None
@@ -293,6 +298,7 @@ class Sliced(Replicated):
     ) -> None:
         super().__init__(module, optimizer, recipe, replica, settings)
         assert isinstance(replica.collective, SharedMemoryCollective)
+        self._elastic = settings.elastic
         buckets = self.committer.buckets
         factored = self._factored(buckets.params)
         self.sliced = SlicedUpdate(optimizer, buckets, replica.collective, factored)
@@ -327,12 +333,12 @@ class Sliced(Replicated):
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         self.committer.stage([numerator, denominator], self._factors)
         above, below = self.sliced.add_up()
-        scale = 1.0
-        if self.recipe.accumulate == 1:
-            if self.recipe.loss.counted and below:
-                scale = portion.total / below  # as _per_target
-            self.tally.add(_ratio(above, below), portion.total)
+        scale, at_once = 1.0, self.recipe.accumulate == 1
+        if at_once and self.recipe.loss.counted and below:
+            scale = portion.total / below  # as _per_target
         self.sliced.step(scale, self.recipe.clip_norm, self.recipe.clip_value)
+        if at_once:
+            self.tally.add(_ratio(above, below), portion.total)
         self.forget_gradients()
 
     def follow_settings(self) -> None:
@@ -341,9 +347,18 @@ class Sliced(Replicated):
     def take_back(self) -> None:
         self.sliced.take_back()
 
+    def keep(self) -> None:
+        if self.replica.is_chief:  # whose state all others take
+            self.sliced.keep()
+
     def close(self) -> None:
         self.sliced.close()
-        super().close()
+        super().leave()
+
+    def leave(self) -> None:
+        super().leave()
+        if self._elastic:
+            self.sliced.leave()
 
 
 def _ratio(above: float, below: float) -> float:

@@ -62,6 +62,23 @@ class SharedState:
         self._numbers = _rows(numbers, len(params), dtype, collective)
         #: by name, which parameters have such a state
         self._there = _rows([*elements, *numbers], len(params), torch.bool, collective)
+        #: copies of all three, as they were at `keep`
+        self._kept: list[dict[str, Tensor]] | None = None
+
+    def keep(self) -> None:
+        """Copy everything, for `put_back`."""
+        rows = (self._elements, self._numbers, self._there)
+        if self._kept is None:
+            self._kept = [{name: row.clone() for name, row in each.items()} for each in rows]
+            return
+        for copies, each in zip(self._kept, rows, strict=True):
+            for name, row in each.items():
+                copies[name].copy_(row)
+
+    def put_back(self) -> None:
+        """From now on this replica sees what was kept, in memory of its own."""
+        assert self._kept is not None
+        self._elements, self._numbers, self._there = self._kept
 
     def move_in(self, state: dict[str, Any], index: int, lo: int, hi: int) -> None:
         """Have the state of elements lo..hi of a parameter live here from now on."""
@@ -182,6 +199,9 @@ class SlicedUpdate:
         collective.barrier()
         self._state.give(optimizer, copy=False)
         self._tails = self.table.grid[:, -buckets.notes_size :]
+        #: of the parameters, as they were at `keep`, and whether an update has begun since
+        self._kept: Tensor | None = None
+        self._under_way = False
         #: of each parameter, how many replicas have a gradient in the step under way
         self._counts: list[float] = []
 
@@ -208,6 +228,7 @@ class SlicedUpdate:
         if self._grows:
             self._share_state()
         self.collective.meet("update")
+        self._under_way = False
         if self._grows:
             self._state.give(self.optimizer, copy=False)
             self._grows = False
@@ -334,15 +355,36 @@ class SlicedUpdate:
                 self._grows = True
             own.update(settings)
 
+    def keep(self) -> None:
+        """An update begins, in which a replica may die and leave its slice half written.
+
+        Nobody writes to a slice before all have met with their gradients, this replica included.
+        """
+        self._state.keep()
+        self._kept = self._flat.clone() if self._kept is None else self._kept.copy_(self._flat)
+        self._under_way = True
+
+    def leave(self) -> None:
+        """Alone: go on with what was kept if an update broke off, else with what is there."""
+        if self._under_way and self._kept is not None:
+            self._state.put_back()
+            for param, view in self._views:
+                at = view.storage_offset() - self._flat.storage_offset()
+                param.data = self._kept[at : at + param.numel()].view(param.shape)
+        self._move_out()
+
     def close(self) -> None:
         """Give parameters and state private memory again."""
         self.collective.barrier()
-        self._state.give(self.optimizer, copy=True)
-        with torch.no_grad():
-            for param, home in self._homes:
-                home.copy_(param)
-                param.data = home
+        self._move_out()
         self.collective.barrier()
+
+    @torch.no_grad()
+    def _move_out(self) -> None:
+        self._state.give(self.optimizer, copy=True)
+        for param, home in self._homes:
+            home.copy_(param)
+            param.data = home
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
