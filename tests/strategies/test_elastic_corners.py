@@ -178,7 +178,7 @@ def ran(scripts: Nursery, folder: Path, source: str) -> Script:
     return scripts.start(folder, source, "chief")
 
 
-@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "between"])
 @pytest.mark.parametrize("kind", ["fit", "loop"])
 def test_sigterm_while_replicas_come_together(
     scripts: Nursery, tmp_path: Path, kind: str, when: str
@@ -314,6 +314,7 @@ groups.agree = agree
 """
 
 
+@pytest.mark.slow
 def test_a_second_death_while_a_generation_starts(scripts: Nursery, tmp_path: Path) -> None:
     epochs = 10
     cluster = Cluster(scripts, tmp_path, 4)

@@ -153,7 +153,7 @@ def test_kills_change_nothing(tmp_path: Path, case: str, kind: str | None, accum
     same(found, expected, 3)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kills_at_any_moment(tmp_path: Path, seed: int) -> None:
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic()) as several:
         (expected,) = run(one, tmp_path / "one", resume=tmp_path / "checkpoints")

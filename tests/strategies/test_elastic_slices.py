@@ -123,7 +123,7 @@ def test_deaths_within_updates(
         assert found[1][name] == pytest.approx(expected[1][name], abs=1e-5), name
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kills_at_any_moment(tmp_path: Path, seed: int) -> None:
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic()) as several:
         expected = train(one, "slowly", tmp_path / "kills")

@@ -180,7 +180,11 @@ def elastic(kind: str | None = None, count: int = 3) -> sg.MirroredStrategy:
 
 @pytest.mark.parametrize(
     ("kind", "build"),
-    [(None, net), pytest.param("ring", net, marks=pytest.mark.slow), (None, TwoUpdates)],
+    [
+        (None, net),
+        pytest.param("ring", net, marks=pytest.mark.slow),
+        pytest.param(None, TwoUpdates, marks=pytest.mark.slow),
+    ],
     ids=["memory", "ring", "two updates"],
 )
 def test_kills_change_nothing(kind: str | None, build: Any) -> None:
