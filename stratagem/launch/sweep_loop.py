@@ -148,7 +148,9 @@ class SweepLoop:
         self._follow(number)
         if number in self._pruned:
             self._study.tell_pruned(number)
-            self.view.ended(number, "pruned", "worse than the median of the others so far")
+            self.view.ended(
+                number, "pruned", "behind three quarters of the complete ones at this epoch"
+            )
             self._folder.drop_models([number])
         elif self.stopped is not None:
             self.view.rows.pop(number)

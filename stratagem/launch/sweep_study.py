@@ -29,15 +29,17 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
-from optuna.pruners import MedianPruner
+from optuna.pruners import PercentilePruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 _NAME = "sweep"
-#: pruning begins once so many trials are complete, and after so many epochs of a trial
-STARTUP_TRIALS, WARMUP_EPOCHS = 5, 2
+#: pruning begins once so many trials are complete, and with this epoch of a trial
+_STARTUP_TRIALS, _FIRST_EPOCH = 5, 3
+#: of 100 complete trials, those that one must not be behind; the median ends slow starters
+_AHEAD = 75.0
 _ENDED = {
     TrialState.COMPLETE: "done",
     TrialState.FAIL: "failed",
@@ -45,9 +47,9 @@ _ENDED = {
 }
 
 
-def pruner() -> MedianPruner:
-    """Ends a trial that is worse than the median of the complete ones at the same epoch."""
-    return MedianPruner(n_startup_trials=STARTUP_TRIALS, n_warmup_steps=WARMUP_EPOCHS)
+def pruner() -> PercentilePruner:
+    """Ends a trial that is behind three quarters of the complete ones at the same epoch."""
+    return PercentilePruner(_AHEAD, n_startup_trials=_STARTUP_TRIALS, n_warmup_steps=_FIRST_EPOCH)
 
 
 @dataclass(frozen=True)
