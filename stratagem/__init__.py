@@ -30,6 +30,7 @@ _HOMES = {
         "StratagemError",
         "UsageError",
     ],
+    "stratagem.frontends.ensemble": ["Ensemble"],
     "stratagem.frontends.model": ["Model"],
     "stratagem.rules.stats": ["Stats"],
     "stratagem.rules.updates": [
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
         UsageError as UsageError,
     )
     from stratagem.frontends import callbacks as callbacks
+    from stratagem.frontends.ensemble import Ensemble as Ensemble
     from stratagem.frontends.model import Model as Model
     from stratagem.plan.notebook import plan as plan
     from stratagem.rules.stats import Stats as Stats

@@ -239,6 +239,7 @@ PUBLIC = [
     "DelayCompensated",
     "DeviceError",
     "Drop",
+    "Ensemble",
     "FixedShards",
     "GapAware",
     "HandshakeError",

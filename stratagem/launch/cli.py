@@ -95,6 +95,7 @@ COMMANDS = {
     "status": ("stratagem.launch.status", "how far a submitted job is, task by task"),
     "cancel": ("stratagem.launch.cancel", "end a submitted job"),
     "sweep": ("stratagem.launch.sweep", "train with other hyper-parameters, keep the best"),
+    "ensemble": ("stratagem.launch.ensemble_command", "join the models that a sweep has kept"),
     "top": ("stratagem.launch.top", "show a run as it goes: who is slow, who is dead"),
     "report": ("stratagem.launch.report_command", "write a run down as one HTML page"),
     "check": ("stratagem.launch.check", "see whether every task can reach every other"),
