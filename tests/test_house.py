@@ -280,6 +280,7 @@ PUBLIC = [
     "experimental",
     "get_strategy",
     "plan",
+    "sweep",
 ]
 
 

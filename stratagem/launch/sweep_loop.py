@@ -44,9 +44,9 @@ class SweepLoop:
     ) -> None:
         """`options` are those of the command, for one that is spelt wrong."""
         self._settings, self._folder, self._options = settings, folder, options
-        self._study = SweepStudy(settings, folder.journal)
+        self.study = SweepStudy(settings, folder.journal)
         self._places = list(slots)
-        self._todo = self._study.unfinished()
+        self._todo = self.study.unfinished()
         self._again = set(self._todo)
         self._tries: Counter[int] = Counter()
         self._pruned: set[int] = set()
@@ -56,8 +56,8 @@ class SweepLoop:
 
     def run(self) -> None:
         """Return when every trial has ended, or a signal has ended them; `stopped` is that."""
-        for each in self._study.ended():
-            flags = self._study.flags(each.number)
+        for each in self.study.ended():
+            flags = self.study.flags(each.number)
             self.view.known(TrialRow(each.number, flags, each.state, value=each.value))
         with SignalQueue() as inbox, ExitStack() as stack:
             name = f"stratagem-{os.getpid()}-"
@@ -75,7 +75,7 @@ class SweepLoop:
                 for number, code in self._slots.collect(_TICK):
                     self._take(number, code)
                 self._look()
-        write_table(self._settings, self._folder, self._study)
+        write_table(self._settings, self._folder, self.study)
 
     # --- beginning ------------------------------------------------------------------------------
 
@@ -83,13 +83,13 @@ class SweepLoop:
         while self.stopped is None and self._slots.free:
             if self._todo:
                 self._start(self._todo.pop(0))
-            elif self._study.count() < self._settings.trials:
-                self._start(self._study.ask())
+            elif self.study.count() < self._settings.trials:
+                self._start(self.study.ask())
             else:
                 return
 
     def _start(self, number: int) -> None:
-        flags = self._study.flags(number)
+        flags = self.study.flags(number)
         _, fixed = self._settings.space
         ranged = [word for flag, value in flags.items() for word in (flag, value)]
         if any(value.startswith("-") for value in flags.values()):  # a negative number is no flag
@@ -132,7 +132,7 @@ class SweepLoop:
 
     def _is_behind(self, number: int) -> bool:
         """Report a trial's epochs so far; whether they are worth no more of them."""
-        return self._study.report(number, self._curve(number)) and number not in self._pruned
+        return self.study.report(number, self._curve(number)) and number not in self._pruned
 
     def _stop(self, number: signal.Signals) -> None:
         if self.stopped is None:
@@ -147,7 +147,7 @@ class SweepLoop:
         """Tell how a trial ended; one that we ended, or that is run again, is not told."""
         self._follow(number)
         if number in self._pruned:
-            self._study.tell_pruned(number)
+            self.study.tell_pruned(number)
             self.view.ended(
                 number, "pruned", "behind three quarters of the complete ones at this epoch"
             )
@@ -176,19 +176,19 @@ class SweepLoop:
             self._fail(number, f"{metric} was not a finite number in the end")
         else:
             if self._settings.prune:  # others are compared with all of it
-                self._study.report(number, curve)
-            self._study.tell(number, curve[-1])
+                self.study.report(number, curve)
+            self.study.tell(number, curve[-1])
             self.view.ended(number, "done")
             self._keep()
 
     def _fail(self, number: int, why: str) -> None:
-        self._study.tell_failed(number)
+        self.study.tell_failed(number)
         self._folder.drop_models([number])
         self.view.ended(number, "failed", why)
 
     def _keep(self) -> None:
         """Remove the models that are not among the best so far, and cannot be any more."""
-        ranked = self._study.ranked()
+        ranked = self.study.ranked()
         self._folder.drop_models(each.number for each in ranked[self._settings.keep :])
 
     def _last_line(self, number: int) -> str:
@@ -197,7 +197,7 @@ class SweepLoop:
     def _give_up(self, why: str) -> None:
         """End the sweep for a mistake that every trial would repeat, unless one did without it;
         nothing was learnt, and the folder may be used for another sweep."""
-        if self._study.ranked():
+        if self.study.ranked():
             return
         for number in self._slots.running:
             self._slots.stop(number, signal.SIGTERM, 0.0)
@@ -209,8 +209,8 @@ class SweepLoop:
     @property
     def complete(self) -> int:
         """How many trials have come to a result."""
-        return len(self._study.ranked())
+        return len(self.study.ranked())
 
     def summary(self) -> list[str]:
         """What came of it, in lines."""
-        return summary(self._settings, self._folder, self._study)
+        return summary(self._settings, self._folder, self.study)

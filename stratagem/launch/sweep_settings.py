@@ -43,6 +43,9 @@ class SweepSettings:
 
     @property
     def script(self) -> str:
+        """What is trained by, as messages name it."""
+        if len(self.command) > 3:  # a function, in a file of its name
+            return Path(self.command[-1]).stem
         return Path(self.command[1]).name if self.command[1] != "-m" else self.command[2]
 
     def to_json(self) -> str:
