@@ -157,7 +157,7 @@ def test_two_classes_by_one_number(columns: tuple[int, ...]) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x[:, 0] * self.scale).reshape(-1, *columns)
 
-    x, y = torch.tensor([[2.0], [-1.0], [1.0], [-3.0]]), [1, 0, 1, 1]
+    x, y = torch.tensor([[2.0], [-1.0], [0.1], [-3.0]]), [1, 0, 1, 1]
     ensemble = sg.Ensemble([Halves(1.0), Halves(-0.5), Halves(2.0)], from_logits=True)
     each = [torch.sigmoid(x[:, 0] * scale).numpy() for scale in (1.0, -0.5, 2.0)]
     np.testing.assert_allclose(ensemble.predict(x).reshape(-1), np.mean(each, axis=0), atol=1e-6)
@@ -168,6 +168,13 @@ def test_two_classes_by_one_number(columns: tuple[int, ...]) -> None:
     assert ensemble.predict(x).reshape(-1) == pytest.approx([2 / 3, 1 / 3, 2 / 3, 1 / 3])
 
 
+class Chances(nn.Module):
+    """Between 0 and 1, and no probabilities of classes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x)
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -175,6 +182,7 @@ def test_two_classes_by_one_number(columns: tuple[int, ...]) -> None:
         (lambda: sg.Ensemble([3]), "member 0 of the ensemble is a int"),
         (lambda: sg.Ensemble([nn.Linear(4, 3)]), "are the outputs of member 0 of the ensemble log"),
         (lambda: sg.Ensemble([nn.Linear(4, 3)], from_logits=False), "are no probabilities"),
+        (lambda: sg.Ensemble([Chances()], from_logits=False), "are no probabilities"),
         (
             lambda: sg.Ensemble([nn.Linear(4, 3), nn.Linear(4, 2)], from_logits=True),
             "member 0 of the ensemble answers with 6 rows of 3 classes and member 1 with 6 rows",
