@@ -30,7 +30,9 @@ _HOMES = {
         "StratagemError",
         "UsageError",
     ],
+    "stratagem.frontends.ensemble": ["Ensemble"],
     "stratagem.frontends.model": ["Model"],
+    "stratagem.launch.notebook_sweep": ["sweep"],
     "stratagem.rules.stats": ["Stats"],
     "stratagem.rules.updates": [
         "Asynchronous",
@@ -109,7 +111,9 @@ if TYPE_CHECKING:
         UsageError as UsageError,
     )
     from stratagem.frontends import callbacks as callbacks
+    from stratagem.frontends.ensemble import Ensemble as Ensemble
     from stratagem.frontends.model import Model as Model
+    from stratagem.launch.notebook_sweep import sweep as sweep
     from stratagem.plan.notebook import plan as plan
     from stratagem.rules.stats import Stats as Stats
     from stratagem.rules.updates import Asynchronous as Asynchronous

@@ -239,6 +239,7 @@ PUBLIC = [
     "DelayCompensated",
     "DeviceError",
     "Drop",
+    "Ensemble",
     "FixedShards",
     "GapAware",
     "HandshakeError",
@@ -281,6 +282,7 @@ PUBLIC = [
     "experimental",
     "get_strategy",
     "plan",
+    "sweep",
 ]
 
 

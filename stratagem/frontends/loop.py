@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from stratagem.figures.recorder import epoch_event
+from stratagem.figures.trial_record import record_epoch
 from stratagem.frontends.evaluation import evaluate_here
 from stratagem.frontends.fit_checkpoints import FitCheckpoints
 from stratagem.frontends.fit_job import Fit, FitSide
@@ -70,6 +71,7 @@ class FitLoop:
         if job.once("epoch_end", epoch):
             if side.tester.is_chief:
                 epoch_event(epoch, logs)
+                record_epoch(epoch, logs)
             job.callbacks.epoch_end(epoch, logs)
         return side.listen()
 

@@ -38,7 +38,7 @@ class MetricSet:
 
     def __init__(self, metrics: Any, meaning: Meaning = Meaning()) -> None:  # noqa: B008
         """`meaning`: of the outputs, to the loss."""
-        self._meaning = meaning
+        self.meaning = meaning
         #: whether anything has been taken in since the last reset
         self.counted = False
         #: whether states are to be such that others can go on from them
@@ -75,7 +75,7 @@ class MetricSet:
         return getattr(found, "higher_is_better", None)
 
     def _find_asking(self) -> None:
-        if self._metrics and self._meaning.logits is not False:
+        if self._metrics and self.meaning.logits is not False:
             from stratagem.frontends.metric_kinds import asking
 
             self._asking = asking(self._metrics.values())
@@ -84,8 +84,8 @@ class MetricSet:
         """Take rows in; `part`: of a batch that others have the rest of."""
         if self._makers:
             _check_tensors(next(iter(self._makers)), output, target)
-            self._make(_classes_in(output, target, self._meaning), output.device)
-        if part and self._asking and self._meaning.logits is None:
+            self._make(_classes_in(output, target, self.meaning), output.device)
+        if part and self._asking and self.meaning.logits is None:
             raise _not_known(self._asking[0])
         self.counted = True
         with torch.no_grad(), self._from_logits():
@@ -93,7 +93,7 @@ class MetricSet:
                 metric.update(_detached(output), target)
 
     def _from_logits(self) -> AbstractContextManager[None]:
-        if not self._asking or not self._meaning.logits:
+        if not self._asking or not self.meaning.logits:
             return nullcontext()
         from stratagem.frontends.metric_kinds import from_logits
 
@@ -129,7 +129,7 @@ class MetricSet:
 
     def _make(self, classes: int, device: torch.device) -> None:
         for name, maker in self._makers.items():
-            self._metrics[name] = maker(classes, self._meaning).to(device)
+            self._metrics[name] = maker(classes, self.meaning).to(device)
         self._makers = {}
         self._find_asking()
 

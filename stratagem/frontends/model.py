@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
+from stratagem.figures import trial_record
 from stratagem.frontends import (
     asked,
     evaluation,
@@ -257,6 +258,8 @@ class Model:
         if job.terminated:
             log.warning("SIGTERM: the training is saved, and goes on with resume=True")
             raise SystemExit(EXIT_CODE)
+        if (path := trial_record.model_path(".safetensors")) is not None:
+            self.save(path)
         return history
 
     def _invite(

@@ -97,6 +97,8 @@ COMMANDS = {
     "logs": ("stratagem.launch.logs", "what the tasks of a submitted job print"),
     "status": ("stratagem.launch.status", "how far a submitted job is, task by task"),
     "cancel": ("stratagem.launch.cancel", "end a submitted job"),
+    "sweep": ("stratagem.launch.sweep", "train with other hyper-parameters, keep the best"),
+    "ensemble": ("stratagem.launch.ensemble_command", "join the models that a sweep has kept"),
     "top": ("stratagem.launch.top", "show a run as it goes: who is slow, who is dead"),
     "report": ("stratagem.launch.report_command", "write a run down as one HTML page"),
     "check": ("stratagem.launch.check", "see whether every task can reach every other"),
@@ -111,6 +113,7 @@ _DESCRIPTION = "Spread neural-network training over devices and machines."
 _EXAMPLES = """examples:
   stratagem run --replicas 2 train.py --epochs 10   two workers on this machine
   stratagem submit --on slurm --workers 4 train.py  the same on a cluster
+  stratagem sweep train.py --lr 1e-4..1e-1:log --metric val_loss   which rate is best
   stratagem top runs/first                          what every task does, live
   stratagem check --wait 10                         on each machine, in place of the training
   stratagem plan --link 10Gbit train.py             how many machines are worth having

@@ -35,7 +35,9 @@ class Process:
         environ: Mapping[str, str],
         blame: Path,
         stdin: int = subprocess.DEVNULL,
+        output: int = subprocess.PIPE,
     ) -> None:
+        """`output` is a file's descriptor where both streams go into one; else they are pipes."""
         self.task = task
         self.code: int | None = None
         self.because_of = ""
@@ -51,14 +53,14 @@ class Process:
                 bufsize=0,
                 start_new_session=True,
                 stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
             )
         except OSError as problem:
             raise UsageError(f"{task} cannot be started: {problem}") from problem
         self.pid = self._popen.pid
-        assert self._popen.stdout is not None and self._popen.stderr is not None
-        self.stdout, self.stderr = self._popen.stdout.fileno(), self._popen.stderr.fileno()
+        pipes = self._popen.stdout, self._popen.stderr
+        self.stdout, self.stderr = (-1 if pipe is None else pipe.fileno() for pipe in pipes)
 
     def watch(self, ended: SimpleQueue[Process]) -> None:
         """Put this process into the queue when it ends; a thread each keeps their true order."""

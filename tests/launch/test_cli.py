@@ -22,8 +22,8 @@ import sys
 from stratagem.launch import cli
 import stratagem.launch.run
 before = set(sys.modules)
-assert cli.main(["--help"]) == 0 and cli.main(["run", "--help"]) == 0
-heavy = {"torch", "numpy", "rich", "keras"} & (before | set(sys.modules))
+assert all(cli.main([*name, "--help"]) == 0 for name in ([], ["run"], ["sweep"], ["ensemble"]))
+heavy = {"torch", "numpy", "rich", "keras", "optuna"} & (before | set(sys.modules))
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)

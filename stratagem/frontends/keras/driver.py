@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 from stratagem.data.loader import check_sampler
 from stratagem.errors import NotDistributable
 from stratagem.figures.meter import METER
+from stratagem.figures.trial_record import model_path
 from stratagem.frontends.hooks import refuse_on_parameters
 from stratagem.frontends.keras.adapter import KerasAdapter, device_name, replica_progress
 from stratagem.frontends.keras.backups import exact_backups
@@ -38,6 +39,7 @@ from stratagem.frontends.keras.callback_needs import ONE_STEP, CallbackNeeds, pu
 from stratagem.frontends.keras.dry_run_fit import rehearse
 from stratagem.frontends.keras.model_pickle import number_of, optimizers
 from stratagem.frontends.keras.row_check import CheckSchedule, check_step
+from stratagem.frontends.keras.trial_fit import recorded
 from stratagem.state.keras_stepper import fuse
 from stratagem.strategies.strategy import Strategy, checks_rows
 from stratagem.training import dry_run
@@ -186,7 +188,13 @@ class Driver:
             call.own = run
         if _leader is not None:  # in a callback of another model: here alone, on whole batches
             return call.run()
-        return self.begin(call)
+        path = model_path(".keras") if name == "fit" and self.strategy.audience is None else None
+        if path is None or not self.strategy.is_chief:
+            return self.begin(call)
+        call.args, call.kwargs = recorded(call.own, call.args, call.kwargs)
+        result = self.begin(call)
+        self.model.save(path)
+        return result
 
     def _needs_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallbackNeeds:
         if name in CALLS[3:]:

@@ -1,0 +1,62 @@
+"""What a trial of a sweep leaves in the folder that STRATAGEM_TRIAL names: metrics and a model.
+
+    metrics.jsonl      {"epoch": 3, "loss": 0.41, "val_accuracy": 0.93}, a line an epoch
+    model.safetensors, or model.keras; written when `fit` ends
+
+Nothing is written where nobody asks. A script without `fit` appends such lines itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+#: names the folder of a trial
+VARIABLE = "STRATAGEM_TRIAL"
+METRICS = "metrics.jsonl"
+#: how the names of a model's files begin
+MODEL = "model"
+
+
+def model_path(ending: str) -> Path | None:
+    """Where the trained model goes, if this process is a trial."""
+    folder = os.environ.get(VARIABLE)
+    return Path(folder, MODEL + ending) if folder else None
+
+
+def record_epoch(epoch: int, logs: Mapping[str, Any]) -> None:
+    """Append a line for an epoch that is over; what is not finite is null."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return
+    numbers = {name: float(n) for name, n in logs.items() if isinstance(n, int | float)}
+    known = {name: _finite(n) for name, n in numbers.items()}
+    line = json.dumps({"epoch": epoch + 1, **known}, allow_nan=False) + "\n"
+    with open(Path(folder, METRICS), "ab", buffering=0) as file:
+        file.write(line.encode())  # one call: readers see whole lines
+
+
+def read_epochs(folder: Path) -> list[dict[str, float | None]]:
+    """The lines so far, an unfinished last one left out; ValueError if one is something else."""
+    try:
+        data = (folder / METRICS).read_bytes()
+    except FileNotFoundError:
+        return []
+    return [_numbers(line) for line in data.split(b"\n")[:-1] if line.strip()]
+
+
+def _numbers(line: bytes) -> dict[str, float | None]:
+    try:
+        found = json.loads(line)
+        return {name: _finite(value) for name, value in found.items()}
+    except (ValueError, TypeError, AttributeError):
+        text = line[:80].decode(errors="replace")
+        raise ValueError(f"{METRICS} has a line that is no JSON of numbers: {text}") from None
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None

@@ -1,0 +1,179 @@
+"""`sg.Ensemble`: several classifiers that answer together, by mean probability or by vote.
+
+ensemble/ensemble.json           how they answer, and the members' files
+ensemble/member-0.safetensors    a member, as `sg.Model.save` writes it; or member-0.keras
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from stratagem.errors import UsageError
+from stratagem.figures.trial_record import MODEL
+from stratagem.frontends.ensemble_member import EnsembleMember, KerasMember, TorchMember, member_of
+from stratagem.frontends.ensemble_report import EnsembleReport, scores
+
+_FILE = "ensemble.json"
+
+Build = Callable[[Mapping[str, str]], nn.Module]
+
+
+class Ensemble:
+    """Classifiers with the same classes; each predicts on the devices of its own strategy.
+
+    >>> ensemble = sg.Ensemble([first, second, third])
+    >>> ensemble.predict(x)                     # the mean of their probabilities
+    >>> print(ensemble.evaluate(x, y))          # beside its members: it can be worse
+    """
+
+    def __init__(
+        self, models: Sequence[Any], vote: bool = False, from_logits: bool | None = None
+    ) -> None:
+        """`models` are of sg.Model, nn.Module or Keras.
+
+        Args:
+            vote: every member has one vote for its likeliest class; else the mean of the
+                probabilities counts.
+            from_logits: whether the members' outputs are logits; known of models that were
+                compiled with a loss of torch's or Keras' own.
+        """
+        if not isinstance(models, list | tuple) or not models:
+            raise UsageError("sg.Ensemble takes a list of models: sg.Ensemble([first, second]).")
+        self.vote = vote
+        self.members: list[EnsembleMember] = [
+            member_of(model, number, from_logits) for number, model in enumerate(models)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def predict(self, x: Any, *, batch_size: int | None = None) -> NDArray[Any]:
+        """Probabilities for every example; with `vote` the share of the votes."""
+        return self._join(self._each(x, batch_size))
+
+    def evaluate(self, x: Any, y: Any, *, batch_size: int | None = None) -> EnsembleReport:
+        """Loss and accuracy of the ensemble beside those of its members; y has class numbers."""
+        each = self._each(x, batch_size)
+        target = np.asarray(torch.as_tensor(y).cpu() if isinstance(y, torch.Tensor) else y)
+        members = [scores(probabilities, target) for probabilities in each]
+        own = scores(self._join(each), target)
+        if self.vote:
+            del own["loss"]  # shares of votes are no probabilities
+        return EnsembleReport(own, members)
+
+    def _each(self, x: Any, batch_size: int | None) -> list[NDArray[Any]]:
+        found = [member.probabilities(x, batch_size) for member in self.members]
+        for number, each in enumerate(found[1:], 1):
+            if each.shape != found[0].shape:
+                raise UsageError(
+                    f"member 0 of the ensemble answers with {_shape(found[0])} and member {number} "
+                    f"with {_shape(each)}; only models of the same classes can be joined."
+                )
+        return found
+
+    def _join(self, each: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        stacked = np.stack([_votes(p) for p in each] if self.vote else list(each))
+        joined: NDArray[Any] = np.mean(stacked, axis=0)
+        return joined
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write all members into one folder of plain files."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        files = [member.save(path, f"member-{n}") for n, member in enumerate(self.members)]
+        logits = [member.from_logits for member in self.members]
+        about = {"vote": self.vote, "members": files, "from_logits": logits}
+        (path / _FILE).write_text(json.dumps(about, indent=2) + "\n")
+        return path
+
+    @classmethod
+    def load(
+        cls, folder: str | os.PathLike[str], modules: Sequence[nn.Module] | None = None
+    ) -> Ensemble:
+        """Read what `save` wrote; `modules` are those that the torch members' weights go into."""
+        path = Path(folder) / _FILE
+        if not path.is_file():
+            raise UsageError(f"{folder} is no ensemble's folder: it has no {_FILE}.")
+        about = json.loads(path.read_text())
+        found = [path.parent / name for name in about["members"]]
+        left = list(modules or ())
+        torch_files = [file for file in found if file.suffix != ".keras"]
+        if len(left) != len(torch_files):
+            raise UsageError(
+                f"{folder} has the weights of {len(torch_files)} torch modules, and {len(left)} "
+                "modules are given for them: Ensemble.load(folder, [Net(), ...])."
+            )
+        models = [_read(file, None if file.suffix == ".keras" else left.pop(0)) for file in found]
+        made = cls(models, about["vote"], from_logits=False)
+        for member, logits in zip(made.members, about["from_logits"], strict=True):
+            member.from_logits = logits
+        return made
+
+    @classmethod
+    def from_sweep(
+        cls,
+        folder: str | os.PathLike[str],
+        build: Build | None = None,
+        vote: bool = False,
+        from_logits: bool | None = None,
+    ) -> Ensemble:
+        """The models that a sweep has kept, by the number of their trial.
+
+        `build` makes a module from a trial's flags, {"units": "64"}, for weights of torch; models
+        of Keras need none.
+        """
+        files = kept_models(Path(folder))
+        if not files:
+            raise UsageError(f"{folder} has no trial with a model; is it the folder of a sweep?")
+        if build is None and any(file.suffix != ".keras" for file in files):
+            raise UsageError(
+                f"the trials in {folder} have weights only, and a module to put them into is made "
+                'by you: Ensemble.from_sweep(folder, lambda flags: Net(int(flags["units"]))).'
+            )
+        models = [
+            _read(file, None if build is None or file.suffix == ".keras" else build(_flags(file)))
+            for file in files
+        ]
+        return cls(models, vote, from_logits)
+
+
+def kept_models(sweep: Path) -> list[Path]:
+    """The files of the models that a sweep has kept."""
+    endings = ("safetensors", "keras")
+    return sorted(file for end in endings for file in sweep.glob(f"trial-*/{MODEL}.{end}"))
+
+
+def _flags(file: Path) -> dict[str, str]:
+    flags: dict[str, str] = json.loads((file.parent / "args.json").read_text())["flags"]
+    return {flag.lstrip("-").replace("-", "_"): value for flag, value in flags.items()}
+
+
+def _read(file: Path, module: nn.Module | None) -> Any:
+    if module is None:
+        return KerasMember.load(file)
+    return TorchMember.load(file, module)
+
+
+def _votes(probabilities: NDArray[Any]) -> NDArray[Any]:
+    """One for the likeliest class of each row, the first of equals; 0 for the others."""
+    if probabilities.ndim == 1 or probabilities.shape[1] == 1:
+        return (probabilities >= 0.5).astype(probabilities.dtype)
+    votes = np.zeros_like(probabilities)
+    votes[np.arange(len(votes)), probabilities.argmax(axis=1)] = 1
+    return votes
+
+
+def _shape(probabilities: NDArray[Any]) -> str:
+    classes = 2 if probabilities.ndim == 1 else probabilities.shape[1]
+    return f"{len(probabilities)} rows of {classes} classes"

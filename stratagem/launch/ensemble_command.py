@@ -1,0 +1,74 @@
+"""The models that a sweep has kept, joined: mean of their probabilities, or a vote.
+
+RUN is the folder of a sweep. The table shows the ensemble beside its members on validation data,
+since it can be worse than they are; with --out it is saved as one folder of plain files. Models of
+Keras are read as they are. Of torch modules a sweep keeps the weights: --build names a function
+that makes the module from a trial's flags, {"units": "64"}, in a file that can be imported.
+
+examples:
+  stratagem ensemble runs/sweep-train --data valid.npz          arrays x and y
+  stratagem ensemble runs/sweep-train --data valid.npz --vote --out best
+  stratagem ensemble runs/sweep-train --data valid.npz --build net.py:build --from-logits
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from stratagem.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stratagem ensemble`."""
+    add = parser.add_argument
+    add("run", metavar="RUN", help="the folder of a sweep")
+    add("--data", metavar="FILE.npz", required=True, help="validation data: arrays x and y")
+    add("--vote", action="store_true", help="a vote for each member instead of the mean")
+    add("--build", metavar="FILE.py:NAME", help="makes a torch module from a trial's flags")
+    add("--from-logits", action="store_true", default=None, help="the members' outputs are logits")
+    add("--batch", type=int, metavar="N", help="examples at a time")
+    add("--out", metavar="DIR", help="save the ensemble there")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the table; save the ensemble if asked to."""
+    from stratagem.frontends.ensemble import Ensemble  # imports torch
+
+    x, y = _data(Path(args.data))
+    build = _function(args.build) if args.build else None
+    ensemble = Ensemble.from_sweep(args.run, build, args.vote, args.from_logits)
+    print(ensemble.evaluate(x, y, batch_size=args.batch))
+    if args.out:
+        print(f"saved in {ensemble.save(args.out)}")
+    return 0
+
+
+def _data(file: Path) -> tuple[Any, Any]:
+    import numpy as np
+
+    try:
+        with np.load(file, allow_pickle=False) as found:
+            return found["x"], found["y"]
+    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as problem:
+        raise UsageError(
+            f"{file} is no file of arrays x and y ({problem}); write it by "
+            "numpy.savez(file, x=..., y=...)"
+        ) from None
+
+
+def _function(where: str) -> Any:
+    """The function of a file of the user's."""
+    file, _, name = where.rpartition(":")
+    if not Path(file).is_file():
+        raise UsageError(f"--build {where}: there is no file {file!r}; as in --build net.py:build")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise UsageError(f"--build {where}: {file} has no {name!r}")
+    return getattr(module, name)

@@ -1,0 +1,175 @@
+"""`sg.sweep`: a sweep of a function, from a notebook or a script of one's own."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stratagem.cluster.environment import cores
+from stratagem.errors import UsageError
+from stratagem.launch.run import visible
+from stratagem.launch.search_space import read_axis
+from stratagem.launch.sweep_folder import SweepFolder
+from stratagem.launch.sweep_settings import SAMPLERS, SweepSettings, count_trials, read_metric
+from stratagem.launch.trial_function import value_of
+from stratagem.launch.trial_slots import slots as make_slots
+
+Space = Mapping[str, str | Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class SweepTrial:
+    """One trial of a sweep: `value` is None unless it is done."""
+
+    number: int
+    params: dict[str, Any]
+    state: str
+    value: float | None
+    folder: Path
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The trials by number, and the complete ones, the best first."""
+
+    metric: str
+    trials: list[SweepTrial]
+    ranked: list[SweepTrial]
+    folder: Path
+
+    @property
+    def best(self) -> SweepTrial:
+        if not self.ranked:
+            raise UsageError(f"no trial came to a result; what they printed is in {self.folder}")
+        return self.ranked[0]
+
+    def plot(self) -> Any:
+        """The metric over each parameter, a point for each complete trial (matplotlib)."""
+        from matplotlib import pyplot as plt
+
+        names = list(self.best.params)
+        figure, axes = plt.subplots(1, len(names), squeeze=False, figsize=(4 * len(names), 3))
+        for axis, name in zip(axes[0], names, strict=True):
+            values = [each.params[name] for each in self.ranked]
+            axis.plot(values, [each.value for each in self.ranked], "o")
+            if _spans_decades(values):
+                axis.set_xscale("log")
+            axis.set(xlabel=name, ylabel=self.metric)
+        figure.tight_layout()
+        return figure
+
+
+def sweep(
+    train: Callable[..., Any],
+    space: Space,
+    *,
+    metric: str,
+    out: str | os.PathLike[str],
+    trials: int | None = None,
+    keep: int = 3,
+    sampler: str = "random",
+    seed: int = 0,
+    slots: int | None = None,
+    replicas_per_trial: int = 1,
+    prune: bool = False,
+    resume: bool = False,
+) -> SweepResult:
+    """Call `train` with other arguments, each time in a process of its own.
+
+    >>> result = sg.sweep(train, {"lr": "1e-4..1e-1:log", "units": [64, 128]},
+    ...                   metric="val_accuracy:max", trials=20, out="runs/units")
+    >>> result.best.params, result.plot()
+
+    Args:
+        train: takes the parameters by name; its `fit` writes the metrics, or it returns a dict of
+            them.
+        space: a range as in `stratagem sweep`, or a list of numbers or words.
+        metric: what is best: "val_accuracy:max".
+        out: the sweep's folder; `resume=True` goes on with what is there.
+    """
+    if sampler not in SAMPLERS:
+        raise UsageError(f"sampler={sampler!r}; choose one of {', '.join(SAMPLERS)}.")
+    folder = SweepFolder(Path(out))
+    begun = folder.begun
+    if begun is not None and not resume:
+        raise UsageError(f"{out} has a sweep already; go on with resume=True, or choose another.")
+    name, larger = read_metric(metric)
+    function = folder.path.absolute() / f"{getattr(train, '__name__', 'train')}.function"
+    settings = SweepSettings(
+        command=(sys.executable, "-m", "stratagem.launch.trial_function", str(function)),
+        words=_words(train, space),
+        metric=name,
+        larger=larger,
+        trials=1,
+        keep=keep,
+        replicas=replicas_per_trial,
+        sampler=sampler,
+        seed=seed,
+        prune=prune,
+        where=os.getcwd(),
+    )
+    asked = trials or (None if begun is None else begun.trials)
+    settings = replace(settings, trials=count_trials(settings.space[0], sampler, asked))
+    if begun is not None:
+        settings.check_same(begun)
+    places = make_slots(slots, replicas_per_trial, visible(os.environ), cores())
+    return _run(settings, folder, places, function, train)
+
+
+def _run(
+    settings: SweepSettings, folder: SweepFolder, places: Any, function: Path, train: Any
+) -> SweepResult:
+    import cloudpickle
+
+    from stratagem.launch.sweep_loop import SweepLoop
+
+    folder.lock()
+    try:
+        function.write_bytes(cloudpickle.dumps(train))
+        folder.begin(settings)
+        loop = SweepLoop(settings, folder, places)
+        loop.run()
+    finally:
+        folder.unlock()
+    if loop.stopped is not None:
+        raise KeyboardInterrupt(f"the sweep goes on with resume=True: {folder.path}")
+    made = {
+        each.number: SweepTrial(
+            each.number,
+            {name: value_of(str(value)) for name, value in each.params.items()},
+            each.state,
+            each.value,
+            folder.trial(each.number),
+        )
+        for each in loop.study.ended()
+    }
+    ranked = [made[each.number] for each in loop.study.ranked()]
+    return SweepResult(settings.metric, list(made.values()), ranked, folder.path)
+
+
+def _words(train: Callable[..., Any], space: Space) -> tuple[str, ...]:
+    """The space as it would be written on the command line; every name must be a parameter."""
+    known = inspect.signature(train).parameters.values()
+    if not space:
+        raise UsageError('there is nothing to try: sg.sweep(train, {"lr": "1e-4..1e-1:log"}, ...).')
+    words: list[str] = []
+    for name, values in space.items():
+        if not any(p.name == name or p.kind is p.VAR_KEYWORD for p in known):
+            raise UsageError(f"{getattr(train, '__name__', 'train')} has no parameter {name!r}.")
+        text = values if isinstance(values, str) else ",".join(str(value) for value in values)
+        if read_axis(f"--{name}", text) is None:
+            raise UsageError(
+                f"{name} has one value, {text}; give it a range, or a list of several."
+            )
+        words += [f"--{name}", text]
+    return tuple(words)
+
+
+def _spans_decades(values: Sequence[Any]) -> bool:
+    numbers = [value for value in values if isinstance(value, float) and value > 0]
+    return len(numbers) == len(values) and max(numbers) > 100 * min(numbers)

@@ -1,0 +1,224 @@
+"""Many trainings with other hyper-parameters, side by side; the best of them are kept.
+
+Ranges and lists stand where the script's own flags have values, and each trial gets one value of
+each. `fit` of an sg.Model, or of a Keras model in a scope, writes metrics and the trained model
+into the trial's folder; the script needs no other change. Options of the sweep may stand before or
+after the script; what follows -- is the script's, whatever it looks like.
+A sweep that was ended, by Ctrl-C or anyhow, goes on with --resume (docs/sweep.md).
+
+examples:
+  stratagem sweep train.py --lr 1e-4..1e-1:log --units 64,128 --trials 20 --metric val_accuracy:max
+  stratagem sweep train.py --depth 2..6 --units 64,128 --sampler grid --metric val_loss:min
+  stratagem sweep train.py --lr 1e-4..1e-1:log --metric val_loss --out runs/lr -- --seed 3
+  stratagem sweep --resume --out runs/lr                   go on where it was
+  stratagem sweep --resume --out runs/lr --trials 40       and with 20 more trials
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from stratagem.cluster.environment import cores
+from stratagem.errors import UsageError
+from stratagem.launch.cli import whole
+from stratagem.launch.run import command, visible
+from stratagem.launch.sweep_folder import SweepFolder
+from stratagem.launch.sweep_settings import (
+    SAMPLERS,
+    SweepSettings,
+    check_flags,
+    count_trials,
+    read_metric,
+)
+from stratagem.launch.trial_slots import slots
+
+
+def _slots(text: str) -> int | None:
+    return None if text == "auto" else whole(1)(text)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--metric", metavar="NAME:max", help="what is best: val_accuracy:max, val_loss:min")
+    add("--trials", type=whole(1), metavar="N", help="how many (10; of a grid all)")
+    add("--keep", type=whole(0), metavar="K", help="how many models stay on disk (3)")
+    add("--sampler", choices=SAMPLERS, help="random, grid or tpe (random)")
+    add("--seed", type=whole(0), metavar="S", help="of the sampler (0)")
+    add(
+        "--replicas-per-trial",
+        dest="replicas",
+        type=whole(1),
+        metavar="R",
+        help="devices of one trial (1)",
+    )
+    add(
+        "--slots",
+        type=_slots,
+        metavar="N",
+        help="trials at a time; auto: as many as there are devices for (auto)",
+    )
+    add("--prune", action="store_const", const=True, help="end trials that are far behind")
+    add("--out", metavar="DIR", help="the sweep's folder (runs/sweep-SCRIPT)")
+    add("--resume", action="store_const", const=True, help="go on with the sweep of that folder")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stratagem sweep`."""
+    parser.usage = (
+        "%(prog)s [options] train.py --flag RANGE ... [options] [-- args...]\n"
+        "       %(prog)s --resume --out DIR"
+    )
+    _add_options(parser)
+    # The script's own flags follow it, and options of ours among them; main takes them apart.
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="train.py ...")
+
+
+class _OwnOptions(argparse.ArgumentParser):
+    """The sweep's options among a script's."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        _add_options(self)
+        self.takes = {
+            option: action.nargs != 0
+            for action in self._actions
+            for option in action.option_strings
+        }
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see stratagem sweep --help)")
+
+    def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The sweep's words, and the script's."""
+        own: list[str] = []
+        script: list[str] = []
+        left = list(words)
+        while left:
+            word = left.pop(0)
+            if word == "--":
+                return own, [*script, word, *left]
+            option, equals, _ = word.partition("=")
+            if option not in self.takes:
+                script.append(word)
+                continue
+            own.append(word)
+            if self.takes[option] and not equals and left:
+                own.append(left.pop(0))
+        return own, script
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the sweep to its end; 1 if no trial came to one."""
+    options = _OwnOptions()
+    own, words = options.split(args.module or args.words)
+    args = options.parse_args(own, args)
+    folder = SweepFolder(_out(args, words))
+    begun = folder.begun
+    if args.resume and begun is None:
+        raise UsageError(f"there is no sweep in {folder.path} to go on with; leave --resume out")
+    if not args.resume and begun is not None:
+        raise UsageError(
+            f"{folder.path} has a sweep already; go on with it by --resume, or choose another --out"
+        )
+    asked = _settings(args, words, begun)
+    places = slots(args.slots, asked.replicas, visible(os.environ), cores())
+    folder.lock()
+    try:
+        folder.begin(asked)
+        from stratagem.launch.sweep_loop import SweepLoop  # imports Optuna
+
+        loop = SweepLoop(asked, folder, places, list(options.takes))
+        loop.run()
+        print("\n".join(loop.summary()), flush=True)
+    finally:
+        folder.unlock()
+    if loop.stopped is not None:
+        again = f"stratagem sweep --resume --out {folder.path}"
+        print(
+            f"stratagem sweep: ended by {loop.stopped.name}; go on with: {again}", file=sys.stderr
+        )
+        return 128 + loop.stopped
+    return 0 if loop.complete else 1
+
+
+def _out(args: argparse.Namespace, words: Sequence[str]) -> Path:
+    if args.out:
+        return Path(args.out)
+    if not words:
+        raise UsageError(
+            "which script? As in: stratagem sweep train.py --lr 1e-4..1e-1:log --metric val_loss"
+        )
+    name = words[0] if args.module else Path(words[0]).stem
+    return Path("runs", f"sweep-{name}")
+
+
+def _settings(
+    args: argparse.Namespace, words: Sequence[str], begun: SweepSettings | None
+) -> SweepSettings:
+    """What is asked for; what is not said is as it was begun."""
+    if begun is not None and not words:
+        _check_place(begun)
+        said = {name: vars(args)[name] for name in ("keep", "replicas", "sampler", "seed", "prune")}
+        if args.metric:
+            said["metric"], said["larger"] = read_metric(args.metric)
+        told = {name: value for name, value in said.items() if value is not None}
+        axes, _ = begun.space
+        trials = count_trials(axes, begun.sampler, args.trials or begun.trials)
+        replace(begun, **told).check_same(begun)
+        return _no_fewer(replace(begun, trials=trials), begun)
+    made = _new(args, words)
+    if begun is not None:
+        made.check_same(begun)
+        if args.trials is None:
+            made = replace(made, trials=begun.trials)
+        _no_fewer(made, begun)
+    return made
+
+
+def _check_place(begun: SweepSettings) -> None:
+    if begun.where != os.getcwd():
+        raise UsageError(f"the sweep was begun in {begun.where}; go on with it there")
+
+
+def _no_fewer(asked: SweepSettings, begun: SweepSettings) -> SweepSettings:
+    if asked.trials < begun.trials:
+        raise UsageError(
+            f"the sweep was begun with {begun.trials} trials; --trials {asked.trials} are fewer"
+        )
+    return asked
+
+
+def _new(args: argparse.Namespace, words: Sequence[str]) -> SweepSettings:
+    if not words:
+        _out(argparse.Namespace(out=None), ())
+    head = command([], words[:1]) if args.module else command(words[:1], None)
+    metric, larger = read_metric(args.metric)
+    made = SweepSettings(
+        command=head,
+        words=tuple(words[1:]),
+        metric=metric,
+        larger=larger,
+        trials=1,
+        keep=3 if args.keep is None else args.keep,
+        replicas=args.replicas or 1,
+        sampler=args.sampler or "random",
+        seed=args.seed or 0,
+        prune=bool(args.prune),
+        where=os.getcwd(),
+    )
+    axes, _ = made.space
+    if not axes:
+        raise UsageError(
+            f"there is nothing to try: give a flag of {made.script} a range, as in --lr "
+            "1e-4..1e-1:log, or a list, as in --units 64,128"
+        )
+    if not args.module:
+        check_flags(Path(words[0]), axes)
+    return replace(made, trials=count_trials(axes, made.sampler, args.trials))

@@ -1,0 +1,216 @@
+"""The parent of a sweep: asks for trials, runs them in slots, tells how they ended.
+
+Only this process writes to the journal. A trial is told once nothing of it is left; one that was
+never told, because this process died, is run again under its number when the sweep goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from stratagem.errors import UsageError
+from stratagem.figures.trial_record import VARIABLE, read_epochs
+from stratagem.launch.supervise import SignalQueue, ending
+from stratagem.launch.sweep_folder import LOG, SweepFolder
+from stratagem.launch.sweep_report import summary, unknown_flag, without_metric, write_table
+from stratagem.launch.sweep_settings import SweepSettings
+from stratagem.launch.sweep_study import SweepStudy
+from stratagem.launch.sweep_view import SweepView, TrialRow
+from stratagem.launch.trial_slots import Slot, TrialSlots
+from stratagem.training.termination import EXIT_CODE
+
+_TICK = 0.1
+_LOOK = 0.5  # seconds between two looks at the metrics of running trials
+_GRACE = 5.0
+_TRIES = 2  # of a trial that is killed from outside
+
+
+class SweepLoop:
+    """One process's work on a sweep, from its beginning or from where it was."""
+
+    def __init__(
+        self,
+        settings: SweepSettings,
+        folder: SweepFolder,
+        slots: Sequence[Slot],
+        options: Sequence[str] = (),
+    ) -> None:
+        """`options` are those of the command, for one that is spelt wrong."""
+        self._settings, self._folder, self._options = settings, folder, options
+        self.study = SweepStudy(settings, folder.journal)
+        self._places = list(slots)
+        self._todo = self.study.unfinished()
+        self._again = set(self._todo)
+        self._tries: Counter[int] = Counter()
+        self._pruned: set[int] = set()
+        self._looked = 0.0
+        self.stopped: signal.Signals | None = None
+        self.view = SweepView(settings.metric, settings.larger, settings.trials, len(self._places))
+
+    def run(self) -> None:
+        """Return when every trial has ended, or a signal has ended them; `stopped` is that."""
+        for each in self.study.ended():
+            flags = self.study.flags(each.number)
+            self.view.known(TrialRow(each.number, flags, each.state, value=each.value))
+        with SignalQueue() as inbox, ExitStack() as stack:
+            name = f"stratagem-{os.getpid()}-"
+            scratch = Path(stack.enter_context(TemporaryDirectory(prefix=name)))
+            self._slots = TrialSlots(self._places, scratch)
+            stack.callback(self._slots.close)
+            stack.enter_context(self.view)
+            self._keep()
+            while True:
+                while inbox.arrived:
+                    self._stop(inbox.arrived.popleft())
+                self._fill()
+                if not self._slots.running:
+                    break
+                for number, code in self._slots.collect(_TICK):
+                    self._take(number, code)
+                self._look()
+        write_table(self._settings, self._folder, self.study)
+
+    # --- beginning ------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        while self.stopped is None and self._slots.free:
+            if self._todo:
+                self._start(self._todo.pop(0))
+            elif self.study.count() < self._settings.trials:
+                self._start(self.study.ask())
+            else:
+                return
+
+    def _start(self, number: int) -> None:
+        flags = self.study.flags(number)
+        _, fixed = self._settings.space
+        ranged = [word for flag, value in flags.items() for word in (flag, value)]
+        if any(value.startswith("-") for value in flags.values()):  # a negative number is no flag
+            ranged = [f"{flag}={value}" for flag, value in flags.items()]
+        command = [*self._settings.command, *fixed, *ranged]
+        folder = self._folder.clear(number, {"trial": number, "flags": flags, "command": command})
+        environ = os.environ | {VARIABLE: str(folder.absolute())}
+        slot = self._slots.start(number, command, environ, folder / LOG)
+        self._tries[number] += 1
+        again = number in self._again or self._tries[number] > 1
+        self.view.began(TrialRow(number, flags, slot=slot.number), again)
+
+    # --- on the way -----------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Read the metrics of running trials; end those that are pruned."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK:
+            return
+        self._looked = now
+        for number in self._slots.running:
+            self._follow(number)
+            if self._settings.prune and self.stopped is None and self._is_behind(number):
+                self._pruned.add(number)
+                self._slots.stop(number, signal.SIGTERM, _GRACE)
+        self.view.refresh()
+
+    def _follow(self, number: int) -> None:
+        row, curve = self.view.rows[number], self._curve(number)
+        row.epoch, row.value = len(curve), curve[-1] if curve else None
+
+    def _curve(self, number: int) -> list[float | None]:
+        """The metric after each epoch so far, in those lines that have it."""
+        try:
+            lines = read_epochs(self._folder.trial(number))
+        except ValueError as flaw:
+            self._give_up(f"trial {number} of {self._settings.script}: {flaw}")
+            return []
+        return [line[self._settings.metric] for line in lines if self._settings.metric in line]
+
+    def _is_behind(self, number: int) -> bool:
+        """Report a trial's epochs so far; whether they are worth no more of them."""
+        return self.study.report(number, self._curve(number)) and number not in self._pruned
+
+    def _stop(self, number: signal.Signals) -> None:
+        if self.stopped is None:
+            self.view.say(f"{number.name}: ending {len(self._slots.running)} trials.")
+        self.stopped = self.stopped or number
+        for each in self._slots.running:
+            self._slots.stop(each, number, _GRACE)
+
+    # --- the end of a trial ---------------------------------------------------------------------
+
+    def _take(self, number: int, code: int) -> None:
+        """Tell how a trial ended; one that we ended, or that is run again, is not told."""
+        self._follow(number)
+        if number in self._pruned:
+            self.study.tell_pruned(number)
+            self.view.ended(
+                number, "pruned", "behind three quarters of the complete ones at this epoch"
+            )
+            self._folder.drop_models([number])
+        elif self.stopped is not None:
+            self.view.rows.pop(number)
+        elif code == 0:
+            self._complete(number)
+        elif (code < 0 or code == EXIT_CODE) and self._tries[number] < _TRIES:
+            self.view.say(f"trial {number} was {ending(code)}, and is run again.")
+            self._todo.insert(0, number)
+        else:
+            wrong = unknown_flag(self._settings, self._last_line(number), self._options)
+            if code == 2 and wrong:
+                self._give_up(wrong)
+            self._fail(number, f"{ending(code)}; its last line: {self._last_line(number)[:200]}")
+
+    def _complete(self, number: int) -> None:
+        metric, curve = self._settings.metric, self._curve(number)
+        if not curve:
+            lines = read_epochs(self._folder.trial(number))
+            names = sorted({name for line in lines for name in line} - {"epoch"})
+            self._give_up(without_metric(self._settings, number, names))
+            self._fail(number, f"it wrote no {metric}")
+        elif curve[-1] is None:
+            self._fail(number, f"{metric} was not a finite number in the end")
+        else:
+            if self._settings.prune:  # others are compared with all of it
+                self.study.report(number, curve)
+            self.study.tell(number, curve[-1])
+            self.view.ended(number, "done")
+            self._keep()
+
+    def _fail(self, number: int, why: str) -> None:
+        self.study.tell_failed(number)
+        self._folder.drop_models([number])
+        self.view.ended(number, "failed", why)
+
+    def _keep(self) -> None:
+        """Remove the models that are not among the best so far, and cannot be any more."""
+        ranked = self.study.ranked()
+        self._folder.drop_models(each.number for each in ranked[self._settings.keep :])
+
+    def _last_line(self, number: int) -> str:
+        return "".join(self._folder.tail(number, 1))
+
+    def _give_up(self, why: str) -> None:
+        """End the sweep for a mistake that every trial would repeat, unless one did without it;
+        nothing was learnt, and the folder may be used for another sweep."""
+        if self.study.ranked():
+            return
+        for number in self._slots.running:
+            self._slots.stop(number, signal.SIGTERM, 0.0)
+        while self._slots.running:
+            self._slots.collect(_TICK)
+        self._folder.forget()
+        raise UsageError(why)
+
+    @property
+    def complete(self) -> int:
+        """How many trials have come to a result."""
+        return len(self.study.ranked())
+
+    def summary(self) -> list[str]:
+        """What came of it, in lines."""
+        return summary(self._settings, self._folder, self.study)

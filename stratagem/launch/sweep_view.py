@@ -1,0 +1,167 @@
+"""A sweep as it goes: a table on a terminal, a line for each event elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TextIO
+
+from stratagem.launch.output import wants_colour
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
+_ROWS = 24  # of ended trials in the table: the best
+_STYLES = {"runs": "", "done": "green", "failed": "bold red", "pruned": "dim"}
+
+
+@dataclass
+class TrialRow:
+    """What is known of one trial."""
+
+    number: int
+    flags: Mapping[str, str]
+    state: str = "runs"
+    slot: int | None = None
+    epoch: int = 0
+    value: float | None = None
+    seconds: float | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def words(self) -> str:
+        return " ".join(f"{flag} {_short(value)}" for flag, value in self.flags.items())
+
+
+def _short(value: str) -> str:
+    """Six digits of a long number; the whole one is in args.json."""
+    try:
+        return f"{float(value):.6g}" if len(value) > 9 else value
+    except ValueError:
+        return value
+
+
+def time_left(ended: list[float], running: list[float], waiting: int, slots: int) -> float | None:
+    """Seconds, if trials go on taking what they took so far; None before one has ended."""
+    if not ended:
+        return None
+    each = sum(ended) / len(ended)
+    work = each * waiting + sum(max(0.0, each - so_far) for so_far in running)
+    return work / slots
+
+
+def in_words(seconds: float) -> str:
+    """As "40 s", "3 min" or "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+class SweepView:
+    """Shows what it is told of; `rows` has every trial."""
+
+    def __init__(
+        self, metric: str, larger: bool, trials: int, slots: int, stream: TextIO | None = None
+    ) -> None:
+        self._metric, self._larger = metric, larger
+        self._trials, self._slots = trials, slots
+        self._stream = stream or sys.stdout
+        self.rows: dict[int, TrialRow] = {}
+        self._live: Live | None = None
+
+    def __enter__(self) -> SweepView:
+        import os
+
+        if wants_colour(self._stream, os.environ):
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def known(self, row: TrialRow) -> None:
+        """A trial that ended before this process began."""
+        self.rows[row.number] = row
+
+    def began(self, row: TrialRow, again: bool) -> None:
+        self.rows[row.number] = row
+        if self._live is None:
+            what = "begins again" if again else "begins"
+            self.say(f"trial {row.number} {what} in slot {row.slot}: {row.words}")
+
+    def ended(self, number: int, state: str, why: str = "") -> None:
+        row = self.rows[number]
+        row.state, row.slot, row.seconds = state, None, time.monotonic() - row.began
+        if self._live is not None and state != "failed":
+            return
+        what = f"{self._metric} {row.value:.6g}" if state == "done" else f"{state}: {why}"
+        self.say(f"trial {number} {what} ({in_words(row.seconds)}); {self._progress()}")
+
+    def refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+
+    def ranked(self) -> list[TrialRow]:
+        """The complete trials, the best first; of equals the first."""
+        done = [row for row in self.rows.values() if row.state == "done"]
+        sign = -1.0 if self._larger else 1.0
+        return sorted(done, key=lambda row: (sign * (row.value or 0.0), row.number))
+
+    def _progress(self) -> str:
+        over = [row for row in self.rows.values() if row.state != "runs"]
+        running = [row for row in self.rows.values() if row.state == "runs"]
+        now = time.monotonic()
+        left = time_left(
+            [row.seconds for row in over if row.seconds is not None],
+            [now - row.began for row in running],
+            self._trials - len(over) - len(running),
+            self._slots,
+        )
+        text = f"{len(over)} of {self._trials} ended"
+        if best := self.ranked()[:1]:
+            text += f", best {best[0].value:.6g} (trial {best[0].number})"
+        return (
+            text
+            if left is None or len(over) == self._trials
+            else (f"{text}, about {in_words(left)} left")
+        )
+
+    def _table(self) -> Table:
+        from rich.table import Table
+
+        flags = list(next(iter(self.rows.values())).flags) if self.rows else []
+        table = Table(title=self._progress(), title_justify="left")
+        for head in ("trial", "state", *flags, "epoch", self._metric, "time"):
+            table.add_column(head, justify="left" if head == "state" else "right")
+        now = time.monotonic()
+        others = [row for row in self.rows.values() if row.state in ("failed", "pruned")]
+        running = [row for row in self.rows.values() if row.state == "runs"]
+        for row in [*running, *[*self.ranked(), *others][:_ROWS]]:
+            seconds = row.seconds if row.state != "runs" else now - row.began
+            table.add_row(
+                str(row.number),
+                row.state if row.slot is None else f"slot {row.slot}",
+                *map(_short, row.flags.values()),
+                str(row.epoch or ""),
+                "" if row.value is None else f"{row.value:.6g}",
+                "" if seconds is None else in_words(seconds),
+                style=_STYLES[row.state],
+            )
+        return table
