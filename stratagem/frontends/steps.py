@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.codecs.reducer import Reducer
 from stratagem.data.shares import share
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.adapter import TorchAdapter
@@ -28,6 +29,7 @@ from stratagem.state.sliced import SlicedUpdate, can_slice
 from stratagem.training import setup, sync_batchnorm
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.gradient_placement import PlacedGradients, is_kept, is_unseen
+from stratagem.training.lossy_wire import check_optimizer, refuse_half
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
 from stratagem.wire.shared_memory import SharedMemoryCollective
@@ -50,6 +52,10 @@ class Step(Protocol):
 
     def take(self, portion: Portion, last: bool) -> None:
         """Train on one share; `last` means that accumulated gradients must be applied now."""
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """What gradients go through, and may keep some of, where they travel."""
 
     def follow_settings(self) -> None:
         """The optimizer's settings have changed."""
@@ -79,6 +85,9 @@ def choose(
             "elastic=True does a step again when a replica dies, which a committer of your own may "
             "not take; use one of the two."
         )
+    check_optimizer(settings, optimizer, replica)
+    if recipe.autocast is torch.float16 and replica.count > 1:
+        refuse_half(settings)
     if replica.count == 1:
         return (Searching if searches else OneDevice)(module, optimizer, recipe, replica)
     if searches:
@@ -109,6 +118,10 @@ class OneDevice(TorchAdapter):
         #: called before gradients are added up
         self.before_commit: Callable[[], None] = lambda: None
         self._waiting = 0
+
+    @property
+    def reducer(self) -> Reducer | None:
+        return None
 
     @property
     def settled(self) -> bool:
@@ -191,6 +204,10 @@ class Replicated(OneDevice):
         buckets = self.committer.buckets
         homes = () if recipe.jit_compile else zip(buckets.params, buckets.views, strict=True)
         self._placed = PlacedGradients(module, homes)
+
+    @property
+    def reducer(self) -> Reducer | None:
+        return self.committer.reducer
 
     def take(self, portion: Portion, last: bool) -> None:
         recipe = self.recipe

@@ -1,0 +1,257 @@
+"""Compressed all-reduces between real processes, against the formulas in one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.data.shares import share
+from stratagem.wire.link_time import sockets
+from tests.codecs.by_hand import Replicas
+from tests.support import data, mlp, moved, strategy
+
+pytestmark = pytest.mark.timeout(120)
+
+RECORDS = {
+    "int8": sg.Int8(block=16),
+    "topk": sg.TopK(0.1),
+    "dgc": sg.TopK(0.2, momentum=0.5, dense_steps=2),
+    "sign": sg.Sign(dense_steps=1),
+    "power": sg.PowerSGD(rank=1),
+}
+BATCH, EPOCHS, ROWS = 16, 3, 50  # the last batch has 2 rows, fewer than replicas
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def rows(count: int = ROWS) -> tuple[Tensor, Tensor]:
+    x, y = data(count)
+    return x.double(), y
+
+
+def by_formula(wire: Any, count: int, epochs: int = EPOCHS) -> nn.Module:
+    """The training of `count` replicas in one process."""
+    module = copy.deepcopy(mlp().double())
+    optimizer = sgd(module.parameters())
+    named = list(module.named_parameters())[::-1]  # gradients travel in the order of backward
+    replicas = Replicas(wire, [(n, p.detach()) for n, p in named], count)
+    x, y = rows()
+    for _ in range(epochs):
+        for start in range(0, len(x), BATCH):
+            a, b = x[start : start + BATCH], y[start : start + BATCH]
+            mine = [_gradient(module, a, b, *share(len(a), count, i)) for i in range(count)]
+            total, at = replicas.add_up(mine), 0
+            for _, p in named:
+                p.grad = total[at : at + p.numel()].view(p.shape).clone()
+                at += p.numel()
+            optimizer.step()
+    return module
+
+
+def _gradient(module: nn.Module, x: Tensor, y: Tensor, start: int, end: int) -> Tensor:
+    params = list(module.parameters())[::-1]
+    if start == end:
+        return torch.zeros(sum(p.numel() for p in params)).double()
+    loss = F.cross_entropy(module(x[start:end]), y[start:end], reduction="sum") / len(x)
+    return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, params)])
+
+
+def fitted(made: Any, epochs: int = EPOCHS, **options: Any) -> sg.Model:
+    with made.scope():
+        model = sg.Model(mlp().double())
+        model.compile(optimizer=sgd, loss=F.cross_entropy)
+    x, y = rows()
+    options = {"verbose": 0, "shuffle": False, **options}
+    model.fit(x, y, batch_size=BATCH, epochs=epochs, **options)
+    return model
+
+
+def far(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max(float((p - q).detach().abs().max()) for p, q in pairs)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("op", ["ring", "shared_memory"])
+def test_fit_is_what_the_formula_says(name: str, op: str) -> None:
+    """With shares of unequal size and one without rows."""
+    wire = RECORDS[name]
+    expected = by_formula(wire, 3)
+    with strategy(3, cross_device_ops=op, wire=wire) as made:
+        model = fitted(made)
+    assert moved(mlp().double(), expected)
+    assert far(model.module, expected) < 1e-12
+    with strategy(3, cross_device_ops=op) as made:
+        assert far(fitted(made).module, expected) > 1e-6  # and it is no longer exact
+
+
+def in_a_loop(made: Any, batches: int = 4, spoilt: int = -1) -> dict[str, Any]:
+    """A custom loop; in batch `spoilt` the last replica's loss is no number."""
+    module = mlp().double()
+    loader = DataLoader(TensorDataset(*rows(18 * batches)), batch_size=18)
+    model, optimizer, shares = made.prepare(module, sgd(module.parameters()), loader)
+    bad = []
+    for number, (x, y) in enumerate(shares):
+        loss = F.cross_entropy(model(x), y)
+        if number == spoilt and sg.current_replica().index == sg.current_replica().count - 1:
+            loss = loss * float("inf")
+        loss.backward()
+        finite = [bool(p.grad.isfinite().all()) for p in model.parameters()]
+        bad.append([bool(p.grad.isnan().all()) for p in model.parameters()])
+        if all(finite):
+            optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": [p.detach().clone() for p in model.parameters()], "bad": bad}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("op", ["ring", "shared_memory"])
+def test_all_replicas_hold_the_same_bits_and_hear_of_a_nan(name: str, op: str) -> None:
+    with strategy(3, cross_device_ops=op, wire=RECORDS[name]) as made:
+        first, *others = made.run(in_a_loop, made, 6, 4)
+    assert moved_from(first["weights"])
+    assert first["bad"] == [[number == 4] * 4 for number in range(6)]
+    for other in others:
+        assert other["bad"] == first["bad"]
+        assert all(map(torch.equal, first["weights"], other["weights"]))
+
+
+def moved_from(weights: list[Tensor]) -> bool:
+    pairs = zip(weights, mlp().double().parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs) > 1e-3
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+_SENT = 200  # where Linux has `tcpi_bytes_sent` in its `struct tcp_info`
+WIDE = 1500
+STEPS = 5
+
+
+def tcp_bytes_sent() -> int:
+    """What this process has sent over all its TCP connections, as the kernel counts it."""
+    total = 0
+    for descriptor in sockets().values():
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT + 8)
+            if len(told) == _SENT + 8 and told[0] == 1:  # a connection that is up
+                total += int.from_bytes(told[_SENT:], sys.byteorder)
+    return total
+
+
+def counted(made: Any) -> float:
+    """Bytes that this replica sends in a step of a model of two layers."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 10))
+    few = TensorDataset(torch.randn(6, WIDE), torch.arange(6))
+    loader = DataLoader(ConcatDataset([few] * (STEPS + 1)), batch_size=6)
+    model, optimizer, shares = made.prepare(module, sgd(module.parameters()), loader)
+    before = 0
+    for step, (x, y) in enumerate(shares):
+        before = tcp_bytes_sent() if step == 1 else before  # connections may come with the first
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent = tcp_bytes_sent() - before
+    return sent / STEPS
+
+
+def formula(name: str, count: int) -> float:
+    """Twice (N-1)/N of a compressed gradient, in bytes."""
+    matrices, vectors = [(WIDE, WIDE), (10, WIDE)], [WIDE, 10]
+    numbers = sum(a * b for a, b in matrices) + sum(vectors)
+    sizes = {
+        "dense": 4 * numbers,
+        "int8": numbers * (1 + 4 / 1024),
+        "topk": 8 * 0.01 * numbers,
+        "sign": numbers / 8,
+        "power": 4 * (sum(min(16, a) * (a + b) for a, b in matrices) + sum(vectors)),
+    }
+    return 2 * (count - 1) / count * sizes[name]
+
+
+WIRES = {"dense": None, "int8": sg.Int8(), "topk": sg.TopK(0.01)}
+WIRES |= {"sign": sg.Sign(), "power": sg.PowerSGD(16)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts of bytes are Linux's")
+@pytest.mark.parametrize("name", WIRES)
+def test_the_kernel_counts_as_many_bytes_as_the_formula(name: str) -> None:
+    with strategy(3, cross_device_ops="ring", wire=WIRES[name]) as made:
+        sent = made.run(counted, made)
+    expected = formula(name, 3)
+    for each in sent:
+        assert 0.98 * expected < each < 1.02 * expected, (each / expected, sent)
+
+
+# --- going on ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_fit_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    plan = sg.Checkpoints(tmp_path / "whole", every=1, keep=99)
+    with strategy(2, cross_device_ops="ring", wire=RECORDS[name]) as made:
+        expected = fitted(made, checkpoint=plan)
+        middle = sorted((tmp_path / "whole").iterdir(), key=lambda p: int(p.name.split("-")[-1]))[5]
+        shutil.copytree(middle, tmp_path / "one" / middle.name)
+        found = fitted(made, checkpoint=sg.Checkpoints(tmp_path / "one"), resume=True)
+    assert moved(mlp().double(), expected.module)
+    assert far(found.module, expected.module) == 0.0
+
+
+# --- what cannot be ----------------------------------------------------------------------------
+
+
+def compiled(made: Any, optimizer: Any, **options: Any) -> None:
+    model = sg.Model(mlp(), made)
+    model.compile(optimizer=optimizer, loss="cross_entropy", **options)
+    model.fit(*data(20), batch_size=10, epochs=1, verbose=0)
+
+
+def test_what_cannot_go_together_is_refused() -> None:
+    with strategy(2, wire=sg.TopK(0.1, momentum=0.9)) as made:
+        with pytest.raises(sg.NotDistributable, match="Adam divides by"):
+            compiled(made, "adam")
+        with pytest.raises(sg.NotDistributable, match="use SGD without momentum"):
+            compiled(made, lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
+        with pytest.raises(sg.NotDistributable, match='precision="bfloat16"'):
+            compiled(made, sgd, precision="float16")
+    alone = pytest.raises(sg.NotDistributable, match="give the momentum to the optimizer")
+    with strategy(1, wire=sg.TopK(0.1, momentum=0.9)) as made, alone:
+        compiled(made, sgd)
+    with pytest.raises(sg.UsageError, match="elastic=True"):
+        strategy(2, wire=sg.Int8(), elastic=True)
+    with pytest.raises(sg.UsageError, match="all-reduce"):
+        sg.ParameterServerStrategy(sg.LocalCluster(workers=1, ps=1), wire=sg.Int8())  # type: ignore[arg-type]
+    with pytest.raises(sg.UsageError, match=r"sg\.Int8"):
+        strategy(2, wire=sg.Int8)
+
+
+def test_it_is_said_once_that_weights_are_others(caplog: pytest.LogCaptureFixture) -> None:
+    wire = sg.Int8(block=77)
+    with strategy(2, wire=wire) as made:
+        compiled(made, "adam")
+        compiled(made, "adam")
+    said = [r.getMessage() for r in caplog.records if "Int8(block=77)" in r.getMessage()]
+    assert len(said) == 1 and "no longer those of one device" in said[0]
+
+
+def test_one_replica_sends_nothing_and_is_exact() -> None:
+    with strategy(1, wire=sg.Int8(block=8)) as made, strategy(1) as plain:
+        assert far(fitted(made).module, fitted(plain).module) == 0.0
