@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,17 +27,15 @@ class Sign(Compression):
 
     def take(self, values: Tensor, lengths: Sequence[int], into: Tensor) -> None:
         sizes, bits = self._parts(into, lengths, values.dtype)
-        at = 0
-        for size, length in zip(sizes, lengths, strict=True):
-            size.copy_(values[at : at + length].abs().mean())
-            at += length
+        for size, piece in zip(sizes, torch.split(values, list(lengths)), strict=True):
+            size.copy_(piece.abs().mean())
         up = values >= 0
         bits.copy_(_packed(up))
-        values.sub_(_signed(up, sizes, lengths))
+        _add_signed(up, sizes, lengths, values, -1.0)
 
     def add(self, wire: Tensor, lengths: Sequence[int], into: Tensor) -> None:
         sizes, bits = self._parts(wire, lengths, into.dtype)
-        into.add_(_signed(_unpacked(bits, len(into)), sizes, lengths))
+        _add_signed(_unpacked(bits, len(into)), sizes, lengths, into, 1.0)
 
     @staticmethod
     def _parts(wire: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -44,19 +43,29 @@ class Sign(Compression):
         return wire[:sizes].view(dtype), wire[sizes : sizes + -(-sum(lengths) // 8)]
 
 
-def _signed(up: Tensor, sizes: Tensor, lengths: Sequence[int]) -> Tensor:
-    each = sizes.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device=sizes.device))
-    return torch.where(up, each, -each)
-
-
-def _powers(device: torch.device) -> Tensor:
-    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+def _add_signed(
+    up: Tensor, sizes: Tensor, lengths: Sequence[int], into: Tensor, factor: float
+) -> None:
+    signs = up.to(into.dtype).mul_(2.0).sub_(1.0)
+    cut = list(lengths)
+    pieces = zip(torch.split(into, cut), torch.split(signs, cut), sizes.tolist(), strict=True)
+    for piece, sign, size in pieces:
+        piece.add_(sign, alpha=factor * size)
 
 
 def _packed(up: Tensor) -> Tensor:
+    """Eight to a byte, the first in its lowest bit."""
+    if not up.is_cuda:
+        return torch.from_numpy(np.packbits(up.numpy(), bitorder="little"))
     rows = torch.nn.functional.pad(up.to(torch.uint8), (0, -len(up) % 8)).view(-1, 8)
     return (rows * _powers(up.device)).sum(1, dtype=torch.uint8)
 
 
 def _unpacked(bits: Tensor, count: int) -> Tensor:
+    if not bits.is_cuda:
+        return torch.from_numpy(np.unpackbits(bits.numpy(), count=count, bitorder="little"))
     return (bits.unsqueeze(1) & _powers(bits.device)).ne(0).view(-1)[:count]
+
+
+def _powers(device: torch.device) -> Tensor:
+    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)

@@ -134,6 +134,7 @@ class LargestFirst(TwoSided):
     def __init__(self, collective: Collective, record: TopK) -> None:
         super().__init__(collective, record, record)
         self.top = record
+        self.moves = record.momentum > 0
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
         residual, moved = memory.draft["residual"], memory.draft["momentum"]

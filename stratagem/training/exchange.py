@@ -123,6 +123,8 @@ class GradientExchange:
     def _ready(self, param: Tensor) -> None:
         """A gradient is finished: into its bucket, and off with the buckets that are full."""
         if not self._open:
+            if self.reducer.moves:
+                self._refuse_second_pass(param)
             self._begin()
         if param.grad is None:
             return  # it comes in factors
@@ -143,6 +145,17 @@ class GradientExchange:
         """Whether an earlier pass has already been added up into this gradient."""
         grad = param.grad
         return grad is not None and grad.data_ptr() == self.buckets.views[index].data_ptr()
+
+    def _refuse_second_pass(self, first: Tensor) -> None:
+        """Refuse gradients to which an earlier pass has given the momentum already."""
+        for i, param in enumerate(self.buckets.params):
+            kept = param is not first and self._is_reduced(i, param)
+            if kept and bool(self.buckets.views[i].any()):
+                raise NotDistributable(
+                    "backward adds to gradients that were sent already, and the wire's momentum "
+                    "would count them twice; call zero_grad before each backward, or leave the "
+                    "momentum to the optimizer."
+                )
 
     def _begin(self) -> None:
         self._open = True
