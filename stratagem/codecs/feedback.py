@@ -15,7 +15,7 @@ from torch import Tensor
 from stratagem.codecs.compression import Compression
 from stratagem.codecs.layout import Layout
 from stratagem.codecs.reducer import Reducer
-from stratagem.errors import NotDistributable
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.wire.collective import Collective, Pending, apply_weight
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -119,6 +119,12 @@ class Feedback(Reducer):
             kept: Kept = states[self.collective.rank]["kept"]
         else:
             kept = shared_out([state["kept"] for state in states], self.collective.size)
+        known = {name for memory in self._memories.values() for name in memory.layout.names}
+        if not known.intersection(kept.get("residual", {})):
+            raise UsageError(
+                f"what wire={self.record!r} had kept when this was saved belongs to parameters "
+                "with other names; go on with the model that was saved."
+            )
         for memory in self._memories.values():
             self.restore(memory, kept)
 

@@ -18,6 +18,7 @@ from stratagem.codecs.low_rank import PowerSGD
 from stratagem.codecs.sign import Sign
 from stratagem.codecs.topk import TopK
 from stratagem.codecs.wire_choice import reducer
+from stratagem.errors import UsageError
 from tests.codecs.circle import Circle, together
 
 pytestmark = pytest.mark.timeout(60)
@@ -270,3 +271,14 @@ def test_clipping_before_anything_is_kept(seed: int, limit: float) -> None:
         mine = gradient(seed, 0, rank)
         expected += mine * min(1.0, limit / 2 / float(mine.norm()))
     torch.testing.assert_close(sums[0], expected, rtol=0, atol=1e-12)
+
+
+def test_what_another_model_has_kept_is_refused() -> None:
+    def one(circle: Circle) -> None:
+        training = Training(TopK(0.1), circle)
+        state = training.reducer.state()
+        other = {"residual": {"z": torch.zeros(3)}}
+        training.reducer.load([{**state, "kept": other}])
+
+    with pytest.raises(UsageError, match="other names"):
+        together(1, one)

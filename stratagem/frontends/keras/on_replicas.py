@@ -112,7 +112,9 @@ class ReplicaSteps:
     def _open(self) -> None:
         """Hooks on the gradients, and on BatchNorm layers where they are to be synchronised."""
         model, replica = self.adapter.model, self.adapter.replica
-        named = [(v.path, v.value) for v in model.trainable_variables]
+        # by their place: the paths of a model that is built once more are others
+        each = enumerate(model.trainable_variables)
+        named = [(f"{v.name} (variable {i})", v.value) for i, v in each]
         self._trainable = trainable(model)
         if not named:
             return  # Keras trains nothing then, and counts
