@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,8 +23,10 @@ import stratagem as sg
 from stratagem.data.shares import share
 from stratagem.wire.link_time import sockets
 from tests.codecs.by_hand import Replicas
+from tests.ports import free_ports
 from tests.support import data, mlp, moved, strategy
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(120)
 
 RECORDS = {
@@ -280,3 +284,59 @@ def test_momentum_of_gradients_that_are_added_up_is_refused() -> None:
         made.run(twice, made)
     with strategy(2, wire=sg.TopK(0.5)) as made:
         made.run(twice, made)
+
+
+def resumed_loop(made: Any, folder: Path, end: int) -> list[Tensor]:
+    """A custom loop with checkpoints after each batch; it is left after `end` batches."""
+    torch.manual_seed(7)
+    module = mlp().double()
+    loader = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
+    plan = sg.Checkpoints(folder, every=1)
+    model, optimizer, shares = made.prepare(module, sgd(module.parameters()), loader, resume=plan)
+    seen = 0
+    for _ in shares.epochs(EPOCHS):
+        for x, y in shares:
+            if seen == end:
+                return []
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += 1
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["dgc", "power"])
+def test_a_custom_loop_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    with strategy(2, cross_device_ops="ring", wire=RECORDS[name]) as made:
+        expected = made.run(resumed_loop, made, tmp_path / "whole", -1)[0]
+        made.run(resumed_loop, made, tmp_path / "parts", 5)
+        found = made.run(resumed_loop, made, tmp_path / "parts", -1)[0]
+    assert moved_from(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+WORKER = """
+import sys
+import torch
+import stratagem as sg
+from tests.strategies.test_compressed import RECORDS, fitted
+
+strategy = sg.MultiWorkerMirroredStrategy(wire=RECORDS[sys.argv[1]], devices=["cpu:0"])
+torch.save(list(fitted(strategy).module.state_dict().values()), sys.argv[2])
+"""
+
+
+def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
+    """Two processes that somebody started, with TF_CONFIG."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    running = []
+    for index in range(2):
+        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        command = [sys.executable, "-c", WORKER, "int8", str(tmp_path / f"{index}.pt")]
+        environ = os.environ | {"TF_CONFIG": json.dumps(task)}
+        running.append(subprocess.Popen(command, env=environ, cwd=ROOT))
+    assert [each.wait(100) for each in running] == [0, 0]
+    first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
+    assert all(map(torch.equal, first, second))
+    expected = by_formula(RECORDS["int8"], 2).state_dict().values()
+    assert max(float((a - b).abs().max()) for a, b in zip(first, expected, strict=True)) < 1e-12
