@@ -78,7 +78,7 @@ def train(wire: Compression, count: int, seed: int, steps: int, empty: int = -1)
     return together(count, one)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(record, replicas, seeds, st.integers(-1, 4))
 def test_the_same_bits_everywhere(wire: Compression, count: int, seed: int, empty: int) -> None:
     first, *others = [sums for sums, _ in train(wire, count, seed, 4, empty)]
@@ -86,7 +86,7 @@ def test_the_same_bits_everywhere(wire: Compression, count: int, seed: int, empt
         assert all(torch.equal(a, b) for a, b in zip(first, sums, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from([r for r in RECORDS if not getattr(r, "momentum", 0)]), replicas, seeds)
 def test_what_was_sent_and_what_is_kept_is_all_there_was(
     wire: Compression, count: int, seed: int
@@ -134,7 +134,7 @@ def test_all_numbers_with_momentum_are_momentum_sgd(dense: bool, count: int, see
         torch.testing.assert_close(masked[t], plain, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(record, replicas, seeds, st.sampled_from(["nan", "inf", "-inf"]), st.integers(0, COUNT - 1))
 def test_a_number_that_is_none_reaches_all_and_is_forgotten(
     wire: Compression, count: int, seed: int, what: str, where: int
@@ -161,7 +161,7 @@ def test_a_number_that_is_none_reaches_all_and_is_forgotten(
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(record, replicas, seeds)
 def test_a_training_goes_on_bit_for_bit(wire: Compression, count: int, seed: int) -> None:
     whole = train(wire, count, seed, 6)
@@ -183,7 +183,7 @@ def test_a_training_goes_on_bit_for_bit(wire: Compression, count: int, seed: int
         assert all(torch.equal(a, b) for a, b in zip(sums[3:], rest, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(record, replicas, replicas, seeds)
 def test_others_go_on_with_all_that_was_kept(
     wire: Compression, before: int, after: int, seed: int
