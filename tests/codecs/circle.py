@@ -20,8 +20,6 @@ class Circle(Collective):
 
     def __init__(self, rank: int, board: list[Tensor], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._board, self._barrier = rank, len(board), board, barrier
-        #: bytes of the rows that were for other replicas
-        self.sent = 0
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device)

@@ -347,3 +347,22 @@ def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
     assert all(map(torch.equal, first, second))
     expected = by_formula(RECORDS["int8"], 2).state_dict().values()
     assert max(float((a - b).abs().max()) for a, b in zip(first, expected, strict=True)) < 1e-12
+
+
+class Freeze(sg.callbacks.Callback):
+    """Freezes the first layer for the second epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.module[0].requires_grad_(epoch != 1)
+
+
+def test_a_layer_may_be_frozen_between_two_epochs() -> None:
+    """The training goes on with another set of parameters, near the exact one."""
+
+    def last_layer(wire: Any) -> Tensor:
+        with strategy(2, wire=wire) as made:
+            model = fitted(made, epochs=2, callbacks=[Freeze()])
+        return model.module[2].weight.detach().clone()
+
+    some, all_of_it = last_layer(sg.TopK(0.05)), last_layer(sg.TopK(1.0))
+    assert 1e-6 < float((some - all_of_it).abs().max()) < 0.2
