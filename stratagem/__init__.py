@@ -17,6 +17,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "stratagem.cluster.spec": ["ClusterSpec", "Place", "Task"],
+    "stratagem.codecs.int8": ["Int8"],
+    "stratagem.codecs.low_rank": ["PowerSGD"],
+    "stratagem.codecs.sign": ["Sign"],
+    "stratagem.codecs.topk": ["TopK"],
     "stratagem.errors": [
         "ClusterError",
         "DeviceError",
@@ -77,6 +81,10 @@ if TYPE_CHECKING:
     from stratagem.cluster.spec import ClusterSpec as ClusterSpec
     from stratagem.cluster.spec import Place as Place
     from stratagem.cluster.spec import Task as Task
+    from stratagem.codecs.int8 import Int8 as Int8
+    from stratagem.codecs.low_rank import PowerSGD as PowerSGD
+    from stratagem.codecs.sign import Sign as Sign
+    from stratagem.codecs.topk import TopK as TopK
     from stratagem.errors import (
         ClusterError as ClusterError,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from stratagem.codecs.codec import CastCodec, wire_type
+from stratagem.codecs.codec import CastCodec
+from stratagem.codecs.layout import Layout
 from stratagem.errors import NotDistributable
 from stratagem.wire.collective import Collective, Pending, apply_weight
 
@@ -17,13 +19,33 @@ class Reducer(Protocol):
 
     #: whether numbers other than gradients must keep away from it
     lossy: bool
+    #: whether it wants all gradients of a step at once, none while others are computed
+    whole: bool = False
+    #: whether what it is given becomes part of a momentum, so that it must not come twice
+    moves: bool = False
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
+    def lay_out(self, flat: Tensor, layout: Layout) -> None:
+        """Hear which parameters lie in a buffer."""
+        return
+
     def reduce(self, flat: Tensor, weight: float) -> Pending: ...
 
+    def end_step(self) -> None:
+        """All buffers of a step are reduced."""
+        return
 
-class Plain:
+    def state(self) -> dict[str, Any]:
+        """Copy what this replica keeps from one step to the next, by parameter."""
+        return {}
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states of all replicas, as many as here or others."""
+        return
+
+
+class Plain(Reducer):
     """Every bit travels."""
 
     lossy = False
@@ -38,7 +60,7 @@ class Plain:
         return self.collective.all_reduce(flat, weight)
 
 
-class Encoded:
+class Encoded(Reducer):
     """Encoded for the journey, added up in fp32: half the bytes, rounded to sixteen bits.
 
     Weighted before rounding, so that the sum is of numbers that everybody rounded alike.
@@ -72,9 +94,3 @@ class Encoded:
             self.codec.decode(room, flat)
 
         return Pending(finish)
-
-
-def reducer(collective: Collective, wire: str | None) -> Reducer:
-    """The reducer whose gradients travel as `wire`."""
-    dtype = wire_type(wire)
-    return Plain(collective) if dtype is None else Encoded(collective, CastCodec(dtype))

@@ -210,7 +210,6 @@ class FitCheckpoints:
                 **position,
                 **found,
                 "callbacks": self._states.saved(),
-                "residuals": {},
             },
             "history": {name: list(v) for name, v in job.callbacks.model.history.history.items()},
         }

@@ -142,10 +142,13 @@ class ReplicaSide:
     def _thaw(self) -> None:
         """Others are trained from this epoch on, if a callback has frozen or unfrozen some."""
         if _frozen(self.job.module) != self._frozen and self.replica.count > 1:
-            scaler = self.step.scaler
+            scaler, before = self.step.scaler, self.step.reducer
+            kept = {} if before is None else before.state()
             self.step.close()
             setup.align_state(self.job.optimizer, self.replica)
             self._prepare()
+            if self.step.reducer is not None and kept:
+                self.step.reducer.load(gather_tree(self.replica.collective, kept))
             self.step.scaler = scaler  # it goes on with the scale that it has found
             self.job.callbacks.changes.settle()
 

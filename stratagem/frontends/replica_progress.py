@@ -20,6 +20,7 @@ def gathered(job: Fit, replica: Replica, step: Step, tally: LossSum) -> dict[str
     mine = {
         **own_state(replica, list(job.module.buffers())),
         "metrics": _counted(job, replica),
+        "residuals": {} if step.reducer is None else step.reducer.state(),
     }
     everybody = gather_tree(replica.collective, mine) if replica.count > 1 else [mine]
     if not replica.is_chief:
@@ -65,6 +66,8 @@ def go_on(
     tally.load_state(told["tally"], replica.device)
     if step.scaler is not None and told["scaler"] is not None:
         step.scaler.load_state_dict(told["scaler"])
+    if step.reducer is not None:
+        step.reducer.load([each.get("residuals", {}) for each in told["replicas"]])
     own = own_of(told["replicas"], replica)
     if told["replicas"]:
         saved_buffers = [each["buffers"] for each in told["replicas"]]

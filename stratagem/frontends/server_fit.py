@@ -48,7 +48,7 @@ def fit(job: Fit) -> None:
         job.module,
         job.optimizer,
         served,
-        wire=job.settings.wire,
+        wire=job.settings.rounding,
         clip=Clip(job.recipe.clip_norm, job.recipe.clip_value),
         told=job.source.seed,
         look=("fit", job.look()) if job.by_itself else None,

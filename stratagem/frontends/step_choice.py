@@ -16,6 +16,7 @@ from stratagem.frontends.sharded_steps import (
 )
 from stratagem.frontends.steps import OneDevice, Replicated, Searching, Sliced, Step
 from stratagem.state.sliced import can_slice
+from stratagem.training.lossy_wire import check_optimizer, refuse_half
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
 from stratagem.wire.shared_memory import SharedMemoryCollective
@@ -36,6 +37,9 @@ def choose(
             "elastic=True does a step again when a replica dies, which a committer of your own may "
             "not take; use one of the two."
         )
+    check_optimizer(settings, optimizer, replica)
+    if recipe.autocast is torch.float16 and replica.count > 1:
+        refuse_half(settings)
     if replica.count == 1:
         return (Searching if searches else OneDevice)(module, optimizer, recipe, replica)
     if searches:

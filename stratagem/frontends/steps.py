@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.codecs.reducer import Reducer
 from stratagem.data.shares import share
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.loss_sum import LossSum
@@ -53,6 +54,10 @@ class Step(Protocol):
     def take(self, portion: Portion, last: bool) -> None:
         """Train on one share; `last` means that accumulated gradients must be applied now."""
 
+    @property
+    def reducer(self) -> Reducer | None:
+        """What gradients go through, and may keep some of, where they travel."""
+
     def follow_settings(self) -> None:
         """The optimizer's settings have changed."""
 
@@ -82,6 +87,10 @@ class OneDevice(TorchAdapter):
         #: called before gradients are added up
         self.before_commit: Callable[[], None] = lambda: None
         self._waiting = 0
+
+    @property
+    def reducer(self) -> Reducer | None:
+        return None
 
     @property
     def settled(self) -> bool:
@@ -255,6 +264,10 @@ class Replicated(Dealt):
         buckets = self.committer.buckets
         homes = () if recipe.jit_compile else zip(buckets.params, buckets.views, strict=True)
         self._placed = self.placed_gradients(module, homes)
+
+    @property
+    def reducer(self) -> Reducer | None:
+        return self.committer.reducer
 
     def arm(self, apply: bool) -> None:
         self.committer.armed = apply

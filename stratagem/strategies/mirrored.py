@@ -12,7 +12,8 @@ import torch
 from stratagem.arguments import by_name
 from stratagem.cluster.environment import detect
 from stratagem.cluster.spec import Place
-from stratagem.codecs.codec import wire_type
+from stratagem.codecs.compression import Compression
+from stratagem.codecs.wire_choice import Wire, check_wire
 from stratagem.errors import UsageError
 from stratagem.strategies.strategy import Strategy
 from stratagem.training import cross_device, devices
@@ -31,7 +32,8 @@ class MirroredStrategy(Strategy):
             else the CPU.
         cross_device_ops: how gradients are added up; see `stratagem.training.cross_device`.
             None takes the usual one, "auto" measures and takes the fastest.
-        wire: "bfloat16" halves the bytes that travel; sums stay in fp32.
+        wire: "bfloat16" halves the bytes that travel; sums stay in fp32. Or a compression, such as
+            `sg.Int8()`, `sg.TopK(0.01)`: see docs/fewer-bytes.md.
         sync_batchnorm: normalise over the global batch instead of each replica's share.
         cluster: a `Place` to use instead of the one in the environment.
         patience: how long to wait for tasks.
@@ -50,7 +52,7 @@ class MirroredStrategy(Strategy):
         devices: Sequence[str | torch.device] | str | None = None,
         cross_device_ops: CrossDeviceOps | str | None = None,
         *,
-        wire: str | None = None,
+        wire: Wire = None,
         sync_batchnorm: bool = False,
         cluster: Place | None = None,
         patience: Patience | None = None,
@@ -58,7 +60,12 @@ class MirroredStrategy(Strategy):
         elastic: bool = False,
         min_replicas: int = 1,
     ) -> None:
-        wire_type(wire)  # raises at once if there is no such type
+        check_wire(wire)  # raises at once if there is no such type
+        if elastic and isinstance(wire, Compression):
+            raise UsageError(
+                f"elastic=True does a step again when a replica dies, and what wire={wire!r} "
+                "has kept of its gradients would be lost with it; use one of the two."
+            )
         op = cross_device.named(cross_device_ops)
         settings = Settings(op, wire, sync_batchnorm, elastic=elastic)
         place = cluster if cluster is not None else detect(os.environ)
@@ -111,7 +118,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         communication: str | None = None,
         *,
         devices: Sequence[str | torch.device] | str | None = None,
-        wire: str | None = None,
+        wire: Wire = None,
         sync_batchnorm: bool = False,
         cluster: Place | None = None,
         patience: Patience | None = None,

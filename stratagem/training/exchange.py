@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.codecs.layout import layout
 from stratagem.codecs.reducer import Reducer
 from stratagem.compat.torch_names import after_backward
 from stratagem.errors import NotDistributable, UsageError
@@ -74,7 +75,7 @@ class GradientExchange:
         self._switch = _Switch()
         params = [p for _, p in named if p.requires_grad]
         _refuse_odd([(n, p) for n, p in named if p.requires_grad])
-        overlaps = replica.collective.overlaps
+        overlaps = replica.collective.overlaps and not reducer.whole
         self.buckets = Buckets(
             params,
             reducer.buffer,
@@ -83,6 +84,12 @@ class GradientExchange:
             notes_apart=replica.collective.buffer if reducer.lossy else None,
             may_be_kept=every_backward,
         )
+        names = [n for n, p in named if p.requires_grad]
+        for bucket in self.buckets.buckets:
+            members = bucket.members
+            reducer.lay_out(
+                bucket.flat, layout([names[i] for i in members], [params[i] for i in members])
+            )
         self._overlaps = overlaps
         self._index = {p: i for i, p in enumerate(params)}
         self._fired = [False] * len(params)
@@ -116,6 +123,8 @@ class GradientExchange:
     def _ready(self, param: Tensor) -> None:
         """A gradient is finished: into its bucket, and off with the buckets that are full."""
         if not self._open:
+            if self.reducer.moves:
+                self._refuse_second_pass(param)
             self._begin()
         if param.grad is None:
             return  # it comes in factors
@@ -136,6 +145,17 @@ class GradientExchange:
         """Whether an earlier pass has already been added up into this gradient."""
         grad = param.grad
         return grad is not None and grad.data_ptr() == self.buckets.views[index].data_ptr()
+
+    def _refuse_second_pass(self, first: Tensor) -> None:
+        """Refuse gradients to which an earlier pass has given the momentum already."""
+        for i, param in enumerate(self.buckets.params):
+            kept = param is not first and self._is_reduced(i, param)
+            if kept and bool(self.buckets.views[i].any()):
+                raise NotDistributable(
+                    "backward adds to gradients that were sent already, and the wire's momentum "
+                    "would count them twice; call zero_grad before each backward, or leave the "
+                    "momentum to the optimizer."
+                )
 
     def _begin(self) -> None:
         self._open = True
@@ -243,6 +263,7 @@ class GradientExchange:
         for pending in self._under_way:
             pending.wait()
         self._under_way.clear()
+        self.reducer.end_step()
         return self.finished_with()
 
     def finished_with(self) -> Tensor:
@@ -254,10 +275,15 @@ class GradientExchange:
         return self.buckets.notes
 
     def settle_unused(self, used: Sequence[float]) -> None:
-        """A parameter that nobody used keeps no gradient: zero would still move an optimizer."""
+        """A parameter that nobody used keeps no gradient: zero would still move an optimizer.
+
+        What was left out of its earlier gradients may come now, and is one.
+        """
         for i, fired in enumerate(self._fired):
             if not fired:
-                self.buckets.params[i].grad = self.buckets.gradient(i) if used[i] > 0 else None
+                late = self.reducer.whole and bool(self.buckets.views[i].any())
+                has = used[i] > 0 or late
+                self.buckets.params[i].grad = self.buckets.gradient(i) if has else None
 
     def close(self) -> None:
         """Take the hooks away; gradients get memory of their own again."""

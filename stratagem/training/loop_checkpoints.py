@@ -37,7 +37,7 @@ from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import setup
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.loop_journal import LoopJournal, journal_of
-from stratagem.training.prepare import Prepared
+from stratagem.training.prepare import Prepared, reducer_of
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
 from stratagem.training.termination import EXIT_CODE
@@ -256,6 +256,8 @@ class LoopCheckpoints:
         """Copy everything, and have it written beside the loop. Collective."""
         replica, model = self.replica, self.model
         mine = own_state(replica, list(model.buffers()))
+        reducer = reducer_of(model)
+        mine["residuals"] = {} if reducer is None else reducer.state()
         everybody = gather_tree(replica.collective, mine)
         if not replica.is_chief:
             return
@@ -315,6 +317,8 @@ class LoopCheckpoints:
         take_buffers(
             list(self.model.buffers()), [each["buffers"] for each in told["replicas"]], replica
         )
+        if (reducer := reducer_of(self.model)) is not None:
+            reducer.load([each.get("residuals", {}) for each in told["replicas"]])
         self._load_things(told["things"])
         self._go_on_with_data(told)
 

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
+from stratagem.codecs.reducer import Reducer
 from stratagem.data.loader import Around, ShareLoader
 from stratagem.data.shares import map_parts
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.training import fingerprint, hints, setup, sync_batchnorm
 from stratagem.training.custom_loop import LossReader, check_reduction, read_losses, reader_of
 from stratagem.training.exchange import GradientExchange, open_exchange
+from stratagem.training.lossy_wire import check_optimizer
 from stratagem.training.replica import Replica, be, current_replica
 from stratagem.training.settings import Settings
 from stratagem.training.step_figures import figures_of
@@ -52,6 +54,7 @@ def prepare(
     check_reduction(loss_reduction)
     model.to(replica.device)
     if replica.count == 1:
+        check_optimizer(settings, optimizer, replica)
         _be_here(replica)
         dealt = isinstance(loader, DataLoader)
         loader = _counted(_shares(loader, replica, lambda: None), replica) if dealt else loader
@@ -96,6 +99,7 @@ def join_gradients(
 ) -> GradientExchange:
     """From now on `backward` leaves the gradient of all replicas' shares. Collective."""
     _check_optimizer(model, optimizer)
+    check_optimizer(settings, optimizer, replica)
     setup.refuse_renormed(model)
     look |= fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=True)
     fingerprint.check(replica, "prepare", look)
@@ -112,6 +116,12 @@ def join_gradients(
     for part in model.modules():
         _kept.setdefault(part, []).append(exchange)
     return exchange
+
+
+def reducer_of(model: nn.Module) -> Reducer | None:
+    """What the gradients of a prepared model go through; None where they do not travel."""
+    exchanges = _kept.get(model)
+    return exchanges[-1].reducer if exchanges else None
 
 
 def part_gradients(model: nn.Module) -> None:

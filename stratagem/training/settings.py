@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stratagem.codecs.wire_choice import Wire
 from stratagem.rules.updates import Updates
 from stratagem.state.partition import Partitioner
 from stratagem.training.cross_device import CrossDeviceOps
@@ -49,8 +50,8 @@ class Settings:
 
     #: as the user gave it: None (the usual one), "auto" (measure), or an operation
     op: CrossDeviceOps | str | None = None
-    #: the type in which gradients travel
-    wire: str | None = None
+    #: the type in which gradients travel, or the compression
+    wire: Wire = None
     #: normalise over the global batch, not over each replica's share
     sync_batchnorm: bool = False
     #: set when servers keep the parameters
@@ -63,3 +64,8 @@ class Settings:
     committer: Callable[..., Any] | None = None
     #: set when the model is split by layers
     pipeline: Pipeline | None = None
+
+    @property
+    def rounding(self) -> str | None:
+        """`wire` as the name of a type; servers take no other."""
+        return self.wire if isinstance(self.wire, str) else None

@@ -13,7 +13,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
-from stratagem.codecs.reducer import Reducer, reducer
+from stratagem.codecs.reducer import Reducer
+from stratagem.codecs.wire_choice import reducer
 from stratagem.compat.torch_names import NormBase
 from stratagem.data.streams import RngStates, mixed, throw_beside_torch
 from stratagem.errors import NotDistributable

@@ -50,6 +50,19 @@ class Collective(ABC):
         Read or copy them before the next message: their memory may be used again.
         """
 
+    def swap(self, rows: Tensor) -> Tensor:
+        """Send row r of a table of bytes to replica r; returns what came from each, in rank order.
+
+        On every replica the same number of bytes a row.
+        """
+        found = self.gather_bytes(rows.detach().cpu().reshape(-1))
+        mine = [each.view(rows.shape)[self.rank] for each in found]
+        return torch.stack(mine).to(rows.device)
+
+    def collect(self, row: Tensor) -> Tensor:
+        """Every replica's row of bytes, all of one length, in rank order."""
+        return torch.stack(self.gather_bytes(row.detach().cpu())).to(row.device)
+
     @abstractmethod
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
         """The source's one-dimensional uint8 CPU tensor, on every replica; read or copy it before

@@ -203,6 +203,13 @@ class ProcessGroup:
 
         return Pending(finish)
 
+    def swap(self, rows: Tensor) -> Tensor:
+        """Send row r of a table to member r; returns what came from each."""
+        METER.bytes += rows.nbytes
+        received = torch.empty_like(rows)
+        self._do(self._group.alltoall_base(received, rows, [], [], dist.AllToAllOptions()))
+        return received
+
     def abort(self) -> None:
         """Give the group up while a peer may still owe it something. (Gloo has no such thing.)"""
         if self._backend == "nccl":

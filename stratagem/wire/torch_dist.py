@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stratagem.cluster.membership import Membership
 from stratagem.errors import ReplicaError
+from stratagem.figures.meter import METER
 from stratagem.wire.collective import Collective, Pending, apply_weight
 from stratagem.wire.process_group import HALF, Meeting, ProcessGroup
 
@@ -86,6 +87,21 @@ class TorchCollective(Collective):
         padded[: data.numel()].copy_(data)
         parts = self.messages.gather(padded)
         return [part[:size].clone() for part, size in zip(parts, sizes, strict=True)]
+
+    def swap(self, rows: Tensor) -> Tensor:
+        return self._named(lambda: self.flat.swap(self._staged_bytes(rows))).to(rows.device)
+
+    def collect(self, row: Tensor) -> Tensor:
+        METER.bytes += row.nbytes
+        parts = self._named(lambda: self.flat.gather(self._staged_bytes(row)))
+        return torch.stack(parts).to(row.device)
+
+    def _staged_bytes(self, data: Tensor) -> Tensor:
+        """Where this group's backend can send it from, once what is queued aside is done: a group's
+        operations must keep their order."""
+        if self._last is not None:
+            self._named(self._last.result)
+        return data.cpu() if self.backend == "gloo" else data
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
         return self.named(lambda: self._broadcast_bytes(data, source))

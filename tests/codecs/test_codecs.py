@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.codecs.codec import CastCodec, Codec, codec_for, wire_type
-from stratagem.codecs.reducer import Encoded, Plain, reducer
+from stratagem.codecs.reducer import Encoded, Plain
+from stratagem.codecs.wire_choice import reducer
 from stratagem.errors import UsageError
 from stratagem.wire.collective import Alone
 

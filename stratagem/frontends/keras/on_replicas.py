@@ -36,6 +36,7 @@ from stratagem.state.keras_stepper import fuse
 from stratagem.state.write_tracker import WriteTracker
 from stratagem.training.command_loop import END, CommandLoop
 from stratagem.training.exchange import GradientExchange, open_exchange
+from stratagem.training.lossy_wire import check_optimizer
 from stratagem.training.replica import Replica, current_replica
 from stratagem.training.replica_state import own_of
 from stratagem.training.settings import Settings
@@ -57,6 +58,8 @@ class ReplicaSteps:
         #: whether a training step is under way, when BatchNorm layers meet
         self.active = False
         self._trained = False
+        #: of all replicas, from a backup: what their reducers go on from
+        self._residuals: list[dict[str, Any]] = []
         self._trainable: list[bool] = []
         self.verbs: dict[str, Callable[..., Any]] = {
             "become": self.become,
@@ -109,11 +112,15 @@ class ReplicaSteps:
     def _open(self) -> None:
         """Hooks on the gradients, and on BatchNorm layers where they are to be synchronised."""
         model, replica = self.adapter.model, self.adapter.replica
-        named = [(v.path, v.value) for v in model.trainable_variables]
+        # by their place: the paths of a model that is built once more are others
+        each = enumerate(model.trainable_variables)
+        named = [(f"{v.name} (variable {i})", v.value) for i, v in each]
         self._trainable = trainable(model)
         if not named:
             return  # Keras trains nothing then, and counts
+        check_optimizer(self.settings, model.optimizer, replica)
         self.committer = open_exchange(named, replica, self.settings, every_backward=True)
+        self.committer.reducer.load(self._residuals)
         self.committer.armed = False
         if self.settings.sync_batchnorm:
             self._unsync = synchronise(model, replica, lambda: self.active)
@@ -136,11 +143,15 @@ class ReplicaSteps:
         """What every replica has of its own. Collective."""
         adapter = self.adapter
         mine = replica_progress(adapter.model, adapter.replica)
+        mine["residuals"] = {} if self.committer is None else self.committer.reducer.state()
         return gather_tree(adapter.replica.collective, mine)
 
     def go_on(self, saved: list[Any]) -> None:
-        """As another than the chief, which did so before it read its data."""
+        """All but residuals as another than the chief, which did so before it read its data."""
         adapter = self.adapter
+        self._residuals = [each.get("residuals", {}) for each in saved]
+        if self.committer is not None:
+            self.committer.reducer.load(self._residuals)
         if not adapter.replica.is_chief:
             take_progress(adapter.model, own_of(saved, adapter.replica), adapter.replica)
 

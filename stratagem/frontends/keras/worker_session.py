@@ -49,7 +49,7 @@ class KerasSession(Session):
             adapter.model,
             optimizer,
             settings.served,
-            wire=settings.wire,
+            wire=settings.rounding,
             clip=Clip(_clip_norm(optimizer), margin=0.0),
             told=told,
         )

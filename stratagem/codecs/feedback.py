@@ -1,0 +1,163 @@
+"""Error feedback: what a compression leaves out is kept, by parameter, and sent later.
+
+All that travels is scaled already: the sum over replicas is what is applied. So what replicas keep
+may be added up, too, and shared out anew when others go on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.codecs.compression import Compression
+from stratagem.codecs.layout import Layout
+from stratagem.codecs.reducer import Reducer
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.wire.collective import Collective, Pending, apply_weight
+
+_HALF = (torch.float16, torch.bfloat16)
+
+#: by the name of what is kept ("residual", "momentum", ...): by parameter, the numbers
+Kept = dict[str, dict[str, Tensor]]
+
+
+class Memory:
+    """What is kept for one flat gradient: `kept` counts, `draft` becomes it if the step does."""
+
+    def __init__(self, flat: Tensor, layout: Layout, names: Sequence[str]) -> None:
+        self.flat, self.layout = flat, layout
+        dtype = torch.float32 if flat.dtype in _HALF else flat.dtype
+        self.kept = {name: torch.zeros_like(flat, dtype=dtype) for name in names}
+        self.draft = {name: torch.zeros_like(flat, dtype=dtype) for name in names}
+        #: whether this step has brought a number that is none
+        self.spoilt = False
+
+    def settle(self, spoilt: bool) -> None:
+        """The step is over: keep its drafts, or what was there before it."""
+        if spoilt:
+            self.flat.fill_(float("nan"))
+        else:
+            self.kept, self.draft = self.draft, self.kept
+        self.spoilt = False
+
+
+class Feedback(Reducer):
+    """A reducer that keeps what it leaves out. Gradients are compressed when all are there.
+
+    A number that is none, on any replica, makes all gradients of the step NaN on all of them, and
+    nothing is kept of that step: the same as if it had not been.
+    """
+
+    lossy = True
+    whole = True
+    #: what is kept for each number of a gradient
+    keeps: tuple[str, ...] = ("residual",)
+
+    def __init__(self, collective: Collective, record: Compression) -> None:
+        self.collective, self.record = collective, record
+        self.steps = 0
+        self._memories: dict[int, Memory] = {}
+
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if dtype.is_complex:
+            raise NotDistributable(
+                f"wire={self.record!r} cannot carry gradients of complex parameters; leave it out."
+            )
+        return self.collective.buffer(count, dtype, device)
+
+    def lay_out(self, flat: Tensor, layout: Layout) -> None:
+        self._memories[flat.data_ptr()] = self.memory(flat, layout)
+
+    def memory(self, flat: Tensor, layout: Layout) -> Memory:
+        return Memory(flat, layout, self.keeps)
+
+    def reduce(self, flat: Tensor, weight: float) -> Pending:
+        memory = self._memories[flat.data_ptr()]
+        apply_weight(flat, weight)
+        dense = self.steps < self.record.dense_steps
+        (self.send_dense if dense else self.send)(memory, not finite(flat))
+        return Pending()
+
+    def send_dense(self, memory: Memory, spoilt: bool) -> None:
+        """Send every number, and what was left out before."""
+        memory.flat.add_(memory.kept["residual"])
+        self.collective.all_reduce(memory.flat).wait()
+        memory.spoilt = not finite(memory.flat)
+        memory.draft["residual"].zero_()
+
+    def send(self, memory: Memory, spoilt: bool) -> None:
+        """Replace the flat gradient by the sum of what all replicas send."""
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        spoilt = any(memory.spoilt for memory in self._memories.values())
+        for memory in self._memories.values():
+            self.settle(memory, spoilt)
+        self.steps += 1
+
+    def settle(self, memory: Memory, spoilt: bool) -> None:
+        memory.settle(spoilt)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        kept: Kept = {}
+        for memory in self._memories.values():
+            for name, by_parameter in self.saved(memory).items():
+                kept.setdefault(name, {}).update(by_parameter)
+        return {"steps": self.steps, "kept": kept}
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        states = [state for state in states if state]
+        if not states:
+            return
+        self.steps = int(states[0]["steps"])
+        if len(states) == self.collective.size:
+            kept: Kept = states[self.collective.rank]["kept"]
+        else:
+            kept = shared_out([state["kept"] for state in states], self.collective.size)
+        known = {name for memory in self._memories.values() for name in memory.layout.names}
+        if not known.intersection(kept.get("residual", {})):
+            raise UsageError(
+                f"what wire={self.record!r} had kept when this was saved belongs to parameters "
+                "with other names; go on with the model that was saved."
+            )
+        for memory in self._memories.values():
+            self.restore(memory, kept)
+
+    def saved(self, memory: Memory) -> Kept:
+        return {name: memory.layout.split(flat) for name, flat in memory.kept.items()}
+
+    def restore(self, memory: Memory, kept: Kept) -> None:
+        for name, flat in memory.kept.items():
+            memory.layout.join(kept.get(name, {}), flat)
+
+
+def finite(flat: Tensor) -> bool:
+    """Whether there is neither NaN nor an infinity."""
+    if not flat.numel():
+        return True
+    low, high = flat.aminmax()
+    return bool((high - low).isfinite()) or bool(flat.isfinite().all())
+
+
+#: parts of one and the same sum: kept before and after slices are added up
+_ADDED = ("residual", "of_sums")
+
+
+def shared_out(everybody: Sequence[Kept], count: int) -> Kept:
+    """What each of `count` replicas keeps, of what others kept: an equal part of the sum."""
+    total: Kept = {}
+    for kept in everybody:
+        for name, by_parameter in kept.items():
+            alike = name == "factors"  # the same on all
+            into = total.setdefault("residual" if name in _ADDED else name, {})
+            for parameter, values in by_parameter.items():
+                if parameter not in into or alike:
+                    into[parameter] = values if alike else values / count
+                else:
+                    into[parameter] = into[parameter] + values / count
+    return total

@@ -1,0 +1,64 @@
+"""Eight bits a number: whole multiples of one scale a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stratagem.codecs.compression import Compression
+from stratagem.errors import UsageError
+
+_LEVELS = 127
+
+
+@dataclass(frozen=True, repr=False)
+class Int8(Compression):
+    """Each block of numbers as its scale, `max(abs) / 127`, and a byte a number.
+
+    A number is off by half a scale at most. A quarter of the bytes, and 4 for each block.
+    """
+
+    block: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block < 1:
+            raise UsageError(f"{self!r}: a block has one number or more: sg.Int8(block=1024).")
+
+    def room(self, lengths: Sequence[int], itemsize: int) -> int:
+        count = sum(lengths)
+        return 4 * -(-count // self.block) + count
+
+    def take(self, values: Tensor, lengths: Sequence[int], into: Tensor) -> None:
+        count = len(values)
+        scales, levels = self._parts(into, count)
+        if not count:
+            return
+        rows = self._rows(values)
+        scale = rows.abs().amax(1).div_(_LEVELS).float()
+        scales.copy_(scale)
+        scale = scale.to(values.dtype).unsqueeze(1)
+        divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
+        rounded = rows.div(divisor).round_().clamp_(-_LEVELS, _LEVELS)
+        levels.copy_(rounded.view(-1)[:count])
+        values.sub_(rounded.mul_(scale).view(-1)[:count])
+
+    def add(self, wire: Tensor, lengths: Sequence[int], into: Tensor) -> None:
+        count = len(into)
+        if not count:
+            return
+        scales, levels = self._parts(wire, count)
+        each = scales.to(into.dtype).unsqueeze(1)
+        into.add_((self._rows(levels).to(into.dtype) * each).view(-1)[:count])
+
+    def _parts(self, wire: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        scales = 4 * -(-count // self.block)
+        return wire[:scales].view(torch.float32), wire[scales : scales + count].view(torch.int8)
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """A row for each block; the last is filled up with zeros."""
+        missing = -len(flat) % self.block
+        return torch.nn.functional.pad(flat, (0, missing)).view(-1, self.block)

@@ -1,0 +1,171 @@
+"""Compressed both ways: to the replica that adds a slice up, and from there to all.
+
+    replica 0  [ slice 0 | slice 1 | slice 2 ]      each sends slice s, compressed, to replica s
+    replica 1  [ slice 0 | slice 1 | slice 2 ]      replica s adds them up, compresses the sum,
+    replica 2  [ slice 0 | slice 1 | slice 2 ]      and sends it to all
+
+Every replica sends twice (N-1)/N of a compressed gradient, for any N. All decode the same bytes,
+so all hold the same bits. What is left out is kept on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stratagem.codecs.compression import Compression, SliceCodec
+from stratagem.codecs.feedback import Feedback, Kept, Memory, finite
+from stratagem.codecs.layout import Layout, Slice
+from stratagem.codecs.topk import TopK
+from stratagem.wire.collective import Collective
+
+#: bytes before each slice: whether its sender has a number that is none
+_HEAD = 8
+
+
+class SliceMemory(Memory):
+    """A memory with the slice that is added up here."""
+
+    def __init__(
+        self, flat: Tensor, layout: Layout, names: tuple[str, ...], size: int, rank: int
+    ) -> None:
+        super().__init__(flat, layout, names)
+        self.slices: list[Slice] = layout.slices(size)
+        self.mine = self.slices[rank]
+        residual = self.kept["residual"]
+        self.of_sum = residual.new_zeros(self.mine.end - self.mine.start)
+        self.draft_of_sum = torch.zeros_like(self.of_sum)
+
+    def settle(self, spoilt: bool) -> None:
+        super().settle(spoilt)
+        if not spoilt:
+            self.of_sum, self.draft_of_sum = self.draft_of_sum, self.of_sum
+
+
+class TwoSided(Feedback):
+    """The reducer of compressions that take any slice for itself."""
+
+    def __init__(self, collective: Collective, record: Compression, codec: SliceCodec) -> None:
+        super().__init__(collective, record)
+        self.codec = codec
+
+    def memory(self, flat: Tensor, layout: Layout) -> SliceMemory:
+        return SliceMemory(flat, layout, self.keeps, self.collective.size, self.collective.rank)
+
+    def bytes_sent(self, memory: SliceMemory) -> int:
+        """Return what one replica sends to the others in a step."""
+        return 2 * (self.collective.size - 1) * self._width(memory)
+
+    def _width(self, memory: SliceMemory) -> int:
+        """Bytes of the longest slice: all are sent as long as that."""
+        itemsize = memory.of_sum.itemsize
+        room = max(self.codec.room(each.lengths, itemsize) for each in memory.slices)
+        return _HEAD + -(-room // 8) * 8
+
+    def send(self, memory: Memory, spoilt: bool) -> None:
+        assert isinstance(memory, SliceMemory)
+        mine, draft = memory.mine, memory.draft["residual"]
+        self.charge(memory, spoilt)
+        out = memory.flat.new_zeros((len(memory.slices), self._width(memory)), dtype=torch.uint8)
+        for row, each in zip(out, memory.slices, strict=True):
+            taken = self.codec.take(draft[each.start : each.end], each.lengths, row[_HEAD:])
+            self.taken(memory, each, taken)
+        out[:, 0] = spoilt
+        received = self.collective.swap(out)
+        total = memory.draft_of_sum.copy_(memory.of_sum)
+        for row in received:
+            self.codec.add(row[_HEAD:], mine.lengths, total)
+        spoilt = bool(received[:, 0].any()) or not finite(total)
+        back = torch.zeros_like(out[0])
+        if spoilt:
+            back[0] = 1
+        else:
+            self.codec.take(total, mine.lengths, back[_HEAD:])
+        rows = self.collective.collect(back)
+        memory.spoilt = bool(rows[:, 0].any())
+        if not memory.spoilt:
+            self._write(memory, rows)
+
+    def _write(self, memory: SliceMemory, rows: Tensor) -> None:
+        total = torch.zeros_like(memory.kept["residual"])
+        for row, each in zip(rows, memory.slices, strict=True):
+            self.codec.add(row[_HEAD:], each.lengths, total[each.start : each.end])
+        memory.flat.copy_(total)
+
+    def charge(self, memory: SliceMemory, spoilt: bool) -> None:
+        """Draft what is to be sent: the gradient and what was left out before."""
+        draft = memory.draft["residual"].copy_(memory.kept["residual"])
+        if not spoilt:
+            draft.add_(memory.flat)
+
+    def taken(self, memory: SliceMemory, piece: Slice, places: Tensor | None) -> None:
+        """These places of a slice were taken whole."""
+
+    def send_dense(self, memory: Memory, spoilt: bool) -> None:
+        assert isinstance(memory, SliceMemory)
+        part = memory.flat[memory.mine.start : memory.mine.end]
+        part.add_(memory.of_sum)
+        memory.draft_of_sum.zero_()
+        super().send_dense(memory, spoilt)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def saved(self, memory: Memory) -> Kept:
+        assert isinstance(memory, SliceMemory)
+        whole = torch.zeros_like(memory.kept["residual"])
+        whole[memory.mine.start : memory.mine.end] = memory.of_sum
+        return {**super().saved(memory), "of_sums": memory.layout.split(whole)}
+
+    def restore(self, memory: Memory, kept: Kept) -> None:
+        assert isinstance(memory, SliceMemory)
+        super().restore(memory, kept)
+        whole = torch.zeros_like(memory.kept["residual"])
+        memory.layout.join(kept.get("of_sums", {}), whole)
+        memory.of_sum.copy_(whole[memory.mine.start : memory.mine.end])
+
+
+class LargestFirst(TwoSided):
+    """Top-k with the momentum of deep gradient compression."""
+
+    keeps = ("residual", "momentum")
+
+    def __init__(self, collective: Collective, record: TopK) -> None:
+        super().__init__(collective, record, record)
+        self.top = record
+        self.moves = record.momentum > 0
+
+    def charge(self, memory: SliceMemory, spoilt: bool) -> None:
+        residual, moved = memory.draft["residual"], memory.draft["momentum"]
+        residual.copy_(memory.kept["residual"])
+        self._move(memory, spoilt)
+        residual.add_(moved)
+
+    def _move(self, memory: SliceMemory, spoilt: bool) -> Tensor:
+        """Draft the momentum with this gradient."""
+        moved = memory.draft["momentum"]
+        torch.mul(memory.kept["momentum"], self.top.momentum, out=moved)
+        if not spoilt:
+            moved.add_(memory.flat, alpha=self._clipped(memory.flat))
+        return moved
+
+    def _clipped(self, flat: Tensor) -> float:
+        """Return the factor by which this replica's gradient is clipped."""
+        if self.top.clip is None:
+            return 1.0
+        norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        limit = self.top.clip / math.sqrt(self.collective.size)
+        return limit / norm if norm > limit else 1.0
+
+    def taken(self, memory: SliceMemory, piece: Slice, places: Tensor | None) -> None:
+        if self.top.masking and places is not None:
+            memory.draft["momentum"][piece.start : piece.end][places] = 0.0
+
+    def send_dense(self, memory: Memory, spoilt: bool) -> None:
+        assert isinstance(memory, SliceMemory)
+        if spoilt:
+            memory.draft["momentum"].copy_(memory.kept["momentum"])
+        else:
+            memory.flat.copy_(self._move(memory, spoilt))
+        super().send_dense(memory, spoilt)

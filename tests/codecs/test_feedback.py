@@ -1,0 +1,284 @@
+"""Reducers with error feedback, on 1 to 5 replicas: the promises that each of them keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stratagem.codecs.compression import Compression
+from stratagem.codecs.feedback import Feedback, shared_out
+from stratagem.codecs.int8 import Int8
+from stratagem.codecs.layout import Layout
+from stratagem.codecs.low_rank import PowerSGD
+from stratagem.codecs.sign import Sign
+from stratagem.codecs.topk import TopK
+from stratagem.codecs.wire_choice import reducer
+from stratagem.errors import UsageError
+from tests.codecs.circle import Circle, together
+
+pytestmark = pytest.mark.timeout(60)
+
+SHAPES = ((3, 4), (), (7,), (2, 3, 5), (0,), (9, 8))
+LAYOUT = Layout(tuple("abcdef"), SHAPES)
+COUNT = sum(LAYOUT.counts)
+RECORDS: list[Compression] = [
+    Int8(16),
+    TopK(0.1),
+    TopK(0.2, momentum=0.7),
+    Sign(),
+    PowerSGD(2),
+    TopK(0.1, momentum=0.5, dense_steps=2),
+    PowerSGD(1, dense_steps=1),
+]
+record = st.sampled_from(RECORDS)
+replicas = st.integers(1, 5)
+seeds = st.integers(0, 10**6)
+
+
+def gradient(seed: int, step: int, rank: int) -> Tensor:
+    dice = torch.Generator().manual_seed(1000 * seed + 10 * step + rank)
+    return torch.randn(COUNT, generator=dice, dtype=torch.float64)
+
+
+class Training:
+    """One replica's way through some steps."""
+
+    def __init__(self, wire: Compression, circle: Circle) -> None:
+        self.rank = circle.rank
+        self.reducer = reducer(circle, wire)
+        assert isinstance(self.reducer, Feedback)
+        self.flat = self.reducer.buffer(COUNT, torch.float64, torch.device("cpu"))
+        self.reducer.lay_out(self.flat, LAYOUT)
+
+    def step(self, mine: Tensor, weight: float = 1.0) -> Tensor:
+        self.flat.copy_(mine)
+        self.reducer.reduce(self.flat, weight).wait()
+        self.reducer.end_step()
+        return self.flat.clone()
+
+    def kept(self) -> dict[str, Tensor]:
+        found = self.reducer.state()["kept"]
+        return {n: torch.cat([p.reshape(-1) for p in by.values()]) for n, by in found.items() if by}
+
+
+def train(wire: Compression, count: int, seed: int, steps: int, empty: int = -1) -> Any:
+    """Of each replica: the sums of all steps, and what it keeps then. `empty` has no rows."""
+
+    def one(circle: Circle) -> tuple[list[Tensor], dict[str, Tensor]]:
+        training = Training(wire, circle)
+        weight = float(circle.rank != empty)
+        sums = [training.step(gradient(seed, t, circle.rank), weight) for t in range(steps)]
+        return sums, training.kept()
+
+    return together(count, one)
+
+
+@settings(max_examples=25, deadline=None)
+@given(record, replicas, seeds, st.integers(-1, 4))
+def test_the_same_bits_everywhere(wire: Compression, count: int, seed: int, empty: int) -> None:
+    first, *others = [sums for sums, _ in train(wire, count, seed, 4, empty)]
+    for sums in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, sums, strict=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([r for r in RECORDS if not getattr(r, "momentum", 0)]), replicas, seeds)
+def test_what_was_sent_and_what_is_kept_is_all_there_was(
+    wire: Compression, count: int, seed: int
+) -> None:
+    """Also of a replica that has no rows in some steps: what it has kept still travels."""
+    steps, empty = 6, count - 1
+
+    def one(circle: Circle) -> tuple[Tensor, Tensor, Tensor]:
+        training, rank = Training(wire, circle), circle.rank
+        had, got = torch.zeros(COUNT).double(), torch.zeros(COUNT).double()
+        for t in range(steps):
+            weight = 0.0 if rank == empty and t > 2 else 0.5
+            had += weight * gradient(seed, t, rank)
+            got += training.step(gradient(seed, t, rank), weight)
+        kept = training.kept()
+        return had, got, sum((kept[n] for n in ("residual", "of_sums") if n in kept), 0 * had)
+
+    found = together(count, one)
+    had, kept = sum(f[0] for f in found), sum(f[2] for f in found)
+    torch.testing.assert_close(found[0][1] + kept, had, rtol=0, atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([TopK(1.0), PowerSGD(9), Sign(dense_steps=9)]), replicas, seeds)
+def test_a_compression_that_leaves_nothing_out_is_the_sum(
+    wire: Compression, count: int, seed: int
+) -> None:
+    sums, _ = train(wire, count, seed, 3)[0]
+    for t, found in enumerate(sums):
+        expected = sum(gradient(seed, t, r) for r in range(count))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.booleans(), replicas, seeds)
+def test_all_numbers_with_momentum_are_momentum_sgd(dense: bool, count: int, seed: int) -> None:
+    """By dense steps, or by a share of 1 without masking; with masking there is no momentum."""
+    wires = [TopK(1.0, 0.9, masking=False, dense_steps=9 * dense), TopK(1.0, 0.9, masking=True)]
+    (sums, _), (masked, _) = (train(wire, count, seed, 4)[0] for wire in wires)
+    moved = torch.zeros(COUNT, dtype=torch.float64)
+    for t, found in enumerate(sums):
+        plain = sum((gradient(seed, t, r) for r in range(count)), 0 * moved)
+        moved = 0.9 * moved + plain
+        torch.testing.assert_close(found, moved, rtol=0, atol=1e-12)
+        torch.testing.assert_close(masked[t], plain, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(record, replicas, seeds, st.sampled_from(["nan", "inf", "-inf"]), st.integers(0, COUNT - 1))
+def test_a_number_that_is_none_reaches_all_and_is_forgotten(
+    wire: Compression, count: int, seed: int, what: str, where: int
+) -> None:
+    """The whole step is NaN on all, and the next steps are as if it had not been."""
+
+    def one(circle: Circle) -> list[Tensor]:
+        training, rank = Training(wire, circle), circle.rank
+        training.reducer.steps = 1
+        sums = [training.step(gradient(seed, 0, rank))]
+        bad = gradient(seed, 7, rank)
+        if rank == count - 1:
+            bad[where] = float(what)
+        assert bool(training.step(bad).isnan().all())
+        training.reducer.steps -= 1
+        return [*sums, *(training.step(gradient(seed, t, rank)) for t in (1, 2))]
+
+    def without(circle: Circle) -> list[Tensor]:
+        training = Training(wire, circle)
+        training.reducer.steps = 1
+        return [training.step(gradient(seed, t, circle.rank)) for t in range(3)]
+
+    for found, expected in zip(together(count, one), together(count, without), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(record, replicas, seeds)
+def test_a_training_goes_on_bit_for_bit(wire: Compression, count: int, seed: int) -> None:
+    whole = train(wire, count, seed, 6)
+
+    def first(circle: Circle) -> dict[str, Any]:
+        training = Training(wire, circle)
+        for t in range(3):
+            training.step(gradient(seed, t, circle.rank))
+        return training.reducer.state()
+
+    states = together(count, first)
+
+    def then(circle: Circle) -> list[Tensor]:
+        training = Training(wire, circle)
+        training.reducer.load(states)
+        return [training.step(gradient(seed, t, circle.rank)) for t in range(3, 6)]
+
+    for (sums, _), rest in zip(whole, together(count, then), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(sums[3:], rest, strict=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(record, replicas, replicas, seeds)
+def test_others_go_on_with_all_that_was_kept(
+    wire: Compression, before: int, after: int, seed: int
+) -> None:
+    def first(circle: Circle) -> dict[str, Any]:
+        training = Training(wire, circle)
+        for t in range(3):
+            training.step(gradient(seed, t, circle.rank))
+        return training.reducer.state()
+
+    def then(circle: Circle) -> dict[str, Any]:
+        training = Training(wire, circle)
+        training.reducer.load(states)
+        return training.reducer.state()
+
+    states = together(before, first)
+    found = together(after, then)
+    old, new = (shared_out([s["kept"] for s in each], 1) for each in (states, found))
+    assert old.keys() == new.keys()
+    for name, by_parameter in old.items():
+        for parameter, values in by_parameter.items():
+            torch.testing.assert_close(new[name][parameter], values, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(replicas, seeds)
+def test_low_ranks_find_a_matrix_of_low_rank(count: int, seed: int) -> None:
+    """Exactly where the rank is enough, and all zeros are no trouble before and after."""
+    dice = torch.Generator().manual_seed(seed)
+    left = torch.randn(count, 20, 2, generator=dice, dtype=torch.float64)
+    right = torch.randn(30, 2, generator=dice, dtype=torch.float64)
+    layout = Layout(("w",), ((20, 30),))
+
+    def one(circle: Circle) -> list[Tensor]:
+        made = reducer(circle, PowerSGD(2))
+        flat = made.buffer(600, torch.float64, torch.device("cpu"))
+        made.lay_out(flat, layout)
+        found = []
+        for values in (0 * left[0] @ right.T, left[circle.rank] @ right.T, 0 * left[0] @ right.T):
+            flat.copy_(values.reshape(-1))
+            made.reduce(flat, 1.0).wait()
+            made.end_step()
+            found.append(flat.clone())
+        return found
+
+    zero, found, after = together(count, one)[0]
+    assert not zero.any() and float(after.abs().max()) < 1e-9
+    torch.testing.assert_close(found, (left.sum(0) @ right.T).reshape(-1), rtol=0, atol=1e-9)
+
+
+def test_warm_starts_come_near_the_best_of_that_rank() -> None:
+    values = torch.randn(40, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u, s, v = torch.linalg.svd(values)
+    best = (values - (u[:, :4] * s[:4]) @ v[:4]).norm()
+    layout = Layout(("w",), ((40, 60),))
+    made = reducer(Circle(0, [torch.empty(0)], _NOBODY), PowerSGD(4))
+    assert isinstance(made, Feedback)
+    flat = made.buffer(2400, torch.float64, torch.device("cpu"))
+    made.lay_out(flat, layout)
+    errors = []
+    for _ in range(8):
+        flat.copy_(values.reshape(-1))
+        for memory in made._memories.values():
+            memory.kept["residual"].zero_()  # the power method alone
+        made.reduce(flat, 1.0).wait()
+        made.end_step()
+        errors.append(float((values - flat.view(40, 60)).norm() / best))
+    assert 1.0 <= errors[-1] < 1.05 < errors[0]
+
+
+class _Nobody:
+    def wait(self, seconds: float) -> None:
+        """There is no other."""
+
+
+_NOBODY: Any = _Nobody()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds, st.floats(0.1, 3.0))
+def test_clipping_before_anything_is_kept(seed: int, limit: float) -> None:
+    (sums, _), *_ = train(TopK(1.0, clip=limit), 4, seed, 1)
+    expected = torch.zeros(COUNT, dtype=torch.float64)
+    for rank in range(4):
+        mine = gradient(seed, 0, rank)
+        expected += mine * min(1.0, limit / 2 / float(mine.norm()))
+    torch.testing.assert_close(sums[0], expected, rtol=0, atol=1e-12)
+
+
+def test_what_another_model_has_kept_is_refused() -> None:
+    def one(circle: Circle) -> None:
+        training = Training(TopK(0.1), circle)
+        state = training.reducer.state()
+        other = {"residual": {"z": torch.zeros(3)}}
+        training.reducer.load([{**state, "kept": other}])
+
+    with pytest.raises(UsageError, match="other names"):
+        together(1, one)

@@ -1,0 +1,368 @@
+"""Compressed all-reduces between real processes, against the formulas in one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.data.shares import share
+from stratagem.wire.link_time import sockets
+from tests.codecs.by_hand import Replicas
+from tests.ports import free_ports
+from tests.support import data, mlp, moved, strategy
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(120)
+
+RECORDS = {
+    "int8": sg.Int8(block=16),
+    "topk": sg.TopK(0.1),
+    "dgc": sg.TopK(0.2, momentum=0.5, dense_steps=2),
+    "sign": sg.Sign(dense_steps=1),
+    "power": sg.PowerSGD(rank=1),
+}
+#: each over sockets; through shared memory one here, the others where there is time
+BOTH = [("ring", name) for name in RECORDS] + [("shared_memory", "dgc")]
+BOTH += [
+    pytest.param("shared_memory", name, marks=pytest.mark.slow)  # type: ignore[misc]
+    for name in ("int8", "topk", "sign", "power")
+]
+BATCH, EPOCHS, ROWS = 16, 3, 50  # the last batch has 2 rows, fewer than replicas
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def rows(count: int = ROWS) -> tuple[Tensor, Tensor]:
+    x, y = data(count)
+    return x.double(), y
+
+
+def by_formula(wire: Any, count: int, epochs: int = EPOCHS) -> nn.Module:
+    """The training of `count` replicas in one process."""
+    module = copy.deepcopy(mlp().double())
+    optimizer = sgd(module.parameters())
+    named = list(module.named_parameters())[::-1]  # gradients travel in the order of backward
+    replicas = Replicas(wire, [(n, p.detach()) for n, p in named], count)
+    x, y = rows()
+    for _ in range(epochs):
+        for start in range(0, len(x), BATCH):
+            a, b = x[start : start + BATCH], y[start : start + BATCH]
+            mine = [_gradient(module, a, b, *share(len(a), count, i)) for i in range(count)]
+            total, at = replicas.add_up(mine), 0
+            for _, p in named:
+                p.grad = total[at : at + p.numel()].view(p.shape).clone()
+                at += p.numel()
+            optimizer.step()
+    return module
+
+
+def _gradient(module: nn.Module, x: Tensor, y: Tensor, start: int, end: int) -> Tensor:
+    params = list(module.parameters())[::-1]
+    if start == end:
+        return torch.zeros(sum(p.numel() for p in params)).double()
+    loss = F.cross_entropy(module(x[start:end]), y[start:end], reduction="sum") / len(x)
+    return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, params)])
+
+
+def fitted(made: Any, epochs: int = EPOCHS, **options: Any) -> sg.Model:
+    with made.scope():
+        model = sg.Model(mlp().double())
+        model.compile(optimizer=sgd, loss=F.cross_entropy)
+    x, y = rows()
+    options = {"verbose": 0, "shuffle": False, **options}
+    model.fit(x, y, batch_size=BATCH, epochs=epochs, **options)
+    return model
+
+
+def far(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max(float((p - q).detach().abs().max()) for p, q in pairs)
+
+
+@pytest.mark.parametrize(("op", "name"), BOTH)
+def test_fit_is_what_the_formula_says(op: str, name: str) -> None:
+    """With shares of unequal size and one without rows."""
+    wire = RECORDS[name]
+    expected = by_formula(wire, 3)
+    with strategy(3, cross_device_ops=op, wire=wire) as made:
+        model = fitted(made)
+    assert moved(mlp().double(), expected)
+    assert far(model.module, expected) < 1e-12
+    with strategy(3, cross_device_ops=op) as made:
+        assert far(fitted(made).module, expected) > 1e-6  # and it is no longer exact
+
+
+def in_a_loop(made: Any, batches: int = 4, spoilt: int = -1) -> dict[str, Any]:
+    """A custom loop; in batch `spoilt` the last replica's loss is no number."""
+    module = mlp().double()
+    loader = DataLoader(TensorDataset(*rows(18 * batches)), batch_size=18)
+    model, optimizer, shares = made.prepare(module, sgd(module.parameters()), loader)
+    bad = []
+    for number, (x, y) in enumerate(shares):
+        loss = F.cross_entropy(model(x), y)
+        if number == spoilt and sg.current_replica().index == sg.current_replica().count - 1:
+            loss = loss * float("inf")
+        loss.backward()
+        finite = [bool(p.grad.isfinite().all()) for p in model.parameters()]
+        bad.append([bool(p.grad.isnan().all()) for p in model.parameters()])
+        if all(finite):
+            optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": [p.detach().clone() for p in model.parameters()], "bad": bad}
+
+
+@pytest.mark.parametrize(("op", "name"), BOTH)
+def test_all_replicas_hold_the_same_bits_and_hear_of_a_nan(op: str, name: str) -> None:
+    with strategy(3, cross_device_ops=op, wire=RECORDS[name]) as made:
+        first, *others = made.run(in_a_loop, made, 6, 4)
+    assert moved_from(first["weights"])
+    assert first["bad"] == [[number == 4] * 4 for number in range(6)]
+    for other in others:
+        assert other["bad"] == first["bad"]
+        assert all(map(torch.equal, first["weights"], other["weights"]))
+
+
+def moved_from(weights: list[Tensor]) -> bool:
+    pairs = zip(weights, mlp().double().parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs) > 1e-3
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+_SENT = 200  # where Linux has `tcpi_bytes_sent` in its `struct tcp_info`; `_retrans` follows
+WIDE = 1500
+STEPS = 5
+
+
+def tcp_bytes_sent() -> int:
+    """What this process has sent over all its TCP connections, as the kernel counts it, without
+    what it sent again because an answer was late."""
+    total = 0
+    for descriptor in sockets().values():
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT + 16)
+            if len(told) == _SENT + 16 and told[0] == 1:  # a connection that is up
+                sent, again = struct.unpack("QQ", told[_SENT:])
+                total += sent - again
+    return total
+
+
+def at_rest() -> int:
+    """The same once nothing waits in the kernel: what is handed over leaves a little later."""
+    seen, sent = -1, tcp_bytes_sent()
+    while sent - seen > 1000:
+        time.sleep(0.2)
+        seen, sent = sent, tcp_bytes_sent()
+    return sent
+
+
+def counted(made: Any) -> float:
+    """Bytes that this replica sends in a step of a model of two layers."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 10))
+    few = TensorDataset(torch.randn(6, WIDE), torch.arange(6))
+    loader = DataLoader(ConcatDataset([few] * (STEPS + 1)), batch_size=6)
+    model, optimizer, shares = made.prepare(module, sgd(module.parameters()), loader)
+    before = 0
+    for step, (x, y) in enumerate(shares):
+        before = at_rest() if step == 1 else before  # connections may come with the first
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (at_rest() - before) / STEPS
+
+
+def formula(name: str, count: int) -> float:
+    """Twice (N-1)/N of a compressed gradient, in bytes."""
+    matrices, vectors = [(WIDE, WIDE), (10, WIDE)], [WIDE, 10]
+    numbers = sum(a * b for a, b in matrices) + sum(vectors)
+    sizes = {
+        "dense": 4 * numbers,
+        "int8": numbers * (1 + 4 / 1024),
+        "topk": 8 * 0.01 * numbers,
+        "sign": numbers / 8,
+        "power": 4 * (sum(min(16, a) * (a + b) for a, b in matrices) + sum(vectors)),
+    }
+    return 2 * (count - 1) / count * sizes[name]
+
+
+WIRES = {"dense": None, "int8": sg.Int8(), "topk": sg.TopK(0.01)}
+WIRES |= {"sign": sg.Sign(), "power": sg.PowerSGD(16)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts of bytes are Linux's")
+@pytest.mark.parametrize("name", WIRES)
+def test_the_kernel_counts_as_many_bytes_as_the_formula(name: str) -> None:
+    with strategy(3, cross_device_ops="ring", wire=WIRES[name]) as made:
+        sent = made.run(counted, made)
+    expected = formula(name, 3)
+    for each in sent:
+        assert 0.98 * expected < each < 1.02 * expected, (each / expected, sent)
+
+
+# --- going on ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int8", "dgc", "power"])
+def test_a_fit_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    plan = sg.Checkpoints(tmp_path / "whole", every=1, keep=99)
+    with strategy(2, cross_device_ops="ring", wire=RECORDS[name]) as made:
+        expected = fitted(made, checkpoint=plan)
+        middle = sorted((tmp_path / "whole").iterdir(), key=lambda p: int(p.name.split("-")[-1]))[5]
+        shutil.copytree(middle, tmp_path / "one" / middle.name)
+        found = fitted(made, checkpoint=sg.Checkpoints(tmp_path / "one"), resume=True)
+    assert moved(mlp().double(), expected.module)
+    assert far(found.module, expected.module) == 0.0
+
+
+# --- what cannot be ----------------------------------------------------------------------------
+
+
+def compiled(made: Any, optimizer: Any, **options: Any) -> None:
+    model = sg.Model(mlp(), made)
+    model.compile(optimizer=optimizer, loss="cross_entropy", **options)
+    model.fit(*data(20), batch_size=10, epochs=1, verbose=0)
+
+
+def test_what_cannot_go_together_is_refused() -> None:
+    with strategy(2, wire=sg.TopK(0.1, momentum=0.9)) as made:
+        with pytest.raises(sg.NotDistributable, match="Adam divides by"):
+            compiled(made, "adam")
+        with pytest.raises(sg.NotDistributable, match="use SGD without momentum"):
+            compiled(made, lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
+        with pytest.raises(sg.NotDistributable, match='precision="bfloat16"'):
+            compiled(made, sgd, precision="float16")
+    alone = pytest.raises(sg.NotDistributable, match="give the momentum to the optimizer")
+    with strategy(1, wire=sg.TopK(0.1, momentum=0.9)) as made, alone:
+        compiled(made, sgd)
+    with pytest.raises(sg.UsageError, match="elastic=True"):
+        strategy(2, wire=sg.Int8(), elastic=True)
+    with pytest.raises(sg.UsageError, match="all-reduce"):
+        sg.ParameterServerStrategy(sg.LocalCluster(workers=1, ps=1), wire=sg.Int8())  # type: ignore[arg-type]
+    with pytest.raises(sg.UsageError, match=r"sg\.Int8"):
+        strategy(2, wire=sg.Int8)
+
+
+def test_it_is_said_once_that_weights_are_others(caplog: pytest.LogCaptureFixture) -> None:
+    wire = sg.Int8(block=77)
+    with strategy(2, wire=wire) as made:
+        compiled(made, "adam")
+        compiled(made, "adam")
+    said = [r.getMessage() for r in caplog.records if "Int8(block=77)" in r.getMessage()]
+    assert len(said) == 1 and "no longer those of one device" in said[0]
+
+
+def test_one_replica_sends_nothing_and_is_exact() -> None:
+    with strategy(1, wire=sg.Int8(block=8)) as made, strategy(1) as plain:
+        assert far(fitted(made).module, fitted(plain).module) == 0.0
+
+
+def twice(made: Any) -> None:
+    module = mlp()
+    loader = DataLoader(TensorDataset(*data(40)), batch_size=10)
+    model, _, shares = made.prepare(module, sgd(module.parameters()), loader)
+    for x, y in shares:
+        F.cross_entropy(model(x), y).backward()
+
+
+def test_momentum_of_gradients_that_are_added_up_is_refused() -> None:
+    refused = pytest.raises(sg.NotDistributable, match="call zero_grad before each backward")
+    with strategy(2, wire=sg.TopK(0.5, momentum=0.9)) as made, refused:
+        made.run(twice, made)
+    with strategy(2, wire=sg.TopK(0.5)) as made:
+        made.run(twice, made)
+
+
+def resumed_loop(made: Any, folder: Path, end: int) -> list[Tensor]:
+    """A custom loop with checkpoints after each batch; it is left after `end` batches."""
+    torch.manual_seed(7)
+    module = mlp().double()
+    loader = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
+    plan = sg.Checkpoints(folder, every=1)
+    model, optimizer, shares = made.prepare(module, sgd(module.parameters()), loader, resume=plan)
+    seen = 0
+    for _ in shares.epochs(EPOCHS):
+        for x, y in shares:
+            if seen == end:
+                return []
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += 1
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["dgc"])
+def test_a_custom_loop_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    with strategy(2, cross_device_ops="ring", wire=RECORDS[name]) as made:
+        expected = made.run(resumed_loop, made, tmp_path / "whole", -1)[0]
+        made.run(resumed_loop, made, tmp_path / "parts", 5)
+        found = made.run(resumed_loop, made, tmp_path / "parts", -1)[0]
+    assert moved_from(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+WORKER = """
+import sys
+import torch
+import stratagem as sg
+from tests.strategies.test_compressed import RECORDS, fitted
+
+strategy = sg.MultiWorkerMirroredStrategy(wire=RECORDS[sys.argv[1]], devices=["cpu:0"])
+torch.save(list(fitted(strategy).module.state_dict().values()), sys.argv[2])
+"""
+
+
+def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
+    """Two processes that somebody started, with TF_CONFIG."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    running = []
+    for index in range(2):
+        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        command = [sys.executable, "-c", WORKER, "int8", str(tmp_path / f"{index}.pt")]
+        environ = os.environ | {"TF_CONFIG": json.dumps(task)}
+        running.append(subprocess.Popen(command, env=environ, cwd=ROOT))
+    assert [each.wait(100) for each in running] == [0, 0]
+    first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
+    assert all(map(torch.equal, first, second))
+    expected = by_formula(RECORDS["int8"], 2).state_dict().values()
+    assert max(float((a - b).abs().max()) for a, b in zip(first, expected, strict=True)) < 1e-12
+
+
+class Freeze(sg.callbacks.Callback):
+    """Freezes the first layer for the second epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.module[0].requires_grad_(epoch != 1)
+
+
+def test_a_layer_may_be_frozen_between_two_epochs() -> None:
+    """The training goes on with another set of parameters, near the exact one."""
+
+    def last_layer(wire: Any) -> Tensor:
+        with strategy(2, wire=wire) as made:
+            model = fitted(made, epochs=2, callbacks=[Freeze()])
+        return model.module[2].weight.detach().clone()
+
+    some, all_of_it = last_layer(sg.TopK(0.05)), last_layer(sg.TopK(1.0))
+    assert 1e-6 < float((some - all_of_it).abs().max()) < 0.2
