@@ -24,7 +24,7 @@ from stratagem.wire.ordered_sum import OrderedSum
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
 
-class OneSum:
+class OneSum(Reducer):
     """What a bucket of these gradients lies in: the one sum of all replicas."""
 
     lossy = True  # the notes have a row for each replica

@@ -89,18 +89,18 @@ class TorchCollective(Collective):
         return [part[:size].clone() for part, size in zip(parts, sizes, strict=True)]
 
     def swap(self, rows: Tensor) -> Tensor:
-        return self._named(lambda: self.flat.swap(self._staged_bytes(rows))).to(rows.device)
+        return self.named(lambda: self.flat.swap(self._staged_bytes(rows))).to(rows.device)
 
     def collect(self, row: Tensor) -> Tensor:
         METER.bytes += row.nbytes
-        parts = self._named(lambda: self.flat.gather(self._staged_bytes(row)))
+        parts = self.named(lambda: self.flat.gather(self._staged_bytes(row)))
         return torch.stack(parts).to(row.device)
 
     def _staged_bytes(self, data: Tensor) -> Tensor:
         """Where this group's backend can send it from, once what is queued aside is done: a group's
         operations must keep their order."""
         if self._last is not None:
-            self._named(self._last.result)
+            self.named(self._last.result)
         return data.cpu() if self.backend == "gloo" else data
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
