@@ -106,6 +106,12 @@ _SLOW = re.compile(
             r"test_tracebacks.py::test_an_exception_on_a_worker_is_told_in_few_lines",
             r"test_served_calls.py::test_a_worker_that_is_killed_is_replaced",
             r"test_faults.py::test_the_death_of_the_helper_that_starts_the_others",
+            r"test_elastic_hosts.py::test_cut_off_and_back_then_killed_and_started_again",
+            r"test_elastic_run.py::test_a_worker_is_started_again_and_joins_then_the_chief_dies",
+            r"keras/test_elastic.py::test_workers_leave_and_join",
+            r"test_trials.py::test_kept_models_are_those_of_training_alone",
+            r"test_elastic_corners.py::test_the_chief_alone_takes_one_back_that_knows_nothing",
+            r"test_checkpoint_folder.py::test_an_ended_saving_leaves_the_old_or_the_new_checkpoint",
         )
     )
 )

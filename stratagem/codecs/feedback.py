@@ -108,7 +108,7 @@ class Feedback(Reducer):
         for memory in self._memories.values():
             for name, by_parameter in self.saved(memory).items():
                 kept.setdefault(name, {}).update(by_parameter)
-        return {"steps": self.steps, "kept": kept}
+        return {"wire": repr(self.record), "steps": self.steps, "kept": kept}
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         states = [state for state in states if state]

@@ -13,7 +13,7 @@ from torch import nn
 
 from stratagem.errors import UsageError
 from stratagem.frontends.losses import Meaning
-from stratagem.frontends.model import Model
+from stratagem.frontends.model import Model, recipe_of
 
 _CLOSE = 1e-3  # how far the probabilities of a row may be from adding up to 1
 
@@ -35,7 +35,7 @@ class TorchMember:
 
     def __init__(self, model: Model, number: int, from_logits: bool | None) -> None:
         self.model, self._number = model, number
-        recipe = model._recipe
+        recipe = recipe_of(model)
         meaning = Meaning() if recipe is None else recipe.metrics.meaning
         self.from_logits = meaning.logits if from_logits is None else from_logits
         #: each output may be for itself: not a loss of one class among others

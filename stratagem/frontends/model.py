@@ -504,6 +504,11 @@ class Model:
         return self._recipe
 
 
+def recipe_of(model: Model) -> Recipe | None:
+    """What `compile` was given; None before."""
+    return model._recipe
+
+
 def _compared(function: Callable[[Any], Any], look: fingerprint.Look | None, job: Any) -> Any:
     """Run it; tasks compare what they were given each time that they come together."""
     if look is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.steps import Step
+from stratagem.training.lossy_wire import load_residuals
 from stratagem.training.replica import Replica, alone
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
 from stratagem.wire.tree import broadcast_tree, gather_tree
@@ -66,8 +67,7 @@ def go_on(
     tally.load_state(told["tally"], replica.device)
     if step.scaler is not None and told["scaler"] is not None:
         step.scaler.load_state_dict(told["scaler"])
-    if step.reducer is not None:
-        step.reducer.load([each.get("residuals", {}) for each in told["replicas"]])
+    load_residuals(step.reducer, [each.get("residuals", {}) for each in told["replicas"]])
     own = own_of(told["replicas"], replica)
     if told["replicas"]:
         saved_buffers = [each["buffers"] for each in told["replicas"]]

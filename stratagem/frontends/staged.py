@@ -11,7 +11,6 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
-from functools import cached_property, reduce
 from itertools import zip_longest
 from typing import Any
 
@@ -19,19 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shares import map_parts, rows, share, tensors_in
+from stratagem.data.shares import rows, tensors_in
 from stratagem.errors import NotDistributable
 from stratagem.frontends.adapter import call
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.isolated_run import dry_run
-from stratagem.frontends.losses import CountedLoss
-from stratagem.frontends.outputs import with_row
+from stratagem.frontends.microbatches import MicroBatches
 from stratagem.frontends.recipe import Recipe
-from stratagem.frontends.row_check import joined
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import OneDevice
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.shared_model import OwnedState, SharedTensors
+from stratagem.training import setup
 from stratagem.training.column_plan import plan_columns
 from stratagem.training.columns import ColumnChannels, ColumnStage
 from stratagem.training.layer_costs import run_graph
@@ -50,8 +48,9 @@ log = logging.getLogger("stratagem")
 #: rows on which it is tried that the layers are the model
 _TRIED = 5
 
-#: what was measured of a model, with the settings and the rows that it was measured for
-_plans: weakref.WeakKeyDictionary[nn.Module, tuple[Pipeline, int, StagePlan]] = (
+#: settings, rows and the modes of its parts that a model was measured for
+_PlanKey = tuple[Pipeline, int, tuple[bool, ...]]
+_plans: weakref.WeakKeyDictionary[nn.Module, tuple[_PlanKey, StagePlan]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -184,9 +183,10 @@ class Staged(OneDevice):
         return ColumnStage(plan, rank, chunks, channels, self.autocast), users
 
     def _plan(self, graph: LayerGraph, portion: Portion) -> StagePlan:
-        known = _plans.get(self.module)
-        if known is not None and known[:2] == (self._pipeline, portion.total):
-            return known[2]
+        modes = tuple(part.training for part in self.module.modules())
+        known, key = _plans.get(self.module), (self._pipeline, portion.total, modes)
+        if known is not None and known[0] == key:
+            return known[1]
 
         def inputs(count: int) -> list[Any]:
             return in_order(self._inputs, rows(portion.x, 0, count))
@@ -203,7 +203,7 @@ class Staged(OneDevice):
             plan.microbatches,
             table,
         )
-        _plans[self.module] = (self._pipeline, portion.total, plan)
+        _plans[self.module] = (key, plan)
         return plan
 
     def _tie(self, used: dict[Tensor, list[int]]) -> None:
@@ -224,10 +224,12 @@ class Staged(OneDevice):
     def take(self, portion: Portion, last: bool) -> None:
         modes = [part.training for part in self.module.modules()]
         if self._stage is None or modes != self._modes:  # a forward is traced as it is now
+            if self._stage is not None:  # another cut may give a device what it did not own
+                setup.align_state(self.optimizer, self.replica)
             self._stage, self._modes = self._begin(portion), modes
         self._waiting += 1
         apply = last or self._waiting == self.recipe.accumulate
-        batch = _MicroBatches(portion, self._microbatches, self.recipe)
+        batch = MicroBatches(portion, self._microbatches, self.recipe)
         inputs = [in_order(self._inputs, batch.x(m)) for m in range(batch.count)]
         seeds, dice = torch.randint(2**62, (batch.count,)).tolist(), torch.get_rng_state()
         ops = self._schedule(
@@ -244,7 +246,7 @@ class Staged(OneDevice):
             self._check_owned()
         self._finish(portion, batch, apply=apply)
 
-    def _finish(self, portion: Portion, batch: _MicroBatches, *, apply: bool) -> None:
+    def _finish(self, portion: Portion, batch: MicroBatches, *, apply: bool) -> None:
         """Tell the loss and the norm, update, and wait until everybody has."""
         norm = apply and self.recipe.clip_norm is not None
         square = self._square() if norm else 0.0
@@ -329,66 +331,6 @@ class Staged(OneDevice):
     def leave(self) -> None:
         self.forget_gradients()
         self._shared.close()
-
-
-class _MicroBatches:
-    """A batch in pieces of nearly one size, and what came of them on the last device."""
-
-    def __init__(self, portion: Portion, most: int, recipe: Recipe) -> None:
-        self._portion, self._recipe = portion, recipe
-        self.count = max(min(most, portion.total), 1)
-        self._cuts = [share(portion.total, self.count, m) for m in range(self.count)]
-        self._numerators: list[Tensor] = []
-        self._outputs: list[Any] = []
-
-    def x(self, m: int) -> Any:
-        return self._piece(m)[0]
-
-    def _piece(self, m: int) -> list[Any]:
-        """Inputs, targets and sample weights of a microbatch; refused if their rows differ."""
-        whole = [self._portion.x, self._portion.y, self._portion.weight]
-        if self.count == 1:
-            return whole
-        cut: list[Any] = rows(whole, *self._cuts[m])
-        return cut
-
-    @cached_property
-    def _divisor(self) -> float:
-        """What one device divides the sum over the rows by."""
-        loss, portion = self._recipe.loss, self._portion
-        if isinstance(loss, CountedLoss) and portion.weight is None:
-            return loss.count(portion.y)
-        return float(portion.total)
-
-    def judge(self, m: int, output: Any) -> Tensor:
-        """The part of the batch's loss that a microbatch makes."""
-        recipe, (start, end) = self._recipe, self._cuts[m]
-        _, y, weight = self._piece(m)
-        output = output if end - start > 1 else with_row(output, y)
-        numerator, denominator = recipe.loss.terms(output, y, weight, end - start)
-        self._numerators.append(numerator.detach())
-        self._summed = denominator is None
-        if recipe.metrics:
-            self._outputs.append(map_detached(output))
-        scale = 1.0 if denominator is None else self._divisor or 1.0
-        return numerator / (scale * recipe.accumulate)
-
-    def loss(self) -> float:
-        """Of the whole batch; where nothing counts it is no number, as on one device."""
-        total = float(torch.stack(self._numerators).double().sum())
-        if self._summed:
-            return total
-        return total / self._divisor if self._divisor else math.nan
-
-    def output(self) -> Any:
-        if all(isinstance(each, Tensor) for each in self._outputs):
-            return torch.cat(self._outputs)
-        return reduce(joined, self._outputs)
-
-
-def map_detached(tree: Any) -> Any:
-    """The same without a graph."""
-    return tree.detach() if isinstance(tree, Tensor) else map_parts(map_detached, tree)
 
 
 def in_order(names: Sequence[str], x: Any) -> list[Any]:

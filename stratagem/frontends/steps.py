@@ -315,7 +315,11 @@ class Sliced(Replicated):
         self._elastic = settings.elastic
         buckets = self.committer.buckets
         factored = self._factored(buckets.params)
-        self.sliced = self.sliced_update(optimizer, buckets, replica.collective, factored)
+        try:
+            self.sliced = self.sliced_update(optimizer, buckets, replica.collective, factored)
+        except BaseException:  # somebody has died meanwhile
+            Replicated.leave(self)
+            raise
         self._factors = self.sliced.factors
         # later only somebody's own code could hook into nodes, and there are no factors with that
         watched = any(map(is_kept, buckets.params)) if self._factors else False

@@ -26,9 +26,8 @@ Only optimizers that treat every element by itself can be sliced; `can_slice` kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,120 +36,9 @@ from torch.optim import Optimizer
 from stratagem.figures.meter import METER
 from stratagem.state.factors import make_factors
 from stratagem.state.optimizer_recipe import ELEMENTWISE, group_settings
+from stratagem.state.shared_state import MORE_STATE, SharedState
 from stratagem.wire.buckets import Buckets
 from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_rows
-
-#: settings that add to the state and may be changed on the way
-MORE_STATE = {"momentum": 0.9, "amsgrad": True, "centered": True}
-
-
-class SharedState:
-    """The state of one optimizer over some parameters. Made collectively."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        params: Sequence[nn.Parameter],
-        collective: SharedMemoryCollective,
-    ) -> None:
-        self._params = list(params)
-        self._starts = [0]
-        for param in params:
-            self._starts.append(self._starts[-1] + param.numel())
-        elements, numbers, dtype = _kinds(optimizer)
-        self._elements = _rows(elements, self._starts[-1], torch.float32, collective)
-        self._numbers = _rows(numbers, len(params), dtype, collective)
-        #: by name, which parameters have such a state
-        self._there = _rows([*elements, *numbers], len(params), torch.bool, collective)
-        #: copies of all three, as they were at `keep`
-        self._kept: list[dict[str, Tensor]] | None = None
-
-    def keep(self) -> None:
-        """Copy everything, for `put_back`."""
-        rows = (self._elements, self._numbers, self._there)
-        if self._kept is None:
-            self._kept = [{name: row.clone() for name, row in each.items()} for each in rows]
-            return
-        for copies, each in zip(self._kept, rows, strict=True):
-            for name, row in each.items():
-                copies[name].copy_(row)
-
-    def put_back(self) -> None:
-        """From now on this replica sees what was kept, in memory of its own."""
-        assert self._kept is not None
-        self._elements, self._numbers, self._there = self._kept
-
-    def move_in(self, state: dict[str, Any], index: int, lo: int, hi: int) -> None:
-        """Have the state of elements lo..hi of a parameter live here from now on."""
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                continue
-            if name in self._elements:
-                start = self._starts[index]
-                state[name] = self._elements[name][start + lo : start + hi]
-            elif name in self._numbers and lo == 0:
-                state[name] = self._numbers[name][index]
-            else:
-                continue  # a number that another replica has here
-            if state[name].data_ptr() != value.data_ptr():
-                state[name].copy_(value)
-            if lo == 0:
-                self._there[name][index] = True
-
-    def part(self, whole: Mapping[str, Any], index: int, lo: int, hi: int) -> dict[str, Any]:
-        """Of a parameter's state, that of elements lo..hi, in memory of its own."""
-        shape = self._params[index].shape
-        state: dict[str, Any] = {}
-        for name, value in whole.items():
-            if name in self._elements and isinstance(value, Tensor) and value.shape == shape:
-                state[name] = value.reshape(-1)[lo:hi].clone()
-            elif name in self._numbers and isinstance(value, Tensor):
-                state[name] = value.clone()
-        return state
-
-    def give(self, optimizer: Optimizer, *, copy: bool) -> None:
-        """All of it to an optimizer of whole parameters; without `copy` it goes on living here."""
-        for index, param in enumerate(self._params):
-            state = optimizer.state[param] if self._has(index) else {}
-            for name, row in self._elements.items():
-                if self._there[name][index]:
-                    lo, hi = self._starts[index], self._starts[index + 1]
-                    mine = row[lo:hi].view(param.shape)
-                    state[name] = mine.clone() if copy else mine
-            for name, row in self._numbers.items():
-                if self._there[name][index]:
-                    state[name] = row[index].clone() if copy else row[index]
-
-    def _has(self, index: int) -> bool:
-        return any(bool(row[index]) for row in self._there.values())
-
-
-def _rows(
-    names: Sequence[str], count: int, dtype: torch.dtype, collective: SharedMemoryCollective
-) -> dict[str, Tensor]:
-    if not names:
-        return {}
-    made = collective.table(count, dtype, rows=len(names))
-    return dict(zip(names, made.rows, strict=True))
-
-
-def _kinds(optimizer: Optimizer) -> tuple[list[str], list[str], torch.dtype]:
-    """What a step leaves in its state: tensors like the parameter, numbers, and their type."""
-    elements, numbers = set(), {}
-    for group in optimizer.param_groups:
-        settings = group_settings(group)
-        settings |= {key: value for key, value in MORE_STATE.items() if key in settings}
-        probe = torch.zeros(2, dtype=torch.float32)
-        probe.grad = torch.zeros_like(probe)
-        tried: Any = type(optimizer)([{**settings, "params": [probe]}])  # type: ignore[call-arg]
-        tried.step()
-        for name, value in tried.state[probe].items():
-            if isinstance(value, Tensor) and value.shape == probe.shape:
-                elements.add(name)
-            elif isinstance(value, Tensor):
-                numbers[name] = value.dtype
-    dtype = next(iter(numbers.values()), torch.float32)
-    return sorted(elements), sorted(numbers), dtype
 
 
 def can_slice(optimizer: Optimizer, params: list[nn.Parameter]) -> bool:
@@ -195,8 +83,12 @@ class SlicedUpdate:
         #: parameters that the optimizer has stepped on here, and whether others get state now
         self._known: set[int] = set()
         self._grows = False
-        self._share_state()
-        collective.barrier()
+        try:
+            self._share_state()
+            collective.barrier()
+        except BaseException:  # somebody has died meanwhile
+            self._go_home()
+            raise
         self._state.give(optimizer, copy=False)
         self._tails = self._notes.grid[:, -buckets.notes_size :]
         #: of the parameters, as they were at `keep`, and whether an update has begun since
@@ -288,7 +180,12 @@ class SlicedUpdate:
                 param.data = view
                 self._views.append((param, view))
                 at += param.numel()
-        self.collective.barrier()
+        try:
+            self.collective.barrier()
+        except BaseException:  # somebody has died meanwhile, perhaps before it had written
+            for param, home in self._homes:
+                param.data = home
+            raise
 
     def take_back(self) -> None:
         """Parameters that were given other memory (`p.data = ...`) come back with their values."""
@@ -400,6 +297,10 @@ class SlicedUpdate:
     @torch.no_grad()
     def _move_out(self) -> None:
         self._state.give(self.optimizer, copy=True)
+        self._go_home()
+
+    @torch.no_grad()
+    def _go_home(self) -> None:
         for param, home in self._homes:
             home.copy_(param)
             param.data = home

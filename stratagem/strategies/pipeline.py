@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -87,18 +87,6 @@ class PipelineStrategy(Strategy):
         settings = Settings(pipeline=pipeline)
         patience = patience or Patience(answer=5.0)
         super().__init__(ReplicaGroup(found, settings, None, patience), settings)
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """One: the stages train one copy of the model."""
-        return 1
-
-    def prepare(self, *given: Any, **options: Any) -> NoReturn:
-        """Custom loops are not split."""
-        raise NotDistributable(
-            "a pipeline runs microbatches forward and backward by itself, which a loop of your own "
-            "does not leave to it; use sg.Model(...).fit, or prepare with a MirroredStrategy."
-        )
 
 
 def _check_places(found: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from stratagem import tracebacks
 from stratagem.cluster.membership import Membership
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.strategies.task_group import TaskGroup
 from stratagem.training import dry_run, hints
@@ -91,8 +91,8 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas train together, over all workers."""
-        return self.replica_group.size
+        """How many replicas train together, over all workers; the stages of a pipeline are one."""
+        return 1 if self.settings.pipeline is not None else self.replica_group.size
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -184,6 +184,12 @@ class Strategy:
         `resume="run/"`, or `sg.Checkpoints("run/", every=500)`: the loop keeps checkpoints there,
         and goes on from the last of them. It is then `for epoch in loader.epochs(10):`.
         """
+        if self.settings.pipeline is not None:
+            raise NotDistributable(
+                "a pipeline runs microbatches forward and backward by itself, which a loop of your "
+                "own does not leave to it; use sg.Model(...).fit, or prepare with a "
+                "MirroredStrategy."
+            )
         replica = self.replica()
         elastic = self.settings.elastic and not dry_run.wanted()
         dry_run.deal(self.num_replicas_in_sync)

@@ -37,6 +37,7 @@ from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import setup
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.loop_journal import LoopJournal, journal_of
+from stratagem.training.lossy_wire import load_residuals
 from stratagem.training.prepare import Prepared, reducer_of
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
@@ -222,6 +223,8 @@ class LoopCheckpoints:
     def after_batch(self) -> None:
         """The loop is done with a batch."""
         self.batch, self.step = self.batch + 1, self.step + 1
+        if (journal := journal_of(self.replica)) is not None:
+            journal.steps = self.step
         self._keep()
         if self._agreement is not None and (self.step >= self._agreement.next or self._owed):
             self._look()
@@ -317,8 +320,8 @@ class LoopCheckpoints:
         take_buffers(
             list(self.model.buffers()), [each["buffers"] for each in told["replicas"]], replica
         )
-        if (reducer := reducer_of(self.model)) is not None:
-            reducer.load([each.get("residuals", {}) for each in told["replicas"]])
+        residuals = [each.get("residuals", {}) for each in told["replicas"]]
+        load_residuals(reducer_of(self.model), residuals)
         self._load_things(told["things"])
         self._go_on_with_data(told)
 
@@ -369,10 +372,12 @@ def _plain(name: str, state: Any) -> Any:
 
 def _read(state: Any) -> Any:
     """A state from this chief's own file; older ones have it as the bytes of a file of torch."""
-    if not isinstance(state, Tensor):
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8:
         return state
-    data = io.BytesIO(state.numpy().tobytes())
-    return torch.load(data, map_location="cpu", weights_only=True)
+    data = state.numpy().tobytes()
+    if not data.startswith(b"PK\x03\x04"):
+        return state
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _state(thing: Any) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stratagem.codecs.compression import Compression
+from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.topk import TopK
 from stratagem.errors import NotDistributable
 from stratagem.training.replica import Replica
@@ -69,3 +71,19 @@ def _momenta(optimizer: Any) -> list[float]:
 def _is_linear(optimizer: Any) -> bool:
     """Whether its step is a sum of gradients: SGD of torch, or of Keras."""
     return any(base.__name__ == "SGD" for base in type(optimizer).__mro__)
+
+
+def load_residuals(reducer: Reducer | None, states: Sequence[Mapping[str, Any]]) -> None:
+    """Go on with what the replicas' wires had kept when they were saved; say if nobody can."""
+    kept = [state for state in states if state]
+    if not kept:
+        return
+    made = str(kept[0].get("wire"))
+    if reducer is not None and repr(getattr(reducer, "record", None)) == made:
+        reducer.load(kept)
+        return
+    log.warning(
+        "the checkpoint was made with wire=%s, which had kept parts of gradients for later; this "
+        "training has another wire, or one replica, and goes on without them.",
+        made,
+    )

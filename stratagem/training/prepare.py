@@ -54,6 +54,7 @@ def prepare(
     check_reduction(loss_reduction)
     model.to(replica.device)
     if replica.count == 1:
+        part_gradients(model)  # others may have left an elastic job
         check_optimizer(settings, optimizer, replica)
         _be_here(replica)
         dealt = isinstance(loader, DataLoader)

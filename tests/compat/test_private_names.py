@@ -1,4 +1,4 @@
-"""Private names of torch, Keras and torchmetrics: all are listed, and there as we need them.
+"""Private names of other libraries: all are listed, and there as we need them.
 
 Under another version of one of these libraries, the tests that fail here name what it has taken
 away, and the tables in stratagem/compat say what that was for.
@@ -17,16 +17,22 @@ from typing import Any
 
 import keras
 import numpy as np
+import optuna
 import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
 
 import stratagem
-from stratagem.compat import keras_names, torch_names, torchmetrics_names
+from stratagem.compat import keras_names, optuna_names, torch_names, torchmetrics_names
 
 ROOT = Path(stratagem.__file__).parent
-TABLES = {"torch": torch_names, "keras": keras_names, "torchmetrics": torchmetrics_names}
+TABLES = {
+    "torch": torch_names,
+    "keras": keras_names,
+    "torchmetrics": torchmetrics_names,
+    "optuna": optuna_names,
+}
 FOREIGN = tuple(TABLES)
 #: of Python itself, and the one attribute that we give to models of Keras
 OF_OTHERS = {"_fields", "_replace", "_exit", "_actions", "_stratagem"}
@@ -222,6 +228,9 @@ OF_KERAS: dict[str, Callable[[], Any]] = {
     "Iterator": lambda: reach("keras.src.trainers.epoch_iterator").EpochIterator,
 }
 OF_TORCHMETRICS: dict[str, Callable[[], Any]] = {"Metric": torchmetrics.MeanMetric}
+OF_OPTUNA: dict[str, Callable[[], Any]] = {
+    "FrozenTrial": lambda: optuna.trial.create_trial(value=1.0)
+}
 
 
 def check(name: str, objects: dict[str, Callable[[], Any]], why: str) -> None:
@@ -255,6 +264,11 @@ def test_torch_has(name: str) -> None:
 @pytest.mark.parametrize("name", keras_names.PRIVATE)
 def test_keras_has(name: str) -> None:
     check(name, OF_KERAS, keras_names.PRIVATE[name])
+
+
+@pytest.mark.parametrize("name", optuna_names.PRIVATE)
+def test_optuna_has(name: str) -> None:
+    check(name, OF_OPTUNA, optuna_names.PRIVATE[name])
 
 
 @pytest.mark.parametrize("name", torchmetrics_names.PRIVATE)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stratagem.state.sliced import SharedState, can_slice
+from stratagem.state.shared_state import SharedState
+from stratagem.state.sliced import can_slice
 from stratagem.wire.shared_memory import SharedMemoryCollective, slices
 from tests.state.crowd_support import together
 

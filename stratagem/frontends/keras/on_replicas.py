@@ -36,7 +36,7 @@ from stratagem.state.keras_stepper import fuse
 from stratagem.state.write_tracker import WriteTracker
 from stratagem.training.command_loop import END, CommandLoop
 from stratagem.training.exchange import GradientExchange, open_exchange
-from stratagem.training.lossy_wire import check_optimizer
+from stratagem.training.lossy_wire import check_optimizer, load_residuals
 from stratagem.training.replica import Replica, current_replica
 from stratagem.training.replica_state import own_of
 from stratagem.training.settings import Settings
@@ -87,6 +87,8 @@ class ReplicaSteps:
         """Take over what was changed on the chief; another set of gradients is added up then."""
         self.adapter.follow(changes, trained)
         if trained != self._trainable and self.committer is not None:
+            mine = self.committer.reducer.state()  # goes on with the parameters that are left
+            self._residuals = gather_tree(self.adapter.replica.collective, mine)
             self.close()
         self._trainable = trained
 
@@ -113,14 +115,17 @@ class ReplicaSteps:
         """Hooks on the gradients, and on BatchNorm layers where they are to be synchronised."""
         model, replica = self.adapter.model, self.adapter.replica
         # by their place: the paths of a model that is built once more are others
-        each = enumerate(model.trainable_variables)
-        named = [(f"{v.name} (variable {i})", v.value) for i, v in each]
+        places = {id(v): i for i, v in enumerate(model.variables)}
+        named = [
+            (f"{v.name} (variable {places[id(v)]})", v.value) for v in model.trainable_variables
+        ]
         self._trainable = trainable(model)
         if not named:
             return  # Keras trains nothing then, and counts
         check_optimizer(self.settings, model.optimizer, replica)
         self.committer = open_exchange(named, replica, self.settings, every_backward=True)
-        self.committer.reducer.load(self._residuals)
+        load_residuals(self.committer.reducer, self._residuals)
+        self._residuals = []
         self.committer.armed = False
         if self.settings.sync_batchnorm:
             self._unsync = synchronise(model, replica, lambda: self.active)
@@ -151,7 +156,8 @@ class ReplicaSteps:
         adapter = self.adapter
         self._residuals = [each.get("residuals", {}) for each in saved]
         if self.committer is not None:
-            self.committer.reducer.load(self._residuals)
+            load_residuals(self.committer.reducer, self._residuals)
+            self._residuals = []
         if not adapter.replica.is_chief:
             take_progress(adapter.model, own_of(saved, adapter.replica), adapter.replica)
 

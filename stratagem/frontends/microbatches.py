@@ -1,0 +1,77 @@
+"""A batch in microbatches, and what comes of them on the last device of a pipeline."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.data.shares import map_parts, rows, share
+from stratagem.frontends.losses import CountedLoss
+from stratagem.frontends.outputs import with_row
+from stratagem.frontends.recipe import Recipe
+from stratagem.frontends.row_check import joined
+from stratagem.frontends.sources import Portion
+
+
+class MicroBatches:
+    """A batch in pieces of nearly one size, and what came of them on the last device."""
+
+    def __init__(self, portion: Portion, most: int, recipe: Recipe) -> None:
+        self._portion, self._recipe = portion, recipe
+        self.count = max(min(most, portion.total), 1)
+        self._cuts = [share(portion.total, self.count, m) for m in range(self.count)]
+        self._numerators: list[Tensor] = []
+        self._outputs: list[Any] = []
+
+    def x(self, m: int) -> Any:
+        return self._piece(m)[0]
+
+    def _piece(self, m: int) -> list[Any]:
+        """Inputs, targets and sample weights of a microbatch; refused if their rows differ."""
+        whole = [self._portion.x, self._portion.y, self._portion.weight]
+        if self.count == 1:
+            return whole
+        cut: list[Any] = rows(whole, *self._cuts[m])
+        return cut
+
+    @cached_property
+    def _divisor(self) -> float:
+        """What one device divides the sum over the rows by."""
+        loss, portion = self._recipe.loss, self._portion
+        if isinstance(loss, CountedLoss) and portion.weight is None:
+            return loss.count(portion.y)
+        return float(portion.total)
+
+    def judge(self, m: int, output: Any) -> Tensor:
+        """The part of the batch's loss that a microbatch makes."""
+        recipe, (start, end) = self._recipe, self._cuts[m]
+        _, y, weight = self._piece(m)
+        output = output if end - start > 1 else with_row(output, y)
+        numerator, denominator = recipe.loss.terms(output, y, weight, end - start)
+        self._numerators.append(numerator.detach())
+        self._summed = denominator is None
+        if recipe.metrics:
+            self._outputs.append(map_detached(output))
+        scale = 1.0 if denominator is None else self._divisor or 1.0
+        return numerator / (scale * recipe.accumulate)
+
+    def loss(self) -> float:
+        """Of the whole batch; where nothing counts it is no number, as on one device."""
+        total = float(torch.stack(self._numerators).double().sum())
+        if self._summed:
+            return total
+        return total / self._divisor if self._divisor else math.nan
+
+    def output(self) -> Any:
+        if all(isinstance(each, Tensor) for each in self._outputs):
+            return torch.cat(self._outputs)
+        return reduce(joined, self._outputs)
+
+
+def map_detached(tree: Any) -> Any:
+    """The same without a graph."""
+    return tree.detach() if isinstance(tree, Tensor) else map_parts(map_detached, tree)
