@@ -207,17 +207,19 @@ class RaySite:
 
     def _node(self, *options: str) -> None:
         common = ["--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats"]
+        common += ["--min-worker-port=40000", "--max-worker-port=44999"]  # none of the tests' own
         if not any("node-ip" in option for option in options):
             common.append("--node-ip-address=127.0.0.1")
         node = subprocess.Popen(
             ["ray", "start", "--block", *options, *common],
             env={**os.environ, **self._environ},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=(self.folder / "ray.log").open("ab"),
+            stderr=subprocess.STDOUT,
         )
         self._nodes.append(node)
 
     def _answers(self) -> bool:
+        assert self._nodes[0].poll() is None, (self.folder / "ray.log").read_text()
         try:
             with urlopen(f"http://127.0.0.1:{self._port}/api/version", timeout=5):
                 return True
