@@ -99,6 +99,12 @@ def by_fit(net: nn.Module, x: torch.Tensor, y: torch.Tensor, batch: int) -> Call
     return lambda: model.fit(x, y, batch_size=batch, verbose=0) and None
 
 
+def by_sharded(net: nn.Module, x: torch.Tensor, y: torch.Tensor, batch: int) -> Callable[[], None]:
+    model = sg.Model(net, sg.ShardedStrategy([str(x.device)]))
+    model.compile(optimizer="adam", loss="cross_entropy")
+    return lambda: model.fit(x, y, batch_size=batch, verbose=0) and None
+
+
 def loop(net: nn.Module, optimizer: torch.optim.Optimizer, data: DataLoader) -> None:
     for a, b in data:
         nn.functional.cross_entropy(net(a), b).backward()
@@ -123,6 +129,7 @@ ARMS = {
     "hand": by_hand,
     "again": by_hand,
     "fit": by_fit,
+    "sharded": by_sharded,
     "loader": by_loader,
     "loader again": by_loader,
     "prepare": by_prepare,
@@ -164,11 +171,11 @@ def main() -> None:
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     print(f"{name}, torch {torch.__version__}, {args.threads} threads, {rounds} rounds")
     print(
-        f"{'model':20}{'by hand':>10}{'again':>8}{'fit':>8}{'':5}"
+        f"{'model':20}{'by hand':>10}{'again':>8}{'fit':>8}{'sharded':>9}{'':5}"
         f"{'by hand, loader':>16}{'again':>8}{'prepare':>9}"
     )
     print(
-        f"{'':20}{'ms/step':>10}{'ratio':>8}{'ratio':>8}{'':5}"
+        f"{'':20}{'ms/step':>10}{'ratio':>8}{'ratio':>8}{'ratio':>9}{'':5}"
         f"{'ms/step':>16}{'ratio':>8}{'ratio':>9}"
     )
     rows = []
@@ -183,12 +190,14 @@ def main() -> None:
             "hand_ms": statistics.median(times["hand"]) / steps * 1e3,
             "again": faster(times["again"], times["hand"]),
             "fit": faster(times["fit"], times["hand"], times["again"]),
+            "sharded": faster(times["sharded"], times["hand"], times["again"]),
             "loader_ms": statistics.median(times["loader"]) / steps * 1e3,
             "loader_again": faster(times["loader again"], times["loader"]),
             "prepare": faster(times["prepare"], times["loader"], times["loader again"]),
         }
         print(
-            f"{label:20}{row['hand_ms']:10.3f}{row['again']:8.3f}{row['fit']:8.3f}{'':5}"
+            f"{label:20}{row['hand_ms']:10.3f}{row['again']:8.3f}{row['fit']:8.3f}"
+            f"{row['sharded']:9.3f}{'':5}"
             f"{row['loader_ms']:16.3f}{row['loader_again']:8.3f}{row['prepare']:9.3f}",
             flush=True,
         )

@@ -131,6 +131,18 @@ def test_two_tasks_share_one_gpu(tmp_path: Path) -> None:
     assert distance(on_gpu(start), model.module) < 1e-4
 
 
+def test_a_sharded_model_on_one_gpu_equals_the_loop_by_hand() -> None:
+    start = mlp()
+    strategy = sg.ShardedStrategy(["cuda:0"])
+    with strategy.scope():
+        model = sg.Model(copy.deepcopy(start))
+        model.compile(lambda p: torch.optim.Adam(p, lr=0.01), "cross_entropy")
+    x, y = data()
+    model.fit(x, y, batch_size=64, epochs=2, shuffle=False, verbose=0)
+    strategy.close()
+    assert distance(on_gpu(start), model.module.cpu()) < 1e-5
+
+
 def test_own_loop_on_the_gpu() -> None:
     strategy = sg.MirroredStrategy(["cuda:0"])
     start = mlp()
