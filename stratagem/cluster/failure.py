@@ -125,6 +125,11 @@ def server_lost(name: str, why: str = "") -> ReplicaLost:
     )
 
 
+def is_server_lost(error: BaseException | None) -> bool:
+    """Whether an error says that a server is gone, and nothing else is wrong."""
+    return isinstance(error, ReplicaLost | ReplicaStalled) and error.who.startswith("ps ")
+
+
 def failed(name: str, text: str) -> ReplicaFailed:
     """Return what to raise where a task raised an exception; `text` is its traceback, if any."""
     seen = f"{_TRACE}\n\n{text}" if text.strip() else "See its output for the reason."

@@ -46,6 +46,13 @@ class CallbackStates:
             for each, begun in zip(self._callbacks, self._begun, strict=True)
         ]
 
+    def reset(self) -> None:
+        """Have them remember what they did when their training began, and no more."""
+        for callback, begun in zip(self._callbacks, self._begun, strict=True):
+            for name in _state(callback).keys() - begun.keys() - {"own"}:
+                delattr(callback, name)
+            _load(callback, copy.deepcopy(begun))
+
     def load(self, saved: Sequence[dict[str, Any]]) -> None:
         """Have each go on from what the one of its kind remembered; the first from the first."""
         left = list(saved)

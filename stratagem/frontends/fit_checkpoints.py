@@ -107,6 +107,8 @@ class FitCheckpoints:
         self._states = job.callback_states
         position, epochs = self._position, self.job.epochs
         if not position["resumes"]:
+            if job.goes_back:  # where a server may be lost before the first epoch is over
+                self._save(epochs.start, 0, stopped=False)
             return epochs
         if not position["batch"]:
             self._go_on()

@@ -53,6 +53,8 @@ class Fit:
     #: where checkpoints go, if anywhere; whether all take part in them
     checkpoints: Checkpoints | None = None
     saves: bool = False
+    #: whether it goes back to the last of them, in the same processes, where a server is lost
+    goes_back: bool = False
     #: on the chief: what to go on from
     resumed: dict[str, Any] | None = None
     #: on the chief: what callbacks were when the training began; the last checkpoint's step, time

@@ -40,6 +40,7 @@ from stratagem.frontends.optimizers import make_optimizer
 from stratagem.frontends.progress import ProgressBar
 from stratagem.frontends.progress_meter import ProgressMeter, Verbosity, check_verbose
 from stratagem.frontends.recipe import Recipe, describe, in_words
+from stratagem.frontends.server_recovery import ServerRecovery
 from stratagem.frontends.sources import Source
 from stratagem.state import checkpoint as files
 from stratagem.state.checkpoint_folder import Checkpoints
@@ -238,6 +239,7 @@ class Model:
             journal=FitJournal() if self.strategy.settings.elastic else None,
         )
         job.saves = job.checkpoints is not None
+        job.goes_back = job.saves and not source.once and self._meets_servers_again()
         if resume and job.checkpoints is not None and self.strategy.is_chief:
             job.resumed = fit_checkpoints.load(self, job.checkpoints)
             if job.resumed is not None and job.resumed["seed"] is not None:
@@ -436,6 +438,11 @@ class Model:
             told = replica_group.call(fingerprint.tell, (verb, look), (verb, None))[0]
             fingerprint.compare(verb, told)
         with explain_out_of_memory(replica_group.devices):
+            if isinstance(job, Fit) and job.goes_back:
+                again = Again(job.done, go_back=ServerRecovery(self, job).go_back)
+                return replica_group.call(function, (job,), lambda: (job.for_followers(),), again)[
+                    0
+                ]
             if not elastic:
                 followers = len(replica_group.devices) > 1
                 sent = (job.for_followers(),) if followers else None
@@ -446,6 +453,11 @@ class Model:
                 lambda: (function, look and {}, job.for_followers()),
                 Again(job.done, hurry=job.asked_to_end),
             )[0]
+
+    def _meets_servers_again(self) -> bool:
+        """Whether workers can go on with servers of which one has died, and is started again."""
+        group = self.strategy.replica_group
+        return self.strategy.served and (group.place is None or len(group.devices) == 1)
 
     def _meter(self, verb: str, steps: int | None, verbose: Verbosity) -> ProgressMeter | None:
         """Something to watch, on the chief."""

@@ -52,6 +52,7 @@ def fit(job: Fit) -> None:
         clip=Clip(job.recipe.clip_norm, job.recipe.clip_value),
         told=job.source.seed,
         look=("fit", job.look()) if job.by_itself else None,
+        resumes=job.goes_back,
     )
     if session.over is not None:
         _believe(job, session, session.over)

@@ -140,9 +140,9 @@ class _Starter:
         return process
 
     def restart(self, process: Process) -> Process | None:
-        """Start a task again; but the chief and the first server, which no job can do without."""
+        """Start a task again; but the chief, which no job can do without."""
         task = process.task
-        if not self._restarts or task.type not in ("ps", "worker") or not task.index:
+        if not self._restarts or task.type not in ("ps", "worker") or str(task) == "worker 0":
             return None
         self._restarts -= 1
         return self.start(process.task)

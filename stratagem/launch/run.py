@@ -224,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="start tasks that were killed again, up to N times in all, while the others go on: "
-        "for strategies with elastic=True or backups=1 (0)",
+        "for strategies with elastic=True, backups=1 or servers and fit(..., checkpoint=) (0)",
     )
     add(
         "--record",

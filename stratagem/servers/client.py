@@ -72,8 +72,11 @@ class Client(Transfers):
         address: Address,
         patience: Patience,
         watch: Callable[[], None] = lambda: None,
+        *,
+        returns: bool = False,
     ) -> None:
-        """`watch` is called while servers do not answer yet, and may raise."""
+        """`watch` is called while servers do not answer yet, and may raise. `returns`: to servers
+        one of which was lost."""
         self.index, self.name, self.is_chief = index, name, chief
         #: the last epoch that this worker has done with
         self.epoch = 0
@@ -86,7 +89,7 @@ class Client(Transfers):
         #: gives the model back as it is, after a training that has failed
         self.at_fall: Callable[[], None] | None = None
         super().__init__()
-        me = {"worker": index, "name": name, "chief": chief}
+        me = {"worker": index, "name": name, "chief": chief, "returns": returns}
         self.lines = Connections(me, address, patience, watch)
         if chief:
             self.lines.heartbeat.on_figures = SlowWatch().hear
@@ -101,6 +104,7 @@ class Client(Transfers):
         if "plan" not in header:
             return FitOver(told)
         self.plan = TrainingPlan.from_json(header["plan"])
+        self.lines.resumes = self.plan.resumes
         return self.plan, told
 
     def join(self, fit: int, params: Sequence[nn.Parameter]) -> FitOver | None:

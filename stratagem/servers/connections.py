@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stratagem.cluster.failure import headline, server_lost
+from stratagem.cluster.failure import headline, is_server_lost, server_lost
 from stratagem.errors import ReplicaError, ReplicaFailed, StratagemError
 from stratagem.rules.stats import Stats
 from stratagem.servers.heartbeat_thread import KNOWS_BETTER, HeartbeatThread
@@ -48,6 +48,8 @@ class Connections(ShardLines):
         self.news = 0
         #: whether somebody has been told here, by an error, that the job cannot go on
         self.fell = False
+        #: whether the training goes back to a checkpoint where a server is lost
+        self.resumes = False
         self._visit: Connection | None = None
         self._asking = threading.Lock()
         hello = {**me, "token": secrets.token_hex(8)}
@@ -134,7 +136,8 @@ class Connections(ShardLines):
 
     def _cut_off(self, trouble: ReplicaError) -> None:
         """The job cannot go on: say so, and wake whoever waits for a server."""
-        if not (isinstance(trouble, ReplicaFailed) and trouble.who == self._name):  # it knows
+        knows = isinstance(trouble, ReplicaFailed) and trouble.who == self._name
+        if not (knows or (self.resumes and is_server_lost(trouble))):
             log.warning("%s", headline(trouble))
         self.hang_up()
 

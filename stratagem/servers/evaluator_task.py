@@ -18,16 +18,23 @@ class EvaluatorLink:
 
     def __init__(self, place: Place, patience: Patience, *, insecure: bool = False) -> None:
         spec = place.spec
-        (self._connection,) = reach(
-            [("ps 0", spec.jobs["ps"][0])],
-            secret_for(spec, spec.jobs["ps"], insecure=insecure),
-            {"hello": "evaluator", "name": str(place.task)},
-            patience.arrive,
-        )
+        secret = secret_for(spec, spec.jobs["ps"], insecure=insecure)
+        hello = {"hello": "evaluator", "name": str(place.task)}
+        self._told = [("ps 0", spec.jobs["ps"][0])], secret, hello, patience.arrive
+        (self._connection,) = reach(*self._told)
 
     def over(self) -> bool:
-        """Whether the job has ended."""
-        return self._connection.readable()
+        """Whether the job has ended; where it goes back to a checkpoint, it has not."""
+        while self._connection.readable():
+            try:
+                frame = self._connection.receive()
+            except OSError:
+                return True
+            if frame is None or "again" not in frame.header:
+                return True
+            self._connection.close()
+            (self._connection,) = reach(*self._told)
+        return False
 
     def close(self) -> None:
         self._connection.close()

@@ -48,9 +48,22 @@ class LocalServers:
             ended = i > 0 and bool(select.select([one.control], [], [], 0)[0])
             if ended and one.answer(0.0) is None and pool.orphaned() is None:
                 log.warning("ps %d has ended; another takes its place", i)
-                pool.end()
-                self.pools[i] = Pool([f"ps {i}"])
-                self.pools[i].submit(serve, [(i, *self._told)], patiently)
+                self._start_again(i)
+
+    def revive(self) -> None:
+        """Start every one again that does not serve any more."""
+        for i, pool in enumerate(self.pools):
+            one = pool.followers[0]
+            if select.select([one.control], [], [], 0)[0]:
+                if (orphaned := pool.orphaned()) is not None:
+                    raise orphaned
+                log.warning("ps %d has ended; another takes its place", i)
+                self._start_again(i)
+
+    def _start_again(self, i: int) -> None:
+        self.pools[i].end()
+        self.pools[i] = Pool([f"ps {i}"])
+        self.pools[i].submit(serve, [(i, *self._told)], patiently)
 
     def end(self) -> None:
         for pool in self.pools:

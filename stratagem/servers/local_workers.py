@@ -23,6 +23,7 @@ from stratagem.servers.client import Client
 log = logging.getLogger("stratagem")
 
 _TOGETHER = 10.0  # seconds that a call waits for children which are still starting
+_LET_GO = 10.0  # seconds for children to leave a call that has ended
 _IN_VAIN = 20  # replacements in a row that did not hand in a single gradient
 
 
@@ -61,12 +62,15 @@ class LocalWorkers:
     def __init__(
         self,
         worker: Client,
-        start: Callable[[int], Pool],
+        start: Callable[[int, Pool | None], Pool],
         arrive: float,
         tend: Callable[[], None] | None = None,
     ) -> None:
-        """`worker` is the one that this process is; who has not come after `arrive` seconds is
-        replaced. `tend` is called now and then during a call, and sees to the servers."""
+        """worker  the one that this process is
+        start   has a worker take its place, in a new child or in this one
+        arrive  seconds after which one that has not come is replaced
+        tend    called now and then during a call: sees to the servers
+        """
         self._worker, self._start, self._arrive, self._tend = worker, start, arrive, tend
         self.members: list[LocalWorker] = []
         #: why the call under way cannot go on
@@ -79,7 +83,7 @@ class LocalWorkers:
     def hire(self, indices: range) -> None:
         """Start these workers; they take their places meanwhile."""
         for i in indices:
-            self.members.append(LocalWorker(i, f"worker {i}", self._start(i)))
+            self.members.append(LocalWorker(i, f"worker {i}", self._start(i, None)))
 
     def begin(self, call: tuple[Any, ...]) -> None:
         """Have all of them run this, from now on beside whatever is done here."""
@@ -113,6 +117,25 @@ class LocalWorkers:
         for child in self.members:
             child.pool.drain()
         return [child.value for child in self.members]
+
+    def move(self, worker: Client) -> None:
+        """Have all of them take their places again, at servers that this process has met anew.
+
+        Those that do not come out of the call which has ended are replaced.
+        """
+        self._worker, until = worker, time.monotonic() + _LET_GO
+        for child in self.members:
+            before, free = child.pool, child.seated
+            if free and child.called and child.waiting:
+                free = child.one.answer(max(0.0, until - time.monotonic()), patiently) is not None
+            try:
+                child.pool = self._start(child.index, child.pool if free else None)
+            except ChildProcessError:  # it has ended since
+                free, child.pool = False, self._start(child.index, None)
+            child.hired, child.seated, child.called = time.monotonic(), False, False
+            child.waiting = False
+            if not free:
+                before.end()
 
     def end(self) -> None:
         for child in self.members:
@@ -199,7 +222,7 @@ class LocalWorkers:
         self._worker.lines.heartbeat.given_up.discard(child.name)
         self._worker.lines.heartbeat.silent.discard(child.name)
         child.seated = child.called = False
-        child.pool, child.hired = self._start(child.index), time.monotonic()
+        child.pool, child.hired = self._start(child.index, None), time.monotonic()
 
     def _received(self, child: LocalWorker) -> int:
         """How many gradients have come from a child's place so far."""

@@ -99,6 +99,20 @@ def room(size: int, frame: Frame) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
+def _greet(
+    connection: Connection, hello: Mapping[str, Any], watch: Callable[[], None], patience: Wait
+) -> bool:
+    """Say who it is; False if that server is about to end, and another may take its place."""
+    try:
+        connection.send({**hello, "greets": True})
+        while not connection.readable(_RETRY) and not patience.over:
+            watch()
+        return not patience.over and connection.receive() is not None
+    except OSError as problem:
+        log.info("%s has hung up: %s", connection.peer, problem)
+        return False
+
+
 def reach(
     tasks: Sequence[tuple[str, str]],
     secret: bytes,
@@ -106,13 +120,13 @@ def reach(
     limit: float,
     watch: Callable[[], None] = lambda: None,
 ) -> list[Connection]:
-    """A connection to each (name, address), all of which have been told `hello`.
+    """A connection to each (name, address), all of which have been told `hello`, and welcome it.
 
     `watch` is called between two tries, and may raise: whoever started them knows if they died.
     """
     patience = Wait(limit, first=FIRST)
     found: dict[str, Connection] = {}
-    why = ""
+    welcome, why = set[str](), ""
     try:
         while True:
             for name, address in tasks:
@@ -125,14 +139,18 @@ def reach(
                         why = str(problem)
             missing = [Member(name, where) for name, where in tasks if name not in found]
             if not missing:
-                break
+                for name in [name for name in found if name not in welcome]:
+                    if _greet(found[name], hello, watch, patience):
+                        welcome.add(name)
+                    else:
+                        found.pop(name).close()
+                if len(welcome) == len(tasks):
+                    break
             if patience.over:
                 raise missing_error(missing, patience.waited, why)
             watch()
             say_missing(missing, patience)
             time.sleep(_RETRY)
-        for connection in found.values():
-            connection.send(hello)
     except BaseException:
         for connection in found.values():
             connection.close()

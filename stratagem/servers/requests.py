@@ -44,6 +44,8 @@ class Peer:
     token: str
     worker: int = -1
     chief: bool = False
+    #: whether it comes to go back to a checkpoint, and once more if a server is not back yet
+    returns: bool = False
     #: the server that it is, if it is one; and the shard that it has come for
     server: int = -1
     shard: int = -1
@@ -54,6 +56,21 @@ class Peer:
     participant: Participant | None = None
     #: whether it has been called silent since its heartbeat was last heard
     silent: bool = False
+
+    @classmethod
+    def of(cls, connection: Connection, hello: Mapping[str, Any], shard: int) -> Peer:
+        """Who says this; it has come for `shard`, unless it says for which."""
+        return cls(
+            connection,
+            str(hello.get("hello")),
+            str(hello.get("name")),
+            str(hello.get("token")),
+            int(hello.get("worker", -1)),
+            bool(hello.get("chief")),
+            bool(hello.get("returns")),
+            int(hello.get("server", -1)),
+            int(hello.get("shard", shard)),
+        )
 
     def tell(self, note: Mapping[str, Any]) -> None:
         """Send a note between two answers; a peer that does not listen will be found gone."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from stratagem.cluster import failure as reasons
 from stratagem.cluster.failure import error_note, error_of, failed, headline, server_lost
 from stratagem.cluster.heartbeat import BEAT, OVERSLEPT
 from stratagem.cluster.waiting import FIRST, Wait
@@ -99,6 +100,8 @@ class Server:
             for peer in self.peers.present():
                 if peer.server >= 0 and self.failure is None:
                     peer.tell({"over": 1})
+                elif peer.role == "evaluator" and self.failure is not None and self.shard.resumes:
+                    peer.tell({"again": 1})
                 peer.connection.close()
             if self._takeover is not None:
                 self._takeover.holders.close()
@@ -178,7 +181,8 @@ class Server:
         self.failure = failure
         self.shards.fail(failure)
         self._fell.set()
-        log.warning("%s", headline(failure))
+        if not (self.shard.resumes and reasons.is_server_lost(failure)):
+            log.warning("%s", headline(failure))
         if self._heartbeat is not None:
             self._heartbeat.last_words(failure)
         if self.coordinator is not None:
@@ -197,19 +201,10 @@ class Server:
         except OSError as problem:
             log.info("%s has hung up: %s", connection.peer, problem)
             return
-        if frame is None:
+        if frame is None or self._ending is not None:  # who comes now wants the next server here
+            connection.close()
             return
-        hello = frame.header
-        peer = Peer(
-            connection,
-            str(hello.get("hello")),
-            str(hello.get("name")),
-            str(hello.get("token")),
-            int(hello.get("worker", -1)),
-            bool(hello.get("chief")),
-            int(hello.get("server", -1)),
-            int(hello.get("shard", self.index)),
-        )
+        peer = Peer.of(connection, frame.header, self.index)
         serve = {
             "worker": self._work,
             "heartbeat": self._beat,
@@ -226,6 +221,8 @@ class Server:
         self._chief_came = self._chief_came or peer.chief
         self.peers.add(peer)
         try:
+            if frame.header.get("greets"):
+                connection.send({"welcome": 1})
             serve(peer)
         except OSError as problem:
             log.info("%s has hung up: %s", peer.name, problem)
@@ -271,6 +268,8 @@ class Server:
                     with coordinator.changed:
                         coordinator.closed, coordinator.running = True, False
                         coordinator.changed.notify_all()
+        elif peer.chief and peer.returns and self.shard.plan is None:
+            self._chief_came = False  # a server that it needs was not back yet; it tries again
         elif peer.chief:
             # It may have noticed before us that another has gone; the coordinator asks first.
             self._fell.wait(KNOWS_BETTER * (0.5 if coordinator is not None else 1.0))

@@ -55,11 +55,13 @@ class Session:
         clip: Clip = Clip(),  # noqa: B008
         told: Any = None,
         look: tuple[str, Look] | None = None,
+        resumes: bool = False,
     ) -> None:
         """`told` is what the chief tells the others besides: they find it there afterwards.
-        `look`: what is called, and with what, where every worker calls it by itself."""
+        `look`: what is called, and with what, where every worker calls it by itself.
+        `resumes`: the training goes back to a checkpoint where a server is lost."""
         _end_prepared(worker)
-        self.told, self._look = told, look
+        self.told, self._look, self._resumes = told, look, resumes
         self.worker, self.module, self.optimizer = worker, module, optimizer
         self._clip = clip
         self._wire = None if wire in (None, "float32") else wire
@@ -184,6 +186,7 @@ class Session:
             self._wire,
             seed,
             served.backups,
+            self._resumes,
         )
 
     def _open(self, plan: TrainingPlan) -> None:

@@ -13,6 +13,7 @@ from stratagem.cluster.membership import Membership
 from stratagem.data.streams import RngStates
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.replicas import follower
+from stratagem.servers import recovery
 from stratagem.servers.client import Client
 from stratagem.servers.loop_device_group import end_assistance
 from stratagem.servers.no_collective import NoCollective
@@ -64,7 +65,8 @@ def serve(index: int, address: Address, patience: Patience, device: str, cores: 
     """In a child: be a server until the job ends. What it has to say the chief says."""
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.ERROR)
-    Server(index, address.servers, address.secret, patience, device_of(device), cores).serve()
+    place = index, address.servers, address.secret, patience, device_of(device), cores
+    recovery.serve(lambda: Server(*place))
 
 
 def sit_down(
@@ -77,6 +79,9 @@ def sit_down(
     name = f"worker {index}"
     if threads:
         torch.set_num_threads(threads)
+    if (before := present()) is not None:  # its servers are gone
+        before.fall()
+        before.close(goodbye=False)
     worker = Client(index, name, False, address, patience)
     become(worker)
     desk.on_failure = partial(report_failure, worker)

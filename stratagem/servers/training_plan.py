@@ -53,6 +53,8 @@ class TrainingPlan:
     seed: int = 0
     #: how many other servers hold each shard, too
     backups: int = 0
+    #: whether the training goes back to a checkpoint where a server is lost
+    resumes: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,6 +101,7 @@ class TrainingPlan:
             "wire": self.wire,
             "seed": self.seed,
             "backups": self.backups,
+            "resumes": self.resumes,
         }
 
     @classmethod
@@ -115,6 +118,7 @@ class TrainingPlan:
             told["wire"],
             int(told["seed"]),
             int(told["backups"]),
+            bool(told["resumes"]),
         )
 
 

@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.environment import cores
+from stratagem.cluster.failure import is_server_lost
 from stratagem.cluster.handshake import secret_for
 from stratagem.cluster.spec import Place
 from stratagem.data.streams import RngStates
@@ -51,6 +53,8 @@ from stratagem.training.settings import Settings
 from stratagem.wire.tcp import local_address
 
 log = logging.getLogger("stratagem")
+
+_RETRY = 0.1  # seconds between two tries to meet servers anew
 
 
 class WorkerGroup:
@@ -127,15 +131,10 @@ class WorkerGroup:
         self._owner = os.getpid()
 
     def _start(self) -> Replica:
-        address = self._address()
-        chief = self.place is None or self.place.is_chief
-        self.worker = Client(
-            self.index, self.name, chief, address, self.patience, self._servers.look
-        )
+        self.worker = self._meet(self._address(), self._servers.look)
         if self.place is not None:
             become(self.worker)
         if self.cluster is not None:
-            weakref.finalize(self, _let_go, self.worker).atexit = False
             tend = self._servers.tend if self._backups else None
             self._children = LocalWorkers(self.worker, self._hire, self.patience.arrive, tend)
             self._children.hire(range(1, self.cluster.workers))
@@ -143,6 +142,13 @@ class WorkerGroup:
         if self.place is not None:
             be(replica)
         return replica
+
+    def _meet(self, address: Address, watch: Callable[[], None], *, again: bool = False) -> Client:
+        me = self.index, self.name, self.place is None or self.place.is_chief
+        worker = Client(*me, address, self.patience, watch, returns=again)
+        if self.cluster is not None:
+            weakref.finalize(self, _let_go, worker).atexit = False
+        return worker
 
     def _address(self) -> Address:
         if self.cluster is None:
@@ -155,10 +161,10 @@ class WorkerGroup:
         self._servers.start(address, self.patience, self.parameter_device)
         return address
 
-    def _hire(self, index: int) -> Pool:
-        """Start a child and have it take its place; its answer is not waited for."""
+    def _hire(self, index: int, pool: Pool | None) -> Pool:
+        """Have a child take its place, a new one or this; its answer is not waited for."""
         assert self.worker is not None
-        pool = Pool([f"worker {index}"])
+        pool = pool or Pool([f"worker {index}"])
         device = self.devices[index % len(self.devices)]
         pool.submit(
             sit_down,
@@ -182,7 +188,6 @@ class WorkerGroup:
         sent: Sent = None,
         again: Again | None = None,
     ) -> list[Any]:
-        sent = sent() if callable(sent) else sent
         with self._lock, turn():
             if called_replica() is not None:
                 raise UsageError(
@@ -193,8 +198,7 @@ class WorkerGroup:
             before, worker = set_called(replica), become(self.worker)
             threads = torch.get_num_threads()
             try:
-                assert self.worker is not None
-                return self._call(self.worker, function, args, args if sent is None else sent)
+                return self._call_again(function, args, sent, again)
             except BaseException as error:
                 better = self._fall(error)
                 if better is error:
@@ -202,8 +206,30 @@ class WorkerGroup:
                 raise better from error
             finally:
                 set_called(before)
-                become(worker)
+                become(self.worker if self.place is not None else worker)
                 torch.set_num_threads(threads)
+
+    def _call_again(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        sent: Sent,
+        again: Again | None,
+    ) -> list[Any]:
+        """Call; where a server is lost, once more at servers that are met anew."""
+        while True:
+            assert self.worker is not None
+            told = sent() if callable(sent) else sent
+            fits = max(self.worker.fits, self.fits)
+            try:
+                return self._call(self.worker, function, args, args if told is None else told)
+            except (ReplicaLost, ReplicaStalled) as error:
+                why = self._blamed(error)
+                if again is None or self._group is not None or not is_server_lost(why):
+                    raise
+                self._part(why)
+                again.go_back(why)
+                self._come_together(fits)
 
     def _call(
         self,
@@ -255,12 +281,7 @@ class WorkerGroup:
         """End everything after a failure; the next call starts afresh. Returns what to raise."""
         if self.worker is not None:
             self.worker.fall()
-        better = error
-        seen = None if self._children is None else self._children.error
-        if isinstance(error, ReplicaError) and seen is not None:
-            better = seen
-        if isinstance(better, ReplicaError | OSError) and self._servers.pools:
-            better = self._servers.pools[0].orphaned() or better
+        better = self._blamed(error)
         if self.cluster is not None:
             self._end()
         elif not isinstance(error, Exception) or self._lost_a_device(error):
@@ -268,6 +289,40 @@ class WorkerGroup:
         elif not isinstance(error, ReplicaError):
             self.report(described(error))
         return better
+
+    def _blamed(self, error: BaseException) -> BaseException:
+        """What is behind an error, as far as anybody here has seen."""
+        seen = None if self._children is None else self._children.error
+        better = seen if isinstance(error, ReplicaError) and seen is not None else error
+        if isinstance(better, ReplicaError | OSError) and self._servers.pools:
+            better = self._servers.pools[0].orphaned() or better
+        return better
+
+    # --- servers that were lost ---------------------------------------------------------------
+
+    def _part(self, why: BaseException) -> None:
+        """Leave the servers that are left, which serve anew; the model is the user's own."""
+        assert self.worker is not None and isinstance(why, ReplicaError)
+        self.worker.lines.heartbeat.last_words(why)  # it may be known here alone
+        self.worker.fall()
+        self.worker.close(goodbye=False)
+
+    def _come_together(self, fits: int) -> None:
+        """Meet all servers anew; own ones that died are started again."""
+        assert self.worker is not None
+        address, until = self.worker.lines.address, time.monotonic() + self.patience.arrive
+        while True:
+            try:
+                self.worker = self._meet(address, self._servers.revive, again=True)
+                break
+            except (ReplicaLost, OSError):  # one of them has ended since
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_RETRY)
+        become(self.worker)
+        self.worker.fits = self.fits = fits
+        if self._children is not None:
+            self._children.move(self.worker)
 
     def _lost_a_device(self, error: BaseException) -> bool:
         """Whether a device of this worker has died: it goes, as a worker of one device would."""

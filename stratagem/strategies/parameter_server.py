@@ -17,6 +17,7 @@ from stratagem.cluster.spec import Place
 from stratagem.codecs.codec import wire_type
 from stratagem.errors import ClusterError, ReplicaError, UsageError
 from stratagem.rules.updates import Asynchronous, Updates
+from stratagem.servers import recovery
 from stratagem.servers.evaluator_task import EvaluatorDevice, EvaluatorLink
 from stratagem.servers.local_cluster import LocalCluster
 from stratagem.servers.server import Server
@@ -119,7 +120,8 @@ def serve(
     spec = place.spec
     secret = secret_for(spec, spec.jobs["ps"], insecure=insecure, option=option)
     with Termination():  # workers that save need the servers; these end with the chief
-        Server(place.task.index, spec.jobs["ps"], secret, patience or Patience()).serve()
+        here = place.task.index, spec.jobs["ps"], secret, patience or Patience()
+        recovery.serve(lambda: Server(*here))
 
 
 def _check_place(place: Place) -> None:

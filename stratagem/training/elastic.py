@@ -47,6 +47,9 @@ class Again:
     #: comes together again in the midst of the call, which this process goes on with while the
     #: others begin anew; raises where the job ends
     regroup: Callable[[BaseException], None] = _the_end
+    #: with servers, one of which is lost: puts the arguments to what they were at the last
+    #: checkpoint; raises where the job ends
+    go_back: Callable[[BaseException], None] = _the_end
 
 
 class Tries:

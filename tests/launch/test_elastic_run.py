@@ -133,10 +133,22 @@ def test_a_worker_is_started_again_and_joins_then_the_chief_dies(launcher: Launc
 
 
 @pytest.mark.slow
+def test_servers_without_a_backup_are_started_again(launcher: Launcher) -> None:
+    """The first among them; workers go back to the last checkpoint, and are the same processes."""
+    strategy = "sg.ParameterServerStrategy(updates=sg.Synchronous())"
+    sizes = ("--workers", "2", "--ps", "2", "--task-restarts", "2")
+    said = run(launcher, strategy, {"ps 1": 12, "ps 0": 40}, *sizes)
+    for name in ("ps 1", "ps 0"):
+        assert f"{name} was killed by SIGKILL" in said and f"{name} is lost" in said, said
+    assert said.count("is started again") == 2 and "worker 1 was" not in said, said
+    check(launcher, 1e-12)
+
+
+@pytest.mark.slow
 def test_a_server_without_a_backup_dies(launcher: Launcher) -> None:
     """The job ends and names it; started again, it goes on from the last checkpoint."""
     strategy = "sg.ParameterServerStrategy(updates=sg.Synchronous())"
     said = run(launcher, strategy, {"ps 1": 33}, "--workers", "2", "--ps", "2", "--restarts", "1")
-    assert "ps 1 failed first: killed by SIGKILL" in said and "ps 1 is gone" in said
+    assert "ps 1 failed first: killed by SIGKILL" in said and "ps 1 is lost" in said
     assert said.count("starting it again") == 1
     check(launcher, 1e-9)
