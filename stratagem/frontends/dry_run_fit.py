@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NoReturn
 
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.data.shares import count_rows
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends import staged
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import History
@@ -20,11 +23,13 @@ from stratagem.frontends.fit import fit
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.recipe import Recipe
+from stratagem.frontends.sharded_steps import refuse_unshared
 from stratagem.frontends.sources import ArraySource, Portion, Source, rows_at
 from stratagem.strategies.strategy import Strategy
 from stratagem.training import dry_run
 from stratagem.training.devices import place
 from stratagem.training.replica import Replica, alone, current_replica
+from stratagem.training.settings import Pipeline, Settings
 
 _EPOCHS = 4  # the first of them warms up
 
@@ -40,6 +45,8 @@ def rehearse(
     device = place(strategy.replica_group.devices[0])
     here = Replica(0, 1, device, here.name, here.collective, here.membership)
     stage = _StepParts(module, optimizer, recipe, TorchAdapter(module, optimizer, recipe, here))
+    settings = Settings(pipeline=Pipeline())
+    split = Fit(module, optimizer, recipe, settings, source, None, range(1), None, 0)
     dry_run.hand_over(
         dry_run.DryRun(
             module,
@@ -50,8 +57,21 @@ def rehearse(
             strategy.num_replicas_in_sync,
             str(device),
             stage.train,
+            inputs=lambda batch: batch[0],
+            arguments=staged.in_order,
+            unpiped=_refusal(partial(staged.check, split, 2)),
+            unsharded=_refusal(partial(refuse_unshared, module, optimizer, recipe)),
         )
     )
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    """Why a strategy does not take this training; an empty text if it does."""
+    try:
+        check()
+    except (NotDistributable, UsageError) as problem:
+        return str(problem)
+    return ""
 
 
 @dataclass

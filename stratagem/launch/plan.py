@@ -21,6 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where there is no GPU (as many as this machine has)",
     )
     add("--local", metavar="RATE", help="between devices of a host: 300GB/s (measured)")
+    add("--memory", metavar="SIZE", help="of each device: 16GB (what is here)")
     add("--max", type=whole(1), metavar="N", help="the most replicas to plan for (all)")
     add(
         "--batch",
@@ -148,8 +150,9 @@ def _script(words: Sequence[str]) -> list[str]:
 
 def _check_network(args: argparse.Namespace) -> None:
     """Before anything is run that takes long."""
-    from stratagem.plan.hardware import rate, seconds
+    from stratagem.plan.hardware import rate, seconds, size
 
+    size(args.memory or "1GB", "--memory")
     if args.network is not None:
         if args.link is not None or args.latency is not None:
             raise UsageError("--network says how fast links are; leave --link and --latency out.")
@@ -202,7 +205,7 @@ def _dry_run(words: Sequence[str], validate: bool) -> DryRun:
 
 def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
     """This machine, many times over, behind the links that were named."""
-    from stratagem.plan.hardware import Hardware
+    from stratagem.plan.hardware import Hardware, size
 
     counts = {"hosts": args.hosts or _HOSTS}
     if args.gpus_per_host:
@@ -214,6 +217,8 @@ def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
         base=here,
         **counts,
     )
+    if args.memory is not None:
+        planned = replace(planned, memory=size(args.memory, "--memory"))
     return planned if args.network is None else planned.from_check(*_seen(args.network))
 
 

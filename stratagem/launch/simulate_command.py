@@ -10,6 +10,7 @@ examples:
   stratagem simulate --workers 64 --servers 0 --bytes 100MB          all-reduce, no servers
   stratagem simulate --workers 64 --servers 0 --elastic --faults 5   some are killed, and join
   stratagem simulate --workers 8 --faults 5 --seed 41 --trace day.json
+  stratagem simulate --stages 4 --microbatches 8 --crossing 4MB --slow-link 1:100Mbit   a pipeline
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UsageError
+from stratagem.launch import simulate_stages
 from stratagem.launch.cli import below, whole
 
 if TYPE_CHECKING:
@@ -107,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="--elastic: until those who are here have come together again (400ms)",
     )
+    simulate_stages.add_arguments(parser)
     add("--patience", default="60s", metavar="TIME", help="with a silent worker (60s)")
     add("--seed", type=whole(0), default=0, metavar="S", help="of everything that is chance (0)")
     add("--json", metavar="FILE", help="what came of it, for programs")
@@ -116,6 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Simulate and print; 1 if the training could not go on."""
     _check_outputs(args.json, args.trace)
+    if args.stages is not None:
+        return _stages(args)
     from stratagem.plan.simulate import simulate
 
     scenario = read(args)
@@ -126,6 +131,18 @@ def main(args: argparse.Namespace) -> int:
     _write(args.json, {"seed": args.seed, **summary(scenario, run)})
     _write(args.trace, {"seed": args.seed, "digest": run.digest, "events": run.trace})
     return 1 if run.failure else 0
+
+
+def _stages(args: argparse.Namespace) -> int:
+    """Simulate a pipeline; its trace is the time line of the first batch."""
+    from stratagem.plan.hardware import seconds
+
+    compute = _spread(args.spread, seconds(args.compute, "--compute"), args.stragglers)
+    scenario = simulate_stages.read_stages(args, compute, dict(_slow(text) for text in args.slow))
+    told = simulate_stages.run_stages(scenario)
+    _write(args.json, {"seed": args.seed, **told})
+    _write(args.trace, {"seed": args.seed, "events": told["first_batch"]})
+    return 0
 
 
 def read(args: argparse.Namespace) -> Scenario:

@@ -16,7 +16,14 @@ from rich.table import Table
 from stratagem.cluster.environment import cores
 from stratagem.errors import UsageError
 from stratagem.plan.choose import Plan
-from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
+from stratagem.plan.configuration import (
+    CENTRAL,
+    MIRRORED,
+    PIPELINE,
+    SERVERS,
+    SHARDED,
+    Configuration,
+)
 from stratagem.plan.cost import predict
 from stratagem.plan.measure import batch_of
 from stratagem.rules.updates import Asynchronous, Synchronous
@@ -24,6 +31,8 @@ from stratagem.servers.local_cluster import LocalCluster
 from stratagem.strategies.central_storage import CentralStorageStrategy
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.parameter_server import ParameterServerStrategy
+from stratagem.strategies.pipeline import PipelineStrategy
+from stratagem.strategies.sharded import ShardedStrategy
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.dry_run import DryRun
 
@@ -85,6 +94,7 @@ def fitting(plan: Plan) -> list[Configuration]:
     for n in counts:
         if not plan.profile.sparse:
             found += [Configuration(MIRRORED, per_host=n)]
+            found += [each for each in plan.tried if _divides(each, n)]
         if not plan.profile.unserved:
             found += [Configuration(SERVERS, per_host=n, servers=1)]
     for n in counts[:1]:
@@ -93,6 +103,13 @@ def fitting(plan: Plan) -> list[Configuration]:
         if not plan.profile.sparse:
             found += [Configuration(CENTRAL, per_host=n)]
     return found
+
+
+def _divides(cfg: Configuration, n: int) -> bool:
+    """Sharded, and every schedule of a pipeline, with two microbatches a stage."""
+    if cfg.hosts > 1 or cfg.replicas != n:
+        return False
+    return cfg.strategy == SHARDED or (cfg.strategy == PIPELINE and cfg.microbatches == 2 * n)
 
 
 @contextmanager
@@ -105,6 +122,10 @@ def _strategy(cfg: Configuration, device: str) -> Iterator[Strategy]:
         made = ParameterServerStrategy(cluster, updates=rule, devices=names)
     elif cfg.strategy == CENTRAL:
         made = CentralStorageStrategy(names, updates=rule)
+    elif cfg.strategy == SHARDED:
+        made = ShardedStrategy(names)
+    elif cfg.strategy == PIPELINE:
+        made = PipelineStrategy(names, microbatches=cfg.microbatches, schedule=cfg.schedule)
     else:
         made = MirroredStrategy(names)
     try:

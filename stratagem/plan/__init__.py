@@ -1,7 +1,7 @@
 """The planner. `sg.plan(model, batch)` measures a model here, and predicts every strategy:
 
     plan(model, batch, *, loss=None, optimizer=None, link="10Gbit", latency="50us", hosts=8,
-         gpus_per_host=None, most=None)
+         gpus_per_host=None, most=None, memory=None)
 
     model             a compiled sg.Model or Keras model; or an nn.Module, with
     loss, optimizer   as sg.Model.compile takes them
@@ -10,6 +10,7 @@
     hosts             how many there could be, of
     gpus_per_host     devices each (as many as are here)
     most              the largest number of replicas to look at
+    memory            of each device, as "16GB" (what is here)
 
 The answer shows itself; it has a `sentence`, `code` to paste, the `recommendation` with its
 figures, and `save("plan.html")`, .png or .json.

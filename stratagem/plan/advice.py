@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from stratagem.plan.choose import BETTER, CLOSE, Plan, choose
-from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, Configuration
+from stratagem.plan.configuration import (
+    CENTRAL,
+    MIRRORED,
+    PIPELINE,
+    SERVERS,
+    SHARDED,
+    Configuration,
+)
 from stratagem.plan.cost import Prediction, predict
-from stratagem.plan.hardware import rate, say_rate
+from stratagem.plan.hardware import rate, say_bytes, say_rate
 from stratagem.plan.profile import Profile
 
 #: where one process has several devices
@@ -27,11 +35,13 @@ def sentence(plan: Plan) -> str:
             f"{_because(plan)}."
         )
         return " ".join([text, *_refused(plan), *_link(plan, best), *_doubt(plan)])
+    if not best.fits:
+        return " ".join(_holds(plan, best))
     text = (
-        f"Take {_called(cfg)} on {cfg.replicas} replicas{_spares(cfg)} "
+        f"Take {_called(cfg)} on {cfg.replicas} {_nouns(cfg)}{_spares(cfg)} "
         f"({cfg.placement}{_servers(cfg)}): "
         f"{say_number(best.rate)} examples/s, {best.speedup:.1f}x one device, "
-        f"{best.efficiency:.0%} of each{_beyond(plan, best)}."
+        f"{best.efficiency:.0%} of each{_needs(best)}{_beyond(plan, best)}."
     )
     more = (
         _link(plan, best),
@@ -39,7 +49,52 @@ def sentence(plan: Plan) -> str:
         _asynchronous(plan, best),
         _doubt(plan),
     )
-    return " ".join([text, *(each for part in more for each in part)])
+    return " ".join([*_holds(plan, best), text, *(each for part in more for each in part)])
+
+
+def like(plan: Plan, row: Sequence[Prediction]) -> Prediction:
+    """Of one strategy, the row to compare with the recommendation: as many devices, if it can."""
+    wanted = max(2, plan.recommendation.configuration.replicas)
+    if plan.recommendation in row:
+        return plan.recommendation
+    return min(row, key=lambda each: abs(each.configuration.replicas - wanted))
+
+
+def why_not(plan: Plan, each: Prediction) -> str:
+    """What speaks against it; nothing against what is recommended."""
+    best, cfg = plan.recommendation, each.configuration
+    if not each.fits and each.memory is not None and each.room is not None:
+        return f"does not fit into {say_bytes(each.room)}"
+    if each is best:
+        return ""
+    here = cfg.replicas == best.configuration.replicas
+    many = "" if here else f", on {cfg.replicas} for {best.configuration.replicas}"
+    if each.rate < best.rate * CLOSE:
+        return f"{best.rate / each.rate:.2g}x slower{many}"
+    if cfg.asynchronous:
+        return "gradients of older weights"
+    if each.rate <= best.rate / CLOSE:
+        return f"no faster, and not as simple{many}"
+    return "more devices, which add little" if not here else "not worth what it adds"
+
+
+def _holds(plan: Plan, best: Prediction) -> list[str]:
+    """That one device has not the memory, and what has."""
+    one = plan.one
+    if one.fits or one.memory is None or one.room is None:
+        return []
+    text = (
+        f"One device does not hold it: {say_bytes(one.memory)}, and there are "
+        f"{say_bytes(one.room)}."
+    )
+    if best.fits:
+        return [text]
+    least = f"{say_bytes(best.memory or 0.0)} on {best.configuration.replicas} devices"
+    return [
+        f"{text} Nothing that was tried fits either: {best.configuration.family} comes nearest, "
+        f"with {least}; take more devices (--hosts, --gpus-per-host), ones with more memory, or a "
+        "smaller --batch."
+    ]
 
 
 def _doubt(plan: Plan) -> list[str]:
@@ -80,6 +135,17 @@ def _threads(profile: Profile, cfg: Configuration) -> list[str]:
         return []
     faster = f"faster here than {profile.usual_threads}"
     return [f"torch.set_num_threads({profile.threads})  # {faster}"]
+
+
+def _nouns(cfg: Configuration) -> str:
+    return "stages" if cfg.strategy == PIPELINE else "replicas"
+
+
+def _needs(best: Prediction) -> str:
+    """What a device of a divided model holds."""
+    if best.memory is None or best.configuration.strategy not in (PIPELINE, SHARDED):
+        return ""
+    return f", {say_bytes(best.memory)} on each"
 
 
 def _link(plan: Plan, best: Prediction) -> list[str]:
@@ -142,6 +208,13 @@ def _constructor(cfg: Configuration, device: str, per_host: int) -> str:
         some = [f"devices={here}"] if named and alone and device != "cpu" else []
         words = [*(local if cfg.hosts == 1 else []), rule, *wire, *some]
         return f"sg.ParameterServerStrategy({', '.join(words)})"
+    if cfg.strategy == PIPELINE:
+        return (
+            f"sg.PipelineStrategy({here}, microbatches={cfg.microbatches}, "
+            f'schedule="{cfg.schedule}")'
+        )
+    if cfg.strategy == SHARDED:
+        return f"sg.ShardedStrategy({here if cfg.hosts == 1 or named else ''})"
     many = [f"devices={here}"] if named else []
     how = ['"hierarchical"'] if cfg.hierarchical else []
     return f"sg.MultiWorkerMirroredStrategy({', '.join([*how, *many, *wire])})"
@@ -174,7 +247,8 @@ def _called(cfg: Configuration) -> str:
     rule = ", asynchronous" if cfg.asynchronous else ""
     wire = " with bf16 on the wire" if cfg.wire else ""
     how = ", adding up inside each host first" if cfg.hierarchical else ""
-    return f"{cfg.strategy}{rule}{wire}{how}"
+    pieces = f" ({cfg.schedule}, {cfg.microbatches} microbatches)" if cfg.microbatches else ""
+    return f"{cfg.strategy}{pieces}{rule}{wire}{how}"
 
 
 def _spares(cfg: Configuration) -> str:

@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stratagem.errors import UsageError
-from stratagem.plan.configuration import CENTRAL, MIRRORED, MULTI_WORKER, SERVERS, Configuration
+from stratagem.plan.configuration import (
+    CENTRAL,
+    MIRRORED,
+    MULTI_WORKER,
+    PARTS,
+    PIPELINE,
+    SERVERS,
+    SHARDED,
+    Configuration,
+)
 from stratagem.plan.cost import Prediction, predict
 from stratagem.plan.formulas import Calibration
 from stratagem.plan.hardware import Hardware
@@ -55,6 +64,10 @@ class Plan:
             row.setdefault(each.configuration.replicas, []).append(each)
         return {name: [_cheapest(row[n]) for n in sorted(row)] for name, row in found.items()}
 
+    @property
+    def tried(self) -> list[Configuration]:
+        return [each.configuration for each in self.predictions]
+
     @cached_property
     def one(self) -> Prediction:
         """One device."""
@@ -71,19 +84,27 @@ class Plan:
 
     @cached_property
     def worth(self) -> list[Prediction]:
-        """One device, and whatever pays for what it adds to that."""
+        """One device, and whatever pays for what it adds to that; of these, what fits."""
+        if not self.one.fits:
+            return []
         return [self.one] + [
             each
             for name, row in self.families.items()
             for each in row
             if each.configuration.replicas <= self.saturations[name].replicas
+            and each.fits
             and each.speedup >= 1 / CLOSE
             and _gain(self.one, each) >= WORTH
         ]
 
     @cached_property
     def recommendation(self) -> Prediction:
-        """The least that is about as fast as anything, synchronous unless that costs much."""
+        """The least that is about as fast as anything, synchronous unless that costs much.
+
+        Where one device has not the memory: the fewest devices that have.
+        """
+        if not self.one.fits:
+            return _least_that_fits(self.predictions)
         in_step = [each for each in self.worth if not each.configuration.asynchronous]
         if self.profile.restless:
             # Its stragglers are this machine's own: no reason to train another way elsewhere.
@@ -135,6 +156,8 @@ def candidates(profile: Profile, hardware: Hardware, most: int) -> Iterator[Conf
         for hosts, per_host in _placements(n, hardware):
             if not profile.sparse or n == 1:
                 yield from _mirrored(hosts, per_host)
+            if n > 1:
+                yield from _divided(profile, hosts, per_host)
             if hosts == 1 and n > 1:
                 if not profile.sparse or profile.device != "cpu":
                     yield Configuration(CENTRAL, per_host=per_host)
@@ -166,6 +189,23 @@ def _mirrored(hosts: int, per_host: int) -> Iterator[Configuration]:
         yield Configuration(MULTI_WORKER, hosts, per_host, wire=wire)
     if per_host > 1:
         yield Configuration(MULTI_WORKER, hosts, per_host, hierarchical=True)
+
+
+def _divided(profile: Profile, hosts: int, per_host: int) -> Iterator[Configuration]:
+    """What divides the model itself, where it is known what that holds."""
+    if profile.footprint is None or profile.sparse:
+        return
+    if not profile.unsharded:
+        yield Configuration(SHARDED, hosts, per_host)
+    if hosts > 1:  # stages are devices of one host
+        return
+    for schedule, parts in PARTS.items():
+        for table in profile.layers:
+            if len(table.costs) >= per_host * parts:
+                many = table.pieces * per_host
+                yield Configuration(
+                    PIPELINE, per_host=per_host, microbatches=many, schedule=schedule
+                )
 
 
 def _at_home(per_host: int) -> Iterator[Configuration]:
@@ -225,6 +265,15 @@ def bottleneck(of: Prediction, one: Prediction) -> str:
     return name if lost[name] > 0.1 * of.step else "compute"
 
 
+def _least_that_fits(of: Sequence[Prediction]) -> Prediction:
+    """On the fewest devices; if nothing fits, what is nearest to it."""
+    held = [each for each in of if each.fits and not each.configuration.asynchronous]
+    if not held:
+        return min(of, key=lambda each: (each.memory or 0.0) / (each.room or 1.0))
+    fewest = min(map(_size, held))
+    return _cheapest([each for each in held if _size(each) == fewest])
+
+
 def _cheapest(of: Sequence[Prediction]) -> Prediction:
     """Of those that are about as fast as the fastest."""
     best = max(each.rate for each in of)
@@ -235,5 +284,6 @@ def _price(of: Prediction) -> tuple[int, int, int, float]:
     """Machines first, then devices, then what is simple, then speed."""
     cfg = of.configuration
     parts = cfg.asynchronous * 4 + cfg.served * 2 + bool(cfg.wire) + cfg.hierarchical
+    parts += (cfg.strategy == SHARDED) + 2 * (cfg.strategy == PIPELINE) + cfg.parts - 1
     machines = cfg.hosts + (cfg.servers if cfg.hosts > 1 else 0)
     return machines, cfg.replicas, parts + cfg.spares, -of.rate

@@ -6,12 +6,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stratagem.errors import UsageError
+from stratagem.rules.schedules import SCHEDULES
 
 MIRRORED = "MirroredStrategy"
 MULTI_WORKER = "MultiWorkerMirroredStrategy"
 CENTRAL = "CentralStorageStrategy"
 SERVERS = "ParameterServerStrategy"
-STRATEGIES = (MIRRORED, MULTI_WORKER, CENTRAL, SERVERS)
+SHARDED = "ShardedStrategy"
+PIPELINE = "PipelineStrategy"
+STRATEGIES = (MIRRORED, MULTI_WORKER, CENTRAL, SERVERS, SHARDED, PIPELINE)
+#: parts of the model that a device of a pipeline has, by the schedule
+PARTS = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
 _WIRES = (None, "float32", "bfloat16")
 
 
@@ -32,6 +37,9 @@ class Configuration:
     asynchronous: bool = False
     #: gradients are added up inside each host first
     hierarchical: bool = False
+    #: of a batch, for the devices of a pipeline, which are its stages
+    microbatches: int = 0
+    schedule: str = ""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -46,6 +54,11 @@ class Configuration:
             raise UsageError(f"{self.spares} spares of {self.replicas} replicas leave nobody.")
         if (self.spares or self.asynchronous) and not self.served:
             raise UsageError(f"{self.strategy} waits for all: no spares, nothing asynchronous.")
+        if self.strategy == PIPELINE and (self.microbatches < 1 or self.schedule not in PARTS):
+            raise UsageError(
+                "PipelineStrategy needs microbatches and a schedule: "
+                'microbatches=4, schedule="1f1b".'
+            )
         if self.hosts > 1 and self.strategy in (MIRRORED, CENTRAL):
             raise UsageError(f"{self.strategy} is of one host, not of {self.hosts}.")
 
@@ -53,6 +66,11 @@ class Configuration:
     def served(self) -> bool:
         """Whether parameters have one home."""
         return self.strategy in (SERVERS, CENTRAL)
+
+    @property
+    def parts(self) -> int:
+        """Of the model, on each device."""
+        return PARTS.get(self.schedule, 1)
 
     @property
     def replicas(self) -> int:
@@ -81,6 +99,8 @@ class Configuration:
             words.append("hierarchical")
         if self.strategy == SERVERS:
             words.append(f"{self.servers} server{'s' * (self.servers > 1)}")
+        if self.schedule:
+            words.append(self.schedule)
         if self.asynchronous:
             words.append("asynchronous")
         if self.spares:
@@ -96,7 +116,8 @@ class Configuration:
         return f"{self.hosts} hosts of {self.per_host}"
 
     def __str__(self) -> str:
-        return f"{self.family}, {self.placement}"
+        pieces = f", {self.microbatches} microbatches" if self.microbatches else ""
+        return f"{self.family}{pieces}, {self.placement}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -6,72 +6,30 @@ predict(profile, hardware, Configuration(MULTI_WORKER, hosts=4)).step
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from stratagem.errors import UsageError
-from stratagem.plan.configuration import SERVERS, Configuration
+from stratagem.plan.configuration import PIPELINE, SERVERS, SHARDED, Configuration
 from stratagem.plan.formulas import (
     Calibration,
     added,
-    between,
     largest_share,
     overlapped,
     ring_by_cause,
-    sampled,
     shared_transfer,
     transfer,
 )
-from stratagem.plan.hardware import Hardware, say_rate, say_seconds
+from stratagem.plan.hardware import Hardware, say_rate
+from stratagem.plan.predicted_step import PredictedStep
+from stratagem.plan.predicted_step import Prediction as Prediction
 from stratagem.plan.profile import Profile
+from stratagem.plan.staged_step import StagedStep
 from stratagem.servers.training_plan import sends_at_once
 from stratagem.wire.send_queue import TurnRule
 
 #: beyond so many, threads copy no faster
 _MEMORY_THREADS = 4
 _MESSAGES, _INSIDE = "messages", "links inside the host"
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a configuration does; `parts` are the seconds of a step, and add up to it."""
-
-    configuration: Configuration
-    #: seconds in which every counted replica has handed in once
-    step: float
-    #: examples a second
-    rate: float
-    #: to one device, and what is left of it for each replica
-    speedup: float
-    #: updates of the parameters a second
-    updates: float
-    parts: Mapping[str, float]
-    #: what most of the step is spent on
-    limit: str
-    #: where `step` lies for certain: asynchronous workers stay out of each other's way, or in it,
-    #: as chance has it
-    within: tuple[float, float]
-
-    @property
-    def efficiency(self) -> float:
-        return self.speedup / self.configuration.replicas
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "configuration": self.configuration.to_json(),
-            "name": str(self.configuration),
-            "replicas": self.configuration.replicas,
-            "step_s": self.step,
-            "examples_per_s": self.rate,
-            "speedup": self.speedup,
-            "efficiency": self.efficiency,
-            "updates_per_s": self.updates,
-            "parts_s": dict(self.parts),
-            "limit": self.limit,
-            "step_within_s": list(self.within),
-        }
 
 
 def predict(
@@ -84,7 +42,7 @@ def predict(
     given = (profile, hardware, configuration, calibration or Calibration())
     if configuration.replicas == 1 and configuration.strategy != SERVERS:
         parts = {"compute": profile.compute, "optimizer": profile.optimizer}
-        return _PredictedStep(*given).prediction(parts)
+        return PredictedStep(*given).prediction(parts)
     free = configuration.asynchronous or configuration.spares
     in_memory = profile.device == "cpu" and configuration.hosts == 1
     if configuration.strategy == SERVERS or (configuration.served and (free or not in_memory)):
@@ -95,77 +53,17 @@ def predict(
             f"{profile.name} has sparse gradients, which {configuration.strategy} cannot add up; "
             "plan ParameterServerStrategy."
         )
+    if configuration.strategy == PIPELINE:
+        return StagedStep(*given).staged()
     mirrored = _MirroredStep(*given)
+    if configuration.strategy == SHARDED and not in_memory:
+        return mirrored.gathered()
     if in_memory and configuration.wire is None:
         return mirrored.shared_memory()
     return mirrored.all_reduced()
 
 
-class _PredictedStep:
-    """What every configuration has in common: computing, and waiting for stragglers."""
-
-    def __init__(
-        self,
-        profile: Profile,
-        hardware: Hardware,
-        configuration: Configuration,
-        calibration: Calibration,
-    ) -> None:
-        self.profile, self.hw = profile, hardware
-        self.cfg, self.cal = configuration, calibration
-        self.on_cpu = profile.device == "cpu"
-        self.scale = self._crowded() / profile.compute if profile.compute > 0 else 1.0
-        self.link = hardware.link * calibration.goodput
-        #: bytes of one worker's gradient, and of the values that it fetches for the next
-        self.pushes = profile.travels(1, configuration.travelling)
-        self.pulls = profile.travels(configuration.replicas, configuration.travelling)
-        self.forward = profile.forward * self.scale
-        self.compute = profile.compute * self.scale
-
-    def _crowded(self) -> float:
-        """Forward and backward while the other replicas of the host compute, too."""
-        profile, here = self.profile, self.cfg.per_host
-        if not self.on_cpu or here == 1:
-            return profile.compute
-        known = dict(profile.crowd)
-        if known:  # among others nobody is faster than alone: that was the machine's unrest
-            seen = between(here, {1: profile.compute, **known}, self.hw.cores)
-            return max(seen, profile.compute)
-        cores = self.hw.cores
-        alone = profile.with_threads(max(1, cores // here)) * max(1.0, here / cores)
-        return alone * (1 + self.cal.contention * (min(here, cores) - 1))
-
-    def waiting(self) -> float:
-        """How much longer than usual the last replica that counts takes."""
-        spread, n = self.profile.spread, self.cfg.replicas
-        factor = sampled(self.cfg.counted, n, spread)
-        if self.on_cpu and self.cfg.hosts == 1 and self.profile.crowd:
-            factor /= sampled(n, n, spread)  # the slowest of all is in what was measured
-        return self.compute * max(0.0, factor - 1)
-
-    def prediction(
-        self, parts: dict[str, float], within: tuple[float, float] | None = None
-    ) -> Prediction:
-        """Return the prediction for a step of these parts."""
-        cfg, step = self.cfg, sum(parts.values())
-        rate = cfg.counted * self.profile.batch / max(step, 1e-12)
-        single = self.profile.batch / max(self.profile.compute + self.profile.optimizer, 1e-12)
-        return Prediction(
-            cfg,
-            step,
-            rate,
-            rate / single,
-            (cfg.replicas if cfg.asynchronous else 1) / max(step, 1e-12),
-            parts,
-            max(parts, key=lambda name: parts[name]),
-            within or (step, step),
-        )
-
-    def _latency(self) -> str:
-        return f"latency between hosts ({say_seconds(self.hw.latency)})"
-
-
-class _MirroredStep(_PredictedStep):
+class _MirroredStep(PredictedStep):
     """Replicas that all-reduce, or share memory."""
 
     def all_reduced(self) -> Prediction:
@@ -186,6 +84,27 @@ class _MirroredStep(_PredictedStep):
             "optimizer": profile.optimizer,
             "overhead": cal.step * times,
             **({"rounding to 16 bits": cast} if cast else {}),
+        }
+        return self.prediction(parts)
+
+    def gathered(self) -> Prediction:
+        """fully_shard: values are gathered for forward and for backward, gradients go to owners.
+
+        Each is (n-1)/n of all bytes, half of what an all-reduce sends. On CPUs nothing of it is
+        hidden; on GPUs what fits behind the computation.
+        """
+        profile, cal = self.profile, self.cal
+        slow = self.waiting()
+        once = added(*(self._carried(bucket.size) for bucket in profile.buckets))
+        times = 1.5 * profile.accumulated
+        total = times * math.fsum(once.values())
+        exposed = total if self.on_cpu else max(0.0, total - self.compute)
+        parts = {
+            "compute": self.compute,
+            "stragglers": slow,
+            **{name: exposed * part * times / total for name, part in once.items() if total},
+            "optimizer": profile.optimizer / self.cfg.replicas,
+            "overhead": cal.step * profile.accumulated,
         }
         return self.prediction(parts)
 
@@ -241,15 +160,8 @@ class _MirroredStep(_PredictedStep):
         }
         return self.prediction(parts)
 
-    @property
-    def crowding(self) -> float:
-        """How much slower memory is with all replicas of a host at work."""
-        if self.profile.crowd and self.profile.compute > 0:
-            return max(1.0, self._crowded() / (self.profile.single_thread or self.profile.compute))
-        return 1 + self.cal.contention * (min(self.cfg.per_host, self.hw.cores) - 1)
 
-
-class _ServerStep(_PredictedStep):
+class _ServerStep(PredictedStep):
     """Workers that push to servers and pull from them."""
 
     @cached_property

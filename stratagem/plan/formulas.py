@@ -180,6 +180,8 @@ class Calibration:
     #: how much longer than a ring 16-bit sums take between many hosts, where several send to one;
     #: between two there is nobody else
     half: float = 0.35
+    #: one operation of a pipeline: a message in, one out, and what is around the layers
+    microbatch: float = 300e-6
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

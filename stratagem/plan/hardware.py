@@ -122,6 +122,10 @@ class Hardware:
     update: float = 2e9
     #: processors of a host, which CPU replicas share
     cores: int = 1
+    #: bytes of each device; None: unknown, or what follows from the host's
+    memory: float | None = None
+    #: bytes of a host, which CPU replicas share
+    host_memory: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("hosts", "per_host", "cores"):
@@ -139,6 +143,10 @@ class Hardware:
                 raise UsageError(f"{name} is {value!r} bytes a second; it must be more than 0.")
             if name in _TIMES and not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {value!r} s; it must be 0 or more.")
+        for name in ("memory", "host_memory"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"{name} is {value!r} bytes; it must be more than 0, or None.")
 
     @classmethod
     def of(
@@ -168,6 +176,12 @@ class Hardware:
         them away again.
         """
         return replace(self, latency=latency / 2, link=min(up, down) / Calibration().goodput)
+
+    def room(self, per_host: int, device: str) -> float | None:
+        """Bytes that one of so many devices of a host may take; None if that is not known."""
+        if self.memory is not None or device != "cpu" or self.host_memory is None:
+            return self.memory
+        return self.host_memory / per_host
 
     @property
     def size(self) -> int:

@@ -1,7 +1,6 @@
 """What is measured on this machine besides the model's own step.
 
     measure_hardware()    what replicas on one host share: memory, loopback, processors
-    available()           how much memory is left
     crowd()               the same step while other replicas of this machine compute, too
     update_seconds()      the update of a real parameter server with this optimizer
     measure_overhead()    the processor time of messages between a worker and servers
@@ -9,8 +8,6 @@
 Replicas share caches, memory and processors, and how much that costs depends on the model: a large
 matrix waits for memory, a convolution does not. So `crowd` measures with the strategies' own
 processes and threads, and nothing exchanged.
-
-Linux gives out memory that it does not have, and kills who uses it: so memory is counted before.
 """
 
 from __future__ import annotations
@@ -35,6 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem.cluster.environment import cores
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.plan.hardware import Hardware
+from stratagem.plan.host_memory import all_memory
 from stratagem.plan.simulation.scenario import Overhead
 from stratagem.servers.connections import SHARED_MEMORY
 from stratagem.servers.local_cluster import LocalCluster
@@ -67,6 +65,8 @@ def measure_hardware(device: str = "cpu") -> Hardware:
         local_latency=_round_trip() / 2,
         update=updating,
         cores=cores(),
+        memory=float(torch.cuda.mem_get_info()[1]) if gpus else None,
+        host_memory=all_memory(),
     )
 
 
@@ -127,46 +127,10 @@ def _round_trip() -> float:
     return statistics.median(times)
 
 
-_LIMITS = (
-    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-
-
-def available(root: Path = Path("/")) -> int | None:
-    """Return the bytes that can be used without taking them from other programs; None: unknown."""
-    found = [left for limit, used in _LIMITS if (left := _left(root / limit, root / used))]
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return min(found, default=None)
-    found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    return min(found, default=None)
-
-
-def _left(limit: Path, used: Path) -> int | None:
-    """Return the bytes that a control group may still take; None where it has no limit."""
-    try:
-        most = limit.read_text().strip()
-        return None if most == "max" else max(0, int(most) - int(used.read_text()))
-    except (OSError, ValueError):
-        return None
-
-
 def waited_for_processor() -> float:
     """Return how long this thread was ready while another had its processor; 0 if unknown."""
     file = Path("/proc/thread-self/schedstat")
     return int(file.read_text().split()[1]) / 1e9 if file.exists() else 0.0
-
-
-def least(module: nn.Module, optimizer: Optimizer | None) -> int:
-    """Bytes of a training besides the parameters, without what forward keeps: a gradient, and of
-    most optimizers a state."""
-    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    group = optimizer.param_groups[0] if optimizer is not None else {}
-    states = ("betas" in group) * 2 or bool(group.get("momentum"))
-    known = bool(optimizer.state) if optimizer is not None else True
-    return trained * (1 + (0 if known else int(states)))
 
 
 _LEAST_STEPS, _MOST_STEPS = 5, 100

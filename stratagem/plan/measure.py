@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
+from stratagem.plan.host_memory import available, least
+from stratagem.plan.layer_profile import with_layers
 from stratagem.plan.machine import (
-    available,
     counts,
     crowd,
-    least,
     refusal,
     update_seconds,
     waited_for_processor,
@@ -70,6 +70,7 @@ def rehearse(
         say(f"{len(measured.samples)} steps, {measured.compute * 1e3:.2f} ms each")
         measured = _with_one_thread(runner, measured, say)
         measured = runner.with_server(measured)
+        measured = with_layers(measured, trial, given, runner.params)
         many = _room(trial, counts(), say) if crowded and device.type == "cpu" else []
         if many:
             say(f"the same with {' and '.join(map(str, many))} replicas at once")
@@ -362,7 +363,8 @@ def _check_memory(trial: DryRun, device: torch.device, size: int) -> None:
 def _too_big(module: nn.Module, size: int) -> UsageError:
     return UsageError(
         f"{type(module).__name__} does not fit in this device's memory with {size} examples a "
-        "step; try a smaller batch (--batch), or a device with more."
+        "step; try a smaller batch (--batch), a device with more, or divide the model itself: "
+        'sg.PipelineStrategy(["cpu:0", "cpu:1"]) by layers, sg.ShardedStrategy() over replicas.'
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from stratagem.plan.advice import code, sentence
 from stratagem.plan.choose import Plan, check_most, choose
 from stratagem.plan.cost import Prediction
 from stratagem.plan.front_ends import open_front_ends
-from stratagem.plan.hardware import Hardware
+from stratagem.plan.hardware import Hardware, size
 from stratagem.plan.machine import measure_hardware
 from stratagem.plan.measure import rehearse
 from stratagem.plan.page import fragment, page, png
@@ -83,6 +83,7 @@ def plan(
     hosts: int = 8,
     gpus_per_host: int | None = None,
     most: int | None = None,
+    memory: str | float | None = None,
 ) -> NotebookPlan:
     """Measure a model on one batch, and predict every strategy on this hardware.
 
@@ -93,6 +94,7 @@ def plan(
         link, latency: between hosts, as "10Gbit" and "50us".
         hosts: how many there could be, of `gpus_per_host` devices each (as many as are here).
         most: the largest number of replicas to look at.
+        memory: bytes of each device, as "16GB" (what is here).
 
     >>> sg.plan(model, (x[:64], y[:64]), link="1Gbit", hosts=4)
     """
@@ -106,6 +108,8 @@ def plan(
     measured = _measured(model, batch, loss, optimizer)
     here = measure_hardware(measured.device)
     counts = {"hosts": hosts, "per_host": gpus_per_host or here.per_host}
+    if memory is not None:
+        here = replace(here, memory=size(memory, "memory") if isinstance(memory, str) else memory)
     hardware = Hardware.of(link=asked.link, latency=asked.latency, base=here, **counts)
     return NotebookPlan(choose(measured, hardware, most=most))
 
@@ -150,7 +154,18 @@ def profile(
         x, y = given
         return loss(module(*x) if isinstance(x, tuple) else module(x), y)
 
-    trial = DryRun(module, batch, value, optimizer.step, optimizer, device=str(device))
+    trial = DryRun(
+        module,
+        batch,
+        value,
+        optimizer.step,
+        optimizer,
+        device=str(device),
+        inputs=lambda given: given[0],
+        arguments=lambda names, x: list(x) if isinstance(x, tuple) else [x],
+        unpiped="",
+        unsharded="",
+    )
     return rehearse(trial, steps=steps, crowded=crowded, say=say)
 
 

@@ -12,6 +12,7 @@ from stratagem.errors import UsageError
 from stratagem.plan.advice import code, sentence
 from stratagem.plan.choose import Plan
 from stratagem.plan.cost import Prediction
+from stratagem.plan.hardware import say_bytes
 from stratagem.plan.report import heading, shown, warnings
 
 _WIDTH, _HEIGHT, _LEFT, _LOW, _RIGHT = 1030, 420, 52, 40, 350  # margins: axes, and names of lines
@@ -227,8 +228,14 @@ def _told(of: Prediction) -> str:
     parts = "\n".join(f"  {name} {each * 1e3:.3g} ms" for name, each in of.parts.items() if each)
     return (
         f"{of.configuration}\n{of.speedup:.2f}x one device, {of.efficiency:.0%} of each\n"
-        f"{of.rate:,.0f} examples/s, {of.step * 1e3:.3g} ms a step:\n{parts}"
+        f"{of.rate:,.0f} examples/s, {of.step * 1e3:.3g} ms a step:\n{parts}{_held(of)}"
     )
+
+
+def _held(of: Prediction) -> str:
+    if of.memory is None:
+        return ""
+    return f"\n{say_bytes(of.memory)} on each device{'' if of.fits else ', which do not fit'}"
 
 
 _DOTS = {"marker": "o", "markersize": 3}

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from stratagem.errors import UsageError
+from stratagem.rules.layer_split import LayerCost
 
 Shape = tuple[int, ...]
 #: steps, and late ones among them, from which nothing about their frequency follows
@@ -53,6 +54,33 @@ def merged(gradients: Sequence[GradientPart], most: int = 32) -> tuple[GradientP
 
 
 @dataclass(frozen=True)
+class LayerTable:
+    """What each layer costs for a `pieces`-th of the batch: a microbatch of a pipeline."""
+
+    pieces: int
+    costs: tuple[LayerCost, ...]
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Self:
+        return cls(int(plain["pieces"]), tuple(LayerCost(**each) for each in plain["costs"]))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that one device holds: parameters and buffers, gradients, the optimizer's state, and
+    what forward keeps of a batch until its backward."""
+
+    parameters: int
+    gradients: int
+    states: int
+    activations: int
+
+    @property
+    def fixed(self) -> int:
+        return self.parameters + self.gradients + self.states
+
+
+@dataclass(frozen=True)
 class Profile:
     """One replica's step on `batch` examples; times in seconds."""
 
@@ -89,6 +117,13 @@ class Profile:
     notes: tuple[str, ...] = ()
     #: whether the script has a loop of its own
     own_loop: bool = False
+    #: what one device holds, where that was measured
+    footprint: Footprint | None = None
+    #: of the whole batch, a half and a quarter of it, where layers can be cut apart
+    layers: tuple[LayerTable, ...] = ()
+    #: why no pipeline takes this model, and why its state is not sharded
+    unpiped: str = ""
+    unsharded: str = ""
 
     def __post_init__(self) -> None:
         times = [self.forward, self.backward, self.optimizer, self.server or 0.0, *self.samples]
@@ -171,6 +206,9 @@ class Profile:
             given["shapes"] = tuple(tuple(shape) for shape in given.get("shapes", ()))
             for name in ("samples", "notes"):
                 given[name] = tuple(given.get(name, ()))
+            given["layers"] = tuple(LayerTable.from_json(each) for each in given.get("layers", ()))
+            if given.get("footprint") is not None:
+                given["footprint"] = Footprint(**given["footprint"])
             given["crowd"] = tuple((int(n), float(t)) for n, t in given.get("crowd", ()))
             if not given["buckets"] and not given["sparse"]:
                 raise ValueError("it has no gradient")

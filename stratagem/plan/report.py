@@ -18,7 +18,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from stratagem.errors import UsageError
-from stratagem.plan.advice import code, say_number, sentence
+from stratagem.plan.advice import code, like, say_number, sentence, why_not
 from stratagem.plan.choose import Plan, Saturation, sizes
 from stratagem.plan.cost import Prediction
 from stratagem.plan.hardware import Hardware, say_bytes, say_seconds
@@ -145,6 +145,9 @@ def render(plan: Plan, console: Console, *, rows: bool = False) -> None:
     end = ":" if rows else "; times faster than one device:"
     console.print(f"on {plan.hardware}{end}", soft_wrap=soft)
     console.print(_listing(plan) if rows else _fitting(plan, console))
+    if not rows and plan.profile.footprint is not None:
+        console.print("what a device holds, and what speaks against it:", soft_wrap=soft)
+        console.print(_needs(plan, console.width))
     for each in warnings(plan.profile):
         console.print(f"[yellow]note:[/] {escape(each)}", soft_wrap=soft)
     console.print(f"[bold]{escape(sentence(plan))}[/]", soft_wrap=soft)
@@ -189,6 +192,40 @@ def _table(plan: Plan, counts: Sequence[int], width: int) -> Table:
             _lines(at.reason, width),
         )
     return table
+
+
+def _needs(plan: Plan, width: int) -> Table:
+    """Of the same strategies: step, memory of a device, bubble, and why not."""
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    for head in ("devices", "step", "memory", "bubble"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("why not", no_wrap=True)
+    text = next((n for n in _TEXT if 2 * n + 36 <= width), _TEXT[-1])
+    for name, row, _ in shown(plan):
+        each = like(plan, row)
+        table.add_row(
+            _lines(_detailed(each, name), text),
+            str(each.configuration.replicas),
+            say_seconds(each.step, 3),
+            "" if each.memory is None else say_bytes(each.memory),
+            f"{each.bubble:.0%}" if each.bubble else "",
+            _lines(why_not(plan, each), text),
+        )
+    for name, reason in refused(plan.profile):
+        table.add_row(name, "", "", "", "", _lines(reason, text))
+    return table
+
+
+def _detailed(each: Prediction, name: str) -> str:
+    many = each.configuration.microbatches
+    return f"{name}, {many} microbatches" if many else name
+
+
+def refused(profile: Profile) -> list[tuple[str, str]]:
+    """Strategies that do not take this model, and why."""
+    given = (("Pipeline", profile.unpiped), ("Sharded", profile.unsharded))
+    return [(name, reason) for name, reason in given if reason]
 
 
 def _lines(words: str, width: int) -> str:

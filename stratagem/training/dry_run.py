@@ -42,6 +42,12 @@ class DryRun:
     notes: Sequence[str] = ()
     #: whether the script has a loop of its own, and calls no `fit`
     own_loop: bool = False
+    #: what such a batch gives the module, and that as the module's arguments, by their names
+    inputs: Callable[[Any], Any] | None = None
+    arguments: Callable[[Sequence[str], Any], list[Any]] | None = None
+    #: why no pipeline takes this training, and why it is not sharded
+    unpiped: str = "a pipeline splits the module of an sg.Model; put the module into one."
+    unsharded: str = "ShardedStrategy divides the module of an sg.Model; put the module into one."
 
 
 class DryRunHandedOver(BaseException):

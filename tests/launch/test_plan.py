@@ -313,11 +313,14 @@ def test_errors_of_the_script_keep_their_traceback(script: Path) -> None:
 def test_validate_runs_what_fits(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Really: one replica here, and a server with two workers, each training a copy."""
+    """Really: one replica here, a server with two workers, a pipeline and sharded replicas, each
+    training a copy."""
     from stratagem.launch import validate
-    from stratagem.plan.configuration import SERVERS, Configuration
+    from stratagem.plan.configuration import PIPELINE, SERVERS, SHARDED, Configuration
 
+    stages = Configuration(PIPELINE, per_host=2, microbatches=4, schedule="1f1b")
     chosen = [Configuration(), Configuration(SERVERS, per_host=2, servers=1)]
+    chosen += [Configuration(SHARDED, per_host=2), stages]
     monkeypatch.setattr(validate, "fitting", lambda plan: chosen)
     monkeypatch.setattr(validate, "_SECONDS", 0.05)
     words = ["plan", "--quick", "--hosts", "1", "--validate", "train.py", "--width", "8"]
@@ -325,7 +328,8 @@ def test_validate_runs_what_fits(
     shown, said = capsys.readouterr()
     assert "predicted against measured" in shown and "median error" in shown
     assert "ParameterServer, 1 server" in shown
-    assert "running ParameterServer, 1 server, 2 on one host: 2 of 2" in said
+    assert "running ParameterServer, 1 server, 2 on one host: 2 of 4" in said
+    assert "Sharded, 2 on one host" in shown and "Pipeline, 1f1b, 4 microbatches" in shown
 
 
 def test_validate_tells_a_restless_machine_from_a_wrong_plan() -> None:

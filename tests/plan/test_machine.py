@@ -18,7 +18,8 @@ from stratagem.plan import machine, measure
 from stratagem.plan.configuration import SERVERS, Configuration
 from stratagem.plan.cost import predict
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.machine import available, least, update_seconds
+from stratagem.plan.host_memory import available, least
+from stratagem.plan.machine import update_seconds
 from stratagem.plan.notebook import profile as measured
 from stratagem.plan.report import warnings
 from stratagem.plan.simulation.scenario import Overhead

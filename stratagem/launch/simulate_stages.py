@@ -1,0 +1,129 @@
+"""`stratagem simulate --stages S`: a pipeline in virtual time, and what its links cost."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from stratagem.errors import UsageError
+from stratagem.launch.cli import whole
+
+if TYPE_CHECKING:
+    from stratagem.plan.simulation.spread import Spread
+    from stratagem.plan.simulation.stages import StageRun, StageScenario
+
+#: options of workers, which stages have not
+_OTHERS = ("asynchronous", "spares", "bound", "faults", "elastic", "overlap")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of pipelines."""
+    add = parser.add_argument
+    add("--stages", type=whole(1), metavar="S", help="a pipeline of so many, instead of workers")
+    add("--microbatches", type=whole(1), default=8, metavar="M", help="--stages: of a batch (8)")
+    add("--schedule", default="1f1b", metavar="NAME", help="--stages: gpipe, 1f1b, interleaved")
+    add(
+        "--crossing",
+        default="1MB",
+        metavar="SIZE",
+        help="--stages: of a batch at each cut, and as much backward (1MB)",
+    )
+    add(
+        "--slow-link",
+        action="append",
+        default=[],
+        metavar="STAGE:RATE",
+        help="--stages: of the link behind a stage, as 1:100Mbit",
+    )
+
+
+def read_stages(args: argparse.Namespace, compute: Spread, slow: dict[int, float]) -> StageScenario:
+    """The scenario that the options mean."""
+    from stratagem.plan.hardware import rate, seconds, size
+    from stratagem.plan.simulation.stages import StageScenario
+    from stratagem.wire.simulated import Topology
+
+    given = [name for name in _OTHERS if getattr(args, name)]
+    if given:
+        raise UsageError(
+            f"--{given[0]} is of workers that have the whole model, and --stages of a pipeline, "
+            "which waits for all of them; leave one of the two out."
+        )
+    links = dict(_link(text, rate) for text in args.slow_link)
+    return StageScenario(
+        args.stages,
+        args.microbatches,
+        args.steps,
+        compute,
+        size(args.crossing, "--crossing"),
+        Topology(rate(args.link, "--link"), seconds(args.latency, "--latency"), args.per_host),
+        args.schedule,
+        seconds(args.update, "--update"),
+        links=links,
+        slow=slow,
+        seed=args.seed,
+    )
+
+
+def _link(text: str, rate: Any) -> tuple[int, float]:
+    stage, _, speed = text.partition(":")
+    if not stage.isdecimal() or not speed:
+        raise UsageError(f"--slow-link {text!r} is not STAGE:RATE, as 1:100Mbit.")
+    return int(stage), rate(speed, "--slow-link")
+
+
+def run_stages(scenario: StageScenario) -> dict[str, Any]:
+    """Simulate, print, and return the numbers for programs."""
+    from stratagem.plan.simulation.stages import simulate_stages
+
+    run, free = simulate_stages(scenario), simulate_stages(scenario.without_links)
+    _print(run, free)
+    spans = [
+        [span.device, *span.op, span.begin, span.end] for span in run.lines[0].spans
+    ]  # of the first batch
+    return {
+        "seconds": run.seconds,
+        "step_s": run.step,
+        "steps_per_s": 1 / run.step if run.step else 0.0,
+        "bubble": run.bubble,
+        "least_bubble": run.least_bubble,
+        "busy": list(run.busy),
+        "step_without_links_s": free.step,
+        "first_batch": spans,
+    }
+
+
+def _print(run: StageRun, free: StageRun) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from stratagem.plan.hardware import say_seconds
+    from stratagem.rules.timeline import draw
+
+    scenario, console = run.scenario, Console()
+    one = scenario.compute.mean + scenario.update
+    table = Table(box=SIMPLE, show_header=False)
+    rows = [
+        ("a batch", f"{say_seconds(run.step)}, {run.step and one / run.step:.2f}x one device"),
+        (
+            "stages wait",
+            f"{run.bubble:.0%} of the time; equal stages and free links: {run.least_bubble:.0%}",
+        ),
+        ("stages busy", ", ".join(f"{part:.0%}" for part in run.busy)),
+        ("links", _links(run, free)),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    print(draw(run.lines[0], max(20, min(console.width - 12, 110))))
+
+
+def _links(run: StageRun, free: StageRun) -> str:
+    """What handing over costs."""
+    from stratagem.plan.hardware import say_seconds
+
+    if run.step < free.step * 1.005:
+        return "hidden behind the computation"
+    more = run.step / free.step - 1 if free.step else 0.0
+    return f"{more:.0%} longer than without them ({say_seconds(free.step)})"

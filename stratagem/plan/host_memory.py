@@ -1,0 +1,62 @@
+"""How much memory this machine has, and what of it is left.
+
+Linux gives out memory that it does not have, and kills who uses it: so memory is counted before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+_LIMITS = (
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Return the bytes that can be used without taking them from other programs; None: unknown."""
+    found = [left for limit, used in _LIMITS if (left := _left(root / limit, root / used))]
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return min(found, default=None)
+    found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return min(found, default=None)
+
+
+def all_memory(root: Path = Path("/")) -> float | None:
+    """Return the bytes of this machine, or of the control group that we are in; None: unknown."""
+    found = []
+    for limit, _ in _LIMITS:
+        try:
+            found += [int(text)] if (text := (root / limit).read_text().strip()) != "max" else []
+        except OSError:
+            continue
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return min(found, default=None)
+    found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal:")]
+    return float(min(found)) if found else None
+
+
+def _left(limit: Path, used: Path) -> int | None:
+    """Return the bytes that a control group may still take; None where it has no limit."""
+    try:
+        most = limit.read_text().strip()
+        return None if most == "max" else max(0, int(most) - int(used.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def least(module: nn.Module, optimizer: Optimizer | None) -> int:
+    """Bytes of a training besides the parameters, without what forward keeps: a gradient, and of
+    most optimizers a state."""
+    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    group = optimizer.param_groups[0] if optimizer is not None else {}
+    states = ("betas" in group) * 2 or bool(group.get("momentum"))
+    known = bool(optimizer.state) if optimizer is not None else True
+    return trained * (1 + (0 if known else int(states)))

@@ -1,0 +1,91 @@
+"""What a model holds, and what its layers cost: for strategies that divide the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.data.shares import rows
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.plan.profile import Footprint, LayerTable, Profile
+from stratagem.training.dry_run import DryRun
+from stratagem.training.layer_costs import LayerMeter
+from stratagem.training.layer_graph import trace
+from stratagem.training.settings import Pipeline
+from stratagem.training.stage_plan import check_layers
+
+#: into how many pieces a batch is cut at most, for each stage
+_PIECES = (1, 2, 4)
+
+
+def with_layers(
+    measured: Profile, trial: DryRun, batch: Any, params: list[nn.Parameter]
+) -> Profile:
+    """The profile with what the model holds and, where it can be cut apart, its layers.
+
+    `batch` is one that it was measured on; the optimizer has made a step, so its state is there.
+    """
+    held = footprint(trial, batch, params)
+    tables, why = _tables(trial, batch, measured.batch, measured.device)
+    return replace(
+        measured,
+        footprint=held,
+        layers=tables,
+        unpiped=trial.unpiped or why,
+        unsharded=trial.unsharded,
+    )
+
+
+def footprint(trial: DryRun, batch: Any, params: list[nn.Parameter]) -> Footprint:
+    """Bytes that a step of one device holds."""
+    module, optimizer = trial.module, trial.optimizer
+    own = sum(t.nbytes for t in {*module.parameters(), *module.buffers()})
+    gradients = sum(p.nbytes for p in params)
+    states = 0
+    if optimizer is not None:
+        values = (v for each in optimizer.state.values() for v in each.values())
+        states = sum(v.nbytes for v in values if isinstance(v, Tensor))
+    return Footprint(own, gradients, states, _kept(trial, batch))
+
+
+def _kept(trial: DryRun, batch: Any) -> int:
+    """Bytes that a forward pass keeps for its backward, without parameters; each once."""
+    known = {t.untyped_storage().data_ptr() for t in trial.module.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.layout == torch.strided and storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = trial.loss(batch)
+    del loss
+    return sum(found.values())
+
+
+def _tables(
+    trial: DryRun, batch: Any, size: int, device: str
+) -> tuple[tuple[LayerTable, ...], str]:
+    """The costs of all layers for each size of a microbatch, or why there are none."""
+    if trial.unpiped or trial.inputs is None or trial.arguments is None:
+        return (), ""
+    if device != "cpu":
+        return (), "stages of a pipeline are CPU processes so far."
+    x = trial.inputs(batch)
+    try:
+        graph = trace(trial.module, x)
+        check_layers(graph, Pipeline(), 2)
+    except (NotDistributable, UsageError) as problem:
+        return (), str(problem)
+    names = [str(node.target) for node in graph.inputs]
+    meter, found = LayerMeter(graph), []
+    for pieces in _PIECES:
+        if pieces <= size:
+            given = trial.arguments(names, rows(x, 0, -(-size // pieces)))
+            found.append(LayerTable(pieces, tuple(meter.measure(given))))
+    return tuple(found), ""

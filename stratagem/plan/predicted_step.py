@@ -1,0 +1,140 @@
+"""A predicted step, and what every configuration has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stratagem.plan.configuration import Configuration
+from stratagem.plan.formulas import Calibration, between, sampled
+from stratagem.plan.hardware import Hardware, say_seconds
+from stratagem.plan.memory import device_memory
+from stratagem.plan.profile import Profile
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a configuration does; `parts` are the seconds of a step, and add up to it."""
+
+    configuration: Configuration
+    #: seconds in which every counted replica has handed in once
+    step: float
+    #: examples a second
+    rate: float
+    #: to one device, and what is left of it for each replica
+    speedup: float
+    #: updates of the parameters a second
+    updates: float
+    parts: Mapping[str, float]
+    #: what most of the step is spent on
+    limit: str
+    #: where `step` lies for certain: asynchronous workers stay out of each other's way, or in it,
+    #: as chance has it
+    within: tuple[float, float]
+    #: bytes that each device holds, and may hold; None where that is not known
+    memory: float | None = None
+    room: float | None = None
+    #: the share of the time in which the stages of a pipeline wait
+    bubble: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices have the memory for it, as far as that is known."""
+        return self.memory is None or self.room is None or self.memory <= self.room
+
+    @property
+    def efficiency(self) -> float:
+        return self.speedup / self.configuration.replicas
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "configuration": self.configuration.to_json(),
+            "name": str(self.configuration),
+            "replicas": self.configuration.replicas,
+            "step_s": self.step,
+            "examples_per_s": self.rate,
+            "speedup": self.speedup,
+            "efficiency": self.efficiency,
+            "updates_per_s": self.updates,
+            "parts_s": dict(self.parts),
+            "limit": self.limit,
+            "step_within_s": list(self.within),
+            "memory_bytes": self.memory,
+            "room_bytes": self.room,
+            "fits": self.fits,
+            "bubble": self.bubble,
+        }
+
+
+class PredictedStep:
+    """What every configuration has in common: computing, and waiting for stragglers."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        hardware: Hardware,
+        configuration: Configuration,
+        calibration: Calibration,
+    ) -> None:
+        self.profile, self.hw = profile, hardware
+        self.cfg, self.cal = configuration, calibration
+        self.on_cpu = profile.device == "cpu"
+        self.scale = self._crowded() / profile.compute if profile.compute > 0 else 1.0
+        self.link = hardware.link * calibration.goodput
+        #: bytes of one worker's gradient, and of the values that it fetches for the next
+        self.pushes = profile.travels(1, configuration.travelling)
+        self.pulls = profile.travels(configuration.replicas, configuration.travelling)
+        self.forward = profile.forward * self.scale
+        self.compute = profile.compute * self.scale
+
+    def _crowded(self) -> float:
+        """Forward and backward while the other replicas of the host compute, too."""
+        profile, here = self.profile, self.cfg.per_host
+        if not self.on_cpu or here == 1:
+            return profile.compute
+        known = dict(profile.crowd)
+        if known:  # among others nobody is faster than alone: that was the machine's unrest
+            seen = between(here, {1: profile.compute, **known}, self.hw.cores)
+            return max(seen, profile.compute)
+        cores = self.hw.cores
+        alone = profile.with_threads(max(1, cores // here)) * max(1.0, here / cores)
+        return alone * (1 + self.cal.contention * (min(here, cores) - 1))
+
+    def waiting(self) -> float:
+        """How much longer than usual the last replica that counts takes."""
+        spread, n = self.profile.spread, self.cfg.replicas
+        factor = sampled(self.cfg.counted, n, spread)
+        if self.on_cpu and self.cfg.hosts == 1 and self.profile.crowd:
+            factor /= sampled(n, n, spread)  # the slowest of all is in what was measured
+        return self.compute * max(0.0, factor - 1)
+
+    def prediction(
+        self, parts: dict[str, float], within: tuple[float, float] | None = None
+    ) -> Prediction:
+        """Return the prediction for a step of these parts."""
+        cfg, step = self.cfg, sum(parts.values())
+        rate = cfg.counted * self.profile.batch / max(step, 1e-12)
+        single = self.profile.batch / max(self.profile.compute + self.profile.optimizer, 1e-12)
+        return Prediction(
+            cfg,
+            step,
+            rate,
+            rate / single,
+            (cfg.replicas if cfg.asynchronous else 1) / max(step, 1e-12),
+            parts,
+            max(parts, key=lambda name: parts[name]),
+            within or (step, step),
+            device_memory(self.profile, cfg),
+            self.hw.room(cfg.per_host, self.profile.device),
+        )
+
+    def _latency(self) -> str:
+        return f"latency between hosts ({say_seconds(self.hw.latency)})"
+
+    @property
+    def crowding(self) -> float:
+        """How much slower memory is with all replicas of a host at work."""
+        if self.profile.crowd and self.profile.compute > 0:
+            return max(1.0, self._crowded() / (self.profile.single_thread or self.profile.compute))
+        return 1 + self.cal.contention * (min(self.cfg.per_host, self.hw.cores) - 1)

@@ -1,0 +1,154 @@
+"""Predict a step of a pipeline: measured layers, cut as the strategy cuts them, in its schedule.
+
+Layers are measured one after another, for microbatches of several sizes; what one device takes for
+all of them together says how long that is. So small microbatches cost what they were seen to cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+
+from stratagem.errors import UsageError
+from stratagem.plan.predicted_step import PredictedStep, Prediction
+from stratagem.plan.profile import LayerTable
+from stratagem.rules.layer_split import LayerCost, split_layers
+from stratagem.rules.schedules import SCHEDULES, Op, kept
+from stratagem.rules.timeline import HandOver, Timeline, timeline
+
+
+class StagedStep(PredictedStep):
+    """Devices that have some of the layers each."""
+
+    def staged(self) -> Prediction:
+        """As many examples a step as mirrored replicas on as many devices would take."""
+        line, busiest = self.line, max(self.line.busy)
+        over = self._handing * 2 * self.cfg.microbatches * self.cfg.parts
+        parts = {
+            "compute": busiest - over,
+            "bubble": line.seconds - busiest,
+            "handing over": over,
+            "optimizer": self.profile.optimizer * self.crowding * self._largest,
+            "overhead": self.cal.step,
+        }
+        found = self.prediction(parts)
+        return replace(found, memory=max(self.memories, default=None), bubble=line.bubble)
+
+    @cached_property
+    def table(self) -> LayerTable:
+        """The layers for microbatches of this size."""
+        pieces = max(1, round(self.cfg.microbatches / self.cfg.replicas))
+        for table in self.profile.layers:
+            if table.pieces == pieces:
+                return table
+        raise UsageError(
+            f"{self.cfg.microbatches} microbatches on {self.cfg.replicas} stages were not measured;"
+            f" plan {self._measured()}."
+        )
+
+    def _measured(self) -> str:
+        counts = [str(table.pieces * self.cfg.replicas) for table in self.profile.layers]
+        return f"one of {', '.join(counts)}" if counts else "another strategy"
+
+    @cached_property
+    def stages(self) -> list[Sequence[LayerCost]]:
+        """The layers of each part: where they fit, if they do so anywhere."""
+        costs, parts = self.table.costs, self.cfg.replicas * self.cfg.parts
+        room = self.hw.room(self.cfg.per_host, self.profile.device)
+        limits = [None if room is None else room / self.cfg.parts, None]
+        sized = [self._sized(cost) for cost in costs]
+        held = self._kept_by_part()
+        firsts = next(
+            (f for limit in limits if (f := split_layers(sized, parts, held, limit))), None
+        )
+        if firsts is None:
+            raise UsageError(f"{len(costs)} layers cannot be cut into {parts} stages; plan fewer.")
+        return [costs[i:j] for i, j in pairwise([*firsts, len(costs)])]
+
+    def _sized(self, cost: LayerCost) -> LayerCost:
+        """With the bytes that this optimizer and this model were seen to hold."""
+        return replace(
+            cost,
+            fixed=round(cost.fixed * self._fixed),
+            activation=round(cost.activation * self._activation),
+        )
+
+    def _kept_by_part(self) -> list[int]:
+        """Microbatches that each part keeps: a device's parts share what it keeps."""
+        n, cfg = self.cfg.replicas, self.cfg
+        schedule = SCHEDULES[cfg.schedule]
+        held = [kept(schedule(d, n, cfg.microbatches, cfg.parts)) for d in range(n)]
+        return [-(-held[part % n] // cfg.parts) for part in range(n * cfg.parts)]
+
+    @cached_property
+    def _fixed(self) -> float:
+        """Bytes held for good for each byte that a layer was said to hold."""
+        held, said = self.profile.footprint, sum(c.fixed for c in self.profile.layers[0].costs)
+        return held.fixed / said if held is not None and said else 1.0
+
+    @cached_property
+    def _activation(self) -> float:
+        """The same of activations: a tensor that two layers keep is there once."""
+        held, said = self.profile.footprint, sum(c.activation for c in self.profile.layers[0].costs)
+        return held.activations / said if held is not None and said else 1.0
+
+    @cached_property
+    def memories(self) -> list[float]:
+        """Bytes of each device."""
+        n = self.cfg.replicas
+        found = [0.0] * n
+        for part, (costs, many) in enumerate(zip(self.stages, self._kept_by_part(), strict=True)):
+            sized = [self._sized(cost) for cost in costs]
+            found[part % n] += sum(c.fixed + many * c.activation for c in sized)
+        return found
+
+    @property
+    def _largest(self) -> float:
+        """The part of the parameters that the fullest device has, and updates."""
+        n = self.cfg.replicas
+        found = [0.0] * n
+        for part, costs in enumerate(self.stages):
+            found[part % n] += sum(cost.fixed for cost in costs)
+        return max(found) / sum(found) if sum(found) else 1 / n
+
+    @cached_property
+    def _handing(self) -> float:
+        """Seconds in which an operation takes a message and posts one: two copies."""
+        if self.cfg.hosts > 1:
+            return self.cal.microbatch
+        return self.cal.microbatch + 2 * self._crossing / self.hw.local
+
+    @property
+    def _crossing(self) -> int:
+        """Bytes of a microbatch at the widest cut."""
+        return max((costs[-1].crossing for costs in self.stages[:-1]), default=0)
+
+    @cached_property
+    def line(self) -> Timeline:
+        """The real schedule, with these times."""
+        whole = sum(cost.seconds for cost in self.profile.layers[0].costs)
+        unit = self.compute / whole if whole else 0.0
+        forward = [sum(c.forward for c in costs) * unit for costs in self.stages]
+        both = [sum(c.seconds for c in costs) * unit for costs in self.stages]
+
+        def seconds(op: Op) -> float:
+            computing = forward[op.part] if op.kind == "F" else both[op.part] - forward[op.part]
+            return computing + self._handing
+
+        cfg = self.cfg
+        schedule = SCHEDULES[cfg.schedule]
+        return timeline(schedule, cfg.replicas, cfg.microbatches, cfg.parts, seconds, self._carried)
+
+    def _carried(self, op: Op) -> HandOver:
+        """Over the link, between hosts; what is copied in memory is an operation's own time."""
+        cfg = self.cfg
+        source = op.part if op.kind == "F" else op.part - 1
+        to = op.part + (1 if op.kind == "F" else -1)
+        last = cfg.replicas * cfg.parts - 1
+        if cfg.hosts == 1 or not 0 <= to <= last:
+            return HandOver()
+        if op.part % cfg.replicas // cfg.per_host == to % cfg.replicas // cfg.per_host:
+            return HandOver()
+        return HandOver(self.stages[source][-1].crossing / self.link, self.hw.latency)

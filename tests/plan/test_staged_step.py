@@ -1,0 +1,197 @@
+"""Pipelines and sharded replicas in the plan: the real schedules, what a device holds, why not."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.errors import UsageError
+from stratagem.launch.validate import fitting
+from stratagem.plan import advice, report
+from stratagem.plan.choose import choose
+from stratagem.plan.configuration import MIRRORED, PIPELINE, SHARDED, Configuration
+from stratagem.plan.cost import predict
+from stratagem.plan.hardware import Hardware
+from stratagem.plan.profile import Footprint, LayerTable, Profile
+from stratagem.rules.layer_split import LayerCost
+from tests.plan.support import IDEAL, profile
+
+MB = 1_000_000
+HOLDS = Footprint(8 * MB, 8 * MB, 16 * MB, 64 * MB)
+
+
+def layers(dearer: float = 1.0, crossing: int = 0) -> tuple[LayerTable, ...]:
+    """Eight equal layers; a microbatch of half the size takes half the time, `dearer` times."""
+
+    def cost(pieces: int, times: float) -> LayerCost:
+        seconds = 3e-3 / pieces * times
+        return LayerCost(seconds, 4 * MB, 16 * MB // pieces, crossing // pieces, seconds / 3)
+
+    tried = ((1, 1.0), (2, dearer), (4, dearer**2))
+    return tuple(LayerTable(n, tuple(cost(n, times) for _ in range(8))) for n, times in tried)
+
+
+def model(**changes: Any) -> Profile:
+    return profile(**{"layers": layers(), "footprint": HOLDS, **changes})
+
+
+def pipeline(devices: int, each: int, schedule: str = "1f1b") -> Configuration:
+    return Configuration(PIPELINE, per_host=devices, microbatches=each * devices, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("devices", "each"), [(2, 1), (2, 2), (4, 2), (2, 4)])
+def test_equal_stages_take_what_the_bubble_says(devices: int, each: int, schedule: str) -> None:
+    """As many examples as so many replicas have, so S times the compute of one, over S."""
+    cfg = pipeline(devices, each, schedule)
+    cal = replace(IDEAL, microbatch=0.0)
+    found = predict(model(optimizer=0.0), Hardware(cores=8, local=1e15), cfg, cal)
+    many, parts = cfg.microbatches, cfg.parts
+    limit = (parts * many + devices - 1) / (parts * many)
+    assert found.step == pytest.approx(0.03 * limit)
+    assert found.bubble == pytest.approx(1 - 1 / limit)
+    assert sum(found.parts.values()) == pytest.approx(found.step)
+
+
+def test_small_microbatches_cost_what_they_were_seen_to_cost() -> None:
+    cal = replace(IDEAL, microbatch=0.0)
+    two, four = (
+        predict(model(layers=layers(dearer=2.0), optimizer=0.0), Hardware(cores=8), cfg, cal)
+        for cfg in (pipeline(2, 1), pipeline(2, 2))
+    )
+    assert two.step == pytest.approx(0.03 * 3 / 2) and four.step == pytest.approx(0.06 * 5 / 4)
+
+
+def test_a_stage_holds_its_layers_and_the_microbatches_that_it_keeps() -> None:
+    """1F1B keeps two on the first of two stages, GPipe all; each has half of everything else."""
+    held = {
+        name: predict(model(), Hardware(cores=2), pipeline(2, 2, name)).memory
+        for name in ("1f1b", "gpipe")
+    }
+    assert held["1f1b"] == pytest.approx(16 * MB + 2 * 16 * MB)
+    assert held["gpipe"] == pytest.approx(16 * MB + 4 * 16 * MB)
+
+
+def test_what_replicas_hold() -> None:
+    def memory(cfg: Configuration, **changes: Any) -> float | None:
+        return predict(model(**changes), Hardware(cores=2), cfg).memory
+
+    assert memory(Configuration()) == 96 * MB
+    # parameters, the sum and states are shared by two; each has its gradients
+    assert memory(Configuration(MIRRORED, per_host=2)) == (16 + 8 + 64) * MB
+    assert memory(Configuration(SHARDED, per_host=2)) == (16 + 64 + 8) * MB
+    # gathered layer by layer, of which each has an eighth, and its gradient
+    assert memory(Configuration(SHARDED, per_host=2), device="cuda") == (16 + 64 + 2) * MB
+    assert memory(Configuration(MIRRORED, per_host=2), device="cuda") == 96 * MB
+    assert memory(Configuration(), footprint=None) is None
+
+
+def test_a_model_that_does_not_fit_is_told_what_does() -> None:
+    plan = choose(model(), Hardware(cores=2, per_host=2, memory=60e6), most=2)
+    best = plan.recommendation
+    assert not plan.one.fits and best.fits and best.configuration.strategy == PIPELINE
+    said = advice.sentence(plan)
+    assert said.startswith("One device does not hold it: 96 MB, and there are 60 MB. Take Pipeline")
+    assert "stages" in said and " on each" in said
+    shown = report.text(plan, width=140)
+    assert "does not fit into 60 MB" in shown and "bubble" in shown
+
+
+def test_where_nothing_fits_the_nearest_is_named() -> None:
+    plan = choose(model(), Hardware(cores=2, per_host=2, memory=1e6), most=2)
+    said = advice.sentence(plan)
+    assert "Nothing that was tried fits either" in said and "take more devices" in said
+    assert not plan.recommendation.fits and report.text(plan)
+
+
+def test_where_it_fits_memory_changes_nothing() -> None:
+    wide = choose(model(), Hardware(cores=2, per_host=2, memory=1e12), most=2)
+    unknown = choose(model(), Hardware(cores=2, per_host=2), most=2)
+    assert wide.recommendation.configuration == unknown.recommendation.configuration
+
+
+def test_replicas_of_a_machine_share_its_memory() -> None:
+    machine = Hardware(cores=2, per_host=2, host_memory=100e6)
+    assert predict(model(), machine, Configuration()).fits
+    assert not predict(model(), machine, Configuration(MIRRORED, per_host=2)).fits
+
+
+@pytest.mark.parametrize("limit", [60e6, None])
+def test_the_code_of_every_row_is_python_that_the_strategy_takes(limit: float | None) -> None:
+    plan = choose(model(), Hardware(cores=2, per_host=2, memory=limit), most=2)
+    ast.parse(advice.code(plan))
+    for each in plan.predictions:
+        line = advice._constructor(each.configuration, "cpu", 2)
+        name = ast.parse(line).body[0].value.func.attr  # type: ignore[attr-defined]
+        assert name == each.configuration.strategy
+        if name in (PIPELINE, SHARDED):
+            eval(line, {"sg": sg}).close()
+
+
+def test_every_schedule_is_validated() -> None:
+    plan = choose(model(), Hardware(cores=2, per_host=2), most=2)
+    found = {(cfg.strategy, cfg.schedule) for cfg in fitting(plan)}
+    assert {(PIPELINE, name) for name in ("gpipe", "1f1b", "interleaved")} <= found
+    assert (SHARDED, "") in found
+
+
+def test_a_plan_is_read_back_with_its_layers() -> None:
+    plan = choose(model(unsharded="not this one"), Hardware(per_host=2, memory=1e9), most=2)
+    measured, machine = report.from_json(report.dumps(plan))
+    assert measured == plan.profile and machine == plan.hardware
+    assert not any(cfg.strategy == SHARDED for cfg in plan.tried)
+    assert "not this one" in report.text(plan)
+
+
+def test_what_was_not_measured_is_not_guessed() -> None:
+    with pytest.raises(UsageError, match="one of 2, 4, 8"):
+        predict(model(), Hardware(), pipeline(2, 3))
+    with pytest.raises(UsageError, match="microbatches and a schedule"):
+        Configuration(PIPELINE, per_host=2)
+
+
+def small() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
+    )
+
+
+@pytest.mark.timeout(60)
+def test_layers_and_bytes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.05)
+    monkeypatch.setattr("stratagem.plan.measure.counts", list)
+    net = small()
+    count = sum(p.numel() for p in net.parameters())
+    model = sg.Model(net)
+    model.compile("adam", "cross_entropy")
+    made = sg.plan(model, (torch.randn(8, 8), torch.randint(0, 2, (8,))), hosts=1)
+    held = made.plan.profile.footprint
+    assert held is not None and held.parameters == held.gradients == 4 * count
+    assert held.states == 2 * 4 * count + 4 * 6  # two moments, and a step for each parameter
+    # inputs of the three layers, what relu and tanh made (the same tensors), log softmax
+    assert 4 * 8 * (8 + 16 + 16 + 2) <= held.activations <= 4 * 8 * (8 + 16 + 16 + 4) + 200
+    tables = made.plan.profile.layers
+    assert [table.pieces for table in tables] == [1, 2, 4] and not made.plan.profile.unpiped
+    assert all(0 < c.forward < c.seconds for table in tables for c in table.costs)
+    assert tables[0].costs[0].activation == 2 * tables[1].costs[0].activation
+    assert {PIPELINE, SHARDED} <= {
+        cfg.strategy for cfg in choose(made.plan.profile, Hardware(per_host=2)).tried
+    }
+
+
+@pytest.mark.timeout(60)
+def test_a_model_that_cannot_be_split_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.05)
+    monkeypatch.setattr("stratagem.plan.measure.counts", list)
+    model = sg.Model(nn.Sequential(small(), nn.BatchNorm1d(2)))
+    model.compile("adam", "cross_entropy")
+    made = sg.plan(model, (torch.randn(8, 8), torch.randint(0, 2, (8,))), hosts=1)
+    assert "BatchNorm" in made.plan.profile.unpiped and not made.plan.profile.layers
+    assert not any(cfg.strategy == PIPELINE for cfg in made.plan.tried)
+    assert "use GroupNorm" in " ".join(report.text(made.plan, width=200).split())

@@ -1,0 +1,98 @@
+"""The time line of a schedule: real orders, any times."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.rules.schedules import SCHEDULES, Op, bubble, gpipe, one_f_one_b, run, waves
+from stratagem.rules.timeline import HandOver, Timeline, by_part, draw, timeline
+
+PARTS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+times = st.floats(0.01, 5.0)
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 9))
+def test_equal_times_are_the_steps_of_the_schedule(name: str, devices: int, count: int) -> None:
+    parts = PARTS[name]
+    line = timeline(SCHEDULES[name], devices, count, parts, lambda op: 1.0)
+    assert line.seconds == len(run(SCHEDULES[name], devices, count, parts)[0])
+    if count % devices == 0 or parts == 1:
+        assert line.bubble == pytest.approx(bubble(devices, count, parts))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, int, int, dict[Op, float], dict[Op, HandOver]]:
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    devices, count = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    ops = [op for d in range(devices) for op in SCHEDULES[name](d, devices, count, PARTS[name])]
+    seconds = {op: draw(times) for op in ops}
+    return name, devices, count, seconds, {op: HandOver(draw(times), draw(times)) for op in ops}
+
+
+def made(case: tuple[str, int, int, dict[Op, float], dict[Op, HandOver]], slow: float) -> Timeline:
+    name, devices, count, seconds, links = case
+
+    def over(op: Op) -> HandOver:
+        return HandOver(slow * links[op].busy, slow * links[op].late)
+
+    return timeline(SCHEDULES[name], devices, count, PARTS[name], seconds.__getitem__, over)
+
+
+@given(cases())
+def test_nothing_begins_before_what_it_needs(
+    case: tuple[str, int, int, dict[Op, float], dict[Op, HandOver]],
+) -> None:
+    name, devices, _, seconds, links = case
+    line = made(case, 1.0)
+    end = {span.op: span.end for span in line.spans}
+    assert end.keys() == seconds.keys() and len(line.spans) == len(end)
+    last = devices * PARTS[name] - 1
+    for span in line.spans:
+        kind, part, m = span.op
+        before = Op(kind, part - 1 if kind == "F" else part + 1, m)
+        if 0 <= before.part <= last:
+            way = 0.0 if devices == 1 else links[before].busy + links[before].late
+            assert span.begin >= end[before] + way - 1e-9
+        assert kind == "F" or span.begin >= end[Op("F", part, m)]
+        assert span.end - span.begin == pytest.approx(seconds[span.op])
+    for device in range(devices):
+        own = [span for span in line.spans if span.device == device]
+        assert all(a.end <= b.begin + 1e-9 for a, b in itertools.pairwise(own))
+
+
+@given(cases(), st.floats(1.0, 9.0))
+def test_a_slower_link_is_never_faster(
+    case: tuple[str, int, int, dict[Op, float], dict[Op, HandOver]], slow: float
+) -> None:
+    assert made(case, slow).seconds >= made(case, 1.0).seconds - 1e-9
+    assert made(case, 0.0).seconds >= max(made(case, 0.0).busy) - 1e-9
+
+
+def test_messages_on_a_link_go_one_behind_the_other() -> None:
+    """Forward takes 1, a message 3: the second one waits for the first, and latency does not."""
+    line = timeline(gpipe, 2, 2, 1, lambda op: 1.0, lambda op: HandOver(3.0, 0.5))
+    begin = {span.op: span.begin for span in line.spans}
+    assert begin[Op("F", 1, 0)] == 4.5 and begin[Op("F", 1, 1)] == 7.5
+
+
+def test_a_long_backward_is_drawn_longer() -> None:
+    line = timeline(one_f_one_b, 2, 3, 1, by_part([(1.0, 2.0)] * 2))
+    assert draw(line, 36).splitlines() == [
+        "device 0  F0-F1-......B0====F2-B1====...B2====",
+        "device 1  ...F0-B0====F1-B1====F2-B2====......",
+    ]
+    assert line.seconds == 12.0 and line.bubble == 0.25 and line.busy == (9.0, 9.0)
+
+
+def test_waves_go_there_and_back() -> None:
+    line = timeline(waves, 3, 4, 1, lambda op: 1.0)
+    assert line.seconds == 2 * (4 + 3 - 1)
+
+
+def test_a_schedule_that_stops_says_so() -> None:
+    with pytest.raises(RuntimeError, match="nobody can go on"):
+        timeline(lambda d, *_: iter([Op("B", d, 0)]), 2, 1, 1, lambda op: 1.0)
