@@ -7,7 +7,6 @@ microbatches need not be of one size. Each device steps the optimizer on its own
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Sequence
@@ -38,12 +37,10 @@ from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline, Settings
 from stratagem.training.stage import Stage, StageChannels
 from stratagem.training.stage_parts import cut, tensors_of
-from stratagem.training.stage_plan import StagePlan, check_layers, make_plan
+from stratagem.training.stage_plan import StagePlan, check_layers, make_plan, say_plan
+from stratagem.training.tied_gradients import TiedGradients, devices_of
 from stratagem.wire.shared_memory import SharedMemoryCollective
-from stratagem.wire.slots import SlotChannel, channel_words
 from stratagem.wire.tree import broadcast_tree, gather_tree
-
-log = logging.getLogger("stratagem")
 
 #: rows on which it is tried that the layers are the model
 _TRIED = 5
@@ -120,7 +117,7 @@ class Staged(OneDevice):
         assert isinstance(replica.collective, SharedMemoryCollective) and settings.pipeline
         self._collective, self._pipeline = replica.collective, settings.pipeline
         self._schedule = SCHEDULES[self._pipeline.schedule]
-        self._shared = SharedTensors(module, self._collective)
+        self._shared = SharedTensors([*module.parameters(), *module.buffers()], self._collective)
         self._stage: Stage | ColumnStage | None = None
         self._state: OwnedState | None = None
         self._owned: list[nn.Parameter] = []
@@ -131,7 +128,7 @@ class Staged(OneDevice):
 
     def _begin(self, portion: Portion) -> Stage | ColumnStage:
         """Trace, measure and split, with the first batch at hand. Collective."""
-        count, rank = self.replica.count, self.replica.index
+        rank = self.replica.index
         graph = trace(self.module, portion.x)
         self._inputs = [str(node.target) for node in graph.inputs]
         split = self._in_columns if self._pipeline.columns is not None else self._in_parts
@@ -139,14 +136,11 @@ class Staged(OneDevice):
         judged = getattr(self.recipe.loss, "function", None)
         if isinstance(judged, nn.Module):  # it may have parameters that are the model's, too
             users[self._last_device] |= {*judged.parameters(), *judged.buffers()}
-        used: dict[Tensor, list[int]] = {}
-        for device in range(count):
-            for tensor in users[device]:
-                used.setdefault(tensor, []).append(device)
+        used = devices_of(users)
         self._has_last = self._last_device == rank
         self._owned = [p for p in self._params if used.get(p, [0])[0] == rank]
         self._owned_tensors = [t for t, devices in used.items() if devices[0] == rank]
-        self._tie(used)
+        self._ties = TiedGradients(self._collective, self._params, used)
         self._state = OwnedState(self.optimizer, set(self._owned), leads=self.replica.leads)
         self._tell_state()
         return stage
@@ -196,28 +190,9 @@ class Staged(OneDevice):
             plan, table = make_plan(
                 graph, self._pipeline, self.replica.count, portion.total, inputs
             )
-        level = logging.WARNING if self._pipeline.split is None else logging.INFO
-        log.log(
-            level,
-            "a pipeline of %d microbatches a batch; of one microbatch:\n%s",
-            plan.microbatches,
-            table,
-        )
+        say_plan(self._pipeline, plan, table)
         _plans[self.module] = (key, plan)
         return plan
-
-    def _tie(self, used: dict[Tensor, list[int]]) -> None:
-        """Channels for gradients of parameters that several devices use, each to its owner."""
-        tied = [(p, used[p]) for p in self._params if len(used.get(p, ())) > 1]
-        pairs = sorted({(user, users[0]) for _, users in tied for user in users[1:]})
-        size = channel_words(2)
-        words = self._collective.table(max(len(pairs), 1) * size, torch.int64, rows=1).words()[0]
-        self._ties: list[tuple[SlotChannel, list[Tensor]]] = []
-        for i, (user, owner) in enumerate(pairs):
-            theirs = [p for p, users in tied if users[0] == owner and user in users]
-            if self.replica.index in (user, owner):
-                block = words[i * size : (i + 1) * size]
-                self._ties.append((SlotChannel(self._collective, block, user, owner, 2), theirs))
 
     # --- one step ---------------------------------------------------------------------------
 
@@ -242,7 +217,7 @@ class Staged(OneDevice):
         if apply:
             self._waiting = 0
             self.before_commit()
-            self._send_tied()
+            self._ties.send()
             self._check_owned()
         self._finish(portion, batch, apply=apply)
 
@@ -288,22 +263,6 @@ class Staged(OneDevice):
             for told in everybody[1:]:
                 if told is not None:
                     self._state.learn(told)
-
-    def _send_tied(self) -> None:
-        """Add up the gradients of parameters that several devices use, where they are owned."""
-        rank = self.replica.index
-        for channel, params in self._ties:
-            if channel.sender == rank:
-                channel.post([p.grad for p in params])
-                for param in params:
-                    param.grad = None
-        for channel, params in self._ties:
-            if channel.receiver == rank:
-                for param, gradient in zip(params, channel.take(), strict=True):
-                    if gradient is not None:
-                        gradient = gradient.clone()
-                        param.grad = gradient if param.grad is None else param.grad + gradient
-                channel.release()
 
     def _square(self) -> float:
         found = [p.grad.double().square().sum() for p in self._owned if p.grad is not None]

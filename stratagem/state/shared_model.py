@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable
@@ -23,12 +23,12 @@ from stratagem.wire.shared_memory import SharedMemoryCollective
 
 
 class SharedTensors:
-    """Parameters and buffers of a module, the first process' values. Made collectively."""
+    """Parameters, buffers and the like, the first process' values. Made collectively."""
 
-    def __init__(self, module: nn.Module, collective: SharedMemoryCollective) -> None:
+    def __init__(self, given: Iterable[Tensor], collective: SharedMemoryCollective) -> None:
         self._collective = collective
         self._leads = collective.rank == 0
-        tensors = list(dict.fromkeys([*module.parameters(), *module.buffers()]))
+        tensors = list(dict.fromkeys(given))
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_type.setdefault(tensor.dtype, []).append(tensor)

@@ -3,6 +3,7 @@ and with which layers stages begin. Measured on the first batch, or as the user 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from stratagem.training.layer_costs import LayerMeter
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage_parts import cut
+
+log = logging.getLogger("stratagem")
 
 #: inputs of the first rows of a batch, as many as one microbatch of so many has
 RowsOf = Callable[[int], Sequence[Any]]
@@ -87,6 +90,17 @@ def make_plan(
             f"{(pipeline.memory or 0) / 1e6:.0f} MB each; name more devices, or allow more memory."
         )
     return best[1], _table(graph, best[1], devices, best[2])
+
+
+def say_plan(pipeline: Pipeline, plan: StagePlan, table: str) -> None:
+    """Print the split; only a user who has not named it has to see it."""
+    level = logging.WARNING if pipeline.split is None else logging.INFO
+    log.log(
+        level,
+        "a pipeline of %d microbatches a batch; of one microbatch:\n%s",
+        plan.microbatches,
+        table,
+    )
 
 
 def _candidates(asked: int | None, devices: int, rows: int) -> list[int]:

@@ -218,6 +218,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 OF_KERAS: dict[str, Callable[[], Any]] = {
     "Layer": keras_model,
     "Model": keras_model,
+    "Functional": lambda: keras_model()._functional,
     "CompileMetrics": lambda: keras_model()._compile_metrics,
     "Evaluated": lambda: inspect.getsource(keras.Model.fit),
     "MeanMetric": lambda: keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error),

@@ -139,15 +139,10 @@ def test_a_cluster_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         sg.PipelineStrategy(cpus(2))
 
 
-def test_custom_loops_and_keras_models() -> None:
+def test_custom_loops() -> None:
     strategy = sg.PipelineStrategy(cpus(2))
     with pytest.raises(sg.NotDistributable, match=r"does not leave to it; use sg\.Model"):
         strategy.prepare(mlp(), torch.optim.SGD(mlp().parameters()))
-    keras = pytest.importorskip("keras")
-    with strategy.scope():
-        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(4)])
-        with pytest.raises(sg.NotDistributable, match="this is a Keras model"):
-            model.compile(optimizer="sgd", loss="mse")
     strategy.close()
 
 

@@ -185,6 +185,8 @@ class FollowerModel:
     number: int
     model: Any
     settings: Settings
+    #: what makes its steps of the model
+    steps: Any = None
     config: dict[str, Any] = field(default_factory=_config)
     gone: list[int] = field(default_factory=lambda: list(_gone))
 

@@ -192,6 +192,8 @@ class OnReplicas:
     """The chief's side of a model on replicas."""
 
     plays = STEPS
+    #: what every replica does
+    form: type[ReplicaSteps] = ReplicaSteps
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -240,13 +242,14 @@ class OnReplicas:
         if not known:
             if self.steps is not None:
                 self.steps.close()
-            self.steps = ReplicaSteps(model, replica, driver.strategy.settings)
+            self.steps = self.form(model, replica, driver.strategy.settings)
             self._mark, self._names, self.is_open = mark, {}, False
             self._whole = bool(model.built) and alone
             self.adapter.mark()
             self.adapter.attributes = Attributes(model)
             driver.schedule = CheckSchedule(model)
-        return FollowerModel(driver.number, None if known else model, driver.strategy.settings)
+        sent, settings = None if known else model, driver.strategy.settings
+        return FollowerModel(driver.number, sent, settings, self.form)
 
     def lead(self, call: Call) -> Any:
         """In the chief, with all replicas listening."""
@@ -388,5 +391,5 @@ def _seated(seat: FollowerModel | None, replica: Replica) -> ReplicaSteps:
         if number in known:
             known.pop(number).close()
     if seat.model is not None:
-        known[seat.number] = ReplicaSteps(seat.unpacked(), replica, seat.settings)
+        known[seat.number] = seat.steps(seat.unpacked(), replica, seat.settings)
     return known[seat.number]

@@ -129,16 +129,12 @@ def _wrap_compile(keras: Any) -> None:
 
 
 def _distribute(model: Any, strategy: Strategy) -> None:
-    if strategy.settings.pipeline is not None:
-        raise NotDistributable(
-            "a pipeline splits torch modules, and this is a Keras model; give sg.Model a torch "
-            "module of the same layers, or use a MirroredStrategy."
-        )
     from stratagem.frontends.keras.driver import Driver
     from stratagem.frontends.keras.elastic_replicas import ElasticReplicas
     from stratagem.frontends.keras.evaluator import EvaluatorDriver
     from stratagem.frontends.keras.on_replicas import OnReplicas
     from stratagem.frontends.keras.on_servers import OnServers
+    from stratagem.frontends.keras.on_stages import OnStages
 
     if strategy.settings.sharded and strategy.num_replicas_in_sync > 1:
         raise NotDistributable(
@@ -150,6 +146,7 @@ def _distribute(model: Any, strategy: Strategy) -> None:
         EvaluatorDriver(model, strategy, OnReplicas).lay_over()
     else:
         mirrored = ElasticReplicas if strategy.settings.elastic else OnReplicas
+        mirrored = OnStages if strategy.settings.pipeline is not None else mirrored
         side = mirrored if strategy.settings.served is None else OnServers
         Driver(model, strategy, side).lay_over()
 

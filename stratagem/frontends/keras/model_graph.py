@@ -1,0 +1,217 @@
+"""A functional or Sequential Keras model as a row of layers, by its own graph of calls.
+
+Models inside of a model are gone into. A value between two calls is a list of [tensor, mask], so
+that masks, which Keras keeps as an attribute of a tensor, go from stage to stage as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor, fx, nn
+
+from stratagem.compat.keras_names import Functional
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.training.layer_graph import Layer, LayerGraph
+
+#: where a value of a call comes from: a node of the graph, and which of its results; None: the
+#: node is an input of the model
+Source = tuple[fx.Node, int | None]
+
+
+class _CallContext(keras.Layer):  # type: ignore[misc]
+    """Stands for the model around a layer: what is inside of a layer asks it whether it trains."""
+
+    def __init__(self) -> None:
+        super().__init__(name="stage")
+        self.built = True
+
+    def call(self, run: Any = None, training: Any = None) -> Any:
+        return run()
+
+
+class OperationCall(nn.Module):
+    """One call of a layer or operation, as it stands in the model."""
+
+    def __init__(self, node: Any, feeds: Sequence[tuple[int, int | None]], training: bool) -> None:
+        super().__init__()
+        self.operation = node.operation
+        if isinstance(self.operation, keras.Layer):
+            self.operation._track_variables()  # torch does not know those of a copy yet
+        self._node, self._feeds, self._training = node, feeds, training
+        self._context = [_CallContext()]  # in a list: it is none of the model's layers
+        self._seeds = seeds_of(self.operation)
+
+    def forward(self, *values: Any) -> list[Any]:
+        known = {}
+        for tensor, (place, index) in zip(self._node.input_tensors, self._feeds, strict=True):
+            known[id(tensor)] = values[place] if index is None else unpacked(values[place][index])
+        args, kwargs = self._node.arguments.fill_in(known)
+        self._draw()
+        (context,) = self._context
+        found = context(run=lambda: self.operation(*args, **kwargs), training=self._training)
+        return [packed(each) for each in keras.tree.flatten(found)]
+
+    def _draw(self) -> None:
+        """Keras layers draw by seeds of their own; they follow torch's, which a stage sets."""
+        with torch.no_grad():
+            for state in self._seeds:
+                state.value[0] = int(torch.randint(2**31 - 1, ()))
+                state.value[1] = 0
+
+
+def seeds_of(operation: Any) -> list[Any]:
+    """The variables in which the random generators of a layer count."""
+    if not isinstance(operation, keras.Layer):
+        return []
+    known = {id(v) for v in operation.weights}
+    rest = [v for v in operation.non_trainable_variables if id(v) not in known]
+    return [v for v in rest if "seed" in v.path]
+
+
+def packed(value: Any) -> list[Any]:
+    return [value, getattr(value, "_keras_mask", None)]
+
+
+def unpacked(pair: Sequence[Any]) -> Any:
+    value, mask = pair
+    if mask is not None:
+        value._keras_mask = mask
+    return value
+
+
+def graph_of(model: Any) -> Any:
+    """The graph of a model's calls, None if they are known only when it runs."""
+    sequential = isinstance(model, keras.Sequential)
+    found = getattr(model, "_functional", None) if sequential else model
+    plain = type(model).call is (keras.Sequential.call if sequential else Functional.call)
+    return found if plain and isinstance(found, Functional) else None
+
+
+def functional(model: Any) -> Any:
+    """The graph of a model's calls; refused for a model that has none, or more than that."""
+    found = graph_of(model)
+    if found is None:
+        raise NotDistributable(
+            f"{model.name!r} ({type(model).__name__}) has a call of its own, or layers whose "
+            "shapes are not known beforehand, and a pipeline cuts a model between the calls of "
+            "its graph; make it a keras.Sequential or a functional model (keras.Model(inputs, "
+            "outputs)), or use a MirroredStrategy."
+        )
+    return found
+
+
+def model_inputs(model: Any, x: Any) -> list[Tensor]:
+    """A batch as the model's graph takes it."""
+    found: list[Tensor] = functional(model)._standardize_inputs(x)
+    if any(each is None for each in found):
+        raise NotDistributable(
+            f"{model.name!r} is given None for an optional input, which is not cut into "
+            "microbatches; give all inputs, or use a MirroredStrategy."
+        )
+    return found
+
+
+def model_output(model: Any, found: Sequence[Any]) -> Any:
+    """What the model returns, of its graph's outputs."""
+    outputs = [unpacked(each) for each in found]
+    tree = keras.tree.pack_sequence_as(functional(model)._outputs_struct, outputs)
+    several = isinstance(tree, list | tuple) and len(tree) > 1
+    return tree if several or isinstance(tree, dict) else keras.tree.flatten(tree)[0]
+
+
+def layer_graph(model: Any) -> LayerGraph:
+    """The layers of a built model; its output is a list of [tensor, mask]."""
+    return _Walk(model).finish()
+
+
+class _Walk:
+    """Goes through a model's calls, and writes them down as an fx graph."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._graph, self._root = model, fx.Graph(), nn.Module()
+        self._layers: list[Layer] = []
+        self._waiting: list[fx.Node] = []
+        top = functional(model)
+        self._inputs = [self._graph.placeholder(f"x{i}") for i in range(len(top.inputs))]
+        self._outputs = self._calls(top, [(each, None) for each in self._inputs], (), True)
+
+    def finish(self) -> LayerGraph:
+        if not self._layers:
+            raise UsageError(f"{self._model.name!r} has no layer that a pipeline could cut.")
+        pick = [self._picked(source) for source in self._outputs]
+        output = self._graph.output(pick)
+        return LayerGraph(self._root, self._graph, self._inputs, self._layers, output)
+
+    def _calls(
+        self, model: Any, inputs: list[Source], inside: tuple[str, ...], training: bool
+    ) -> list[Source]:
+        """Every call of one model; returns where its outputs come from."""
+        known: dict[int, Source] = {
+            id(each): at for each, at in zip(model.inputs, inputs, strict=True)
+        }
+        for depth in sorted(model._nodes_by_depth, reverse=True):
+            for node in model._nodes_by_depth[depth]:
+                if node.is_input or not all(id(each) in known for each in node.input_tensors):
+                    continue
+                given = [known[id(each)] for each in node.input_tensors]
+                made = self._call(node, given, inside, training)
+                known.update((id(each), at) for each, at in zip(node.outputs, made, strict=True))
+        return [known[id(each)] for each in model.outputs]
+
+    def _call(
+        self, node: Any, given: list[Source], inside: tuple[str, ...], training: bool
+    ) -> list[Source]:
+        operation, kwargs = node.operation, node.arguments.kwargs
+        inner = graph_of(operation) if isinstance(operation, keras.Model) else None
+        if inner is not None and set(kwargs) <= {"training"} and _fits(inner, node.input_tensors):
+            mode = kwargs.get("training")
+            path = (*inside, operation.name)
+            return self._calls(inner, given, path, training if mode is None else bool(mode))
+        sources = list(dict.fromkeys(each for each, _ in given))
+        feeds = [(sources.index(each), index) for each, index in given]
+        name = self._name("/".join((*inside, operation.name)))
+        self._root.add_module(name, OperationCall(node, feeds, training))
+        made = self._graph.call_module(name, tuple(sources))
+        stack = ["/".join(inside[: i + 1]) for i in range(len(inside))]
+        made.meta["nn_module_stack"] = {path: (path, keras.Model) for path in stack}
+        self._put(made, name, begins=isinstance(operation, keras.Layer))
+        return [(made, i) for i in range(len(node.outputs))]
+
+    def _put(self, node: fx.Node, name: str, *, begins: bool) -> None:
+        if begins:
+            self._layers.append(Layer(name, self._waiting))
+            self._waiting = []
+        (self._layers[-1].nodes if self._layers else self._waiting).append(node)
+
+    def _name(self, wanted: str) -> str:
+        """Its own, or with a number if the layer is called once more."""
+        name, count = wanted.replace(".", "_"), 1
+        while hasattr(self._root, name):
+            count += 1
+            name = f"{wanted.replace('.', '_')}:{count}"
+        return name
+
+    def _picked(self, source: Source) -> Any:
+        """An output of the model, which may be one of its inputs."""
+        node, index = source
+        if index is None:
+            return [node, None]
+        made = self._graph.call_function(_item, (node, index))
+        self._put(made, "", begins=False)
+        return made
+
+
+def _fits(inner: Any, tensors: Sequence[Any]) -> bool:
+    """Whether a model inside takes these as they are."""
+    return len(inner.inputs) == len(tensors) and all(
+        a.dtype == b.dtype and len(a.shape) == len(b.shape)
+        for a, b in zip(inner.inputs, tensors, strict=True)
+    )
+
+
+def _item(results: Sequence[Any], index: int) -> Any:
+    return results[index]

@@ -1,0 +1,329 @@
+"""A Keras model on the stages of a pipeline, with the result of one device.
+
+Every process has the model, its weights and the optimizer's slots in shared memory, and runs its
+own layers on one microbatch after another. Each steps the optimizer on its own variables. The last
+stage has the loss and the metrics. Tests and predictions need no pipeline: each process takes a
+share of the rows through the whole model, as replicas do.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends.keras.adapter import kept, own_variables, trainable
+from stratagem.frontends.keras.driver import Call
+from stratagem.frontends.keras.model_graph import functional, layer_graph
+from stratagem.frontends.keras.on_replicas import OnReplicas, ReplicaSteps
+from stratagem.frontends.keras.stage_batch import StageBatch
+from stratagem.frontends.keras.step_logs import has_own
+from stratagem.rules.schedules import SCHEDULES
+from stratagem.state.shared_model import SharedTensors
+from stratagem.state.write_tracker import WriteTracker
+from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.replica import Replica
+from stratagem.training.settings import Pipeline, Settings
+from stratagem.training.stage import Stage, StageChannels
+from stratagem.training.stage_parts import cut, tensors_of
+from stratagem.training.stage_plan import StagePlan, check_layers, make_plan, say_plan
+from stratagem.training.tied_gradients import TiedGradients, devices_of
+from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+#: settings and rows that a model was measured for
+_PlanKey = tuple[Pipeline, int, tuple[bool, ...]]
+_plans: weakref.WeakKeyDictionary[Any, tuple[_PlanKey, StagePlan]] = weakref.WeakKeyDictionary()
+
+
+class OnStages(OnReplicas):
+    """The chief's side of a model on stages."""
+
+    def start(self, call: Call) -> Any:
+        if call.trains:
+            group, settings = self._driver.strategy.replica_group, self._driver.strategy.settings
+            assert settings.pipeline is not None
+            check(self._driver.model, settings.pipeline, group.size)
+        return super().start(call)
+
+    def shares(self) -> tuple[int, bool]:
+        """Rows of one microbatch may look at each other."""
+        pipeline = self._driver.strategy.settings.pipeline
+        assert pipeline is not None
+        return (1 if pipeline.microbatches == 1 else self.adapter.replica.count), False
+
+
+class StageSteps(ReplicaSteps):
+    """What one stage does when the chief says a verb."""
+
+    def __init__(self, model: Any, replica: Replica, settings: Settings) -> None:
+        super().__init__(model, replica, settings)
+        assert settings.pipeline is not None
+        self._pipeline: Pipeline = settings.pipeline
+        self._stage: Stage | None = None
+        self._shared: SharedTensors | None = None
+        self._microbatches = 1
+
+    @property
+    def _collective(self) -> SharedMemoryCollective:
+        collective = self.adapter.replica.collective
+        assert isinstance(collective, SharedMemoryCollective)
+        return collective
+
+    def become(self, told: dict[str, Any]) -> None:
+        self.adapter.become(told)
+
+    def follow(self, changes: list[Any], trained: list[bool]) -> None:
+        self.adapter.follow(changes, trained)
+        if trained != self._trainable:
+            self._stage = None
+        self._trainable = trained
+
+    def average(self) -> None:
+        """There is one of everything; all have written to it."""
+        self._collective.barrier()
+
+    def close(self) -> None:
+        super().close()
+        self._stage = None
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    # --- coming together --------------------------------------------------------------------
+
+    def _begin(self, data: Any, total: int) -> Stage:
+        """Measure and split, with the first batch at hand. Collective."""
+        model, replica = self.adapter.model, self.adapter.replica
+        model._symbolic_build(data_batch=data)  # metrics, also where nothing is counted
+        self._trainable = trainable(model)
+        if self._shared is None:
+            self._shared = SharedTensors(_shared(model, self.adapter.tensors()), self._collective)
+        graph = layer_graph(model)
+        check(model, self._pipeline, replica.count, graph)
+        mine = None
+        if replica.leads:
+            plan = self._plan(graph, data, total)
+            mine = [plan.microbatches, list(plan.firsts)]
+        self._microbatches, firsts = broadcast_tree(self._collective, mine)
+        parts = cut(graph, firsts)
+        self._has_last = (len(parts) - 1) % replica.count == replica.index
+        users: list[set[Tensor]] = [set() for _ in range(replica.count)]
+        for part in parts:
+            users[part.index % replica.count] |= tensors_of(graph, part)
+        used, params = devices_of(users), [v.value for v in model.trainable_variables]
+        self._owned = [
+            v for v in model.trainable_variables if used.get(v.value, [0])[0] == replica.index
+        ]
+        self._ties = TiedGradients(self._collective, params, used)
+        channels = StageChannels(parts, replica.count, self._collective)
+        return Stage(graph, parts, replica.index, channels)
+
+    def _plan(self, graph: LayerGraph, data: Any, total: int) -> StagePlan:
+        model = self.adapter.model
+        known, key = _plans.get(model), (self._pipeline, total, tuple(trainable(model)))
+        if known is not None and known[0] == key:
+            return known[1]
+        own = [(tensor, tensor.detach().clone()) for tensor in own_variables(model)]
+
+        def inputs(count: int) -> list[Tensor]:
+            whole = StageBatch(model, self.adapter.replica, data, total, 1).inputs()[0]
+            return [each[:count] for each in whole]
+
+        count = self.adapter.replica.count
+        plan, table = make_plan(graph, self._pipeline, count, total, inputs)
+        with torch.no_grad():
+            for tensor, before in own:
+                tensor.copy_(before)
+        say_plan(self._pipeline, plan, table)
+        _plans[model] = (key, plan)
+        return plan
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def train(self, data: Any, total: int) -> Any:
+        adapter, replica = self.adapter, self.adapter.replica
+        adapter.mode(True)
+        first = self._stage is None
+        if self._stage is None:
+            self._stage = self._begin(data, total)
+        adapter.part.begin(total, total)
+        adapter.model.zero_grad()
+        batch = StageBatch(adapter.model, replica, data, total, self._microbatches)
+        seeds, dice = torch.randint(2**62, (batch.count,)).tolist(), torch.get_rng_state()
+        schedule = SCHEDULES[self._pipeline.schedule]
+        ops = schedule(replica.index, replica.count, batch.count, self._pipeline.parts)
+        state = WriteTracker(kept(adapter.model) if first else ())
+        self._stage.run(ops, batch.inputs(), seeds, batch.judge)
+        torch.set_rng_state(dice)
+        if first:
+            self._refuse_effects(state, batch)
+        self._ties.send()
+        self._check_owned()
+        self._finish(batch, total)
+        self._figures.step(replica.share.examples)
+        return adapter.own("get_metrics_result")()
+
+    def _finish(self, batch: StageBatch, total: int) -> None:
+        """Tell the loss and the norm, update, and wait until everybody has."""
+        model, optimizer = self.adapter.model, self.adapter.model.optimizer
+        regular = [v.regularizer(v) for v in self._owned if v.regularizer is not None]
+        penalty = float(sum(each.detach() for each in regular))
+        for each in regular:
+            if each.requires_grad:
+                each.backward()
+        grads = [v.value.grad for v in self._owned]
+        square = sum(float(g.double().square().sum()) for g in grads if g is not None)
+        loss = batch.loss() if self._has_last else None
+        told = gather_tree(self._collective, [loss, penalty, square, _any(grads)])
+        if not any(some for *_, some in told):
+            raise UsageError("no variable of the model has a gradient; is its loss a constant?")
+        if self._has_last:
+            assert loss is not None
+            whole = loss + sum(penalty for _, penalty, _, _ in told)
+            model._loss_tracker.update_state(whole, sample_weight=total)
+            batch.count_metrics()
+        with torch.no_grad(), _clipped(optimizer, math.sqrt(sum(s for _, _, s, _ in told))) as clip:
+            if _any(grads):
+                optimizer.apply([clip(g) for g in grads], self._owned)
+            else:
+                optimizer.iterations.assign_add(1)
+        model.zero_grad()
+        assert self._shared is not None
+        self._shared.take_back()
+        self._collective.barrier()
+
+    def _check_owned(self) -> None:
+        """Refuse a gradient that would be lost, of a variable that no layer here has."""
+        own = {id(v) for v in self._owned}
+        for variable in self.adapter.model.trainable_variables:
+            if variable.value.grad is not None and id(variable) not in own:
+                raise NotDistributable(
+                    f"variable {variable.path!r} has a gradient on {self.adapter.replica.name}, "
+                    "where no layer has it: some layer reaches for another's variables; make it a "
+                    "layer of its own that is called twice."
+                )
+
+    def _refuse_effects(self, state: WriteTracker, batch: StageBatch) -> None:
+        """Layers that keep something in mind would do so once a microbatch, and some add losses."""
+        model = self.adapter.model
+        written = state.written()
+        if written and batch.count > 1 and self._pipeline.batch_norm is None:
+            names = [v.path for v in model.non_trainable_weights]
+            name = names[written[0]] if written[0] < len(names) else "a buffer"
+            raise NotDistributable(
+                f"a layer writes to {name!r} when it is called, once a microbatch where one device "
+                "does it once a batch; use microbatches=1, or a MirroredStrategy."
+            )
+        for layer in model._flatten_layers():
+            if layer._losses:
+                raise NotDistributable(
+                    f"layer {layer.name!r} adds a loss of its own (add_loss), and a stage does not "
+                    "know what it is divided by; put it into the loss of compile(), or use a "
+                    "MirroredStrategy."
+                )
+
+
+def _any(grads: list[Tensor | None]) -> bool:
+    return any(grad is not None for grad in grads)
+
+
+@contextmanager
+def _clipped(optimizer: Any, norm: float) -> Iterator[Any]:
+    """Clips gradients as Keras does, by the norm over all stages."""
+    limit = optimizer.global_clipnorm
+    if not limit:
+        yield lambda grad: grad
+        return
+    scale = limit * min(1.0 / norm if norm else math.inf, 1.0 / limit) + (norm - norm)
+    optimizer.global_clipnorm = None
+    try:
+        yield lambda grad: None if grad is None else grad * scale
+    finally:
+        optimizer.global_clipnorm = limit
+
+
+def _shared(model: Any, tensors: list[Tensor]) -> list[Tensor]:
+    """What lies in shared memory: all but what every process counts for itself."""
+    optimizer = model.optimizer
+    own = [v for v in vars(optimizer).values() if isinstance(v, keras.Variable)]
+    single = {id(v.value) for v in own}
+    return [tensor for tensor in tensors if id(tensor) not in single]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def check(model: Any, pipeline: Pipeline, devices: int, graph: LayerGraph | None = None) -> None:
+    """Refuse what a pipeline cannot do as one device does; without its shapes, only the rest."""
+    if pipeline.columns is not None:
+        raise NotDistributable(
+            "columns cut torch's recurrent modules, and this is a Keras model; leave columns out."
+        )
+    _check_own(model)
+    _check_optimizer(model.optimizer)
+    _check_layers(model, pipeline)
+    if model.built or not isinstance(model, keras.Sequential):
+        functional(model)
+        check_layers(graph or layer_graph(model), pipeline, devices)
+
+
+def _check_own(model: Any) -> None:
+    own = type(model).compute_loss is not keras.Model.compute_loss
+    if own or has_own(model, "train_step"):
+        raise NotDistributable(
+            f"{type(model).__name__} has a train_step, compute_loss or compute_metrics of its own, "
+            "which sees a batch as a whole, and a pipeline has it in microbatches; give the loss "
+            "and the metrics to compile(), or use a MirroredStrategy."
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    kind = type(optimizer).__name__
+    if optimizer is None or not type(optimizer).__module__.startswith("keras."):
+        raise NotDistributable(
+            f"each stage of a pipeline steps the optimizer on its own variables, and {kind} is not "
+            "one of Keras' own; use one of keras.optimizers."
+        )
+    if hasattr(optimizer, "inner_optimizer"):
+        raise NotDistributable(
+            f"a pipeline has no scaler of gradients, so {kind} (mixed_float16) cannot be used; "
+            "mixed_bfloat16 needs none."
+        )
+    if optimizer.use_ema:
+        raise NotDistributable(
+            "use_ema=True averages all variables at once, and a stage has its own; leave it out, "
+            "or use a MirroredStrategy."
+        )
+    if optimizer.gradient_accumulation_steps:
+        raise NotDistributable(
+            "gradient_accumulation_steps adds up batches, and a pipeline adds up microbatches "
+            "already; use a batch_size that many times as large."
+        )
+
+
+def _check_layers(model: Any, pipeline: Pipeline) -> None:
+    many = pipeline.microbatches != 1 and pipeline.batch_norm is None
+    for layer in model._flatten_layers():
+        if many and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+            raise NotDistributable(
+                f"{layer.name!r} is a BatchNormalization, which looks at all rows of a batch, and "
+                "a pipeline cuts batches into microbatches; use GroupNormalization or "
+                'LayerNormalization, or microbatches=1, or say batch_norm="microbatch" to have it '
+                "normalise over microbatches, unlike one device."
+            )
+        if layer.activity_regularizer is not None:
+            raise NotDistributable(
+                f"layer {layer.name!r} has an activity_regularizer, whose loss depends on all rows "
+                "of a batch; leave it out, or use a MirroredStrategy."
+            )
+
+
+OnStages.form = StageSteps
