@@ -25,15 +25,25 @@ from stratagem.wire.shared_memory import SharedMemoryCollective
 class SharedTensors:
     """Parameters and buffers of a module, the first process' values. Made collectively."""
 
-    def __init__(self, module: nn.Module, collective: SharedMemoryCollective) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        collective: SharedMemoryCollective,
+        chosen: Iterable[Tensor] | None = None,
+        *,
+        returns: bool = True,
+    ) -> None:
+        """`chosen`: some of them, in an order that is the same everywhere; else all. `returns`:
+        whether they go back in the end to where they lay, which is kept until then."""
         self._collective = collective
         self._leads = collective.rank == 0
-        tensors = list(dict.fromkeys([*module.parameters(), *module.buffers()]))
+        found = [*module.parameters(), *module.buffers()] if chosen is None else chosen
+        tensors = list(dict.fromkeys(found))
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_type.setdefault(tensor.dtype, []).append(tensor)
         #: on the first process: where they lay before
-        self._homes = [(t, t.data) for t in tensors] if self._leads else []
+        self._homes = [(t, t.data) for t in tensors] if self._leads and returns else []
         self._views: list[tuple[Tensor, Tensor]] = []
         for dtype, members in by_type.items():
             count = sum(t.numel() for t in members)
