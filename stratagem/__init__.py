@@ -64,6 +64,7 @@ _HOMES = {
     "stratagem.strategies.parameter_server": ["ParameterServerStrategy"],
     "stratagem.strategies.sharded": ["ShardedStrategy"],
     "stratagem.strategies.pipeline": ["PipelineStrategy"],
+    "stratagem.strategies.tensor_parallel": ["TensorParallelStrategy"],
     "stratagem.servers.local_cluster": ["LocalCluster"],
     "stratagem.training.replica": ["Replica", "current_replica"],
     "stratagem.strategies.strategy": ["Strategy", "get_strategy"],
@@ -154,6 +155,9 @@ if TYPE_CHECKING:
     from stratagem.strategies.sharded import ShardedStrategy as ShardedStrategy
     from stratagem.strategies.strategy import Strategy as Strategy
     from stratagem.strategies.strategy import get_strategy as get_strategy
+    from stratagem.strategies.tensor_parallel import (
+        TensorParallelStrategy as TensorParallelStrategy,
+    )
     from stratagem.training.agreement import Patience as Patience
     from stratagem.training.cross_device import CrossDeviceOps as CrossDeviceOps
     from stratagem.training.cross_device import (

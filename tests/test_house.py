@@ -278,6 +278,7 @@ PUBLIC = [
     "Strategy",
     "Synchronous",
     "Task",
+    "TensorParallelStrategy",
     "TopK",
     "UsageError",
     "__version__",

@@ -20,6 +20,7 @@ from stratagem.errors import UsageError
 from stratagem.figures import trial_record
 from stratagem.frontends import (
     asked,
+    divided,
     evaluation,
     evaluator,
     fit_checkpoints,
@@ -297,6 +298,8 @@ class Model:
             server_fit.check(job)
         if several and self.strategy.settings.pipeline is not None:
             staged.check(job, self.strategy.replica_group.size)
+        if several and self.strategy.settings.tensor is not None:
+            divided.check(job, self.strategy.replica_group.size)
 
     def _attend(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,6 +19,7 @@ from stratagem.frontends import replica_progress
 from stratagem.frontends.alignment import align, align_loss, move, own_streams
 from stratagem.frontends.batch_scheduler import Segments
 from stratagem.frontends.change_tracker import heed, news, share_attributes
+from stratagem.frontends.divided import Divided
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.fit_journal import FitJournal
 from stratagem.frontends.loop import FitLoop
@@ -96,17 +97,20 @@ class ReplicaSide:
         listening = map(bool, broadcast_tree(replica.collective, mine))
         job.between_steps, job.around_tests, job.between_tests, job.saves, tried = listening
         one_piece = job.settings.pipeline is not None and job.settings.pipeline.microbatches == 1
+        one_piece = one_piece or job.settings.tensor is not None
         self._check.open = self._check.open and not tried and not one_piece
 
     def _prepare(self) -> None:
         job, replica = self.job, self.replica
-        form = Staged if job.settings.pipeline and replica.count > 1 else choose
+        form: Callable[..., Step] = choose
+        if replica.count > 1 and job.settings.one_copy:
+            form = Divided if job.settings.tensor else Staged
         self.step: Step = form(job.module, job.optimizer, job.recipe, replica, job.settings)
         if job.journal is not None:
             self.step.take_in = job.journal.watch(job.recipe.metrics)
             self.step.before_commit = partial(job.journal.gather, replica)
         self._frozen = _frozen(job.module)
-        job.callbacks.changes.in_common = isinstance(self.step, Sliced | Staged)
+        job.callbacks.changes.in_common = isinstance(self.step, Sliced | Staged | Divided)
 
     def begin(self, epoch: int) -> None:
         self.job.module.train()
@@ -125,7 +129,7 @@ class ReplicaSide:
         waiting: Portion | None = None
         if drawn and drawn == limit:
             source.leave(self.replica.ordering)
-        read = source.whole if job.settings.pipeline else source.portions
+        read = source.whole if job.settings.one_copy else source.portions
         portions = loading(read(self.replica, epoch))
         for portion in islice(portions, limit and limit - drawn):
             drawn += 1

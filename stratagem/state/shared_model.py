@@ -25,7 +25,15 @@ from stratagem.wire.shared_memory import SharedMemoryCollective
 class SharedTensors:
     """Parameters, buffers and the like, the first process' values. Made collectively."""
 
-    def __init__(self, given: Iterable[Tensor], collective: SharedMemoryCollective) -> None:
+    def __init__(
+        self,
+        given: Iterable[Tensor],
+        collective: SharedMemoryCollective,
+        *,
+        returns: bool = True,
+    ) -> None:
+        """`given`: in an order that is the same everywhere. `returns`: whether they go back in the
+        end to where they lay, which is kept until then."""
         self._collective = collective
         self._leads = collective.rank == 0
         tensors = list(dict.fromkeys(given))
@@ -33,7 +41,7 @@ class SharedTensors:
         for tensor in tensors:
             by_type.setdefault(tensor.dtype, []).append(tensor)
         #: on the first process: where they lay before
-        self._homes = [(t, t.data) for t in tensors] if self._leads else []
+        self._homes = [(t, t.data) for t in tensors] if self._leads and returns else []
         self._views: list[tuple[Tensor, Tensor]] = []
         for dtype, members in by_type.items():
             count = sum(t.numel() for t in members)

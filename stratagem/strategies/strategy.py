@@ -91,8 +91,9 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas train together, over all workers; the stages of a pipeline are one."""
-        return 1 if self.settings.pipeline is not None else self.replica_group.size
+        """How many replicas train together, over all workers; the stages of a pipeline are one, and
+        so are processes that divide layers."""
+        return 1 if self.settings.one_copy else self.replica_group.size
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -188,6 +189,12 @@ class Strategy:
             raise NotDistributable(
                 "a pipeline runs microbatches forward and backward by itself, which a loop of your "
                 "own does not leave to it; use sg.Model(...).fit, or prepare with a "
+                "MirroredStrategy."
+            )
+        if self.settings.tensor is not None:
+            raise NotDistributable(
+                "layers are divided when a model is traced with its first batch, which a loop of "
+                "your own does not leave to it; use sg.Model(...).fit, or prepare with a "
                 "MirroredStrategy."
             )
         replica = self.replica()

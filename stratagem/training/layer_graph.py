@@ -12,7 +12,7 @@ import operator
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -29,6 +29,9 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: operators that write into their first argument, beside methods and functions named `..._`
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ipow", "imatmul")
+#: what torch's own kinds of layers do, in layers
+Opened = Mapping[type[nn.Module], Callable[..., Any]]
+_NONE: Opened = {}
 
 
 @dataclass
@@ -76,15 +79,15 @@ class LayerGraph:
 class _LayerTracer(fx.Tracer):
     """Knows where it is, so that a module which cannot be traced is found."""
 
-    def __init__(self, whole: set[str]) -> None:
+    def __init__(self, whole: set[str], opened: Opened) -> None:
         super().__init__()
-        self.whole = whole
+        self.whole, self.opened = whole, opened
         self.inside: list[str] = []
         #: the innermost module that was being traced when something went wrong
         self.failed: str | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self.whole or _is_hooked(m):
+        if module_qualified_name in self.whole or is_hooked(m):
             return True
         return super().is_leaf_module(m, module_qualified_name)
 
@@ -97,6 +100,8 @@ class _LayerTracer(fx.Tracer):
     ) -> Any:
         if isinstance(m, nn.TransformerEncoder) and len(args) == 1 and not kwargs:
             return _through(m, args[0])
+        if type(m) in self.opened and not is_hooked(m):
+            return self.opened[type(m)](m, *args, **kwargs)
         self.inside.append(self.path_of_module(m))
         try:
             with _without_effects(m):
@@ -151,14 +156,15 @@ def _through(encoder: nn.TransformerEncoder, x: Any) -> Any:
     return x if encoder.norm is None else encoder.norm(x)
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     """Hooks run with the layer; those of what is gone into would run while it is traced."""
     return any(getattr(module, kind, None) for kind in MODULE_HOOKS)
 
 
-def trace(module: nn.Module, x: Any = None) -> LayerGraph:
-    """The layers of a module; `x` is what batches give it, if that is known."""
-    if _is_hooked(module):
+def trace(module: nn.Module, x: Any = None, opened: Opened = _NONE) -> LayerGraph:
+    """The layers of a module; `x` is what batches give it, if that is known. `opened`: kinds of
+    torch's layers that are gone into, and the layers that each consists of."""
+    if is_hooked(module):
         raise NotDistributable(
             f"the model ({type(module).__name__}) has forward or backward hooks itself, which see "
             "it as a whole, and a pipeline runs its layers; put the hooks on layers."
@@ -167,7 +173,7 @@ def trace(module: nn.Module, x: Any = None) -> LayerGraph:
     whole: set[str] = set()
     before = set(vars(module))
     while True:
-        tracer = _LayerTracer(whole)
+        tracer = _LayerTracer(whole, opened)
         try:
             with _without_effects(module):
                 graph = tracer.trace(module, given or None)

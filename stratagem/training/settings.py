@@ -45,6 +45,14 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class TensorParallel:
+    """How layers are divided over the devices."""
+
+    #: "columns", "rows" or "replicate" by the names of layers; others are divided by their kind
+    plan: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class Settings:
     """What is reduced how, once the replicas are up."""
 
@@ -64,6 +72,13 @@ class Settings:
     committer: Callable[..., Any] | None = None
     #: set when the model is split by layers
     pipeline: Pipeline | None = None
+    #: set when every layer is divided
+    tensor: TensorParallel | None = None
+
+    @property
+    def one_copy(self) -> bool:
+        """Whether all devices together have one copy of the model, and see all rows."""
+        return self.pipeline is not None or self.tensor is not None
 
     @property
     def rounding(self) -> str | None:

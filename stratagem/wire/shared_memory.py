@@ -308,6 +308,13 @@ class SharedMemoryCollective(Collective):
         length = self._flags[rank * _WORDS + 3 + box]
         return self._mail[rank][box][:length].numpy().tobytes().decode()
 
+    def forget_mail(self) -> None:
+        """Give back the memory of large messages, which all have read. Collective."""
+        self.barrier()
+        self._large = [None, None]
+        self._mapped.clear()
+        self.barrier()
+
     def close(self) -> None:
         self._tables.clear()
 

@@ -129,6 +129,11 @@ def _wrap_compile(keras: Any) -> None:
 
 
 def _distribute(model: Any, strategy: Strategy) -> None:
+    if strategy.settings.tensor is not None:
+        raise NotDistributable(
+            "layers of torch are divided, and this is a Keras model; give sg.Model a torch module "
+            "of the same layers, or use a MirroredStrategy."
+        )
     from stratagem.frontends.keras.driver import Driver
     from stratagem.frontends.keras.elastic_replicas import ElasticReplicas
     from stratagem.frontends.keras.evaluator import EvaluatorDriver

@@ -1,0 +1,75 @@
+"""Sums and gathers of short-lived tensors, of CPU processes of one machine.
+
+Tensors that come and go in a forward or backward pass are of many sizes, so two tables that grow
+serve them all, by turns. One meeting an operation is enough: whoever comes to the next one has read
+this table, and only the one after it writes there again.
+
+Everybody adds up all rows in the same order, so all hold the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stratagem.figures.meter import METER
+from stratagem.wire.shared_memory import SharedMemoryCollective, SharedTable
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class SharedScratch:
+    """Every method is collective: all are called with the same shapes, but for the divided axis."""
+
+    def __init__(self, collective: SharedMemoryCollective) -> None:
+        self._collective = collective
+        self.rank, self.size = collective.rank, collective.size
+        self._tables: list[SharedTable | None] = [None, None]
+        self._turn = 0
+        #: the sizes of values that must be alike everywhere, added up until somebody compares them
+        self.seen = 0.0
+
+    def note(self, tensor: Tensor) -> None:
+        """A value that everybody has alike."""
+        if tensor.is_floating_point():
+            self.seen += float(torch.linalg.vector_norm(tensor.detach(), 1))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of everybody's tensor, in fresh memory."""
+        rows = self._rows(tensor.numel(), tensor.dtype)
+        rows[self.rank].view(tensor.shape).copy_(tensor)
+        METER.bytes += tensor.nbytes
+        self._collective.meet("reduction")
+        if tensor.dtype in _HALF:
+            wide = torch.stack(rows).float().sum(0)
+            return wide.to(tensor.dtype).view(tensor.shape)
+        total = rows[0] + rows[1] if self.size > 1 else rows[0].clone()
+        for row in rows[2:]:
+            total += row
+        return total.view(tensor.shape)
+
+    def gather(self, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """Everybody's part, put together along an axis on which each has its own size."""
+        shapes = [list(part.shape) for _ in sizes]
+        for shape, size in zip(shapes, sizes, strict=True):
+            shape[dim] = size
+        counts = [math.prod(shape) for shape in shapes]
+        rows = self._rows(max(counts), part.dtype)
+        rows[self.rank][: part.numel()].view(part.shape).copy_(part)
+        METER.bytes += part.nbytes
+        self._collective.meet("gather")
+        parts = zip(rows, counts, shapes, strict=True)
+        return torch.cat([row[:count].view(shape) for row, count, shape in parts], dim)
+
+    def _rows(self, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """A row of so many elements for each process, in the table whose turn it is."""
+        size = count * dtype.itemsize
+        self._turn ^= 1
+        table = self._tables[self._turn]
+        if table is None or table.count < size:
+            table = self._collective.table(size + size // 4 + 1, torch.uint8)
+            self._tables[self._turn] = table
+        return [row[:size].view(dtype) for row in table.rows]
