@@ -11,6 +11,7 @@ so all hold the same bits. What is left out is kept on both sides.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ from stratagem.wire.collective import Collective
 
 #: bytes before each slice: whether its sender has a number that is none
 _HEAD = 8
+
+
+def width(codec: SliceCodec, slices: Sequence[Slice], itemsize: int) -> int:
+    """Bytes that each of these slices is sent as: those of the longest."""
+    room = max(codec.room(each.lengths, itemsize) for each in slices)
+    return _HEAD + -(-room // 8) * 8
 
 
 class SliceMemory(Memory):
@@ -60,9 +67,7 @@ class TwoSided(Feedback):
 
     def _width(self, memory: SliceMemory) -> int:
         """Bytes of the longest slice: all are sent as long as that."""
-        itemsize = memory.of_sum.itemsize
-        room = max(self.codec.room(each.lengths, itemsize) for each in memory.slices)
-        return _HEAD + -(-room // 8) * 8
+        return width(self.codec, memory.slices, memory.of_sum.itemsize)
 
     def send(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)

@@ -10,6 +10,7 @@ examples:
   stratagem plan --network check.json --hosts 8 train.py   what stratagem check --json saw
   stratagem plan --link 100Gbit --latency 5us --hosts 4 --gpus-per-host 8 train.py
   stratagem plan --html plan.html --png plan.png --json plan.json train.py
+  stratagem plan --lossy --link 1Gbit train.py             does sending less pay?
   stratagem plan --validate train.py                       also runs what fits on this machine
   stratagem plan --from plan.json --link 25Gbit            measured before, on other links
 """
@@ -82,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="everything, for programs")
     add("--html", metavar="FILE", help="a page with the figures under the pointer")
     add("--png", metavar="FILE", help="a picture (needs the extra plots)")
+    add("--lossy", action="store_true", help="also compressions: what they gain, or that none pays")
     add("--validate", action="store_true", help="run what fits on this machine, and compare")
     add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
 
@@ -106,7 +108,12 @@ def _plan(args: argparse.Namespace, outputs: Mapping[str, str | None], trial: Dr
     from stratagem.plan.choose import choose
 
     profile, here = _earlier(args.earlier) if trial is None else _measured(args, trial)
-    plan = choose(profile, _hardware(args, here), most=args.max)
+    if args.lossy and not profile.codecs:
+        raise UsageError(
+            f"{args.earlier} was made without --lossy, so no encoding was measured; plan the "
+            "script again."
+        )
+    plan = choose(profile, _hardware(args, here), most=args.max, lossy=args.lossy)
     _print(plan, args)
     _write(plan, outputs)
     return _validate(plan, trial) if args.validate and trial is not None else 0
@@ -118,7 +125,7 @@ def _measured(args: argparse.Namespace, trial: DryRun) -> tuple[Profile, Hardwar
     from stratagem.plan.measure import rehearse
 
     crowded = not args.quick and args.gpus_per_host != 1
-    profile = rehearse(trial, batch=args.batch, crowded=crowded, say=_say)
+    profile = rehearse(trial, batch=args.batch, crowded=crowded, lossy=args.lossy, say=_say)
     return profile, measure_hardware(profile.device)
 
 

@@ -1,7 +1,7 @@
 """The planner. `sg.plan(model, batch)` measures a model here, and predicts every strategy:
 
     plan(model, batch, *, loss=None, optimizer=None, link="10Gbit", latency="50us", hosts=8,
-         gpus_per_host=None, most=None, memory=None)
+         gpus_per_host=None, most=None, memory=None, lossy=False)
 
     model             a compiled sg.Model or Keras model; or an nn.Module, with
     loss, optimizer   as sg.Model.compile takes them
@@ -11,6 +11,7 @@
     gpus_per_host     devices each (as many as are here)
     most              the largest number of replicas to look at
     memory            of each device, as "16GB" (what is here)
+    lossy             also compressions, and whether they pay
 
 The answer shows itself; it has a `sentence`, `code` to paste, the `recommendation` with its
 figures, and `save("plan.html")`, .png or .json.

@@ -16,6 +16,7 @@ from stratagem.plan.configuration import (
 )
 from stratagem.plan.cost import Prediction, predict
 from stratagem.plan.hardware import rate, say_bytes, say_rate
+from stratagem.plan.lossy_advice import lossy_sentence
 from stratagem.plan.profile import Profile
 
 #: where one process has several devices
@@ -25,7 +26,11 @@ _SOLD = ("1Gbit", "10Gbit", "25Gbit", "100Gbit", "400Gbit")
 
 
 def sentence(plan: Plan) -> str:
-    """What to do, what comes of it, and why not more."""
+    """What to do, what comes of it, why not more, and whether compressions pay."""
+    return " ".join(filter(None, [_sentence(plan), lossy_sentence(plan)]))
+
+
+def _sentence(plan: Plan) -> str:
     best = plan.recommendation
     cfg = best.configuration
     if cfg.replicas == 1:
@@ -73,6 +78,8 @@ def why_not(plan: Plan, each: Prediction) -> str:
         return f"{best.rate / each.rate:.2g}x slower{many}"
     if cfg.asynchronous:
         return "gradients of older weights"
+    if cfg.lossy:
+        return "not exact"
     if each.rate <= best.rate / CLOSE:
         return f"no faster, and not as simple{many}"
     return "more devices, which add little" if not here else "not worth what it adds"
@@ -193,7 +200,7 @@ def _with_link(plan: Plan, configuration: Configuration, link: float) -> Predict
 
 def _constructor(cfg: Configuration, device: str, per_host: int) -> str:
     """`per_host`: what strategies take of a host's GPUs if nobody names any."""
-    wire = [f'wire="{cfg.wire}"'] if cfg.wire else []
+    wire = [f"wire=sg.{cfg.wire}" if cfg.lossy else f'wire="{cfg.wire}"'] if cfg.wire else []
     here, rule = _devices(cfg.per_host, device), f"updates={_updates(cfg)}"
     if cfg.strategy == MIRRORED:
         usual = cfg.replicas == 1 and device == "cpu"
@@ -245,7 +252,7 @@ def _cluster(cfg: Configuration) -> list[str]:
 
 def _called(cfg: Configuration) -> str:
     rule = ", asynchronous" if cfg.asynchronous else ""
-    wire = " with bf16 on the wire" if cfg.wire else ""
+    wire = f" with {cfg.wire if cfg.lossy else 'bf16'} on the wire" if cfg.wire else ""
     how = ", adding up inside each host first" if cfg.hierarchical else ""
     pieces = f" ({cfg.schedule}, {cfg.microbatches} microbatches)" if cfg.microbatches else ""
     return f"{cfg.strategy}{pieces}{rule}{wire}{how}"

@@ -54,6 +54,8 @@ class Plan:
     hardware: Hardware
     calibration: Calibration
     predictions: tuple[Prediction, ...]
+    #: whether compressions were asked for
+    lossy: bool = False
 
     @cached_property
     def families(self) -> dict[str, list[Prediction]]:
@@ -130,17 +132,22 @@ def choose(
     *,
     most: int | None = None,
     calibration: Calibration | None = None,
+    lossy: bool = False,
 ) -> Plan:
-    """Predict every strategy from one replica to `most`: by default, all that the hardware has."""
+    """Predict every strategy from one replica to `most`: by default, all that the hardware has.
+
+    lossy: also with less than gradients on the wire, where their encoding was measured.
+    """
     check_most(most)
     most = most or hardware.size
     if most > hardware.size:
         hardware = replace(hardware, hosts=-(-most // hardware.per_host))
     constants = calibration or Calibration()
     predictions = tuple(
-        predict(profile, hardware, each, constants) for each in candidates(profile, hardware, most)
+        predict(profile, hardware, each, constants)
+        for each in candidates(profile, hardware, most, lossy=lossy)
     )
-    return Plan(profile, hardware, constants, predictions)
+    return Plan(profile, hardware, constants, predictions, lossy)
 
 
 def check_most(most: int | None) -> None:
@@ -150,12 +157,17 @@ def check_most(most: int | None) -> None:
         )
 
 
-def candidates(profile: Profile, hardware: Hardware, most: int) -> Iterator[Configuration]:
+def candidates(
+    profile: Profile, hardware: Hardware, most: int, *, lossy: bool = False
+) -> Iterator[Configuration]:
     """All that makes sense to try."""
     for n in sizes(most):
         for hosts, per_host in _placements(n, hardware):
             if not profile.sparse or n == 1:
                 yield from _mirrored(hosts, per_host)
+            if lossy and hosts > 1 and not profile.sparse:
+                for each in profile.codecs:
+                    yield Configuration(MULTI_WORKER, hosts, per_host, wire=each.wire)
             if n > 1:
                 yield from _divided(profile, hosts, per_host)
             if hosts == 1 and n > 1:
@@ -284,6 +296,8 @@ def _price(of: Prediction) -> tuple[int, int, int, float]:
     """Machines first, then devices, then what is simple, then speed."""
     cfg = of.configuration
     parts = cfg.asynchronous * 4 + cfg.served * 2 + bool(cfg.wire) + cfg.hierarchical
-    parts += (cfg.strategy == SHARDED) + 2 * (cfg.strategy == PIPELINE) + cfg.parts - 1
+    parts += (
+        4 * cfg.lossy + (cfg.strategy == SHARDED) + 2 * (cfg.strategy == PIPELINE) + cfg.parts - 1
+    )
     machines = cfg.hosts + (cfg.servers if cfg.hosts > 1 else 0)
     return machines, cfg.replicas, parts + cfg.spares, -of.rate

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stratagem.errors import UsageError
+from stratagem.plan.lossy import LOSSY
 from stratagem.rules.schedules import SCHEDULES
 
 MIRRORED = "MirroredStrategy"
@@ -17,7 +18,7 @@ PIPELINE = "PipelineStrategy"
 STRATEGIES = (MIRRORED, MULTI_WORKER, CENTRAL, SERVERS, SHARDED, PIPELINE)
 #: parts of the model that a device of a pipeline has, by the schedule
 PARTS = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
-_WIRES = (None, "float32", "bfloat16")
+_WIRES = (None, "float32", "bfloat16", *LOSSY)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Configuration:
     #: of a batch, for the devices of a pipeline, which are its stages
     microbatches: int = 0
     schedule: str = ""
+    #: steps from one meeting of the replicas to the next
+    every: int = 1
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -47,7 +50,15 @@ class Configuration:
         if self.hosts < 1 or self.per_host < 1:
             raise UsageError(f"{self.hosts} hosts of {self.per_host}: there must be a replica.")
         if self.wire not in _WIRES:
-            raise UsageError(f'wire={self.wire!r} is not planned for; use None or "bfloat16".')
+            raise UsageError(
+                f'wire={self.wire!r} is not planned for; use None, "bfloat16", or one of '
+                f"{', '.join(LOSSY)}."
+            )
+        if self.every < 1 or ((self.lossy or self.every > 1) and self.strategy != MULTI_WORKER):
+            raise UsageError(
+                "compressions, and meetings every so many steps, are planned for "
+                "MultiWorkerMirroredStrategy; every is 1 or more."
+            )
         if self.served and self.strategy == SERVERS and self.servers < 1:
             raise UsageError("ParameterServerStrategy needs a server: servers=1.")
         if not 0 <= self.spares < self.replicas:
@@ -66,6 +77,11 @@ class Configuration:
     def served(self) -> bool:
         """Whether parameters have one home."""
         return self.strategy in (SERVERS, CENTRAL)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether less than the gradients travels."""
+        return self.wire in LOSSY
 
     @property
     def parts(self) -> int:
@@ -87,9 +103,10 @@ class Configuration:
         return 0.5 if self.wire == "bfloat16" else 1.0
 
     @property
-    def kind(self) -> tuple[str, bool, bool, bool]:
-        """Strategy and rule, without how many servers or what travels."""
-        return self.strategy, self.asynchronous, bool(self.spares), self.hierarchical
+    def kind(self) -> tuple[str, bool, bool, bool, bool]:
+        """Strategy and rule, without how many servers or what travels, but for compressions."""
+        free, spares = self.asynchronous, bool(self.spares)
+        return self.strategy, free, spares, self.hierarchical, self.lossy or self.every > 1
 
     @property
     def family(self) -> str:
@@ -107,6 +124,10 @@ class Configuration:
             words.append("spares")
         if self.wire == "bfloat16":
             words.append("bf16")
+        if self.lossy and self.wire is not None:
+            words.append(self.wire)
+        if self.every > 1:
+            words.append(f"every {self.every} steps")
         return ", ".join(words)
 
     @property

@@ -20,6 +20,7 @@ from stratagem.plan.formulas import (
     transfer,
 )
 from stratagem.plan.hardware import Hardware, say_rate
+from stratagem.plan.lossy import sent
 from stratagem.plan.predicted_step import PredictedStep
 from stratagem.plan.predicted_step import Prediction as Prediction
 from stratagem.plan.profile import Profile
@@ -60,7 +61,7 @@ def predict(
         return mirrored.gathered()
     if in_memory and configuration.wire is None:
         return mirrored.shared_memory()
-    return mirrored.all_reduced()
+    return mirrored.compressed() if configuration.lossy else mirrored.all_reduced()
 
 
 class _MirroredStep(PredictedStep):
@@ -74,6 +75,9 @@ class _MirroredStep(PredictedStep):
         ready = [(s, self.forward + slow + t * self.scale) for s, t in sizes[:-1]]
         ready += [(s, end) for s, _ in sizes[-1:]]  # its notes are known when backward has ended
         exposed = max(0.0, overlapped(ready, lambda s: math.fsum(self._carried(s).values())) - end)
+        if self.cfg.every > 1:  # weights are met with when a step is over, and nothing hides that
+            exposed = math.fsum(math.fsum(self._carried(s).values()) for s, _ in sizes)
+            exposed /= self.cfg.every
         cast = 2 * profile.dense_bytes / cal.cast if self.cfg.wire and self.on_cpu else 0.0
         times = profile.accumulated  # in a custom loop the gradient of each travels
         cast *= times
@@ -84,6 +88,34 @@ class _MirroredStep(PredictedStep):
             "optimizer": profile.optimizer,
             "overhead": cal.step * times,
             **({"rounding to 16 bits": cast} if cast else {}),
+        }
+        return self.prediction(parts)
+
+    def compressed(self) -> Prediction:
+        """What a compression leaves of the gradient, when all of it is there: nothing is hidden.
+
+        Each slice goes to the replica that adds it up, and the sum to all; the replicas of a host
+        share its link. PowerSGD all-reduces its factors.
+        """
+        profile, cfg, cal = self.profile, self.cfg, self.cal
+        wire = cfg.wire or ""
+        seconds = {each.wire: each.seconds for each in profile.codecs}
+        if wire not in seconds:
+            raise UsageError(f"the encoding of wire={wire} was not measured; plan with --lossy.")
+        goes = sent(wire, profile.shapes, profile.itemsize, cfg.replicas)
+        apart = cfg.per_host * 2 * (cfg.replicas - cfg.per_host) * goes.slices
+        carried = added(
+            *(self._carried(size) for size in goes.rounds),
+            {self._between(): apart / min(self.link, self._inside())},
+            {self._latency(): 2 * self.hw.latency, _MESSAGES: 2 * cal.message} if apart else {},
+        )
+        parts = {
+            "compute": self.compute,
+            "stragglers": self.waiting(),
+            "compressing": seconds[wire] * self.crowding / cfg.every,
+            **{name: part / cfg.every for name, part in carried.items()},
+            "optimizer": profile.optimizer,
+            "overhead": cal.step,
         }
         return self.prediction(parts)
 

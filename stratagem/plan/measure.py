@@ -18,6 +18,7 @@ from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
 from stratagem.plan.host_memory import available, least
 from stratagem.plan.layer_profile import with_layers
+from stratagem.plan.lossy import codec_times
 from stratagem.plan.machine import (
     counts,
     crowd,
@@ -45,11 +46,13 @@ def rehearse(
     batch: int | None = None,
     steps: int | None = None,
     crowded: bool = True,
+    lossy: bool = False,
     say: Say = lambda text: None,
 ) -> Profile:
     """Measure `batch` examples a replica: by default what the script gives to each.
 
     crowded: also among other replicas on this machine, where they share its processors.
+    lossy: also how long compressions of its gradient take.
     """
     whole = count_rows(trial.batch)
     if whole < 1:
@@ -70,6 +73,10 @@ def rehearse(
         say(f"{len(measured.samples)} steps, {measured.compute * 1e3:.2f} ms each")
         measured = _with_one_thread(runner, measured, say)
         measured = runner.with_server(measured)
+        if lossy:
+            say("encoding gradients")
+            linear = isinstance(trial.optimizer, torch.optim.SGD)
+            measured = replace(measured, codecs=codec_times(measured.shapes, linear=linear))
         measured = with_layers(measured, trial, given, runner.params)
         many = _room(trial, counts(), say) if crowded and device.type == "cpu" else []
         if many:

@@ -84,6 +84,7 @@ def plan(
     gpus_per_host: int | None = None,
     most: int | None = None,
     memory: str | float | None = None,
+    lossy: bool = False,
 ) -> NotebookPlan:
     """Measure a model on one batch, and predict every strategy on this hardware.
 
@@ -95,6 +96,7 @@ def plan(
         hosts: how many there could be, of `gpus_per_host` devices each (as many as are here).
         most: the largest number of replicas to look at.
         memory: bytes of each device, as "16GB" (what is here).
+        lossy: also with less than gradients on the wire, and whether that pays.
 
     >>> sg.plan(model, (x[:64], y[:64]), link="1Gbit", hosts=4)
     """
@@ -105,20 +107,20 @@ def plan(
         )
     asked = Hardware.of(link=link, latency=latency, hosts=hosts)
     check_most(most)
-    measured = _measured(model, batch, loss, optimizer)
+    measured = _measured(model, batch, loss, optimizer, lossy)
     here = measure_hardware(measured.device)
     counts = {"hosts": hosts, "per_host": gpus_per_host or here.per_host}
     if memory is not None:
         here = replace(here, memory=size(memory, "memory") if isinstance(memory, str) else memory)
     hardware = Hardware.of(link=asked.link, latency=asked.latency, base=here, **counts)
-    return NotebookPlan(choose(measured, hardware, most=most))
+    return NotebookPlan(choose(measured, hardware, most=most, lossy=lossy))
 
 
-def _measured(model: Any, batch: Any, loss: Any, optimizer: Any) -> Profile:
+def _measured(model: Any, batch: Any, loss: Any, optimizer: Any, lossy: bool) -> Profile:
     model_class = open_front_ends()
     ours = not isinstance(model, nn.Module) and hasattr(model, "fit")
     if ours or _of_keras(model):
-        return _of_fit(model, batch)
+        return _of_fit(model, batch, lossy)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"sg.plan takes a compiled sg.Model or Keras model, or an nn.Module, not a "
@@ -132,9 +134,10 @@ def _measured(model: Any, batch: Any, loss: Any, optimizer: Any) -> Profile:
     if not isinstance(optimizer, Optimizer) or isinstance(loss, type) or not callable(loss):
         compiled = model_class(model)
         compiled.compile(optimizer, loss)  # names and classes are `compile`'s to understand
-        return _of_fit(compiled, batch)
+        return _of_fit(compiled, batch, lossy)
     _check_parameters(model, optimizer)
-    return profile(model, _as_tensors(_pair(batch)), loss=loss, optimizer=optimizer, crowded=True)
+    given = _as_tensors(_pair(batch))
+    return profile(model, given, loss=loss, optimizer=optimizer, crowded=True, lossy=lossy)
 
 
 def profile(
@@ -145,6 +148,7 @@ def profile(
     optimizer: Optimizer,
     steps: int | None = None,
     crowded: bool = False,
+    lossy: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Measure steps of `loss(module(x), y)` on batch (x, y); the module is left as it was."""
@@ -166,7 +170,7 @@ def profile(
         unpiped="",
         unsharded="",
     )
-    return rehearse(trial, steps=steps, crowded=crowded, say=say)
+    return rehearse(trial, steps=steps, crowded=crowded, lossy=lossy, say=say)
 
 
 def _device(module: nn.Module) -> torch.device:
@@ -196,7 +200,7 @@ def _of_keras(model: Any) -> bool:
     return hasattr(model, "fit") and "keras" in kinds
 
 
-def _of_fit(model: Any, batch: Any) -> Profile:
+def _of_fit(model: Any, batch: Any, lossy: bool = False) -> Profile:
     """Have the model's own `fit` say what a step is."""
     found: list[DryRun] = []
     x, y = _pair(batch)
@@ -209,7 +213,7 @@ def _of_fit(model: Any, batch: Any) -> Profile:
     with instead_of_fit(found.append), suppress(DryRunHandedOver):
         model.fit(x, y, batch_size=size, verbose=0, shuffle=False)
     if found:
-        return rehearse(found[0], batch=size)  # strategies start replicas again by now
+        return rehearse(found[0], batch=size, lossy=lossy)  # strategies start replicas again by now
     raise UsageError(
         f"fit of this {type(model).__name__} cannot be watched; compile it in a strategy's scope: "
         "with sg.MirroredStrategy().scope(): model.compile(...)."

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from stratagem.errors import UsageError
+from stratagem.plan.lossy import CodecTime
 from stratagem.rules.layer_split import LayerCost
 
 Shape = tuple[int, ...]
@@ -124,6 +125,8 @@ class Profile:
     #: why no pipeline takes this model, and why its state is not sharded
     unpiped: str = ""
     unsharded: str = ""
+    #: seconds of each compression that the optimizer goes with, where they were asked for
+    codecs: tuple[CodecTime, ...] = ()
 
     def __post_init__(self) -> None:
         times = [self.forward, self.backward, self.optimizer, self.server or 0.0, *self.samples]
@@ -207,6 +210,7 @@ class Profile:
             for name in ("samples", "notes"):
                 given[name] = tuple(given.get(name, ()))
             given["layers"] = tuple(LayerTable.from_json(each) for each in given.get("layers", ()))
+            given["codecs"] = tuple(CodecTime(**each) for each in given.get("codecs", ()))
             if given.get("footprint") is not None:
                 given["footprint"] = Footprint(**given["footprint"])
             given["crowd"] = tuple((int(n), float(t)) for n, t in given.get("crowd", ()))

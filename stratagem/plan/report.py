@@ -22,6 +22,7 @@ from stratagem.plan.advice import code, like, say_number, sentence, why_not
 from stratagem.plan.choose import Plan, Saturation, sizes
 from stratagem.plan.cost import Prediction
 from stratagem.plan.hardware import Hardware, say_bytes, say_seconds
+from stratagem.plan.lossy_advice import compared, lossy_table
 from stratagem.plan.profile import Profile
 
 #: columns of a name or a reason, from wide to narrow
@@ -30,7 +31,7 @@ _TEXT = (60, 30, 24, 20, 10)
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """Everything that was measured and predicted."""
-    best = plan.recommendation
+    best, rows = plan.recommendation, compared(plan) if plan.lossy else []
     return {
         "profile": plan.profile.to_json(),
         "hardware": plan.hardware.to_json(),
@@ -42,6 +43,11 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "sentence": sentence(plan),
             "code": code(plan),
         },
+        "lossy": [
+            {**row.prediction.to_json(), "bytes": row.part, "encoding_s": row.encoding}
+            | {"times_as_fast": row.gain}
+            for row in rows
+        ],
     }
 
 
@@ -148,6 +154,9 @@ def render(plan: Plan, console: Console, *, rows: bool = False) -> None:
     if not rows and plan.profile.footprint is not None:
         console.print("what a device holds, and what speaks against it:", soft_wrap=soft)
         console.print(_needs(plan, console.width))
+    if plan.lossy:
+        console.print("with less than the gradients on the wire:", soft_wrap=soft)
+        console.print(lossy_table(plan))
     for each in warnings(plan.profile):
         console.print(f"[yellow]note:[/] {escape(each)}", soft_wrap=soft)
     console.print(f"[bold]{escape(sentence(plan))}[/]", soft_wrap=soft)

@@ -1,0 +1,113 @@
+"""Whether compressions pay here: each beside the best exact wire, on the same replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from stratagem.plan.choose import CLOSE, Plan
+from stratagem.plan.configuration import MULTI_WORKER, Configuration
+from stratagem.plan.cost import Prediction
+from stratagem.plan.hardware import say_rate, say_seconds
+from stratagem.plan.lossy import sent
+from stratagem.plan.profile import Profile
+
+
+@dataclass(frozen=True)
+class LossyRow:
+    """One wire on these replicas; `gain` is how many times as fast as the best exact one."""
+
+    prediction: Prediction
+    #: bytes, of those that every number would take in fp32
+    part: float
+    #: seconds of a step for encoding and decoding
+    encoding: float
+    gain: float
+
+
+def compared(plan: Plan) -> list[LossyRow]:
+    """The best exact wire and all compressions, where replicas are on several hosts."""
+    row = [each for each in plan.predictions if _at(each, _place(plan))]
+    exact = [each for each in row if not each.configuration.lossy]
+    if not exact or not any(each.configuration.lossy for each in row):
+        return []
+    best = min(exact, key=lambda each: each.step)
+    rows = [best, *(each for each in row if each.configuration.lossy)]
+    encoding = {each.wire: each.seconds for each in plan.profile.codecs}
+    return [
+        LossyRow(
+            each,
+            _part(plan.profile, each.configuration),
+            encoding.get(each.configuration.wire or "", 0.0),
+            best.step / each.step,
+        )
+        for each in rows
+    ]
+
+
+def _place(plan: Plan) -> tuple[int, int]:
+    """Hosts and replicas of each: those of the recommendation, or else as many as there are."""
+    cfg = plan.recommendation.configuration
+    if cfg.hosts > 1 and cfg.strategy == MULTI_WORKER:
+        return cfg.hosts, cfg.per_host
+    placed = [c for c in plan.tried if c.lossy]
+    most = max(placed, key=lambda c: (c.hosts, c.replicas), default=cfg)
+    return most.hosts, most.per_host
+
+
+def _at(each: Prediction, place: tuple[int, int]) -> bool:
+    cfg = each.configuration
+    return cfg.strategy == MULTI_WORKER and (cfg.hosts, cfg.per_host) == place
+
+
+def _part(profile: Profile, cfg: Configuration) -> float:
+    if not cfg.lossy or cfg.wire is None:
+        return cfg.travelling
+    goes = sent(cfg.wire, profile.shapes, profile.itemsize, cfg.replicas)
+    return goes.bytes(cfg.replicas) / (2 * (cfg.replicas - 1) / cfg.replicas * profile.dense_bytes)
+
+
+def lossy_sentence(plan: Plan) -> str:
+    """What compressions are worth on these links; an empty text where none was asked for."""
+    if not plan.lossy:
+        return ""
+    rows = compared(plan)
+    if not rows:
+        return "Compressions are for replicas on several hosts, and none were planned."
+    (exact, *rest), link = rows, say_rate(plan.hardware.link)
+    top = max(rest, key=lambda row: row.gain)
+    many = f"{exact.prediction.configuration.replicas} replicas"
+    name = _name(top.prediction.configuration)
+    if top.gain < 1 / CLOSE:
+        return (
+            f"At {link} nothing of this pays: on {many} the best of them, {name}, is "
+            f"{top.gain:.2f}x as fast as plain {_name(exact.prediction.configuration)}."
+        )
+    return (
+        f"At {link} {name} makes a step of {many} {top.gain:.1f}x as fast as plain "
+        f"{_name(exact.prediction.configuration)}; weights are then no longer those of one device, "
+        "so compare the accuracy (docs/fewer-bytes.md)."
+    )
+
+
+def _name(cfg: Configuration) -> str:
+    return f"sg.{cfg.wire}" if cfg.lossy else "bf16" if cfg.wire else "fp32"
+
+
+def lossy_table(plan: Plan) -> Table:
+    """Wire, bytes, encoding, step and gain."""
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("wire", no_wrap=True)
+    for head in ("bytes", "encoding", "step", "times as fast"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in compared(plan):
+        table.add_row(
+            _name(row.prediction.configuration),
+            f"{row.part:.3g}",
+            say_seconds(row.encoding, 3) if row.encoding else "",
+            say_seconds(row.prediction.step, 3),
+            f"{row.gain:.2f}",
+        )
+    return table
