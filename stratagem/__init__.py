@@ -64,6 +64,8 @@ _HOMES = {
     "stratagem.strategies.parameter_server": ["ParameterServerStrategy"],
     "stratagem.strategies.sharded": ["ShardedStrategy"],
     "stratagem.strategies.pipeline": ["PipelineStrategy"],
+    "stratagem.strategies.tpu": ["TPUStrategy"],
+    "stratagem.cluster.tpu_resolver": ["TPUClusterResolver"],
     "stratagem.servers.local_cluster": ["LocalCluster"],
     "stratagem.training.replica": ["Replica", "current_replica"],
     "stratagem.strategies.strategy": ["Strategy", "get_strategy"],
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from stratagem.cluster.spec import ClusterSpec as ClusterSpec
     from stratagem.cluster.spec import Place as Place
     from stratagem.cluster.spec import Task as Task
+    from stratagem.cluster.tpu_resolver import TPUClusterResolver as TPUClusterResolver
     from stratagem.codecs.int8 import Int8 as Int8
     from stratagem.codecs.low_rank import PowerSGD as PowerSGD
     from stratagem.codecs.sign import Sign as Sign
@@ -154,6 +157,7 @@ if TYPE_CHECKING:
     from stratagem.strategies.sharded import ShardedStrategy as ShardedStrategy
     from stratagem.strategies.strategy import Strategy as Strategy
     from stratagem.strategies.strategy import get_strategy as get_strategy
+    from stratagem.strategies.tpu import TPUStrategy as TPUStrategy
     from stratagem.training.agreement import Patience as Patience
     from stratagem.training.cross_device import CrossDeviceOps as CrossDeviceOps
     from stratagem.training.cross_device import (
