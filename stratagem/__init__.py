@@ -65,6 +65,8 @@ _HOMES = {
     "stratagem.strategies.sharded": ["ShardedStrategy"],
     "stratagem.strategies.pipeline": ["PipelineStrategy"],
     "stratagem.strategies.tensor_parallel": ["TensorParallelStrategy"],
+    "stratagem.strategies.tpu": ["TPUStrategy"],
+    "stratagem.cluster.tpu_resolver": ["TPUClusterResolver"],
     "stratagem.servers.local_cluster": ["LocalCluster"],
     "stratagem.training.replica": ["Replica", "current_replica"],
     "stratagem.strategies.strategy": ["Strategy", "get_strategy"],
@@ -82,6 +84,7 @@ if TYPE_CHECKING:
     from stratagem.cluster.spec import ClusterSpec as ClusterSpec
     from stratagem.cluster.spec import Place as Place
     from stratagem.cluster.spec import Task as Task
+    from stratagem.cluster.tpu_resolver import TPUClusterResolver as TPUClusterResolver
     from stratagem.codecs.int8 import Int8 as Int8
     from stratagem.codecs.low_rank import PowerSGD as PowerSGD
     from stratagem.codecs.sign import Sign as Sign
@@ -158,6 +161,7 @@ if TYPE_CHECKING:
     from stratagem.strategies.tensor_parallel import (
         TensorParallelStrategy as TensorParallelStrategy,
     )
+    from stratagem.strategies.tpu import TPUStrategy as TPUStrategy
     from stratagem.training.agreement import Patience as Patience
     from stratagem.training.cross_device import CrossDeviceOps as CrossDeviceOps
     from stratagem.training.cross_device import (

@@ -8,9 +8,15 @@ if TYPE_CHECKING:
     from stratagem import CentralStorageStrategy as CentralStorageStrategy
     from stratagem import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from stratagem import ParameterServerStrategy as ParameterServerStrategy
+    from stratagem import TPUStrategy as TPUStrategy
     from stratagem.strategies.mirrored import CollectiveCommunication as CollectiveCommunication
 
-_STRATEGIES = ["CentralStorageStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy"]
+_STRATEGIES = [
+    "CentralStorageStrategy",
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "TPUStrategy",
+]
 __all__ = ["CollectiveCommunication", *_STRATEGIES]
 
 
@@ -23,13 +29,6 @@ def __getattr__(name: str) -> Any:
         from stratagem.strategies.mirrored import CollectiveCommunication
 
         return CollectiveCommunication
-    if name == "TPUStrategy":
-        from stratagem.errors import UsageError
-
-        raise UsageError(
-            "there is no TPUStrategy yet: TPUs are not supported. sg.MirroredStrategy trains on "
-            "GPUs and CPUs of one machine, sg.MultiWorkerMirroredStrategy on those of several."
-        )
     raise AttributeError(f"module 'stratagem.experimental' has no attribute {name!r}")
 
 

@@ -77,6 +77,7 @@ PRIVATE = {
     "torch.utils._pytree": "the tensors inside of what a module is given and returns",
     "torch.utils._python_dispatch": "sees every operator of a run that must leave no trace",
     "torch.distributed.ProcessGroupGloo._Options": "a Gloo group on a chosen network device",
+    "torch.distributed.Backend._plugins": "a group of a collective that a package has registered",
     "GroupOptions._timeout": "how long a collective may take",
     "GroupOptions._devices": "a Gloo group on a chosen network device",
 }
@@ -145,6 +146,12 @@ def gloo_options(timeout: timedelta, device: Any) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout, options._devices = timeout, [device]
     return options
+
+
+def registered_group(backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a group of a collective that a package has registered, such as torch_tpu's."""
+    plugin = dist.Backend._plugins.get(backend.upper())
+    return None if plugin is None else plugin.creator_fn(store, rank, size, timeout)
 
 
 def nccl_options(timeout: timedelta) -> Any:

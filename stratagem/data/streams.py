@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stratagem.wire.device_kinds import kind_of
+
 _MIX = 0x9E3779B97F4A7C15
 
 
@@ -100,8 +102,8 @@ def generator_states(device: torch.device | None = None) -> dict[str, Any]:
         ],
         "python": [torch.tensor(words, dtype=torch.int64), gauss],
     }
-    if device is not None and device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+    if device is not None and (own := kind_of(device).rng_state(device)) is not None:
+        found[device.type] = own
     return found
 
 
@@ -113,8 +115,8 @@ def set_beside_torch(states: Mapping[str, Any], device: torch.device | None = No
     )
     words, gauss = states["python"]
     random.setstate((3, tuple(words.tolist()), gauss))
-    if device is not None and device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device is not None and device.type in states:
+        kind_of(device).set_rng_state(device, states[device.type])
 
 
 @dataclass(frozen=True)

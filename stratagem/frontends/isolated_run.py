@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.compat.torch_names import BatchNorm, TorchDispatchMode, pytree
+from stratagem.wire.device_kinds import gpu_in_use
 
 #: an option of attention, also of its backward
 _DROPOUT = "dropout_p"
@@ -37,7 +38,7 @@ def dry_run(*owners: Any, disturbed: bool = False) -> Iterator[WriteJournal]:
     journal = WriteJournal(disturbed)
     attributes = [_Attributes(vars(owner)) for owner in owners if hasattr(owner, "__dict__")]
     numbers = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    devices = gpu_in_use()
     # importing the compiler takes a second: only where somebody has used it
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
     cudnn, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False  # it drops by itself

@@ -35,6 +35,7 @@ from stratagem.strategies.pipeline import PipelineStrategy
 from stratagem.strategies.sharded import ShardedStrategy
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.dry_run import DryRun
+from stratagem.wire.device_kinds import KINDS
 
 _SECONDS, _LEAST, _MOST = 1.0, 5, 100
 _RESTLESS = 0.15  # by how much one device may differ from itself on a quiet machine
@@ -87,7 +88,7 @@ def trainer(trial: DryRun) -> Callable[[Strategy, Any, int], float]:
 
 def fitting(plan: Plan) -> list[Configuration]:
     """What can be run here without sharing a device."""
-    gpus = torch.cuda.device_count() if plan.profile.device == "cuda" else 0
+    gpus = KINDS["cuda"].count() if plan.profile.device == "cuda" else 0
     most = gpus or cores()
     counts = [n for n in (2, 4, 8, 16) if n <= min(most, plan.hardware.size)]
     found = [Configuration()] if not plan.profile.sparse else []

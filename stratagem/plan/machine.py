@@ -44,6 +44,7 @@ from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.parameter_server import ParameterServerStrategy
 from stratagem.training.dry_run import DryRun
 from stratagem.training.replica import current_replica
+from stratagem.wire.device_kinds import KINDS
 
 _FLOATS = 4 << 20
 _ROUNDS = 5
@@ -57,7 +58,7 @@ def measure_hardware(device: str = "cpu") -> Hardware:
         adding, updating = _adding(), _updating()
     finally:
         torch.set_num_threads(threads)
-    gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
+    gpus = KINDS["cuda"].count() if device.startswith("cuda") else 0
     local = _between_gpus(gpus) if gpus else adding
     return Hardware(
         per_host=gpus or cores(),
@@ -94,7 +95,7 @@ def _between_gpus(count: int) -> float:
 
     def copy() -> None:
         other.copy_(one)
-        torch.cuda.synchronize()
+        KINDS["cuda"].synchronize(one.device)
 
     return one.nbytes / _best(copy)
 

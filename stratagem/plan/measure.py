@@ -30,6 +30,7 @@ from stratagem.plan.profile import GradientPart, Profile, SparseTable, merged
 from stratagem.training.dry_run import DryRun
 from stratagem.training.exchange import BUCKET_BYTES
 from stratagem.wire.buckets import plan_buckets
+from stratagem.wire.device_kinds import kind_of
 
 Say = Callable[[str], None]
 _NOTHING = "the model has no parameter that requires a gradient to plan for."
@@ -181,7 +182,7 @@ class _Runner:
         self.waited += waited_for_processor() - waited
 
     def _ready(self, index: int, param: Tensor) -> None:
-        if self.device.type != "cuda":
+        if not kind_of(self.device).queued:
             self._now.ready[index] = time.perf_counter() - self._began
         else:  # asynchronous devices: note it in their own stream
             self._events[index] = self._event()
@@ -213,17 +214,10 @@ class _Runner:
         self.taken.append(self._now)
 
     def _event(self) -> Any:
-        if self.device.type != "cuda":
-            return None
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return kind_of(self.device).mark()
 
     def _clock(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
+        kind_of(self.device).synchronize(self.device)
         return time.perf_counter()
 
     def profile(self, size: int) -> Profile:

@@ -159,8 +159,8 @@ def _worth_sharing() -> list[str]:
 
 def _has_cuda() -> bool:
     """Importing Keras looks for GPUs, after which a forked child could not use them."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_available())
+    kinds = sys.modules.get("stratagem.wire.device_kinds")
+    return kinds is not None and kinds.KINDS["cuda"].count() > 0
 
 
 def _path() -> list[str]:

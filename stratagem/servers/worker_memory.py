@@ -20,6 +20,7 @@ from stratagem.codecs.codec import Codec, codec_for
 from stratagem.errors import NotDistributable
 from stratagem.servers.shard import memory_of, memory_size
 from stratagem.servers.training_plan import TrainingPlan
+from stratagem.wire.device_kinds import DeviceKind, kind_of
 from stratagem.wire.segment import Segment
 from stratagem.wire.tcp import WireError
 
@@ -75,7 +76,7 @@ class WorkerMemory:
     def _bind(self) -> None:
         self._homes = [p.data for p in self.params]
         self._elsewhere = any(p.device.type != "cpu" for p in self.params)
-        self._pinned = _pin([self.values, self._outbox]) if self.params[0].is_cuda else []
+        self._pinned = _pin([self.values, self._outbox], kind_of(self.params[0].device))
         with torch.no_grad():
             for param, view in zip(self.params, self._views, strict=True):
                 view.copy_(param)
@@ -164,7 +165,7 @@ class WorkerMemory:
     def landed(self) -> None:
         """Wait for gradients that are still on their way from a GPU."""
         if self._pinned:
-            torch.cuda.current_stream(self.params[0].device).synchronize()
+            kind_of(self.params[0].device).synchronize(self.params[0].device)
 
     def take_all(self) -> None:
         for index in range(len(self.params)):
@@ -252,7 +253,7 @@ class WorkerMemory:
             for param, home, view in zip(self.params, homes, self._views, strict=False):
                 home.copy_(view)
                 param.data = home
-        _unpin(self._pinned)
+        kind_of(self.params[0].device).unpin(self._pinned)
         self._pinned = []
 
 
@@ -271,22 +272,12 @@ def _short(shapes: Sequence[tuple[int, ...]]) -> str:
     return shown + (", ..." if len(shapes) > 4 else "")
 
 
-def _pin(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _pin(tensors: Sequence[Tensor], kind: DeviceKind) -> list[Tensor]:
     """Lock memory, so that a GPU copies to and from it at full speed; those that could be."""
-    pinned = []
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for tensor in tensors:
-        if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
-            pinned.append(tensor)
-        else:
-            log.info("%d bytes of memory could not be pinned; copies will be slower", tensor.nbytes)
+    pinned = kind.pin(tensors)
+    if kind.name == "cuda" and len(pinned) < len(tensors):
+        log.info("some memory could not be pinned; copies will be slower")
     return pinned
-
-
-def _unpin(tensors: Sequence[Tensor]) -> None:
-    runtime: Any = torch.cuda.cudart() if tensors else None  # type: ignore[no-untyped-call]
-    for tensor in tensors:
-        runtime.cudaHostUnregister(tensor.data_ptr())
 
 
 def _nothing() -> None:

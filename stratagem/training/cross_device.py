@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from stratagem.errors import UsageError
 from stratagem.training.devices import canonical
+from stratagem.wire.device_kinds import kind_of
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,18 @@ class Ground:
     apart: bool
 
     @property
-    def nccl(self) -> bool:
-        return self.kinds == {"cuda"} and self.apart
+    def backend(self) -> str:
+        """torch's collective between them: that of their kind, or Gloo, which needs none."""
+        (kind,) = self.kinds if len(self.kinds) == 1 else ("cpu",)
+        return kind_of(kind).backend if self.apart else "gloo"
 
 
 def possible(ground: Ground) -> list[CrossDeviceOps]:
     """What these replicas can run, the usual choice first."""
     general = [RingAllReduce(), HierarchicalCopyAllReduce(), ReductionToOneDevice()]
-    if ground.nccl:
+    if ground.backend == "tpu_dist":
+        return general[:1]  # its first group must be of everybody, and no other was tried
+    if ground.backend == "nccl":
         return [NcclAllReduce(), *general[1:]]
     if ground.kinds == {"cpu"} and ground.one_host:
         return [SharedMemoryAllReduce(), *general]
@@ -116,11 +121,16 @@ def possible(ground: Ground) -> list[CrossDeviceOps]:
 
 def check(op: CrossDeviceOps, ground: Ground) -> None:
     """Refuse, with the reason, what these replicas cannot run."""
-    if isinstance(op, NcclAllReduce) and not ground.nccl:
+    if isinstance(op, NcclAllReduce) and ground.backend != "nccl":
         where = ", ".join(sorted(ground.kinds)) + ("" if ground.apart else ", several on one GPU")
         raise UsageError(
             "NcclAllReduce works between NVIDIA GPUs only, each with one replica, and these "
             f"replicas run on {where}; use RingAllReduce(), or leave cross_device_ops out."
+        )
+    if ground.backend == "tpu_dist" and op != RingAllReduce():
+        raise UsageError(
+            f"TPUs add up by their own collective, and {type(op).__name__} is none of it; leave "
+            "cross_device_ops out."
         )
     if isinstance(op, SharedMemoryAllReduce) and (ground.kinds != {"cpu"} or not ground.one_host):
         raise UsageError(

@@ -8,32 +8,35 @@ from collections.abc import Iterable
 import torch
 
 from stratagem.errors import DeviceError
+from stratagem.wire.device_kinds import KINDS, kind_of
 
 _NAME = re.compile(
     r"^(?:/?job:[^/]+)?(?:/?replica:\d+)?(?:/?task:\d+)?/?(?:device:)?"
     r"(?P<kind>[a-z]+)(?::(?P<index>\d+))?$",
     re.IGNORECASE,
 )
-_KINDS = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu", "mps": "mps"}
+_SPELLED = {"gpu": "cuda"}
+#: those that a strategy takes by itself, if they are here
+_USUAL = ("cuda", "mps")
 
 
 def present() -> list[str]:
     """The devices that a strategy takes by itself: every GPU, else the CPU."""
-    if torch.cuda.is_available():
-        return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        return ["mps:0"]
+    for kind in _USUAL:
+        if count := KINDS[kind].count():
+            return [f"{kind}:{i}" for i in range(count)]
     return ["cpu:0"]
 
 
 def canonical(name: str | torch.device) -> str:
     """`"/gpu:0"`, `"GPU:0"`, `"/device:GPU:0"` and `torch.device("cuda", 0)` are all `cuda:0`."""
     match = _NAME.match(str(name).strip())
-    kind = _KINDS.get(match["kind"].lower()) if match else None
-    if match is None or kind is None:
+    said = match["kind"].lower() if match else ""
+    kind = _SPELLED.get(said, said)
+    if match is None or kind not in KINDS:
         raise DeviceError(
             f"{str(name)!r} is not a device; present here: {_listing()}. "
-            'Write "/gpu:0", "cuda:0" or "cpu:0".'
+            'Write "/gpu:0", "cuda:0", "tpu:0" or "cpu:0".'
         )
     return f"{kind}:{int(match['index'] or 0)}"
 
@@ -68,23 +71,16 @@ def resolve(names: Iterable[str | torch.device] | str | None) -> tuple[str, ...]
 
 def place(device: str) -> torch.device:
     """The torch device behind a name; CPU replicas share the one CPU."""
-    return torch.device("cpu") if device.startswith("cpu") else torch.device(device)
+    return kind_of(device).place(int(device.partition(":")[2]))
 
 
 def identity(device: str) -> str:
     """What is behind a name on this host: two tasks may both call different GPUs `cuda:0`."""
-    if device.startswith("cuda"):
-        return str(torch.cuda.get_device_properties(place(device)).uuid)
-    return device
+    return kind_of(device).identity(place(device), device)
 
 
 def _is_present(device: str) -> bool:
-    kind, _, index = device.partition(":")
-    if kind == "cpu":
-        return True
-    if kind == "mps":
-        return torch.backends.mps.is_available() and index == "0"
-    return torch.cuda.is_available() and int(index) < torch.cuda.device_count()
+    return kind_of(device).has(int(device.partition(":")[2]))
 
 
 def _listing() -> str:

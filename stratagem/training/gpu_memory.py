@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from stratagem.errors import UsageError
+from stratagem.wire.device_kinds import kind_of
 
 VARIABLE = "STRATAGEM_GPU_MEMORY"
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)?", re.IGNORECASE)
@@ -49,9 +50,8 @@ def fraction(limit: str, total: int) -> float:
 def limit_memory(device: torch.device) -> None:
     """Keep this process to its part of the GPU, if a part was set."""
     limit = os.environ.get(VARIABLE)
-    if limit and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(fraction(limit, total), device)
+    if limit:
+        kind_of(device).limit_memory(device, lambda total: fraction(limit, total))
 
 
 @contextmanager

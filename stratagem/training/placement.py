@@ -24,6 +24,7 @@ from stratagem.training.devices import place
 from stratagem.training.gpu_memory import limit_memory
 from stratagem.training.replica import Replica
 from stratagem.wire.collective import Alone, Collective
+from stratagem.wire.device_kinds import kind_of
 from stratagem.wire.lateness import AGAIN, FIRST, Limit, say_late
 from stratagem.wire.meeting_store import MeetingStore
 from stratagem.wire.process_group import Meeting
@@ -118,8 +119,7 @@ def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.
 
     def run() -> None:
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # every thread has a current GPU of its own
+            kind_of(device).use(device)  # every thread has a current GPU of its own
             done.append(make())
         except BaseException as error:
             failed.append(error)
@@ -136,10 +136,13 @@ def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.
 
 def sit(placement: Placement, membership: Membership) -> Replica:
     """Take the seat: connect to the others. Collective."""
-    device = place(placement.devices[placement.rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    name = placement.devices[placement.rank]
+    with kind_of(name).seat(place(name), placement.rank, placement.size) as device:
         limit_memory(device)
+        return _sit(placement, membership, device)
+
+
+def _sit(placement: Placement, membership: Membership, device: torch.device) -> Replica:
     watch = membership.raise_if_trouble
 
     def connect(name: str, op: CrossDeviceOps) -> Collective:
@@ -173,7 +176,7 @@ def _connect(
         return SharedMemoryCollective(
             placement.rank, placement.size, control, watch, placement.names
         )
-    backend = "nccl" if placement.ground.nccl else "gloo"
+    backend = placement.ground.backend
     assert placement.store is not None
     store = MeetingStore(membership, f"{placement.store}/{name}", PATIENCE)
     # torch's own limit names nobody, so ours comes first.

@@ -58,6 +58,7 @@ from stratagem.training.replica import (
     turn,
 )
 from stratagem.training.settings import Settings
+from stratagem.wire.device_kinds import kind_of
 
 log = logging.getLogger("stratagem")
 
@@ -100,6 +101,9 @@ class ReplicaGroup:
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self.size = len(self.devices)
+        hosts = 1 if place is None else len(place.spec.training_tasks())
+        for kind in {device.partition(":")[0] for device in self.devices}:
+            kind_of(kind).prepare(len(self.devices), hosts)
         if len(self.devices) > 1 and not inside:
             ZygoteProcess.get()  # imports torch while the caller builds a model
         if place is not None:

@@ -22,6 +22,7 @@ from stratagem.state.digest import digest
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
 from stratagem.wire.collective import Collective
+from stratagem.wire.device_kinds import kind_of
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 log = logging.getLogger("stratagem")
@@ -260,7 +261,6 @@ def _time(collective: Collective, elements: int, replica: Replica) -> float:
         replica.barrier()
         start = time.perf_counter()
         collective.all_reduce(flat).wait()
-        if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)
+        kind_of(flat.device).synchronize(flat.device)
         best = min(best, time.perf_counter() - start)
     return float(max(gather_tree(replica.collective, best)))

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from stratagem.compat.torch_names import gloo_options, nccl_options
+from stratagem.compat.torch_names import gloo_options, nccl_options, registered_group
+from stratagem.errors import DeviceError
 from stratagem.figures.meter import METER
 from stratagem.wire import link_time
 from stratagem.wire.collective import Pending
@@ -74,6 +75,10 @@ class ProcessGroup:
         if backend == "nccl":
             options = nccl_options(meeting.limit)
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        elif backend != "gloo":
+            self._group = registered_group(backend, store, rank, size, meeting.limit)
+            if self._group is None:
+                raise DeviceError(f"nobody has registered the collective {backend!r} with torch.")
         else:
             device, ports = listening(partial(_device, meeting.hostname))
             options = gloo_options(meeting.limit, device)

@@ -48,13 +48,13 @@ class TorchCollective(Collective):
 
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
         apply_weight(flat, weight)
-        if flat.is_cuda and self.backend == "gloo":
+        if flat.device.type != "cpu" and self.backend == "gloo":
             return self._staged(flat)
         alone = flat.dtype not in HALF or self.backend == "gloo"
         if type(self) is TorchCollective and alone and self._idle():
             pending = self.flat.sum(flat)  # runs beside the computation by itself
             return Pending(lambda: self.named(pending.wait))
-        if self.backend == "nccl":
+        if self.backend != "gloo":
             self.named(lambda: self._sum(flat))  # queued on the GPU; nothing blocks here
             return Pending()
         future = self._last = self._aside.submit(self._sum, flat)

@@ -140,6 +140,7 @@ def test_ctrl_c_leaves_the_job_and_cancel_ends_it(there: Any) -> None:
     lines = []
     while sum("line 2" in line for line in lines) < 2:
         lines.append(second.stdout.readline())
+        assert lines[-1], lines  # it has ended
     code, said = finished(there.start(*cancel))
     assert code == 0 and f"{handle} is cancelled" in said
     code, rest = finished(second)

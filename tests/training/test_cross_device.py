@@ -63,7 +63,7 @@ def test_the_device_that_adds_up() -> None:
     with pytest.raises(sg.UsageError, match=r"'cpu:7' is not among.*cpu:0, cpu:1, cuda:0"):
         sg.ReductionToOneDevice("cpu:7").root(devices)
     with pytest.raises(sg.DeviceError):
-        sg.ReductionToOneDevice("tpu:7").root(devices)
+        sg.ReductionToOneDevice("npu:7").root(devices)
 
 
 @pytest.mark.timeout(60)

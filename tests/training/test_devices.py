@@ -124,7 +124,7 @@ def test_a_number_of_devices() -> None:
         sg.MirroredStrategy(2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["tpu:0", "gpu:-1", "gpu:x", "", ":", "0", "cuda:0:1", "c p u"])
+@pytest.mark.parametrize("name", ["npu:0", "gpu:-1", "gpu:x", "", ":", "0", "cuda:0:1", "c p u"])
 def test_what_is_no_device(name: str) -> None:
     with pytest.raises(sg.DeviceError, match=re.escape(repr(name))) as caught:
         sg.MirroredStrategy([name])

@@ -15,12 +15,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.strategy import Strategy, get_strategy, on_scope
 from stratagem.training.dry_run import on_dry_run
+from stratagem.wire.device_kinds import KINDS
 
 _OLDEST = (3, 12)
 
@@ -181,7 +180,7 @@ def _wrap_fit(keras: Any) -> Any:
         check(keras)
         from stratagem.frontends.keras.dry_run_fit import rehearse
 
-        one = MirroredStrategy(["cuda:0" if torch.cuda.is_available() else "cpu:0"])
+        one = MirroredStrategy(["cuda:0" if KINDS["cuda"].count() else "cpu:0"])
         kwargs["verbose"] = 0
         return rehearse(self, one, lambda: plain(self, *args, **kwargs))
 

@@ -27,6 +27,9 @@ _PLACES = 600.0  # seconds for the cluster to have room
 _GRACE = 3.0  # from the first failure to SIGTERM, and from there to the end of all places
 _TICK = 0.2
 _LOST = 255
+#: Ray kills the children of an actor that ends, and its process group, but not the children of its
+#: children in a session of their own: so the task itself has time to save
+_SHIELD = ("sh", "-c", '"$@"; exit $?', "sh")
 
 
 class TaskPlace:
@@ -45,10 +48,16 @@ class TaskPlace:
 
     def start(self, told: str) -> None:
         """Begin; it ends with this actor, whose pipe it reads."""
-        words = [sys.executable, "-m", "stratagem.launch.far_task", "ssh"]
+        words = [*_SHIELD, sys.executable, "-m", "stratagem.launch.far_task", "ssh"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace"
+            words,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
         self._say(told)
         readers = [

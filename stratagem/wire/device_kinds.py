@@ -1,0 +1,249 @@
+"""Kinds of devices: what is asked of a device, and the calls that answer it on a kind.
+
+    kind   name     replicas that have one each    where it is
+    CPU    cpu:i    Gloo, or shared memory         everywhere; "cpu:0", "cpu:1" share the one CPU
+    GPU    cuda:i   NCCL                           torch.cuda
+    Metal  mps:0    Gloo                           torch.mps
+    TPU    tpu:i    tpu_dist                       torch_tpu; a process has one and keeps it
+
+Nobody else calls torch.cuda, torch.mps or torch.tpu (tests/wire/test_device_kinds.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.errors import DeviceError
+
+
+class DeviceKind:
+    """A kind of device; this one is the CPU's, and what others do not say otherwise."""
+
+    name = "cpu"
+    #: torch's collective for replicas that have a device each
+    backend = "gloo"
+    #: whether the device works on while Python goes on, so that its clock is its own
+    queued = False
+
+    def count(self) -> int:
+        """How many are here; asking claims none."""
+        return 1
+
+    def has(self, index: int) -> bool:
+        return index < self.count()
+
+    def place(self, index: int) -> torch.device:
+        """The torch device of a replica."""
+        return torch.device(self.name, index)
+
+    def identity(self, device: torch.device, name: str) -> str:
+        """What is behind a name on this host."""
+        return name
+
+    def prepare(self, here: int, hosts: int) -> None:
+        """Before any replica starts: of so many on this host, and on so many hosts."""
+
+    @contextmanager
+    def seat(self, device: torch.device, rank: int, size: int) -> Iterator[torch.device]:
+        """Take the device for this process while it connects to others; which one it then has."""
+        self.use(device)
+        yield device
+
+    def use(self, device: torch.device) -> None:
+        """Make it this thread's own."""
+
+    def limit_memory(self, device: torch.device, fraction: Any) -> None:
+        """Keep to a part of its memory; `fraction` makes it of the whole."""
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until everything that was asked of it is done."""
+
+    def rng_state(self, device: torch.device) -> Tensor | None:
+        """Where its own generator stands, if it has one beside torch's on the CPU."""
+        return None
+
+    def set_rng_state(self, device: torch.device, state: Tensor) -> None:
+        """Have its generator stand there."""
+
+    def mark(self) -> Any:
+        """An event of the device's own clock, from now."""
+
+    def pin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Lock memory, so that the device copies at full speed; those that could be."""
+        return []
+
+    def unpin(self, tensors: Sequence[Tensor]) -> None:
+        """Unlock it."""
+
+
+class CpuKind(DeviceKind):
+    """Replicas of a CPU share it, as many as one likes."""
+
+    def has(self, index: int) -> bool:
+        return True
+
+    def place(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
+
+class CudaKind(DeviceKind):
+    """NVIDIA's (and AMD's) GPUs."""
+
+    name, backend, queued = "cuda", "nccl", True
+
+    def count(self) -> int:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def identity(self, device: torch.device, name: str) -> str:
+        """Two tasks may both call different GPUs `cuda:0`."""
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def use(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        _in_use[:] = [device.index or 0]
+
+    def limit_memory(self, device: torch.device, fraction: Any) -> None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(fraction(total), device)
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def rng_state(self, device: torch.device) -> Tensor | None:
+        return torch.cuda.get_rng_state(device)
+
+    def set_rng_state(self, device: torch.device, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, device)
+
+    def mark(self) -> Any:
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def pin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return [t for t in tensors if int(runtime.cudaHostRegister(t.data_ptr(), t.nbytes, 0)) == 0]
+
+    def unpin(self, tensors: Sequence[Tensor]) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for tensor in tensors:
+            runtime.cudaHostUnregister(tensor.data_ptr())
+
+
+class MetalKind(DeviceKind):
+    """Apple's GPU."""
+
+    name = "mps"
+
+    def count(self) -> int:
+        return int(torch.backends.mps.is_available())
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.mps.synchronize()
+
+
+#: what torch_tpu's workers must find, all the same
+LAUNCH_VARIABLES = (
+    "TORCH_TPU_SLICEBUILDER_ADDRESSES",
+    "TORCH_TPU_TOPOLOGY",
+    "TORCH_TPU_XPROF_SESSION_ID",
+)
+_ABSENT = "pip install torch_tpu on a TPU VM (x86_64 Linux, torch 2.11 to 2.15)"
+
+
+class TpuKind(DeviceKind):
+    """Google's TPUs, by torch_tpu. The first use of one claims it for the process, by the launch
+    variables and the process's rank; counting them and `prepare` are no use."""
+
+    name, backend = "tpu", "tpu_dist"
+
+    def count(self) -> int:
+        return int(load_tpu().device_count())
+
+    def prepare(self, here: int, hosts: int) -> None:
+        """Set the launch variables, which every replica must find alike. They are torch_tpu's own
+        affair: one that is set already stays as it is."""
+        if all(os.environ.get(name) for name in LAUNCH_VARIABLES):
+            return
+        try:
+            load_tpu().distributed.set_tpu_launch_env(nnodes=hosts, nproc_per_node=here)
+        except (ValueError, RuntimeError) as problem:
+            raise DeviceError(f"torch_tpu cannot prepare {here} TPUs here: {problem}") from problem
+        if missing := [name for name in LAUNCH_VARIABLES if not os.environ.get(name)]:
+            raise DeviceError(
+                f"torch_tpu has not set {missing[0]}, without which replicas cannot find each "
+                "other's TPUs; set it, as torch_tpu's documentation says."
+            )
+
+    @contextmanager
+    def seat(self, device: torch.device, rank: int, size: int) -> Iterator[torch.device]:
+        """With the variables of a launcher meanwhile: afterwards they would tell later strategies
+        of a cluster."""
+        told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": device.index or 0}
+        before = {key: os.environ.get(key) for key in told}
+        os.environ.update({key: str(value) for key, value in told.items()})
+        try:
+            yield torch.device("tpu", int(load_tpu().current_device()))
+        finally:
+            for key, value in before.items():
+                if value is None:
+                    del os.environ[key]
+                else:
+                    os.environ[key] = value
+
+    def synchronize(self, device: torch.device) -> None:
+        load_tpu().synchronize()
+
+    def rng_state(self, device: torch.device) -> Tensor | None:
+        state: Tensor = load_tpu().get_rng_state()
+        return state.cpu()
+
+    def set_rng_state(self, device: torch.device, state: Tensor) -> None:
+        load_tpu().set_rng_state(state)
+
+
+#: the GPU of this process, if a replica of it has one
+_in_use: list[int] = []
+
+
+def gpu_in_use() -> list[int]:
+    """The GPU that this process's replica has; of none where it has another device."""
+    return list(_in_use)
+
+
+def load_tpu() -> Any:
+    """torch.tpu; raises where there can be none."""
+    try:
+        importlib.import_module("torch_tpu")
+    except ImportError as problem:
+        wrong = "" if platform.machine() in ("x86_64", "AMD64") else f" {platform.machine()}"
+        raise DeviceError(
+            f"TPUs need torch_tpu, which cannot be imported on this{wrong} machine "
+            f"({problem}): {_ABSENT}."
+        ) from problem
+    found = getattr(torch, "tpu", None)
+    if found is None:
+        raise DeviceError("torch_tpu finds no TPU on this machine: run this on a TPU VM.")
+    return found
+
+
+#: by name
+KINDS: dict[str, DeviceKind] = {
+    kind.name: kind for kind in (CudaKind(), MetalKind(), CpuKind(), TpuKind())
+}
+
+
+def kind_of(device: torch.device | str) -> DeviceKind:
+    """The kind of a device, or of a name such as "cuda:0"."""
+    name = device.partition(":")[0] if isinstance(device, str) else device.type
+    if name == "tpu":
+        load_tpu()  # before that torch does not know the name
+    return KINDS.get(name) or DeviceKind()
