@@ -37,6 +37,7 @@ _HOMES = {
     "stratagem.frontends.ensemble": ["Ensemble"],
     "stratagem.frontends.model": ["Model"],
     "stratagem.launch.notebook_sweep": ["sweep"],
+    "stratagem.rules.cadence": ["DiLoCo", "EveryStep", "Gossip", "LocalSteps", "Outer"],
     "stratagem.rules.stats": ["Stats"],
     "stratagem.rules.updates": [
         "Asynchronous",
@@ -127,6 +128,11 @@ if TYPE_CHECKING:
     from stratagem.frontends.model import Model as Model
     from stratagem.launch.notebook_sweep import sweep as sweep
     from stratagem.plan.notebook import plan as plan
+    from stratagem.rules.cadence import DiLoCo as DiLoCo
+    from stratagem.rules.cadence import EveryStep as EveryStep
+    from stratagem.rules.cadence import Gossip as Gossip
+    from stratagem.rules.cadence import LocalSteps as LocalSteps
+    from stratagem.rules.cadence import Outer as Outer
     from stratagem.rules.stats import Stats as Stats
     from stratagem.rules.updates import Asynchronous as Asynchronous
     from stratagem.rules.updates import DelayCompensated as DelayCompensated

@@ -146,13 +146,13 @@ class ReplicaSide:
     def _thaw(self) -> None:
         """Others are trained from this epoch on, if a callback has frozen or unfrozen some."""
         if _frozen(self.job.module) != self._frozen and self.replica.count > 1:
-            scaler, before = self.step.scaler, self.step.reducer
+            scaler, before = self.step.scaler, self.step.keeper
             kept = {} if before is None else before.state()
             self.step.close()
             setup.align_state(self.job.optimizer, self.replica)
             self._prepare()
-            if self.step.reducer is not None and kept:
-                self.step.reducer.load(gather_tree(self.replica.collective, kept))
+            if self.step.keeper is not None and kept:
+                self.step.keeper.load(gather_tree(self.replica.collective, kept))
             self.step.scaler = scaler  # it goes on with the scale that it has found
             self.job.callbacks.changes.settle()
 
@@ -206,6 +206,7 @@ class ReplicaSide:
         self.step.bring_home()
         if job.between_steps:
             self.listen()  # what the last batch's callbacks changed
+        self.step.meet()
         # where replicas may leave, each has the counts of all
         counted = replica if job.journal is None else alone(replica)
         logs = {"loss": tally.mean(), **job.recipe.metrics.compute(counted)}
@@ -224,6 +225,7 @@ class ReplicaSide:
 
     def progress(self) -> dict[str, Any] | None:
         self.step.bring_home()
+        self.step.meet()
         return replica_progress.gathered(self.job, self.replica, self.step, self.tally)
 
     def go_on(self, saved: dict[str, Any] | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.steps import Step
-from stratagem.training.lossy_wire import load_residuals
+from stratagem.training.lossy_wire import load_kept
 from stratagem.training.replica import Replica, alone
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
 from stratagem.wire.tree import broadcast_tree, gather_tree
@@ -21,7 +21,7 @@ def gathered(job: Fit, replica: Replica, step: Step, tally: LossSum) -> dict[str
     mine = {
         **own_state(replica, list(job.module.buffers())),
         "metrics": _counted(job, replica),
-        "residuals": {} if step.reducer is None else step.reducer.state(),
+        "residuals": {} if step.keeper is None else step.keeper.state(),
     }
     everybody = gather_tree(replica.collective, mine) if replica.count > 1 else [mine]
     if not replica.is_chief:
@@ -67,7 +67,7 @@ def go_on(
     tally.load_state(told["tally"], replica.device)
     if step.scaler is not None and told["scaler"] is not None:
         step.scaler.load_state_dict(told["scaler"])
-    load_residuals(step.reducer, [each.get("residuals", {}) for each in told["replicas"]])
+    load_kept(step.keeper, [each.get("residuals", {}) for each in told["replicas"]])
     own = own_of(told["replicas"], replica)
     if told["replicas"]:
         saved_buffers = [each["buffers"] for each in told["replicas"]]

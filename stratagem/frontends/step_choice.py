@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends.apart import Apart
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sharded_steps import (
     FullySharded,
@@ -55,7 +56,8 @@ def choose(
     half = recipe.autocast is torch.float16
     if plain and shared and not half and params and can_slice(optimizer, params):
         return Sliced(module, optimizer, recipe, replica, settings)
-    return Replicated(module, optimizer, recipe, replica, settings)
+    form = Replicated if settings.sync is None else Apart
+    return form(module, optimizer, recipe, replica, settings)
 
 
 def _sharded(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.codecs.reducer import Reducer
 from stratagem.data.shares import share
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.loss_sum import LossSum
@@ -55,14 +54,17 @@ class Step(Protocol):
         """Train on one share; `last` means that accumulated gradients must be applied now."""
 
     @property
-    def reducer(self) -> Reducer | None:
-        """What gradients go through, and may keep some of, where they travel."""
+    def keeper(self) -> GradientExchange | None:
+        """Where gradients go, and something may be kept for later steps, where they travel."""
 
     def follow_settings(self) -> None:
         """The optimizer's settings have changed."""
 
     def take_back(self) -> None:
         """Somebody has changed weights, or given them other memory."""
+
+    def meet(self) -> None:
+        """Bring replicas together that may have gone apart. Collective."""
 
     def bring_home(self) -> None:
         """Have whole parameters, and the optimizer's state, where others look. Collective."""
@@ -89,7 +91,7 @@ class OneDevice(TorchAdapter):
         self._waiting = 0
 
     @property
-    def reducer(self) -> Reducer | None:
+    def keeper(self) -> GradientExchange | None:
         return None
 
     @property
@@ -118,6 +120,9 @@ class OneDevice(TorchAdapter):
         return None
 
     def take_back(self) -> None:
+        return None
+
+    def meet(self) -> None:
         return None
 
     def bring_home(self) -> None:
@@ -261,13 +266,14 @@ class Replicated(Dealt):
         except BaseException:
             self._unsync()
             raise
+        self.committer.optimizer = optimizer
         buckets = self.committer.buckets
         homes = () if recipe.jit_compile else zip(buckets.params, buckets.views, strict=True)
         self._placed = self.placed_gradients(module, homes)
 
     @property
-    def reducer(self) -> Reducer | None:
-        return self.committer.reducer
+    def keeper(self) -> GradientExchange | None:
+        return self.committer
 
     def arm(self, apply: bool) -> None:
         self.committer.armed = apply

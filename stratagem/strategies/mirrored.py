@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 
@@ -13,13 +14,16 @@ from stratagem.arguments import by_name
 from stratagem.cluster.environment import detect
 from stratagem.cluster.spec import Place
 from stratagem.codecs.compression import Compression
+from stratagem.codecs.topk import TopK
 from stratagem.codecs.wire_choice import Wire, check_wire
 from stratagem.errors import UsageError
+from stratagem.rules.cadence import DiLoCo, EveryStep, Gossip, LocalSteps, Sync
 from stratagem.strategies.strategy import Strategy
 from stratagem.training import cross_device, devices
 from stratagem.training.agreement import Patience
 from stratagem.training.cross_device import CrossDeviceOps
 from stratagem.training.elastic import Elastic
+from stratagem.training.local_steps import LocalUpdates
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Settings
 
@@ -34,6 +38,8 @@ class MirroredStrategy(Strategy):
             None takes the usual one, "auto" measures and takes the fastest.
         wire: "bfloat16" halves the bytes that travel; sums stay in fp32. Or a compression, such as
             `sg.Int8()`, `sg.TopK(0.01)`: see docs/fewer-bytes.md.
+        sync: when replicas meet: `sg.EveryStep()`, or `sg.LocalSteps(20)`, `sg.DiLoCo(20)`,
+            `sg.Gossip("ring")`: see docs/fewer-meetings.md.
         sync_batchnorm: normalise over the global batch instead of each replica's share.
         cluster: a `Place` to use instead of the one in the environment.
         patience: how long to wait for tasks.
@@ -53,6 +59,7 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | str | None = None,
         *,
         wire: Wire = None,
+        sync: Sync | None = None,
         sync_batchnorm: bool = False,
         cluster: Place | None = None,
         patience: Patience | None = None,
@@ -68,6 +75,7 @@ class MirroredStrategy(Strategy):
             )
         op = cross_device.named(cross_device_ops)
         settings = Settings(op, wire, sync_batchnorm, elastic=elastic)
+        settings = meeting(settings, sync)
         place = cluster if cluster is not None else detect(os.environ)
         refuse_role(place, "mirrored")
         found, patience = devices_here(devices, place), patience or Patience()
@@ -109,7 +117,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             None takes the usual one.
         cluster: a `Place`; by default read from the environment.
         insecure: train over a network without STRATAGEM_SECRET; see docs/security.md.
-        elastic, min_replicas: as of `MirroredStrategy`.
+        wire, sync, elastic, min_replicas: as of `MirroredStrategy`.
     """
 
     @partial(by_name, elsewhere=_ELSEWHERE)
@@ -119,6 +127,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         *,
         devices: Sequence[str | torch.device] | str | None = None,
         wire: Wire = None,
+        sync: Sync | None = None,
         sync_batchnorm: bool = False,
         cluster: Place | None = None,
         patience: Patience | None = None,
@@ -135,6 +144,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             devices,
             communication,
             wire=wire,
+            sync=sync,
             sync_batchnorm=sync_batchnorm,
             cluster=cluster,
             patience=patience,
@@ -142,6 +152,54 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             elastic=elastic,
             min_replicas=min_replicas,
         )
+
+
+def meeting(settings: Settings, sync: Sync | None) -> Settings:
+    """The settings of replicas that meet as `sync` says."""
+    if sync is None or isinstance(sync, EveryStep):
+        return settings
+    if not isinstance(sync, Sync):
+        raise UsageError(
+            f"sync={sync!r}; it is sg.EveryStep(), sg.LocalSteps(20), sg.DiLoCo(20) or "
+            'sg.Gossip("ring").'
+        )
+    if settings.elastic:
+        raise UsageError(
+            f"elastic=True has replicas go on from the chief's weights when one dies, and with "
+            f"sync={sync!r} each has its own between meetings; use one of the two."
+        )
+    if settings.sync_batchnorm:
+        raise UsageError(
+            "sync_batchnorm=True has replicas meet in every layer of every step, and "
+            f"sync={sync!r} keeps them apart; leave one out."
+        )
+    sync = _with_wire(sync, settings.wire)
+    made = partial(LocalUpdates, every=sync)
+    return replace(settings, wire=None, sync=sync, committer=made)
+
+
+def _with_wire(sync: Sync, wire: Wire) -> Sync:
+    """What travels at meetings is said by the strategy, or by the record."""
+    if isinstance(sync, Gossip) and wire not in (None, "float32"):
+        raise UsageError(
+            f"wire={wire!r} leaves out a part of the weights that {sync!r} mixes, and their mean "
+            "would drift; leave wire out, or use sg.DiLoCo."
+        )
+    if not isinstance(sync, LocalSteps | DiLoCo):
+        return sync
+    if wire is not None and sync.wire is not None:
+        raise UsageError(
+            f"wire={wire!r} of the strategy and sync={sync!r} both say what travels at meetings; "
+            "leave one out."
+        )
+    sync = replace(sync, wire=wire if sync.wire is None else sync.wire)
+    check_wire(sync.wire)
+    if isinstance(sync.wire, TopK) and sync.wire.momentum:
+        raise UsageError(
+            f"wire={sync.wire!r} keeps a momentum of gradients, and with sync= none travel; "
+            "leave momentum out, and give one to the optimizer, or to sg.DiLoCo's outer one."
+        )
+    return sync
 
 
 def devices_here(

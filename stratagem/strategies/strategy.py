@@ -27,7 +27,7 @@ from stratagem.training.devices import place
 from stratagem.training.loop_calls import backward_counted, mean_of_batch, rows_of_share
 from stratagem.training.loop_checkpoints import check_loader, resumable
 from stratagem.training.loop_journal import LoopJournal, journal_of
-from stratagem.training.prepare import Prepared, prepare, prepare_loader
+from stratagem.training.prepare import Prepared, forget_meetings, prepare, prepare_loader
 from stratagem.training.replica import (
     Replica,
     as_tensor,
@@ -336,6 +336,7 @@ def _with_fresh_share(
         journal.begin(replica)
     replica.share.forget(replica.count)
     begin_loop(replica)
+    forget_meetings(replica)
     try:
         with user_code():
             return fn(*args)

@@ -169,6 +169,7 @@ def _settle(
             "control": offer.control and offer.control.handle,
             "op": "auto" if chosen.op == "auto" else repr(op),
             "wire": f"wire={chosen.wire or 'float32'!r}",
+            "sync": f"sync={chosen.sync or 'EveryStep()'}",
             "sync_batchnorm": f"sync_batchnorm={chosen.sync_batchnorm!r}",
         },
         party.patience.arrive,
@@ -182,6 +183,7 @@ def _settle(
 _ALIKE = {
     "op": ("add gradients up in the same way", "cross_device_ops (communication)"),
     "wire": ("send gradients in the same type", "wire"),
+    "sync": ("meet in the same steps", "sync"),
     "sync_batchnorm": ("normalise batches in the same way", "sync_batchnorm"),
 }
 

@@ -91,6 +91,8 @@ class LossReader:
         self.keeps_totals = False
         #: the latest pass; replicas add these up together with the gradients
         self.reading = BY_ROWS
+        #: what the whole gradient is multiplied by, where it stays with this replica
+        self.scale: Callable[[], float] = lambda: 1.0
         #: declared in place of what can be read
         self.count: float | Tensor | None = None
         #: values in a row, by the kind of mean; the same on all replicas
@@ -115,6 +117,7 @@ class LossReader:
             if self.for_servers:
                 self._note_for_servers()
             self.loss = weakref.ref(losses[0]) if len(losses) == 1 else None
+            self._apply_scale(losses, handles)
             if self.reading.counts:
                 for exchange in self.exchanges:
                     exchange.keep_earlier()
@@ -123,6 +126,14 @@ class LossReader:
             self.is_reading = False
             for handle in handles:
                 handle.remove()
+
+    def _apply_scale(self, losses: Sequence[Tensor], handles: list[Any]) -> None:
+        scale = self.scale()
+        nodes = {each.grad_fn for each in losses if each.grad_fn is not None}
+        for node in nodes if scale != 1.0 else ():
+            handles.append(node.register_prehook(_times(scale)))
+            if not scale:
+                handles.append(node.register_hook(_zeros))
 
     def _weigh(self, losses: Sequence[Tensor], handles: list[Any]) -> Reading:
         share = self.share

@@ -25,6 +25,7 @@ from stratagem.state.factors import Factors
 from stratagem.training import setup
 from stratagem.training.committer import Commit
 from stratagem.training.custom_loop import NOTES, LossReader
+from stratagem.training.lossy_wire import Keeper
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
 from stratagem.training.step_figures import figures_of
@@ -45,7 +46,7 @@ def open_exchange(
     return committer
 
 
-class GradientExchange:
+class GradientExchange(Keeper):
     """The committer that all-reduces: hooks on the parameters of one replica's module.
 
     Somebody has to keep it. A strategy of another kind overrides `finish` or `sync`.

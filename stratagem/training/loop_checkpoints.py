@@ -37,8 +37,8 @@ from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import setup
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.loop_journal import LoopJournal, journal_of
-from stratagem.training.lossy_wire import load_residuals
-from stratagem.training.prepare import Prepared, reducer_of
+from stratagem.training.lossy_wire import load_kept
+from stratagem.training.prepare import Prepared, committer_of, meet
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
 from stratagem.training.termination import EXIT_CODE
@@ -258,9 +258,10 @@ class LoopCheckpoints:
     def _save(self) -> None:
         """Copy everything, and have it written beside the loop. Collective."""
         replica, model = self.replica, self.model
+        meet(replica)
         mine = own_state(replica, list(model.buffers()))
-        reducer = reducer_of(model)
-        mine["residuals"] = {} if reducer is None else reducer.state()
+        committer = committer_of(model)
+        mine["residuals"] = {} if committer is None else committer.state()
         everybody = gather_tree(replica.collective, mine)
         if not replica.is_chief:
             return
@@ -321,7 +322,7 @@ class LoopCheckpoints:
             list(self.model.buffers()), [each["buffers"] for each in told["replicas"]], replica
         )
         residuals = [each.get("residuals", {}) for each in told["replicas"]]
-        load_residuals(reducer_of(self.model), residuals)
+        load_kept(committer_of(self.model), residuals)
         self._load_things(told["things"])
         self._go_on_with_data(told)
 

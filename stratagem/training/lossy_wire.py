@@ -15,13 +15,14 @@ from stratagem.training.settings import Settings
 
 log = logging.getLogger("stratagem")
 
-#: wires of which this process has spoken
-_said: set[Compression] = set()
+#: wires and cadences of which this process has spoken
+_said: set[Any] = set()
 
 
 def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> None:
     """Refuse an optimizer that such a wire leads astray, and say what is no longer exact."""
     wire = settings.wire
+    _tell_of_sync(settings, replica)
     if not isinstance(wire, Compression):
         return
     momentum = wire.momentum if isinstance(wire, TopK) else 0.0
@@ -51,8 +52,28 @@ def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> Non
         )
 
 
+def _tell_of_sync(settings: Settings, replica: Replica) -> None:
+    sync = settings.sync
+    if sync is None or not replica.leads or (sync, replica.count) in _said:
+        return
+    _said.add((sync, replica.count))
+    if replica.count == 1:
+        log.warning("sync=%r: one replica meets nobody, and trains as it would without", sync)
+        return
+    log.warning(
+        "sync=%r: replicas train by themselves between meetings, each with its own gradients, "
+        "clipping and optimizer state; the result is no longer that of one device",
+        sync,
+    )
+
+
 def refuse_half(settings: Settings) -> None:
     """Refuse gradients that a scaler multiplies by another number now and then."""
+    if settings.sync is not None:
+        raise NotDistributable(
+            f'precision="float16" finds a scale for the gradients of all, and with sync='
+            f'{settings.sync!r} each replica has its own; use precision="bfloat16".'
+        )
     if isinstance(settings.wire, Compression):
         raise NotDistributable(
             f'precision="float16" scales gradients by a number that changes, and wire='
@@ -73,17 +94,43 @@ def _is_linear(optimizer: Any) -> bool:
     return any(base.__name__ == "SGD" for base in type(optimizer).__mro__)
 
 
-def load_residuals(reducer: Reducer | None, states: Sequence[Mapping[str, Any]]) -> None:
-    """Go on with what the replicas' wires had kept when they were saved; say if nobody can."""
+class Keeper:
+    """What keeps something from one step to the next, as committers do: here, the wire."""
+
+    reducer: Reducer
+    #: what updates the parameters, where that is to be known
+    optimizer: Any = None
+
+    def meet(self) -> None:
+        """Bring replicas together before somebody looks at the weights; those that add up their
+        gradients always are. Collective."""
+
+    @property
+    def made_with(self) -> str:
+        """What its state in a checkpoint is known by."""
+        return f"wire={getattr(self.reducer, 'record', None)!r}"
+
+    def state(self) -> dict[str, Any]:
+        """Copy what this replica keeps."""
+        return self.reducer.state()
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states of all replicas."""
+        self.reducer.load(states)
+
+
+def load_kept(keeper: Keeper | None, states: Sequence[Mapping[str, Any]]) -> None:
+    """Go on with what the replicas' committers had kept when they were saved; say if nobody can."""
     kept = [state for state in states if state]
     if not kept:
         return
-    made = str(kept[0].get("wire"))
-    if reducer is not None and repr(getattr(reducer, "record", None)) == made:
-        reducer.load(kept)
+    made = str(kept[0].get("made_with", f"wire={kept[0].get('wire')}"))
+    if keeper is not None and keeper.made_with == made:
+        keeper.load(kept)
         return
     log.warning(
-        "the checkpoint was made with wire=%s, which had kept parts of gradients for later; this "
-        "training has another wire, or one replica, and goes on without them.",
+        "the checkpoint was made with %s, which had kept something for later steps (parts of "
+        "gradients, an outer momentum); this training has another setting, or one replica, and "
+        "goes on without that.",
         made,
     )

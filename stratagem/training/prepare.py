@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
-from stratagem.codecs.reducer import Reducer
 from stratagem.data.loader import Around, ShareLoader
 from stratagem.data.shares import map_parts
 from stratagem.errors import NotDistributable, UsageError
@@ -32,6 +31,10 @@ _kept: weakref.WeakKeyDictionary[nn.Module, list[GradientExchange]] = weakref.We
 _loaderless: weakref.WeakKeyDictionary[Replica, list[weakref.ref[nn.Module]]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+#: by replica: what has its models meet, in the same order on all replicas
+_apart: weakref.WeakKeyDictionary[Replica, list[GradientExchange]] = weakref.WeakKeyDictionary()
 
 
 class Prepared(NamedTuple):
@@ -80,6 +83,7 @@ def prepare(
     def at_end() -> None:
         if (exchange := found()) is not None:
             exchange.verify()
+        meet(replica)
         setup.average_buffers(model, replica)
         _average_loaderless(replica)
         hints.tell_unsummed(replica)
@@ -110,7 +114,10 @@ def join_gradients(
     unsync = sync_batchnorm.install(model, replica, settings.sync_batchnorm)
     named = list(model.named_parameters())
     exchange = open_exchange(named, replica, settings, every_backward=True, reader=reader)
+    exchange.optimizer = optimizer if settings.sync is not None else None
     undo = [unsync]
+    if settings.sync is not None:
+        _apart.setdefault(replica, []).append(exchange)
     if settings.committer is not None:
         undo.append(optimizer.register_step_post_hook(_synced(weakref.ref(exchange))).remove)
     _undo[model] = partial(_take_away, exchange, undo)
@@ -119,10 +126,21 @@ def join_gradients(
     return exchange
 
 
-def reducer_of(model: nn.Module) -> Reducer | None:
-    """What the gradients of a prepared model go through; None where they do not travel."""
+def committer_of(model: nn.Module) -> GradientExchange | None:
+    """Where the gradients of a prepared model go; None where they do not travel."""
     exchanges = _kept.get(model)
-    return exchanges[-1].reducer if exchanges else None
+    return exchanges[-1] if exchanges else None
+
+
+def forget_meetings(replica: Replica) -> None:
+    """Another call of strategy.run: its models are other ones."""
+    _apart.pop(replica, None)
+
+
+def meet(replica: Replica) -> None:
+    """Bring replicas together, whatever models they have prepared. Collective."""
+    for exchange in _apart.get(replica, ()):
+        exchange.meet()
 
 
 def part_gradients(model: nn.Module) -> None:
@@ -186,7 +204,7 @@ def _synced(found: weakref.ref[GradientExchange]) -> Callable[..., None]:
 
 def _take_away(exchange: GradientExchange, undo: list[Callable[[], None]]) -> None:
     exchange.close()
-    for exchanges in _kept.values():
+    for exchanges in (*_kept.values(), *_apart.values()):
         if exchange in exchanges:
             exchanges.remove(exchange)
     for each in undo:
@@ -248,6 +266,7 @@ class Interlude(Around):
         hints.tell_unsummed(replica)
         passes = reader.passes if reader is not None else 0
         before = (share.examples, share.total, share.weight) if share.announced else None
+        meet(replica)
         mine = total = 0
         try:
             for batch in self.loader:

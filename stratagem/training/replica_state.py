@@ -1,4 +1,5 @@
-"""What each replica has of its own, in a checkpoint: random numbers and running statistics."""
+"""What each replica has of its own, in a checkpoint: random numbers, running statistics and, where
+it trains by itself, the optimizer's state."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from stratagem.data.streams import generator_states, set_beside_torch
 from stratagem.training.replica import Replica
@@ -49,3 +51,31 @@ def take_buffers(mine: list[Tensor], saved: Sequence[list[Tensor]], replica: Rep
     for buffer, values in zip(mine, zip(*saved, strict=True), strict=True):
         if buffer.is_floating_point():
             buffer.copy_(torch.stack([value.double() for value in values]).mean(0))
+
+
+def optimizer_state(optimizer: Any) -> list[Any]:
+    """Copy what an optimizer of torch or of Keras keeps, parameter by parameter."""
+    if isinstance(optimizer, Optimizer):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        return [{n: _copy(v) for n, v in optimizer.state.get(p, {}).items()} for p in params]
+    return [_copy(variable.value) for variable in optimizer.variables]
+
+
+@torch.no_grad()
+def take_optimizer_state(optimizer: Any, saved: Sequence[Any]) -> None:
+    """Go on from what `optimizer_state` returned."""
+    if not isinstance(optimizer, Optimizer):
+        for variable, value in zip(optimizer.variables, saved, strict=True):
+            variable.value.copy_(value)
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for param, state in zip(params, saved, strict=True):
+        if state:
+            optimizer.state[param] = {
+                n: v.to(param.device) if isinstance(v, Tensor) and v.shape == param.shape else v
+                for n, v in state.items()
+            }
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.codecs.wire_choice import Wire
+from stratagem.rules.cadence import Sync
 from stratagem.rules.updates import Updates
 from stratagem.state.partition import Partitioner
 from stratagem.training.cross_device import CrossDeviceOps
@@ -70,6 +71,8 @@ class Settings:
     sharded: bool = False
     #: makes the committer of a strategy that does not all-reduce: a subclass of GradientExchange
     committer: Callable[..., Any] | None = None
+    #: when replicas meet, where that is not every step; the committer is theirs then
+    sync: Sync | None = None
     #: set when the model is split by layers
     pipeline: Pipeline | None = None
     #: set when every layer is divided

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -62,6 +62,15 @@ class Collective(ABC):
     def collect(self, row: Tensor) -> Tensor:
         """Every replica's row of bytes, all of one length, in rank order."""
         return torch.stack(self.gather_bytes(row.detach().cpu())).to(row.device)
+
+    def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
+        """Send `flat` to some replicas; returns what came from the senders, in their order.
+
+        Every replica calls it, with as many numbers, and `receivers` and `senders` of all fit.
+        """
+        raw = flat.detach().cpu().contiguous().view(torch.uint8)
+        found = self.gather_bytes(raw)
+        return [found[rank].clone().view(flat.dtype).to(flat.device) for rank in senders]
 
     @abstractmethod
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:

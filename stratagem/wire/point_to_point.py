@@ -11,7 +11,7 @@ that is over. Here all is offered to be received before anything is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
@@ -77,4 +77,18 @@ def sum_half(group: Any, rank: int, flat: Tensor, tag: int) -> None:
         mine.copy_(torch.sum(parts, 0, dtype=torch.float32))
         sent += [group.send([mine], other, tag + 1) for other in others]
     for work in (*back, *sent):
+        work.wait()
+
+
+def pass_on(
+    group: Any,
+    flat: Tensor,
+    receivers: Sequence[int],
+    sources: Sequence[tuple[int, Tensor]],
+    tag: int,
+) -> None:
+    """Send `flat` to some members of a group of Gloo, and fill the tensors from others."""
+    works = [group.recv([into], other, tag) for other, into in sources]
+    works += [group.send([flat], other, tag) for other in receivers]
+    for work in works:
         work.wait()

@@ -28,7 +28,7 @@ from stratagem.figures.meter import METER
 from stratagem.wire import link_time
 from stratagem.wire.collective import Pending
 from stratagem.wire.lateness import Lateness, Limit
-from stratagem.wire.point_to_point import BackgroundWork, sum_half
+from stratagem.wire.point_to_point import BackgroundWork, pass_on, sum_half
 from stratagem.wire.port_filter import listening, shut
 
 _GLANCE = timedelta(milliseconds=200)
@@ -214,6 +214,15 @@ class ProcessGroup:
         received = torch.empty_like(rows)
         self._do(self._group.alltoall_base(received, rows, [], [], dist.AllToAllOptions()))
         return received
+
+    def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
+        """Send to some members of a group of Gloo; returns what came from others."""
+        METER.bytes += flat.nbytes * len(receivers)
+        self._tag = (self._tag + 2) % _TAGS
+        found = [torch.empty_like(flat) for _ in senders]
+        sources = list(zip(senders, found, strict=True))
+        self._do(BackgroundWork(pass_on, self._group, flat, receivers, sources, self._tag))
+        return found
 
     def abort(self) -> None:
         """Give the group up while a peer may still owe it something. (Gloo has no such thing.)"""

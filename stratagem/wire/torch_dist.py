@@ -12,7 +12,7 @@ hierarchical      members -> leader of their pack; leaders among themselves; bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -95,6 +95,13 @@ class TorchCollective(Collective):
         METER.bytes += row.nbytes
         parts = self.named(lambda: self.flat.gather(self._staged_bytes(row)))
         return torch.stack(parts).to(row.device)
+
+    def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
+        if self.backend != "gloo":
+            return super().trade(flat, receivers, senders)
+        mine = self._staged_bytes(flat)
+        found = self.named(lambda: self.flat.trade(mine, receivers, senders))
+        return [each.to(flat.device) for each in found]
 
     def _staged_bytes(self, data: Tensor) -> Tensor:
         """Where this group's backend can send it from, once what is queued aside is done: a group's

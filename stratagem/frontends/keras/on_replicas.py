@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -36,7 +37,7 @@ from stratagem.state.keras_stepper import fuse
 from stratagem.state.write_tracker import WriteTracker
 from stratagem.training.command_loop import END, CommandLoop
 from stratagem.training.exchange import GradientExchange, open_exchange
-from stratagem.training.lossy_wire import check_optimizer, load_residuals
+from stratagem.training.lossy_wire import check_optimizer, load_kept
 from stratagem.training.replica import Replica, current_replica
 from stratagem.training.replica_state import own_of
 from stratagem.training.settings import Settings
@@ -58,16 +59,16 @@ class ReplicaSteps:
         #: whether a training step is under way, when BatchNorm layers meet
         self.active = False
         self._trained = False
-        #: of all replicas, from a backup: what their reducers go on from
-        self._residuals: list[dict[str, Any]] = []
+        #: of all replicas, from a backup: what their committers go on from
+        self._kept: list[dict[str, Any]] = []
         self._trainable: list[bool] = []
         self.verbs: dict[str, Callable[..., Any]] = {
             "become": self.become,
             "follow": self.follow,
             "take": adapter.take,
             "train": self.train,
-            "test": adapter.test,
-            "predict": adapter.predict,
+            "test": partial(self.together, adapter.test),
+            "predict": partial(self.together, adapter.predict),
             "logs": adapter.logs,
             "reset": adapter.metrics.begin,
             "drain": adapter.drain,
@@ -87,8 +88,9 @@ class ReplicaSteps:
         """Take over what was changed on the chief; another set of gradients is added up then."""
         self.adapter.follow(changes, trained)
         if trained != self._trainable and self.committer is not None:
-            mine = self.committer.reducer.state()  # goes on with the parameters that are left
-            self._residuals = gather_tree(self.adapter.replica.collective, mine)
+            self.committer.meet()
+            mine = self.committer.state()  # goes on with the parameters that are left
+            self._kept = gather_tree(self.adapter.replica.collective, mine)
             self.close()
         self._trainable = trained
 
@@ -116,16 +118,16 @@ class ReplicaSteps:
         model, replica = self.adapter.model, self.adapter.replica
         # by their place: the paths of a model that is built once more are others
         places = {id(v): i for i, v in enumerate(model.variables)}
-        named = [
-            (f"{v.name} (variable {places[id(v)]})", v.value) for v in model.trainable_variables
-        ]
+        trained = model.trainable_variables
+        named = [(f"{v.name} (variable {places[id(v)]})", v.value) for v in trained]
         self._trainable = trainable(model)
         if not named:
             return  # Keras trains nothing then, and counts
         check_optimizer(self.settings, model.optimizer, replica)
         self.committer = open_exchange(named, replica, self.settings, every_backward=True)
-        load_residuals(self.committer.reducer, self._residuals)
-        self._residuals = []
+        self.committer.optimizer = model.optimizer
+        load_kept(self.committer, self._kept)
+        self._kept = []
         self.committer.armed = False
         if self.settings.sync_batchnorm:
             self._unsync = synchronise(model, replica, lambda: self.active)
@@ -142,22 +144,28 @@ class ReplicaSteps:
 
     def average(self) -> None:
         if self._trained:
-            self.adapter.average()
+            self.together(self.adapter.average)
+
+    def together(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Do it when all copies are alike. Collective."""
+        if self.committer is not None:
+            self.committer.meet()
+        return act(*arguments)
 
     def progress(self) -> list[Any]:
         """What every replica has of its own. Collective."""
         adapter = self.adapter
         mine = replica_progress(adapter.model, adapter.replica)
-        mine["residuals"] = {} if self.committer is None else self.committer.reducer.state()
+        mine["residuals"] = {} if self.committer is None else self.committer.state()
         return gather_tree(adapter.replica.collective, mine)
 
     def go_on(self, saved: list[Any]) -> None:
         """All but residuals as another than the chief, which did so before it read its data."""
         adapter = self.adapter
-        self._residuals = [each.get("residuals", {}) for each in saved]
+        self._kept = [each.get("residuals", {}) for each in saved]
         if self.committer is not None:
-            load_residuals(self.committer.reducer, self._residuals)
-            self._residuals = []
+            load_kept(self.committer, self._kept)
+            self._kept = []
         if not adapter.replica.is_chief:
             take_progress(adapter.model, own_of(saved, adapter.replica), adapter.replica)
 

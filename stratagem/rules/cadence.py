@@ -1,0 +1,180 @@
+"""When replicas meet: what users write as `sync=`, and the count that says when the next one is.
+
+EveryStep()               gradients are added up in every step: the result of one device
+LocalSteps(20)            each replica trains by itself, and all take the mean every 20 updates
+LocalSteps(20, after=500) the same after 500 exact steps
+DiLoCo(20)                the mean way of 20 updates is a gradient for an outer SGD with momentum
+Gossip("ring")            after each update weights are mixed with those of two neighbours
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from stratagem.errors import UsageError
+
+
+@dataclass(frozen=True, repr=False)
+class Sync:
+    """Base of what `sync=` may be."""
+
+    def __repr__(self) -> str:
+        """As somebody would write it: without what is as usual."""
+        chosen = [(f.name, getattr(self, f.name)) for f in fields(self) if not self._usual(f)]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in chosen)})"
+
+    def _usual(self, each: Field[Any]) -> bool:
+        return bool(getattr(self, each.name) == each.default)
+
+
+@dataclass(frozen=True, repr=False)
+class EveryStep(Sync):
+    """Gradients are added up in every step: the result of one device. The default."""
+
+
+@dataclass(frozen=True, repr=False)
+class LocalSteps(Sync):
+    """Each replica makes `every` updates by itself; then all take the mean of their weights.
+
+    Args:
+        every: updates between two meetings. 1 with SGD is what one device does.
+        after: how many first steps add gradients up, as `EveryStep` does (post-local SGD).
+        wire: what travels at meetings, as `wire=` of a strategy.
+
+    Stich 2019 (1805.09767), Lin et al. 2020 (1808.07217).
+    """
+
+    every: int
+    after: int = 0
+    wire: Any = None
+
+    def __post_init__(self) -> None:
+        _least(self, "every", 1)
+        _least(self, "after", 0)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """SGD with Nesterov's momentum over the mean way D that replicas have gone between meetings:
+
+    b = momentum * b + D;  x = x - lr * (D + momentum * b)
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise UsageError(f"{self!r}: lr is greater than 0.")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"{self!r}: momentum is at least 0 and less than 1.")
+
+
+@dataclass(frozen=True, repr=False)
+class DiLoCo(Sync):
+    """Each replica makes `every` updates by itself; their mean way is a gradient to an outer SGD.
+
+    Args:
+        every: updates between two meetings of a parameter.
+        outer: the outer optimizer; `sg.Outer(lr=1, momentum=0)` is `LocalSteps`.
+        fragments: the model in so many parts, of which one meets every `every / fragments` updates.
+        wire: what travels at meetings, as `wire=` of a strategy.
+
+    Douillard et al. 2023 (2311.08105), 2025 (2501.18512).
+    """
+
+    every: int
+    outer: Outer = field(default=Outer())
+    fragments: int = 1
+    wire: Any = None
+
+    def __post_init__(self) -> None:
+        _least(self, "every", 1)
+        _least(self, "fragments", 1)
+        if self.every % self.fragments:
+            raise UsageError(f"{self!r}: every is a multiple of fragments.")
+
+
+@dataclass(frozen=True, repr=False)
+class Gossip(Sync):
+    """After each update a replica mixes its weights with those of its neighbours.
+
+    Args:
+        graph: "ring": a third each from the replicas before and after, every step; "exponential":
+            half from one replica that is 1, 2, 4, ... places away in turn.
+
+    Lian et al. 2017 (1705.09056), Assran et al. 2019 (1811.10792); step first, then mix.
+    """
+
+    graph: str = "ring"
+
+    def __post_init__(self) -> None:
+        if self.graph not in ("ring", "exponential"):
+            raise UsageError(f'{self!r}: graph is "ring" or "exponential".')
+
+    def weights(self, rank: int, size: int, turn: int) -> Mapping[int, float]:
+        """Of whose weights a replica takes how much in this turn, its own included."""
+        if size == 1:
+            return {rank: 1.0}
+        if self.graph == "ring":
+            near = {rank, (rank - 1) % size, (rank + 1) % size}
+            return dict.fromkeys(sorted(near), 1 / len(near))
+        return {rank: 0.5, (rank - self._hop(size, turn)) % size: 0.5}
+
+    def receivers(self, rank: int, size: int, turn: int) -> list[int]:
+        """Who takes this replica's weights in this turn."""
+        return [
+            other
+            for other in range(size)
+            if other != rank and rank in self.weights(other, size, turn)
+        ]
+
+    @staticmethod
+    def _hop(size: int, turn: int) -> int:
+        return int(1 << turn % (size - 1).bit_length())
+
+
+def _least(record: Sync, name: str, least: int) -> None:
+    value = getattr(record, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{record!r}: {name} is a whole number, {least} or more.")
+
+
+class Cadence:
+    """Counts the updates of one replica; the same on all of them."""
+
+    def __init__(self, sync: Sync) -> None:
+        #: how many parts of the model meet one after the other
+        self.fragments = sync.fragments if isinstance(sync, DiLoCo) else 1
+        #: updates from one part's meeting to the next part's; None: only when a meeting is forced
+        self._pace: int | None = None
+        if isinstance(sync, LocalSteps | DiLoCo):
+            self._pace = sync.every // self.fragments
+        self._after = sync.after if isinstance(sync, LocalSteps) else 0
+        #: all updates; those since the whole model has met
+        self.updates = self.since = 0
+
+    @property
+    def together(self) -> bool:
+        """Whether the next update is made of everybody's gradients."""
+        return self.updates < self._after
+
+    def updated(self) -> int | None:
+        """Count an update; returns the part of the model that meets now, if one does."""
+        alike = self.together
+        self.updates += 1
+        if alike:
+            return None
+        self.since += 1
+        if self._pace is None or self.since % self._pace:
+            return None
+        part = (self.since // self._pace - 1) % self.fragments
+        if self.fragments == 1:
+            self.since = 0
+        return part
+
+    def met(self) -> None:
+        """The whole model has met."""
+        self.since = 0

@@ -1,0 +1,128 @@
+"""The outer optimizer of replicas that meet now and then: where they were, and how they go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.codecs.layout import Layout, layout
+from stratagem.codecs.reducer import Reducer
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class OuterPart:
+    """Parameters of one type: as they were when replicas met, and the outer momentum.
+
+    The mean over replicas of old - new, D, is a gradient:  b = mu b + D;  x = old - lr (D + mu b).
+    With lr 1 and mu 0 that is the mean of the parameters.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        reducer: Reducer,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+    ) -> None:
+        self.params = [p for _, p in named]
+        self._lr, self._mu, self._reducer = lr, momentum, reducer
+        first = self.params[0]
+        dtype = torch.float32 if first.dtype in _HALF else first.dtype
+        self.layout: Layout = layout([name for name, _ in named], self.params)
+        #: what travels
+        self.flat = reducer.buffer(sum(p.numel() for p in self.params), dtype, first.device)
+        reducer.lay_out(self.flat, self.layout)
+        self._old = torch.zeros_like(self.flat)
+        self.momentum = torch.zeros_like(self.flat) if momentum else None
+
+    def begin(self) -> None:
+        """Replicas are alike here; from here on they go apart."""
+        self._read(self._old)
+
+    def meet(self, weight: float) -> None:
+        """Take the outer step, together with the other replicas. Collective."""
+        self._read(self.flat)
+        torch.sub(self._old, self.flat, out=self.flat)
+        self._reducer.reduce(self.flat, weight).wait()
+
+    def step(self) -> None:
+        """After the sum is there: give all replicas the same parameters."""
+        if self.momentum is not None:
+            self.momentum.mul_(self._mu).add_(self.flat)
+            self.flat.add_(self.momentum, alpha=self._mu)
+        self._old.sub_(self.flat, alpha=self._lr)
+        self.write(self._old)
+        self.begin()  # as parameters of fewer bits have it
+
+    def read(self) -> Tensor:
+        """This replica's parameters, one after another."""
+        self._read(self.flat)
+        return self.flat
+
+    def _read(self, into: Tensor) -> None:
+        for piece, param in zip(torch.split(into, self.layout.counts), self.params, strict=True):
+            piece.copy_(param.detach().reshape(-1))
+
+    def write(self, flat: Tensor) -> None:
+        for piece, param in zip(torch.split(flat, self.layout.counts), self.params, strict=True):
+            param.detach().copy_(piece.view(param.shape))
+
+    def saved(self) -> dict[str, Tensor]:
+        return {} if self.momentum is None else self.layout.split(self.momentum)
+
+    def restore(self, momenta: Mapping[str, Tensor]) -> None:
+        if self.momentum is not None:
+            self.layout.join(dict(momenta), self.momentum)
+
+
+class OuterFragment:
+    """A part of the model that meets at once; its parameters may be of several types."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        reducer: Reducer,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+    ) -> None:
+        self.reducer = reducer
+        kinds = dict.fromkeys(p.dtype for _, p in named)
+        self.parts = [
+            OuterPart([(n, p) for n, p in named if p.dtype is kind], reducer, lr, momentum)
+            for kind in kinds
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for part in self.parts for name in part.layout.names]
+
+    def begin(self) -> None:
+        for part in self.parts:
+            part.begin()
+
+    def meet(self, weight: float) -> None:
+        """Collective."""
+        for part in self.parts:
+            part.meet(weight)
+        self.reducer.end_step()
+        for part in self.parts:
+            part.step()
+
+
+def fragmented(
+    named: Sequence[tuple[str, nn.Parameter]], parts: int
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Neighbours together, in parts of nearly the same size, none of them empty if possible."""
+    total, at = sum(p.numel() for _, p in named), 0
+    found: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(parts)]
+    for left, (name, param) in zip(range(len(named), 0, -1), named, strict=True):
+        middle = (at + param.numel() / 2) / max(total, 1)
+        latest = next((i for i in reversed(range(parts)) if found[i]), -1)
+        place = min(int(middle * parts), parts - 1, latest + 1)
+        place = max(place, latest, parts - left)
+        found[place].append((name, param))
+        at += param.numel()
+    return [each for each in found if each]

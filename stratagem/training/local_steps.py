@@ -1,0 +1,188 @@
+"""The committer of replicas that train by themselves and meet now and then (`sync=`).
+
+    backward -> this replica's own gradient -> its own update -> sync: a meeting, if one is due
+
+A gradient is scaled so that the mean of all replicas' is that of the global batch, whatever their
+shares: N times this share's part of it. So with SGD and a meeting after every update the result is
+that of one device. What the inner optimizer keeps stays with its replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.codecs.reducer import Plain, Reducer
+from stratagem.codecs.wire_choice import reducer as reducer_for
+from stratagem.errors import UsageError
+from stratagem.rules.cadence import Cadence, DiLoCo, Gossip, LocalSteps, Outer, Sync
+from stratagem.state.outer import OuterFragment, OuterPart, fragmented
+from stratagem.training.custom_loop import LossReader
+from stratagem.training.exchange import GradientExchange
+from stratagem.training.replica import Replica
+from stratagem.training.replica_state import optimizer_state, take_optimizer_state
+
+#: the outer optimizer that takes the mean
+MEAN = Outer(lr=1.0, momentum=0.0)
+
+
+class LocalUpdates(GradientExchange):
+    """Gradients stay here; weights meet as `every` says."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        replica: Replica,
+        reducer: Reducer,
+        *,
+        every: Sync,
+        reader: LossReader | None = None,
+        **options: Any,
+    ) -> None:
+        assert isinstance(reducer, Plain)
+        super().__init__(named, replica, reducer, reader=reader, **options)
+        self.every, self.cadence = every, Cadence(every)
+        #: how many meetings there were
+        self.meetings = 0
+        self._begun = False
+        trained = [(name, p) for name, p in named if p.requires_grad]
+        outer = every.outer if isinstance(every, DiLoCo) else MEAN
+        wire = every.wire if isinstance(every, LocalSteps | DiLoCo) else None
+        parts = fragmented(trained, self.cadence.fragments)
+        if len(parts) < self.cadence.fragments:
+            raise UsageError(
+                f"sync={every!r} has more fragments than the model has parameters "
+                f"({len(trained)}); use fewer."
+            )
+        self.fragments = [
+            OuterFragment(
+                part, reducer_for(reducer.collective, wire), lr=outer.lr, momentum=outer.momentum
+            )
+            for part in parts
+        ]
+        if reader is not None:
+            reader.scale = self._scale
+
+    def _scale(self) -> float:
+        """What this replica's mean is multiplied by, so that the mean over replicas is right."""
+        if self.cadence.together:
+            return 1.0
+        scale = self.replica.count * self.replica.share.weight
+        return 1.0 if abs(scale - 1.0) < 1e-12 else scale
+
+    def send(self, buckets: list[Any]) -> None:
+        if self.cadence.together:
+            super().send(buckets)
+
+    def finish(self, notes: Sequence[float | Tensor]) -> Tensor:
+        """Keep the gradients; returns the notes as if all rows were like these."""
+        share = self.replica.share
+        if self.cadence.together:
+            return super().finish(notes)
+        self.stage(notes)
+        if not self._begun or not self.cadence.since:
+            self._begin_round()
+        if self._reader is None:  # else the loss was scaled
+            scale = self._scale()
+            for bucket in self.buckets.buckets:
+                gradients = bucket.flat[: self.buckets.length(bucket)]
+                gradients.zero_() if scale == 0.0 else gradients.mul_(scale)
+            self.buckets.notes.mul_(share.total / max(share.examples, 1))
+        if not share.examples:
+            self.buckets.used.fill_(1.0)  # others have rows, and momentum goes on here, too
+        return self.finished_with()
+
+    def _begin_round(self) -> None:
+        with torch.no_grad():
+            for fragment in self.fragments:
+                fragment.begin()
+        self._begun = True
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        if self.cadence.together:
+            self.cadence.updated()
+            return
+        if not self._begun:
+            return  # an update without gradients
+        turn = self.cadence.updates
+        due = self.cadence.updated()
+        if isinstance(self.every, Gossip):
+            self._mix(self.every, turn)
+        if due is not None:
+            self._meet(self.fragments[due])
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Bring all replicas together now, if they have gone apart. Collective."""
+        if self.cadence.since:
+            for fragment in self.fragments:
+                self._meet(fragment)
+            self.cadence.met()
+
+    def _meet(self, fragment: OuterFragment) -> None:
+        fragment.meet(1.0 / self.replica.count)
+        self.meetings += 1
+
+    def _mix(self, gossip: Gossip, turn: int) -> None:
+        """Take a part of the neighbours' weights, and give them of these."""
+        rank, size = self.replica.collective.rank, self.replica.collective.size
+        weights = gossip.weights(rank, size, turn)
+        receivers = gossip.receivers(rank, size, turn)
+        senders = [other for other in weights if other != rank]
+        for part in (part for fragment in self.fragments for part in fragment.parts):
+            mixed = part.read()
+            received = self.replica.collective.trade(mixed, receivers, senders)
+            mixed.mul_(weights[rank])
+            for other, values in zip(senders, received, strict=True):
+                mixed.add_(values, alpha=weights[other])
+            part.write(mixed)
+
+    def close(self) -> None:
+        super().close()
+        for part in self._parts():
+            self.replica.collective.release(part.flat)
+
+    def _parts(self) -> list[OuterPart]:
+        return [part for fragment in self.fragments for part in fragment.parts]
+
+    # --- checkpoints, made when all have met ----------------------------------------------------
+
+    @property
+    def made_with(self) -> str:
+        return f"sync={self.every!r}"
+
+    def state(self) -> dict[str, Any]:
+        assert not self.cadence.since, "a checkpoint is made at a meeting"
+        momenta = {name: m for part in self._parts() for name, m in part.saved().items()}
+        return {
+            "made_with": self.made_with,
+            "updates": self.cadence.updates,
+            "momenta": momenta if self.replica.leads else {},  # the same on all
+            "wires": [fragment.reducer.state() for fragment in self.fragments],
+            "optimizer": [] if self.optimizer is None else optimizer_state(self.optimizer),
+        }
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self.cadence.updates, self.cadence.since = int(states[0]["updates"]), 0
+        for part in self._parts():
+            part.restore(states[0]["momenta"])
+        kept = [_joined(state["wires"]) for state in states]
+        known = {name for each in kept for name in each.get("kept", {}).get("residual", ())}
+        for fragment in self.fragments:
+            if known.intersection(fragment.names):  # else it is trained from now on
+                fragment.reducer.load(kept)
+        if self.optimizer is not None and len(states) == self.replica.count:
+            take_optimizer_state(self.optimizer, states[self.replica.index]["optimizer"])
+
+
+def _joined(fragments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the wires of all fragments have kept, as one: a parameter may be in another now."""
+    kept: dict[str, dict[str, Tensor]] = {}
+    for state in fragments:
+        for name, by_parameter in state.get("kept", {}).items():
+            kept.setdefault(name, {}).update(by_parameter)
+    return {**fragments[0], "kept": kept} if kept else {}

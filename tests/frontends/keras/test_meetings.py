@@ -1,0 +1,70 @@
+"""Keras models whose replicas meet now and then."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import stratagem as sg
+from tests.frontends.keras.test_compressed import far, made
+from tests.support import data, strategy
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def trained(sync: Any, optimizer: Any, count: int = 3, **options: Any) -> tuple[list[Any], Any]:
+    """The weights, and the last epoch's logs."""
+    x, y = (each.numpy() for each in data(50))
+    where = strategy(count, sync=sync) if count else nullcontext()
+    with where as found:
+        model = made(found.scope() if count else nullcontext(), optimizer)
+        options = {"validation_data": (x, y), **options}
+        told = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, **options)
+        weights = [np.array(w) for w in model.get_weights()]
+        assert model.evaluate(x, y, verbose=0) == pytest.approx(told.history["val_loss"][-1])
+    return weights, {name: values[-1] for name, values in told.history.items()}
+
+
+def momentum() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.5)
+
+
+def test_a_meeting_after_every_update_of_sgd_is_one_device() -> None:
+    """The last batch has 2 rows for 3 replicas."""
+    alone, logs = trained(None, momentum(), count=0)
+    met, found = trained(sg.LocalSteps(1), momentum())
+    assert far(met, alone) < 2e-6
+    assert found == pytest.approx(logs, abs=2e-6)
+
+
+def test_the_mean_is_an_outer_step_of_rate_one() -> None:
+    alone, _ = trained(None, "adam", count=0)
+    mean, logs = trained(sg.LocalSteps(3), "adam")
+    outer, _ = trained(sg.DiLoCo(3, outer=sg.Outer(1.0, 0.0)), "adam")
+    assert far(mean, outer) < 1e-7
+    assert 1e-4 < far(mean, alone) < 0.1
+    assert logs["val_loss"] < 1.6
+    assert far(trained(sg.Gossip("exponential"), "adam")[0], alone) < 0.1
+
+
+def test_a_backup_has_what_replicas_have_of_their_own(tmp_path: Any) -> None:
+    """Each replica's Adam, the outer momentum, and what the wire has left out."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.seen = getattr(self, "seen", 0) + 1
+            if self.seen == 6:
+                raise KeyboardInterrupt
+
+    def backup(name: str) -> Any:
+        return keras.callbacks.BackupAndRestore(str(tmp_path / name), save_freq=5)
+
+    sync = sg.DiLoCo(4, fragments=2, wire=sg.TopK(0.3))
+    expected, _ = trained(sync, "adam", callbacks=[backup("whole")])
+    with pytest.raises(KeyboardInterrupt):
+        trained(sync, "adam", callbacks=[backup("parts"), Stop()])
+    assert far(trained(sync, "adam", callbacks=[backup("parts")])[0], expected) == 0.0

@@ -1,0 +1,358 @@
+"""Replicas that meet now and then, in real processes, against the formulas in one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.data.shares import share
+from tests.ports import free_ports
+from tests.strategies.test_compressed import at_rest, far, rows
+from tests.support import data, mlp, moved, strategy
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(120)
+BATCH, EPOCHS = 16, 3  # 50 rows: 4 batches, the last of 2 rows, fewer than replicas
+SYNCS = {
+    "local": sg.LocalSteps(3),
+    "post-local": sg.LocalSteps(3, after=2),
+    "diloco": sg.DiLoCo(3),
+    "fragments": sg.DiLoCo(2, outer=sg.Outer(0.5, 0.6), fragments=2),
+    "ring": sg.Gossip("ring"),
+    "exponential": sg.Gossip("exponential"),
+}
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+class ByHand:
+    """What the papers say, for `count` replicas in one process."""
+
+    def __init__(self, sync: Any, count: int) -> None:
+        self.sync, self.count, self.since, self.updates = sync, count, 0, 0
+        self.replicas = [mlp().double() for _ in range(count)]
+        self.optimizers = [adam(each.parameters()) for each in self.replicas]
+        outer = getattr(sync, "outer", sg.Outer(1.0, 0.0))
+        self.lr, self.mu = outer.lr, outer.momentum
+        self.momenta = [torch.zeros_like(p) for p in mlp().double().parameters()]
+        # of 96 + 16 + 64 + 4 numbers the first weight is a half
+        self.fragments = [[0], [1, 2, 3]] if sync == SYNCS["fragments"] else [[0, 1, 2, 3]]
+        self.old: list[Tensor] = []
+
+    def params(self, index: int) -> list[Tensor]:
+        return [list(each.parameters())[index].data for each in self.replicas]
+
+    def batch(self, x: Tensor, y: Tensor) -> None:
+        exact = self.updates < getattr(self.sync, "after", 0)
+        if not self.since:
+            self.old = [p.detach().clone() for p in self.replicas[0].parameters()]
+        gradients = []
+        for i, module in enumerate(self.replicas):
+            start, end = share(len(x), self.count, i)
+            loss = F.cross_entropy(module(x[start:end]), y[start:end], reduction="sum") / len(x)
+            gradients.append(torch.autograd.grad(loss, list(module.parameters())))
+        mean = [torch.stack(each).sum(0) for each in zip(*gradients, strict=True)]
+        for own, module, optimizer in zip(gradients, self.replicas, self.optimizers, strict=True):
+            for p, g, m in zip(module.parameters(), own, mean, strict=True):
+                p.grad = m.clone() if exact else self.count * g
+            optimizer.step()
+        self.updates += 1
+        if exact:
+            return
+        self.since += 1
+        if isinstance(self.sync, sg.Gossip):
+            self.mix()
+        else:
+            pace = self.sync.every // len(self.fragments)
+            if self.since % pace == 0:
+                self.meet(self.fragments[(self.since // pace - 1) % len(self.fragments)])
+
+    def mix(self) -> None:
+        n, ring = self.count, self.sync.graph == "ring"
+        hop = 1 << (self.updates - 1) % (n - 1).bit_length()
+        for index in range(4):
+            old = [p.clone() for p in self.params(index)]
+            for i, p in enumerate(self.params(index)):
+                near = [i, (i - 1) % n, (i + 1) % n] if ring else [i, (i - hop) % n]
+                p.copy_(torch.stack([old[j] for j in near]).mean(0))
+
+    def meet(self, fragment: list[int]) -> None:
+        for index in fragment:
+            way = self.old[index] - torch.stack(self.params(index)).mean(0)
+            self.momenta[index] = self.mu * self.momenta[index] + way
+            new = self.old[index] - self.lr * (way + self.mu * self.momenta[index])
+            for p in self.params(index):
+                p.copy_(new)
+            self.old[index] = new.clone()
+        if len(self.fragments) == 1:
+            self.since = 0
+
+    def train(self, epochs: int = EPOCHS) -> nn.Module:
+        x, y = rows()
+        for _ in range(epochs):
+            for start in range(0, len(x), BATCH):
+                self.batch(x[start : start + BATCH], y[start : start + BATCH])
+            if self.since:
+                self.meet([0, 1, 2, 3])
+                self.since = 0
+        return self.replicas[0]
+
+
+def fitted(made: Any, epochs: int = EPOCHS, **options: Any) -> tuple[sg.Model, dict[str, Any]]:
+    with made.scope():
+        model = sg.Model(mlp().double())
+        model.compile(optimizer=adam, loss=F.cross_entropy)
+    x, y = rows()
+    options = {"verbose": 0, "shuffle": False, **options}
+    history = model.fit(x, y, batch_size=BATCH, epochs=epochs, **options)
+    return model, history.history
+
+
+def looped(made: Any, folder: Path | None = None, end: int = -1) -> list[Tensor]:
+    """The same in a custom loop, maybe with checkpoints, and left after `end` batches."""
+    torch.manual_seed(7)
+    module = mlp().double()
+    loader = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
+    plan = None if folder is None else sg.Checkpoints(folder, every=1)
+    optimizer = adam(module.parameters())
+    model, optimizer, shares = made.prepare(module, optimizer, loader, resume=plan)
+    seen = 0
+    for _ in range(EPOCHS) if plan is None else shares.epochs(EPOCHS):
+        for x, y in shares:
+            if seen == end:
+                return []
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += 1
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("op", "name"), [("ring", n) for n in SYNCS] + [("shared_memory", "ring")])
+def test_fit_and_loops_are_what_the_formula_says(op: str, name: str) -> None:
+    """With Adam, shares of unequal size and one without rows."""
+    expected = ByHand(SYNCS[name], 3).train()
+    with strategy(3, cross_device_ops=op, sync=SYNCS[name]) as made:
+        model, history = fitted(made, validation_data=rows())
+        first, *others = made.run(looped, made)
+    assert moved(mlp().double(), expected)
+    assert far(model.module, expected) < 1e-12
+    pairs = zip(first, expected.parameters(), strict=True)
+    assert max(float((a - b).detach().abs().max()) for a, b in pairs) < 1e-12
+    assert all(all(map(torch.equal, first, other)) for other in others)
+    with torch.no_grad():
+        x, y = rows()
+        assert history["val_loss"][-1] == pytest.approx(float(F.cross_entropy(expected(x), y)))
+    with strategy(3) as made:
+        assert far(fitted(made)[0].module, expected) > 1e-4  # and it is no longer exact
+
+
+def test_the_loss_of_an_epoch_is_that_of_all_rows() -> None:
+    """Where nothing is learned, the mean over replicas' own rows is the loss of one device."""
+    x, y = rows()
+    losses = []
+    for sync in (None, sg.LocalSteps(3), sg.Gossip()):
+        with strategy(3, sync=sync) as made, made.scope():
+            model = sg.Model(mlp().double())
+            still = lambda params: torch.optim.SGD(params, lr=0.0)  # noqa: E731
+            model.compile(optimizer=still, loss=F.cross_entropy, metrics=["accuracy"])
+            found = model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0).history
+        losses.append([found["loss"][0], found["accuracy"][0]])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-12)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-12)
+
+
+# --- going on ----------------------------------------------------------------------------------
+
+#: with what a checkpoint has to keep of each: outer momentum, residuals, turns
+KEPT = {
+    "diloco": sg.DiLoCo(3, fragments=3, wire=sg.TopK(0.2)),
+    "local": sg.LocalSteps(3, after=2),
+    "gossip": sg.Gossip("exponential"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_fit_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """From a checkpoint in mid-epoch; each replica has its own state of Adam."""
+    plan = sg.Checkpoints(tmp_path / "whole", every=5, keep=99)
+    with strategy(2, cross_device_ops="ring", sync=KEPT[name]) as made:
+        expected, _ = fitted(made, checkpoint=plan)
+        first = min((tmp_path / "whole").iterdir(), key=lambda p: int(p.name.split("-")[-1]))
+        assert first.name.endswith("-5")
+        shutil.copytree(first, tmp_path / "one" / first.name)
+        found, _ = fitted(made, checkpoint=sg.Checkpoints(tmp_path / "one", every=5), resume=True)
+    assert moved(mlp().double(), expected.module)
+    assert far(found.module, expected.module) == 0.0
+
+
+def test_a_custom_loop_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    with strategy(2, cross_device_ops="ring", sync=KEPT["diloco"]) as made:
+        expected = made.run(looped, made, tmp_path / "whole", -1)[0]
+        made.run(looped, made, tmp_path / "parts", 5)
+        found = made.run(looped, made, tmp_path / "parts", -1)[0]
+    assert any(
+        (a - b).abs().max() > 1e-3 for a, b in zip(expected, mlp().parameters(), strict=True)
+    )
+    assert all(map(torch.equal, found, expected))
+
+
+def test_another_cadence_goes_on_without_what_was_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = sg.Checkpoints(tmp_path, every=4)
+    with strategy(2, sync=sg.DiLoCo(3)) as made:
+        fitted(made, epochs=1, checkpoint=plan)
+    with strategy(2, sync=sg.LocalSteps(3)) as made:
+        fitted(made, epochs=2, checkpoint=plan, resume=True)
+    assert "made with sync=DiLoCo(every=3)" in caplog.text
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+WIDE, EVERY = 1000, 4
+
+
+def counted(made: Any) -> float:
+    """Bytes that this replica sends in a round of EVERY updates."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 10))
+    few = TensorDataset(torch.randn(6, WIDE), torch.arange(6))
+    loader = DataLoader(ConcatDataset([few] * (2 * EVERY)), batch_size=6)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, shares = made.prepare(module, optimizer, loader)
+    before = 0
+    for step, (x, y) in enumerate(shares):
+        before = at_rest() if step == EVERY else before  # connections come with the first
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2 * EVERY - 1:
+            return at_rest() - before
+    return 0.0
+
+
+NUMBERS = WIDE * WIDE + WIDE + 10 * WIDE + 10
+RING = 2 * 2 / 3 * 4 * NUMBERS  # bytes of an all-reduce over 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts of bytes are Linux's")
+@pytest.mark.parametrize(
+    ("sync", "expected"),
+    [
+        (sg.LocalSteps(EVERY), RING),
+        (sg.DiLoCo(EVERY, wire=sg.Int8()), RING / 4 * (1 + 4 / 1024)),
+        (sg.DiLoCo(EVERY, fragments=2), RING),
+        (sg.Gossip("ring"), EVERY * 2 * 4 * NUMBERS),
+        (sg.Gossip("exponential"), EVERY * 4 * NUMBERS),
+    ],
+    ids=repr,
+)
+def test_the_kernel_counts_as_many_bytes_as_the_formula(sync: Any, expected: float) -> None:
+    with strategy(3, cross_device_ops="ring", sync=sync) as made:
+        sent = made.run(counted, made)
+    for each in sent:
+        assert 0.98 * expected < each < 1.02 * expected, (each / expected, sent)
+
+
+# --- what cannot be ----------------------------------------------------------------------------
+
+
+def compiled(made: Any, **options: Any) -> None:
+    model = sg.Model(mlp(), made)
+    model.compile(optimizer="adam", loss="cross_entropy", **options)
+    model.fit(*data(20), batch_size=10, epochs=1, verbose=0)
+
+
+def test_what_cannot_go_together_is_refused() -> None:
+    def refused(sentence: str, **options: Any) -> None:
+        with pytest.raises(sg.UsageError, match=sentence):
+            strategy(2, **options)
+
+    refused("elastic=True has replicas go on", sync=sg.LocalSteps(3), elastic=True)
+    refused("every layer of every step", sync=sg.DiLoCo(3), sync_batchnorm=True)
+    refused("leave wire out, or use sg.DiLoCo", sync=sg.Gossip(), wire=sg.Int8())
+    refused("both say what travels", sync=sg.DiLoCo(3, wire="bfloat16"), wire=sg.Int8())
+    refused("keeps a momentum of gradients", sync=sg.DiLoCo(3), wire=sg.TopK(0.1, momentum=0.9))
+    refused(r"it is sg\.EveryStep", sync=20)
+    half = pytest.raises(sg.NotDistributable, match='precision="bfloat16"')
+    with strategy(2, sync=sg.LocalSteps(3)) as made, half:
+        compiled(made, precision="float16")
+    many = pytest.raises(sg.UsageError, match="more fragments than the model has")
+    with strategy(2, sync=sg.DiLoCo(8, fragments=8)) as made, many:
+        compiled(made)
+
+
+def test_every_step_is_the_default_and_exact() -> None:
+    with strategy(2) as plain, strategy(2, sync=sg.EveryStep()) as made:
+        assert made.settings == plain.settings
+        assert far(fitted(made)[0].module, fitted(plain)[0].module) == 0.0
+
+
+def test_it_is_said_once_what_is_no_longer_exact(caplog: pytest.LogCaptureFixture) -> None:
+    with strategy(2, sync=sg.LocalSteps(17)) as made:
+        compiled(made)
+        compiled(made)
+    said = [r.getMessage() for r in caplog.records if "LocalSteps(every=17)" in r.getMessage()]
+    assert len(said) == 1 and "no longer that of one device" in said[0]
+    with strategy(1, sync=sg.DiLoCo(17)) as made, strategy(1) as plain:
+        assert far(fitted(made)[0].module, fitted(plain)[0].module) == 0.0
+    assert "one replica meets nobody" in caplog.text
+
+
+WORKER = """
+import sys
+import torch
+import stratagem as sg
+from tests.strategies.test_meetings import SYNCS, fitted
+
+strategy = sg.MultiWorkerMirroredStrategy(sync=SYNCS[sys.argv[1]], devices=["cpu:0"])
+torch.save(list(fitted(strategy)[0].module.state_dict().values()), sys.argv[2])
+"""
+
+
+def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
+    """Two processes that somebody started, with TF_CONFIG."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    running = []
+    for index in range(2):
+        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        command = [sys.executable, "-c", WORKER, "fragments", str(tmp_path / f"{index}.pt")]
+        environ = os.environ | {"TF_CONFIG": json.dumps(task)}
+        running.append(subprocess.Popen(command, env=environ, cwd=ROOT))
+    assert [each.wait(100) for each in running] == [0, 0]
+    first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
+    assert all(map(torch.equal, first, second))
+    expected = ByHand(SYNCS["fragments"], 2).train().state_dict().values()
+    assert max(float((a - b).abs().max()) for a, b in zip(first, expected, strict=True)) < 1e-12
+
+
+class Freeze(sg.callbacks.Callback):
+    """Freezes the first layer for the second epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.module[0].requires_grad_(epoch != 1)
+
+
+def test_a_layer_may_be_frozen_between_two_epochs() -> None:
+    with strategy(2, sync=sg.DiLoCo(2, fragments=2, wire=sg.Int8(block=8))) as made:
+        model, _ = fitted(made, epochs=3, callbacks=[Freeze()])
+        other = copy.deepcopy(model.module)
+        again, _ = fitted(made, epochs=3, callbacks=[Freeze()])
+    assert far(again.module, other) == 0.0
+    assert moved(mlp().double(), other)

@@ -1,0 +1,245 @@
+"""The committer of `sync=`, on 1 to 5 replicas that are threads, with any shares of a batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import stratagem as sg
+from stratagem.cluster.membership import Membership
+from stratagem.codecs.reducer import Plain
+from stratagem.state.outer import fragmented
+from stratagem.training.exchange import GradientExchange
+from stratagem.training.local_steps import LocalUpdates
+from stratagem.training.replica import Replica
+from tests.codecs.circle import Circle, together
+
+pytestmark = pytest.mark.timeout(120)
+MEAN = sg.Outer(lr=1.0, momentum=0.0)
+
+#: rows of each replica in each batch: some have none, but never all
+Shares = list[list[int]]
+
+
+@st.composite
+def shares(draw: Any, least: int = 1, steps: int = 5) -> Shares:
+    count = draw(st.integers(least, 5))
+    one = st.lists(st.integers(0, 3), min_size=count, max_size=count).filter(any)
+    found: Shares = draw(st.lists(one, min_size=1, max_size=steps))
+    return found
+
+
+START = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def model() -> nn.Module:
+    """The same in every thread."""
+    return copy.deepcopy(START)
+
+
+def batch(number: int, rows: int) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(number)
+    x = torch.randn(rows, 3, generator=dice, dtype=torch.float64)
+    return x, torch.randn(rows, 2, generator=dice, dtype=torch.float64)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.8, weight_decay=0.01)
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.05)
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+class Training:
+    """One replica."""
+
+    def __init__(self, circle: Circle, sync: Any, make: Any = sgd) -> None:
+        self.replica = Replica(
+            circle.rank, circle.size, torch.device("cpu"), "one", circle, Membership.alone()
+        )
+        self.module = model()
+        self.optimizer = make(self.module)
+        given = (list(self.module.named_parameters()), self.replica, Plain(circle))
+        self.committer: GradientExchange = (
+            GradientExchange(*given, notes=2)
+            if sync is None
+            else LocalUpdates(*given, every=sync, notes=2)
+        )
+        self.committer.optimizer = self.optimizer
+
+    def step(self, number: int, mine: Sequence[int], *, spoilt: bool = False) -> None:
+        total, rank = sum(mine), self.replica.index
+        x, y = batch(number, total)
+        start = sum(mine[:rank])
+        x, y = x[start : start + mine[rank]], y[start : start + mine[rank]]
+        self.replica.share.set(mine[rank], total, float(mine[rank] > 0))
+        if mine[rank]:
+            loss = (self.module(x) - y).square().sum() / total
+            (loss * float("inf") if spoilt else loss).backward()
+        self.committer.commit([0.0, 0.0])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, batches: Shares, first: int = 0) -> Tensor:
+        for number, mine in enumerate(batches, first):
+            self.step(number, mine)
+            self.committer.sync()
+        self.committer.meet()
+        return weights(self.module)
+
+
+def trained(batches: Shares, sync: Any, make: Any = sgd) -> list[Tensor]:
+    return together(len(batches[0]), lambda circle: Training(circle, sync, make).run(batches))
+
+
+def one_device(batches: Shares) -> Tensor:
+    module = model()
+    optimizer = sgd(module)
+    for number, mine in enumerate(batches):
+        x, y = batch(number, sum(mine))
+        ((module(x) - y).square().sum() / len(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(module)
+
+
+few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@few
+@given(shares())
+def test_a_meeting_after_every_update_of_sgd_is_one_device(batches: Shares) -> None:
+    """With momentum and weight decay, and rows on some replicas only."""
+    expected = one_device(batches)
+    for sync in (None, sg.LocalSteps(1), sg.DiLoCo(1, outer=MEAN)):
+        for found in trained(batches, sync):
+            assert float((found - expected).abs().max()) < 1e-12
+
+
+@few
+@given(shares(), st.integers(1, 4))
+def test_an_outer_rate_of_one_without_momentum_is_the_mean(batches: Shares, every: int) -> None:
+    for make in (sgd, adam):
+        mean = trained(batches, sg.LocalSteps(every), make)
+        outer = trained(batches, sg.DiLoCo(every, outer=MEAN), make)
+        assert float((mean[0] - outer[0]).abs().max()) < 1e-12
+
+
+SYNCS = [
+    sg.LocalSteps(2),
+    sg.LocalSteps(2, after=1),
+    sg.LocalSteps(3, wire=sg.TopK(0.3)),
+    sg.DiLoCo(2),
+    sg.DiLoCo(4, fragments=2, wire=sg.Int8(block=4)),
+    sg.DiLoCo(2, wire=sg.PowerSGD(1)),
+    sg.DiLoCo(2, wire=sg.Sign()),
+    sg.DiLoCo(2, wire="bfloat16"),
+    sg.Gossip("ring"),
+    sg.Gossip("exponential"),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(shares(), st.sampled_from(SYNCS))
+def test_all_have_the_same_bits_after_a_meeting(batches: Shares, sync: Any) -> None:
+    first, *others = trained(batches, sync, adam)
+    assert not torch.equal(first, weights(model()))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@few
+@given(shares(2), st.sampled_from(["ring", "exponential"]))
+def test_mixing_keeps_the_mean(batches: Shares, graph: str) -> None:
+    def run(circle: Circle) -> list[tuple[Tensor, Tensor]]:
+        training, seen = Training(circle, sg.Gossip(graph)), []
+        for number, mine in enumerate(batches):
+            training.step(number, mine)
+            before = weights(training.module)
+            training.committer.sync()
+            seen.append((before, weights(training.module)))
+        return seen
+
+    for each in zip(*together(len(batches[0]), run), strict=True):
+        before = torch.stack([b for b, _ in each])
+        after = torch.stack([a for _, a in each])
+        assert float((before.mean(0) - after.mean(0)).abs().max()) < 1e-14
+        apart = float((before - before.mean(0)).norm())
+        assert float((after - after.mean(0)).norm()) <= apart + 1e-12
+
+
+@few
+@given(shares(2), st.sampled_from(SYNCS), st.data())
+def test_a_number_that_is_none_reaches_everybody(batches: Shares, sync: Any, data: Any) -> None:
+    number = data.draw(st.integers(0, len(batches) - 1))
+    where = data.draw(st.sampled_from([i for i, rows in enumerate(batches[number]) if rows]))
+
+    def run(circle: Circle) -> Tensor:
+        training = Training(circle, sync)
+        for at, mine in enumerate(batches):
+            training.step(at, mine, spoilt=at == number and circle.rank == where)
+            training.committer.sync()
+        training.committer.meet()
+        return weights(training.module)
+
+    for found in together(len(batches[0]), run):
+        assert not found.isfinite().any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(shares(2, steps=4), shares(2, steps=4), st.sampled_from(SYNCS))
+def test_training_goes_on_from_its_state_bit_for_bit(
+    before: Shares, after: Shares, sync: Any
+) -> None:
+    """Outer momentum, residuals, each replica's own state of Adam, turns of the gossip."""
+    count = len(before[0])
+    after = [[*(mine * count)[: count - 1], 1] for mine in after]
+
+    def whole(circle: Circle) -> Tensor:
+        training = Training(circle, sync, adam)
+        training.run(before)
+        return training.run(after, first=len(before))
+
+    def first(circle: Circle) -> tuple[Any, Any]:
+        training = Training(circle, sync, adam)
+        training.run(before)
+        return training.module.state_dict(), training.committer.state()
+
+    saved = together(count, first)
+
+    def second(circle: Circle) -> Tensor:
+        training = Training(circle, sync, adam)
+        training.module.load_state_dict(saved[0][0])
+        training.committer.load([state for _, state in saved])
+        return training.run(after, first=len(before))
+
+    for found, expected in zip(together(count, second), together(count, whole), strict=True):
+        assert torch.equal(found, expected)
+
+
+class Sized(NamedTuple):
+    """What stands for a parameter."""
+
+    size: int
+
+    def numel(self) -> int:
+        return self.size
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.integers(1, 6))
+def test_fragments_are_neighbours_and_none_is_empty(sizes: list[int], parts: int) -> None:
+    named: Any = [(str(i), Sized(size)) for i, size in enumerate(sizes)]
+    found = fragmented(named, parts)
+    assert [each for part in found for each in part] == named
+    assert len(found) == min(parts, len(sizes))
