@@ -286,6 +286,7 @@ PUBLIC = [
     "experimental",
     "get_strategy",
     "plan",
+    "quantize",
     "sweep",
 ]
 
