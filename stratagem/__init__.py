@@ -36,6 +36,7 @@ _HOMES = {
     ],
     "stratagem.frontends.ensemble": ["Ensemble"],
     "stratagem.frontends.model": ["Model"],
+    "stratagem.frontends.quantize": ["quantize"],
     "stratagem.launch.notebook_sweep": ["sweep"],
     "stratagem.rules.cadence": ["DiLoCo", "EveryStep", "Gossip", "LocalSteps", "Outer"],
     "stratagem.rules.stats": ["Stats"],
@@ -126,6 +127,7 @@ if TYPE_CHECKING:
     from stratagem.frontends import callbacks as callbacks
     from stratagem.frontends.ensemble import Ensemble as Ensemble
     from stratagem.frontends.model import Model as Model
+    from stratagem.frontends.quantize import quantize as quantize
     from stratagem.launch.notebook_sweep import sweep as sweep
     from stratagem.plan.notebook import plan as plan
     from stratagem.rules.cadence import DiLoCo as DiLoCo

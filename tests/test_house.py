@@ -294,6 +294,7 @@ PUBLIC = [
     "experimental",
     "get_strategy",
     "plan",
+    "quantize",
     "sweep",
 ]
 

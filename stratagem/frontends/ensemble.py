@@ -142,7 +142,7 @@ class Ensemble:
                 'by you: Ensemble.from_sweep(folder, lambda flags: Net(int(flags["units"]))).'
             )
         models = [
-            _read(file, None if build is None or file.suffix == ".keras" else build(_flags(file)))
+            _read(file, None if build is None or file.suffix == ".keras" else build(flags_of(file)))
             for file in files
         ]
         return cls(models, vote, from_logits)
@@ -154,7 +154,8 @@ def kept_models(sweep: Path) -> list[Path]:
     return sorted(file for end in endings for file in sweep.glob(f"trial-*/{MODEL}.{end}"))
 
 
-def _flags(file: Path) -> dict[str, str]:
+def flags_of(file: Path) -> dict[str, str]:
+    """What a trial's script was given, for the model in that file."""
     flags: dict[str, str] = json.loads((file.parent / "args.json").read_text())["flags"]
     return {flag.lstrip("-").replace("-", "_"): value for flag, value in flags.items()}
 

@@ -99,6 +99,7 @@ COMMANDS = {
     "cancel": ("stratagem.launch.cancel", "end a submitted job"),
     "sweep": ("stratagem.launch.sweep", "train with other hyper-parameters, keep the best"),
     "ensemble": ("stratagem.launch.ensemble_command", "join the models that a sweep has kept"),
+    "quantize": ("stratagem.launch.quantize_command", "make a trained model small, in 8 bits"),
     "top": ("stratagem.launch.top", "show a run as it goes: who is slow, who is dead"),
     "report": ("stratagem.launch.report_command", "write a run down as one HTML page"),
     "check": ("stratagem.launch.check", "see whether every task can reach every other"),

@@ -14,12 +14,9 @@ examples:
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import zipfile
 from pathlib import Path
-from typing import Any
 
-from stratagem.errors import UsageError
+from stratagem.launch.user_files import arrays, function
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,37 +35,10 @@ def main(args: argparse.Namespace) -> int:
     """Print the table; save the ensemble if asked to."""
     from stratagem.frontends.ensemble import Ensemble  # imports torch
 
-    x, y = _data(Path(args.data))
-    build = _function(args.build) if args.build else None
+    x, y = arrays(Path(args.data))
+    build = function(args.build) if args.build else None
     ensemble = Ensemble.from_sweep(args.run, build, args.vote, args.from_logits)
     print(ensemble.evaluate(x, y, batch_size=args.batch))
     if args.out:
         print(f"saved in {ensemble.save(args.out)}")
     return 0
-
-
-def _data(file: Path) -> tuple[Any, Any]:
-    import numpy as np
-
-    try:
-        with np.load(file, allow_pickle=False) as found:
-            return found["x"], found["y"]
-    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as problem:
-        raise UsageError(
-            f"{file} is no file of arrays x and y ({problem}); write it by "
-            "numpy.savez(file, x=..., y=...)"
-        ) from None
-
-
-def _function(where: str) -> Any:
-    """The function of a file of the user's."""
-    file, _, name = where.rpartition(":")
-    if not Path(file).is_file():
-        raise UsageError(f"--build {where}: there is no file {file!r}; as in --build net.py:build")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise UsageError(f"--build {where}: {file} has no {name!r}")
-    return getattr(module, name)
