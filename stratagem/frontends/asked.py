@@ -9,12 +9,19 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 from stratagem import arguments
 from stratagem.arguments import Args, Result
 from stratagem.errors import UsageError
 from stratagem.state.checkpoint_folder import Checkpoints
 
+_PRECISION = {
+    None: None,
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 _LOADER = "a DataLoader reads with workers: DataLoader(..., num_workers=4)"
 _AS_X = "give the DataLoader in place of x"
 _RATE = "it is the optimizer's: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
@@ -99,3 +106,16 @@ def epochs_to_validate(often: Any) -> Collection[int]:
     often = 1 if often is None else often
     whole(1, validation_freq=often)
     return range(int(often) - 1, sys.maxsize, int(often))
+
+
+def precision(name: str | None) -> torch.dtype | None:
+    """The type of autocast that a name stands for; None for none."""
+    if name not in _PRECISION:
+        known = ", ".join(repr(name) for name in _PRECISION if name)
+        raise UsageError(f"precision={name!r}; choose one of {known}.")
+    return _PRECISION[name]
+
+
+def fewer(known: int | None, limit: int | None) -> int | None:
+    """The steps of a pass that has so many, and is to end after so many."""
+    return min(known, limit) if known is not None and limit is not None else known or limit

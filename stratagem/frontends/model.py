@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,54 +15,39 @@ from stratagem.errors import UsageError
 from stratagem.figures import trial_record
 from stratagem.frontends import (
     asked,
-    divided,
     evaluation,
     evaluator,
     fit_checkpoints,
-    hooks,
     inputs,
     losses,
-    server_fit,
-    staged,
+    model_calls,
 )
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import Callback, History
 from stratagem.frontends.dry_run_fit import rehearse
 from stratagem.frontends.fit import fit
+from stratagem.frontends.fit_check import check_fit, meets_servers_again
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.fit_journal import FitJournal
 from stratagem.frontends.metrics import MetricSet
 from stratagem.frontends.optimizers import make_optimizer
 from stratagem.frontends.progress import ProgressBar
-from stratagem.frontends.progress_meter import ProgressMeter, Verbosity, check_verbose
+from stratagem.frontends.progress_meter import Verbosity, check_verbose, meter_for
 from stratagem.frontends.recipe import Recipe, describe, in_words
 from stratagem.frontends.server_recovery import ServerRecovery
 from stratagem.frontends.sources import Source
 from stratagem.state import checkpoint as files
 from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.strategies.mirrored import single_device
-from stratagem.strategies.strategy import Strategy, checks_rows, get_strategy, here
-from stratagem.training import dry_run, fingerprint
-from stratagem.training.elastic import Again
-from stratagem.training.gpu_memory import explain_out_of_memory
-from stratagem.training.setup import refuse_renormed
-from stratagem.training.sync_batchnorm import check_statistics
+from stratagem.strategies.strategy import Strategy, checks_rows, get_strategy
+from stratagem.training import dry_run
 from stratagem.training.termination import EXIT_CODE
 
 _CHIEF_WRITES = 10.0  # seconds that another task may find one of two files written
-_PRECISION = {
-    None: None,
-    "float32": None,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 Callbacks = Sequence[Callback] | Callback | None
 
 log = logging.getLogger("stratagem")
-
-#: `model` is that which is at work in this thread: only callbacks can ask meanwhile
-_training = threading.local()
 
 
 class Model:
@@ -128,9 +108,7 @@ class Model:
                 up to what one device makes of it; False takes that on trust.
             from_logits: whether outputs are logits, for metrics; known of torch's cross entropies.
         """
-        if precision not in _PRECISION:
-            known = ", ".join(repr(name) for name in _PRECISION if name)
-            raise UsageError(f"precision={precision!r}; choose one of {known}.")
+        lower = asked.precision(precision)
         if accumulate < 1:
             raise UsageError(f"accumulate is {accumulate}; it must be 1 or more.")
         asked.positive(clip_norm=clip_norm, clip_value=clip_value)
@@ -145,7 +123,7 @@ class Model:
             clip_norm,
             clip_value,
             accumulate,
-            _PRECISION[precision],
+            lower,
             jit_compile,
             check and checks_rows(),
             in_words(loss, metrics),
@@ -223,7 +201,7 @@ class Model:
         )
         if dry_run.wanted():
             rehearse(self.module, optimizer, recipe, source, self.strategy)
-        steps = _fewer(source.steps, steps_per_epoch)
+        steps = asked.fewer(source.steps, steps_per_epoch)
         job = Fit(
             self.module,
             optimizer,
@@ -240,7 +218,7 @@ class Model:
             journal=FitJournal() if self.strategy.settings.elastic else None,
         )
         job.saves = job.checkpoints is not None
-        job.goes_back = job.saves and not source.once and self._meets_servers_again()
+        job.goes_back = job.saves and not source.once and meets_servers_again(self.strategy)
         if resume and job.checkpoints is not None and self.strategy.is_chief:
             job.resumed = fit_checkpoints.load(self, job.checkpoints)
             if job.resumed is not None and job.resumed["seed"] is not None:
@@ -248,11 +226,12 @@ class Model:
         bar = ProgressBar(epochs, steps, verbose) if verbose and self.strategy.is_chief else None
         known = {"validated": None if job.validation is None else validated}
         history = self._invite(job, callbacks, bar, {"epochs": epochs, "steps": steps, **known})
-        self._check(job)
+        check_fit(job, self.strategy)
         self._fits += 1
+        go_back = ServerRecovery(self, job).go_back if job.goes_back else None
         try:
-            with _busy(self):
-                self._everywhere(fit, job)
+            with model_calls.busy():
+                model_calls.everywhere(self.strategy, fit, job, go_back)
         finally:
             if job.journal is not None:
                 job.journal.termination.close()
@@ -283,24 +262,6 @@ class Model:
         job.callbacks = CallbackList(invited, self, params)
         return history
 
-    def _check(self, job: Fit) -> None:
-        """Refuse what the strategy's replicas, or its servers, cannot do as one device does."""
-        hooks.refuse_on_parameters(self.strategy, self.module)
-        hooks.refuse_on_optimizer(self.strategy, job.optimizer)
-        several, by_servers = self.strategy.replica_group.size > 1, self.strategy.served
-        self._refuse_once(job.source, job.validation)
-        if several:
-            hooks.refuse_shared(self.module)
-            hooks.refuse_autocast()
-        if several or by_servers:
-            refuse_renormed(self.module)
-        if by_servers:
-            server_fit.check(job)
-        if several and self.strategy.settings.pipeline is not None:
-            staged.check(job, self.strategy.replica_group.size)
-        if several and self.strategy.settings.tensor is not None:
-            divided.check(job, self.strategy.replica_group.size)
-
     def _attend(
         self,
         over: Callable[[], bool],
@@ -314,11 +275,8 @@ class Model:
         def evaluate() -> dict[str, float]:
             source = inputs.to_validate_on(validation, *sizes)
             assert source is not None
-            recipe = self._compiled("fit")
-            results: dict[str, float] = self._everywhere(
-                evaluation.evaluate, evaluation.Evaluation(self.module, recipe, source, steps)
-            )
-            return results
+            job = evaluation.Evaluation(self.module, self._compiled("fit"), source, steps)
+            return dict(model_calls.everywhere(self.strategy, evaluation.evaluate, job))
 
         return evaluator.watch(self, callbacks, validation, evaluate, over)
 
@@ -384,27 +342,15 @@ class Model:
     ) -> Any:
         """`evaluate` or `predict`, with callbacks and something to watch on the chief."""
         tests = function is evaluation.evaluate
-        known = _fewer(source.steps, steps)
+        known, chief = asked.fewer(source.steps, steps), self.strategy.is_chief
         given = CallbackList(asked.listed(callbacks), self, {"steps": known})
-        given = given if self.strategy.is_chief else CallbackList.none()
-        with _busy(self):
-            given.test_begin() if tests else given.predict_begin()
-        meter = self._meter(function.__name__, known, verbose)
+        given = given if chief else CallbackList.none()
+        meter = meter_for(function.__name__, known, verbose, shown=chief)
         between = given.between_tests if tests else given.between_predictions
         job = evaluation.Evaluation(
             self.module, recipe, source, steps, meter=meter, callbacks=given, between=between
         )
-        try:
-            results = self._evaluated(function, job)
-        except BaseException:
-            if meter is not None:
-                meter.close()
-            raise
-        if meter is not None:
-            meter.finish(results if tests else {})
-        with _busy(self):
-            given.test_end(results) if tests else given.predict_end()
-        return results
+        return model_calls.watched(self.strategy, function, job)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write weights (safetensors) and, beside them, what is needed to go on.
@@ -430,77 +376,6 @@ class Model:
         patience = 0.0 if self.strategy.is_chief else _CHIEF_WRITES
         files.load(path, self.module, self.optimizer, patience=patience)
 
-    def _everywhere(self, function: Callable[[Any], Any], job: Any) -> Any:
-        replica_group = self.strategy.replica_group
-        verb, look = function.__name__, None
-        elastic = self.strategy.settings.elastic
-        several = replica_group.size > len(replica_group.devices)
-        if not self.strategy.served and (several or (elastic and replica_group.place is not None)):
-            look = job.look(verb)  # other workers run the script by themselves
-        if look is not None and not elastic:
-            told = replica_group.call(fingerprint.tell, (verb, look), (verb, None))[0]
-            fingerprint.compare(verb, told)
-        with explain_out_of_memory(replica_group.devices):
-            if isinstance(job, Fit) and job.goes_back:
-                again = Again(job.done, go_back=ServerRecovery(self, job).go_back)
-                return replica_group.call(function, (job,), lambda: (job.for_followers(),), again)[
-                    0
-                ]
-            if not elastic:
-                followers = len(replica_group.devices) > 1
-                sent = (job.for_followers(),) if followers else None
-                return replica_group.call(function, (job,), sent)[0]
-            return replica_group.call(
-                _compared,
-                (function, look, job),
-                lambda: (function, look and {}, job.for_followers()),
-                Again(job.done, hurry=job.asked_to_end),
-            )[0]
-
-    def _meets_servers_again(self) -> bool:
-        """Whether workers can go on with servers of which one has died, and is started again."""
-        group = self.strategy.replica_group
-        return self.strategy.served and (group.place is None or len(group.devices) == 1)
-
-    def _meter(self, verb: str, steps: int | None, verbose: Verbosity) -> ProgressMeter | None:
-        """Something to watch, on the chief."""
-        check_verbose(verbose)
-        if not verbose or not self.strategy.is_chief:
-            return None
-        title = None if verbose == "auto" else verb
-        return ProgressMeter(verb, steps, title=title, moves=verbose != 2)
-
-    def _refuse_once(self, *sources: Source | None) -> None:
-        if self.strategy.settings.elastic and any(each and each.once for each in sources):
-            raise UsageError(
-                "the data is a generator, which cannot give a batch again when a replica dies; "
-                "give elastic=True arrays, a dataset, a DataLoader or a list of batches."
-            )
-
-    def _evaluated(self, function: Callable[[Any], Any], job: evaluation.Evaluation) -> Any:
-        self._refuse_once(job.source)
-        if self.strategy.settings.sync_batchnorm and self.strategy.num_replicas_in_sync > 1:
-            check_statistics(self.module)
-        if getattr(_training, "model", None) is not None:
-            return self._meanwhile(function, job)
-        with _busy(self):
-            if self.strategy.served:
-                return here(self.strategy, function, job)
-            return self._everywhere(function, job)
-
-    def _meanwhile(self, function: Callable[[Any], Any], job: evaluation.Evaluation) -> Any:
-        """In a callback, while the others wait: on this replica alone, and training goes on as if
-        nothing had been."""
-        modes = [(part, part.training) for part in self.module.modules()]
-        dice = torch.get_rng_state()
-        recipe = replace(job.recipe, metrics=copy.deepcopy(job.recipe.metrics))
-        try:
-            return here(self.strategy, function, replace(job, recipe=recipe))
-        finally:
-            torch.set_rng_state(dice)
-            for part, training in modes:
-                part.training = training
-
     @property
     def loss(self) -> Any:
         """What `compile` made of the loss; None before."""
@@ -522,26 +397,3 @@ class Model:
 def recipe_of(model: Model) -> Recipe | None:
     """What `compile` was given; None before."""
     return model._recipe
-
-
-def _compared(function: Callable[[Any], Any], look: fingerprint.Look | None, job: Any) -> Any:
-    """Run it; tasks compare what they were given each time that they come together."""
-    if look is not None:
-        told = fingerprint.tell(function.__name__, look or None)
-        if look:
-            fingerprint.compare(function.__name__, told)
-    return function(job)
-
-
-@contextmanager
-def _busy(model: Model) -> Iterator[None]:
-    """While callbacks may run here: what they call, they call alone."""
-    around, _training.model = getattr(_training, "model", None), model
-    try:
-        yield
-    finally:
-        _training.model = around
-
-
-def _fewer(known: int | None, asked: int | None) -> int | None:
-    return min(known, asked) if known is not None and asked is not None else known or asked

@@ -176,3 +176,14 @@ def _columns(console: Any, name: str, steps: int | None) -> tuple[Any, Any]:
         auto_refresh=False,
     )
     return bar, bar.add_task(name, total=steps, figures="", speed="")
+
+
+def meter_for(
+    verb: str, steps: int | None, verbose: Verbosity, *, shown: bool
+) -> ProgressMeter | None:
+    """Something to watch while a verb runs, where it is shown."""
+    check_verbose(verbose)
+    if not verbose or not shown:
+        return None
+    title = None if verbose == "auto" else verb
+    return ProgressMeter(verb, steps, title=title, moves=verbose != 2)
