@@ -57,20 +57,15 @@ class Connections(ShardLines):
         limit = patience.arrive
         self._hello, self._limit = hello, limit
         self._lost: set[int] = set()
-        self._lines = meet(address, hello, limit, watch)
+        self._lines, hosts = meet(address, hello, limit, watch)
         try:
             (beats,) = reach(
                 tasks[:1], address.secret, {"hello": "heartbeat", **hello}, limit, watch
             )
             self.heartbeat = HeartbeatThread(beats, patience.answer, self._cut_off)
             self._visit = self._call_on_coordinator(limit)
-            here = host_identity()
             #: whether every server can map this process' memory
-            self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and all(
-                self.call(i, {"t": "host"}).header["host"] == here
-                for i, lines in enumerate(self._lines)
-                if lines
-            )
+            self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and hosts == {host_identity()}
         except BaseException:
             self.hang_up()
             raise

@@ -140,7 +140,7 @@ class Holders:
         for server, shard in wanted:
             task = [(f"ps {server}", self.addresses[server])]
             hello = {"hello": "coordinator", "name": "ps 0", "shard": shard}
-            (connection,) = reach(task, self.secret, hello, self.limit)
+            (connection,) = reach(task, self.secret, hello, self.limit, welcomes={})
             found.append(FarServer(server, connection))
         return found
 

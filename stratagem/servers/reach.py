@@ -46,8 +46,9 @@ class _SomeAreGone(Exception):
 
 def meet(
     address: Address, hello: Mapping[str, Any], limit: float, watch: Callable[[], None]
-) -> list[list[Line]]:
+) -> tuple[list[list[Line]], set[str]]:
     """By shard: a worker's line to its server; none to those that the coordinator knows are gone.
+    And the hosts that they are on.
 
     `watch` is called while servers do not answer yet, and may raise.
     """
@@ -64,12 +65,14 @@ def meet(
     try:
         while True:
             wanted = [i for i in range(len(tasks)) if i not in gone]
+            said: dict[str, Mapping[str, Any]] = {}
             try:
-                found = reach([tasks[i] for i in wanted], address.secret, hello, limit, look)
+                found = reach([tasks[i] for i in wanted], address.secret, hello, limit, look, said)
             except _SomeAreGone:
                 continue
             here = dict(zip(wanted, found, strict=True))
-            return [[Line(i, here[i])] if i in here else [] for i in range(len(tasks))]
+            lines = [[Line(i, here[i])] if i in here else [] for i in range(len(tasks))]
+            return lines, {str(each["welcome"]) for each in said.values()}
     finally:
         for connection in asking:
             connection.close()
@@ -99,34 +102,23 @@ def room(size: int, frame: Frame) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def _greet(
-    connection: Connection, hello: Mapping[str, Any], watch: Callable[[], None], patience: Wait
-) -> bool:
-    """Say who it is; False if that server is about to end, and another may take its place."""
-    try:
-        connection.send({**hello, "greets": True})
-        while not connection.readable(_RETRY) and not patience.over:
-            watch()
-        return not patience.over and connection.receive() is not None
-    except OSError as problem:
-        log.info("%s has hung up: %s", connection.peer, problem)
-        return False
-
-
 def reach(
     tasks: Sequence[tuple[str, str]],
     secret: bytes,
     hello: Mapping[str, Any],
     limit: float,
     watch: Callable[[], None] = lambda: None,
+    welcomes: dict[str, Mapping[str, Any]] | None = None,
 ) -> list[Connection]:
-    """A connection to each (name, address), all of which have been told `hello`, and welcome it.
+    """A connection to each (name, address), all of which have been told `hello`.
 
     `watch` is called between two tries, and may raise: whoever started them knows if they died.
+    `welcomes`: wait until each has answered, and put down what. One that is about to end does not,
+    and another may take its place.
     """
     patience = Wait(limit, first=FIRST)
     found: dict[str, Connection] = {}
-    welcome, why = set[str](), ""
+    why = ""
     try:
         while True:
             for name, address in tasks:
@@ -138,14 +130,8 @@ def reach(
                     except OSError as problem:
                         why = str(problem)
             missing = [Member(name, where) for name, where in tasks if name not in found]
-            if not missing:
-                for name in [name for name in found if name not in welcome]:
-                    if _greet(found[name], hello, watch, patience):
-                        welcome.add(name)
-                    else:
-                        found.pop(name).close()
-                if len(welcome) == len(tasks):
-                    break
+            if not missing and _greet(found, hello, watch, patience, welcomes):
+                break
             if patience.over:
                 raise missing_error(missing, patience.waited, why)
             watch()
@@ -156,3 +142,50 @@ def reach(
             connection.close()
         raise
     return [found[name] for name, _ in tasks]
+
+
+def _greet(
+    found: dict[str, Connection],
+    hello: Mapping[str, Any],
+    watch: Callable[[], None],
+    patience: Wait,
+    welcomes: dict[str, Mapping[str, Any]] | None,
+) -> bool:
+    """Tell each who it is; False if one does not welcome it, which is taken out."""
+    if welcomes is None:
+        for connection in found.values():
+            connection.send(hello)
+        return True
+    new = [name for name in found if name not in welcomes]
+    told = {name for name in new if _tell(found[name], hello)}
+    for name in new:
+        answer = _answer(found[name], watch, patience) if name in told else None
+        if answer is None:
+            found.pop(name).close()
+        else:
+            welcomes[name] = answer
+    return not set(new) - set(welcomes)
+
+
+def _tell(connection: Connection, hello: Mapping[str, Any]) -> bool:
+    try:
+        connection.send({**hello, "greets": True})
+    except OSError as problem:
+        log.info("%s has hung up: %s", connection.peer, problem)
+        return False
+    return True
+
+
+def _answer(
+    connection: Connection, watch: Callable[[], None], patience: Wait
+) -> Mapping[str, Any] | None:
+    try:
+        while not connection.readable(_RETRY):
+            if patience.over:
+                return None
+            watch()
+        frame = connection.receive()
+    except OSError as problem:
+        log.info("%s has hung up: %s", connection.peer, problem)
+        return None
+    return None if frame is None else frame.header

@@ -44,6 +44,7 @@ from stratagem.servers.shard_copy import HeldHere
 from stratagem.servers.takeover import Takeover
 from stratagem.training.agreement import Patience
 from stratagem.wire import lateness
+from stratagem.wire.segment import host_identity
 from stratagem.wire.send_queue import SendQueue
 from stratagem.wire.tcp import Connection, Listener
 from stratagem.wire.tree import TREE_LIMIT
@@ -126,7 +127,7 @@ class Server:
             coordinator.holders, self.coordinator = holders, coordinator
             return
         hello = {"hello": "heartbeat", "name": self.name, "server": self.index, "token": self.name}
-        (beats,) = reach(tasks[:1], self.secret, hello, limit)
+        (beats,) = reach(tasks[:1], self.secret, hello, limit, welcomes={})
         self._heartbeat = HeartbeatThread(beats, self.patience.answer, self._fail)
         self._heartbeat.on_over = self._end
 
@@ -222,7 +223,7 @@ class Server:
         self.peers.add(peer)
         try:
             if frame.header.get("greets"):
-                connection.send({"welcome": 1})
+                connection.send({"welcome": host_identity()})
             serve(peer)
         except OSError as problem:
             log.info("%s has hung up: %s", peer.name, problem)
