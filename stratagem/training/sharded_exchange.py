@@ -88,6 +88,10 @@ class ShardedExchange(GradientExchange):
         self.sums.add(part, grad)
         param.grad = None
 
+    def used(self) -> list[bool]:
+        """Of every parameter, whether it has a gradient here."""
+        return [i in self._had for i in range(len(self._names))]
+
     def end_pass(self) -> None:
         """A backward pass is over, or this replica had no rows for it. Collective."""
         for index, param in enumerate(self.buckets.params):
@@ -99,7 +103,7 @@ class ShardedExchange(GradientExchange):
         self, notes: Sequence[float | Tensor], factors: Mapping[int, Factors] | None = None
     ) -> None:
         """Tell the notes, and which parameters have a gradient here."""
-        has = [i in self._had for i in range(len(self._names))]
+        has = self.used()
         for i, each in (factors or {}).items():
             each.mark(has[i])
             has[i] |= each.kept

@@ -36,12 +36,12 @@ class _CallContext(keras.Layer):  # type: ignore[misc]
 class OperationCall(nn.Module):
     """One call of a layer or operation, as it stands in the model."""
 
-    def __init__(self, node: Any, feeds: Sequence[tuple[int, int | None]], training: bool) -> None:
+    def __init__(self, node: Any, feeds: Sequence[tuple[int, int | None]]) -> None:
         super().__init__()
         self.operation = node.operation
         if isinstance(self.operation, keras.Layer):
             self.operation._track_variables()  # torch does not know those of a copy yet
-        self._node, self._feeds, self._training = node, feeds, training
+        self._node, self._feeds = node, feeds
         self._context = [_CallContext()]  # in a list: it is none of the model's layers
         self._seeds = seeds_of(self.operation)
 
@@ -50,9 +50,10 @@ class OperationCall(nn.Module):
         for tensor, (place, index) in zip(self._node.input_tensors, self._feeds, strict=True):
             known[id(tensor)] = values[place] if index is None else unpacked(values[place][index])
         args, kwargs = self._node.arguments.fill_in(known)
+        kwargs.pop("training", None)  # that of the model counts, also in Keras' own call
         self._draw()
         (context,) = self._context
-        found = context(run=lambda: self.operation(*args, **kwargs), training=self._training)
+        found = context(run=lambda: self.operation(*args, **kwargs), training=True)
         return [packed(each) for each in keras.tree.flatten(found)]
 
     def _draw(self) -> None:
@@ -137,7 +138,7 @@ class _Walk:
         self._waiting: list[fx.Node] = []
         top = functional(model)
         self._inputs = [self._graph.placeholder(f"x{i}") for i in range(len(top.inputs))]
-        self._outputs = self._calls(top, [(each, None) for each in self._inputs], (), True)
+        self._outputs = self._calls(top, [(each, None) for each in self._inputs], ())
 
     def finish(self) -> LayerGraph:
         if not self._layers:
@@ -146,9 +147,7 @@ class _Walk:
         output = self._graph.output(pick)
         return LayerGraph(self._root, self._graph, self._inputs, self._layers, output)
 
-    def _calls(
-        self, model: Any, inputs: list[Source], inside: tuple[str, ...], training: bool
-    ) -> list[Source]:
+    def _calls(self, model: Any, inputs: list[Source], inside: tuple[str, ...]) -> list[Source]:
         """Every call of one model; returns where its outputs come from."""
         known: dict[int, Source] = {
             id(each): at for each, at in zip(model.inputs, inputs, strict=True)
@@ -158,23 +157,20 @@ class _Walk:
                 if node.is_input or not all(id(each) in known for each in node.input_tensors):
                     continue
                 given = [known[id(each)] for each in node.input_tensors]
-                made = self._call(node, given, inside, training)
+                made = self._call(node, given, inside)
                 known.update((id(each), at) for each, at in zip(node.outputs, made, strict=True))
         return [known[id(each)] for each in model.outputs]
 
-    def _call(
-        self, node: Any, given: list[Source], inside: tuple[str, ...], training: bool
-    ) -> list[Source]:
+    def _call(self, node: Any, given: list[Source], inside: tuple[str, ...]) -> list[Source]:
         operation, kwargs = node.operation, node.arguments.kwargs
         inner = graph_of(operation) if isinstance(operation, keras.Model) else None
-        if inner is not None and set(kwargs) <= {"training"} and _fits(inner, node.input_tensors):
-            mode = kwargs.get("training")
-            path = (*inside, operation.name)
-            return self._calls(inner, given, path, training if mode is None else bool(mode))
+        plain = all(key == "training" or value is None for key, value in kwargs.items())
+        if inner is not None and plain and _fits(inner, node.input_tensors):
+            return self._calls(inner, given, (*inside, operation.name))
         sources = list(dict.fromkeys(each for each, _ in given))
         feeds = [(sources.index(each), index) for each, index in given]
         name = self._name("/".join((*inside, operation.name)))
-        self._root.add_module(name, OperationCall(node, feeds, training))
+        self._root.add_module(name, OperationCall(node, feeds))
         made = self._graph.call_module(name, tuple(sources))
         stack = ["/".join(inside[: i + 1]) for i in range(len(inside))]
         made.meta["nn_module_stack"] = {path: (path, keras.Model) for path in stack}

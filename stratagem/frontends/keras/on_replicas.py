@@ -5,8 +5,8 @@ The chief says a verb, with the rows that it is about, and every replica does it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,7 @@ class ReplicaSteps:
         adapter.part.begin(total, total)
         self.active = self._trained = True
         try:
-            with nullcontext() if self.committer is None else _reducing(self.committer):
+            with nullcontext() if self.committer is None else self._adding(self.committer):
                 result = adapter.play("train_step", data)
         finally:
             self.active = False
@@ -124,13 +124,22 @@ class ReplicaSteps:
         if not named:
             return  # Keras trains nothing then, and counts
         check_optimizer(self.settings, model.optimizer, replica)
-        self.committer = open_exchange(named, replica, self.settings, every_backward=True)
+        self.committer = self._exchange(named)
         self.committer.optimizer = model.optimizer
         load_kept(self.committer, self._kept)
         self._kept = []
         self.committer.armed = False
         if self.settings.sync_batchnorm:
             self._unsync = synchronise(model, replica, lambda: self.active)
+
+    def _exchange(self, named: Sequence[tuple[str, Any]]) -> GradientExchange:
+        """What adds the gradients up. Collective."""
+        replica = self.adapter.replica
+        return open_exchange(named, replica, self.settings, every_backward=True)
+
+    def _adding(self, exchange: GradientExchange) -> AbstractContextManager[None]:
+        """While a step trains."""
+        return _reducing(exchange)
 
     @torch.no_grad()
     def _share_state(self) -> None:

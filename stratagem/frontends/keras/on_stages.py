@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -23,6 +21,7 @@ from stratagem.frontends.keras.adapter import kept, own_variables, trainable
 from stratagem.frontends.keras.driver import Call
 from stratagem.frontends.keras.model_graph import functional, layer_graph
 from stratagem.frontends.keras.on_replicas import OnReplicas, ReplicaSteps
+from stratagem.frontends.keras.owned_update import refuse_optimizer, slots, square, update
 from stratagem.frontends.keras.stage_batch import StageBatch
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.rules.schedules import SCHEDULES
@@ -105,7 +104,9 @@ class StageSteps(ReplicaSteps):
         model._symbolic_build(data_batch=data)  # metrics, also where nothing is counted
         self._trainable = trainable(model)
         if self._shared is None:
-            self._shared = SharedTensors(_shared(model, self.adapter.tensors()), self._collective)
+            weights = [v.value for v in model.weights]
+            held = [*weights, *model.buffers(), *slots(model.optimizer)]
+            self._shared = SharedTensors(held, self._collective)
         graph = layer_graph(model)
         check(model, self._pipeline, replica.count, graph)
         mine = None
@@ -180,9 +181,8 @@ class StageSteps(ReplicaSteps):
             if each.requires_grad:
                 each.backward()
         grads = [v.value.grad for v in self._owned]
-        square = sum(float(g.double().square().sum()) for g in grads if g is not None)
         loss = batch.loss() if self._has_last else None
-        told = gather_tree(self._collective, [loss, penalty, square, _any(grads)])
+        told = gather_tree(self._collective, [loss, penalty, square(grads), _any(grads)])
         if not any(some for *_, some in told):
             raise UsageError("no variable of the model has a gradient; is its loss a constant?")
         if self._has_last:
@@ -190,11 +190,7 @@ class StageSteps(ReplicaSteps):
             whole = loss + sum(penalty for _, penalty, _, _ in told)
             model._loss_tracker.update_state(whole, sample_weight=total)
             batch.count_metrics()
-        with torch.no_grad(), _clipped(optimizer, math.sqrt(sum(s for _, _, s, _ in told))) as clip:
-            if _any(grads):
-                optimizer.apply([clip(g) for g in grads], self._owned)
-            else:
-                optimizer.iterations.assign_add(1)
+        update(optimizer, grads, self._owned, math.sqrt(sum(each for _, _, each, _ in told)))
         model.zero_grad()
         assert self._shared is not None
         self._shared.take_back()
@@ -235,29 +231,6 @@ def _any(grads: list[Tensor | None]) -> bool:
     return any(grad is not None for grad in grads)
 
 
-@contextmanager
-def _clipped(optimizer: Any, norm: float) -> Iterator[Any]:
-    """Clips gradients as Keras does, by the norm over all stages."""
-    limit = optimizer.global_clipnorm
-    if not limit:
-        yield lambda grad: grad
-        return
-    scale = limit * min(1.0 / norm if norm else math.inf, 1.0 / limit) + (norm - norm)
-    optimizer.global_clipnorm = None
-    try:
-        yield lambda grad: None if grad is None else grad * scale
-    finally:
-        optimizer.global_clipnorm = limit
-
-
-def _shared(model: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """What lies in shared memory: all but what every process counts for itself."""
-    optimizer = model.optimizer
-    own = [v for v in vars(optimizer).values() if isinstance(v, keras.Variable)]
-    single = {id(v.value) for v in own}
-    return [tensor for tensor in tensors if id(tensor) not in single]
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -268,7 +241,7 @@ def check(model: Any, pipeline: Pipeline, devices: int, graph: LayerGraph | None
             "columns cut torch's recurrent modules, and this is a Keras model; leave columns out."
         )
     _check_own(model)
-    _check_optimizer(model.optimizer)
+    refuse_optimizer(model.optimizer, "a stage of a pipeline")
     _check_layers(model, pipeline)
     if model.built or not isinstance(model, keras.Sequential):
         functional(model)
@@ -282,30 +255,6 @@ def _check_own(model: Any) -> None:
             f"{type(model).__name__} has a train_step, compute_loss or compute_metrics of its own, "
             "which sees a batch as a whole, and a pipeline has it in microbatches; give the loss "
             "and the metrics to compile(), or use a MirroredStrategy."
-        )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    kind = type(optimizer).__name__
-    if optimizer is None or not type(optimizer).__module__.startswith("keras."):
-        raise NotDistributable(
-            f"each stage of a pipeline steps the optimizer on its own variables, and {kind} is not "
-            "one of Keras' own; use one of keras.optimizers."
-        )
-    if hasattr(optimizer, "inner_optimizer"):
-        raise NotDistributable(
-            f"a pipeline has no scaler of gradients, so {kind} (mixed_float16) cannot be used; "
-            "mixed_bfloat16 needs none."
-        )
-    if optimizer.use_ema:
-        raise NotDistributable(
-            "use_ema=True averages all variables at once, and a stage has its own; leave it out, "
-            "or use a MirroredStrategy."
-        )
-    if optimizer.gradient_accumulation_steps:
-        raise NotDistributable(
-            "gradient_accumulation_steps adds up batches, and a pipeline adds up microbatches "
-            "already; use a batch_size that many times as large."
         )
 
 

@@ -138,19 +138,15 @@ def _distribute(model: Any, strategy: Strategy) -> None:
     from stratagem.frontends.keras.evaluator import EvaluatorDriver
     from stratagem.frontends.keras.on_replicas import OnReplicas
     from stratagem.frontends.keras.on_servers import OnServers
+    from stratagem.frontends.keras.on_shards import OnShards
     from stratagem.frontends.keras.on_stages import OnStages
 
-    if strategy.settings.sharded and strategy.num_replicas_in_sync > 1:
-        raise NotDistributable(
-            f"{model.name!r} is a Keras model, whose layers and optimizer keep whole variables, "
-            "and ShardedStrategy divides them; use MirroredStrategy, or write the network as an "
-            "nn.Module for sg.Model."
-        )
     if strategy.audience is not None:
         EvaluatorDriver(model, strategy, OnReplicas).lay_over()
     else:
         mirrored = ElasticReplicas if strategy.settings.elastic else OnReplicas
         mirrored = OnStages if strategy.settings.pipeline is not None else mirrored
+        mirrored = OnShards if strategy.settings.sharded else mirrored
         side = mirrored if strategy.settings.served is None else OnServers
         Driver(model, strategy, side).lay_over()
 

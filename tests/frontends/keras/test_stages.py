@@ -197,7 +197,7 @@ def reader() -> Any:
             keras.Input((5,), dtype="int32"),
             layers.Embedding(9, 6, mask_zero=True),
             layers.Dense(6),
-            layers.LSTM(6),
+            layers.LSTM(6, name="lstm"),
             layers.Dense(3),
         ]
     )
@@ -248,12 +248,40 @@ def test_dropout_draws_by_microbatch_and_layer(pipe: Pipe) -> None:
         last = [layers.Dense(8, "tanh", name=names[2]), layers.Dense(3, name=names[3])]
         return keras.Sequential([keras.Input((6,)), *inner, *last])
 
+    def kept() -> Any:
+        model = dropping()
+        model.layers[1].rate = 0.0
+        return model
+
     x, y = numbers(33)
     ways = [{"split": ["b"]}, {"split": ["b"]}, {"split": ["c"]}, {"split": ["d"]}]
     models = [trained(pipe(2, 3, **way), dropping, x, y)[0] for way in ways]
     more = trained(pipe(2, 3, split=["c"], schedule="gpipe"), dropping, x, y)[0]
     assert [apart(models[0], each) for each in [*models[1:], more]] == [0.0] * 4
     assert apart(models[0], trained(None, dropping, x, y)[0]) > 1e-3
+    assert apart(models[0], trained(pipe(2, 3, split=["c"]), kept, x, y)[0]) > 1e-3
+
+
+def test_dropout_is_as_strong_as_on_one_device(pipe: Pipe) -> None:
+    """A rate of nearly one leaves nothing but the last bias to be trained."""
+
+    def silent() -> Any:
+        body = [layers.Dense(8), layers.Dropout(1 - 1e-7), Inside(), layers.Dense(3)]
+        return keras.Sequential([keras.Input((6,)), *body])
+
+    x, y = numbers(33)
+    same(pipe(2, 3), silent, x, y)
+
+
+class Inside(layers.Layer):
+    """Has a dropout, and no argument that says whether it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = layers.Dropout(1 - 1e-7)
+
+    def call(self, x: Any) -> Any:
+        return self.dropout(x + 1.0)
 
 
 def test_a_model_that_is_built_by_its_first_batch(pipe: Pipe) -> None:

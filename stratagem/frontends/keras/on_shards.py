@@ -1,0 +1,131 @@
+"""CPU replicas of a Keras model that have one set of everything that is trained.
+
+Weights, the optimizer's slots and the sum of the gradients lie in shared memory. A gradient is
+added to the sum as soon as backward has made it, and forgotten; then each replica steps the
+optimizer on some of the variables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.frontends.keras.driver import Call
+from stratagem.frontends.keras.on_replicas import OnReplicas, ReplicaSteps
+from stratagem.frontends.keras.owned_update import refuse_optimizer, slots, square, update
+from stratagem.frontends.keras.step_logs import has_own
+from stratagem.state.shared_model import SharedTensors
+from stratagem.training.exchange import GradientExchange, open_exchange
+from stratagem.training.sharded_exchange import ShardedExchange
+from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.tree import gather_tree
+
+
+class OnShards(OnReplicas):
+    """The chief's side of a model whose replicas share what is trained."""
+
+    def start(self, call: Call) -> Any:
+        if call.trains:
+            model = self._driver.model
+            collective = self._driver.strategy.replica_group.start().collective
+            check(model, shared=isinstance(collective, SharedMemoryCollective))
+        return super().start(call)
+
+
+def check(model: Any, *, shared: bool) -> None:
+    """Refuse what would not be exact."""
+    if not shared:
+        raise NotDistributable(
+            f"{model.name!r} is a Keras model, whose layers and optimizer keep whole variables, "
+            "and between machines and on GPUs ShardedStrategy divides them; use MirroredStrategy, "
+            "or write the network as an nn.Module for sg.Model."
+        )
+    if has_own(model, "train_step"):
+        raise NotDistributable(
+            f"{type(model).__name__} has a train_step of its own, which may look at whole "
+            "gradients, and replicas of ShardedStrategy keep none of them; use MirroredStrategy."
+        )
+    refuse_optimizer(model.optimizer, "a replica of ShardedStrategy")
+    for variable in model.trainable_variables:
+        if variable.value.dtype is not torch.float32:
+            raise NotDistributable(
+                f"variable {variable.path!r} is {variable.dtype}, and CPU replicas of "
+                "ShardedStrategy share float32 variables; use MirroredStrategy."
+            )
+
+
+class ShardSteps(ReplicaSteps):
+    """What one replica does when the chief says a verb."""
+
+    _shared: SharedTensors | None = None
+
+    def _exchange(self, named: Sequence[tuple[str, Any]]) -> GradientExchange:
+        """The committer, with variables and slots in shared memory. Collective."""
+        model, replica = self.adapter.model, self.adapter.replica
+        check(model, shared=True)
+        collective = replica.collective
+        assert isinstance(collective, SharedMemoryCollective)
+        self._variables = list(model.trainable_variables)
+        params = [v.value for v in self._variables]
+        self._shared = SharedTensors([*params, *slots(model.optimizer)], collective)
+        self._mine = divided([p.numel() for p in params], replica.count)[replica.index]
+        return open_exchange(named, replica, replace(self.settings, committer=ShardedExchange))
+
+    @contextmanager
+    def _adding(self, exchange: GradientExchange) -> Iterator[None]:
+        """While a step trains: gradients go into the one sum, and the update is made in parts."""
+        assert isinstance(exchange, ShardedExchange)
+        optimizer, share = self.adapter.model.optimizer, self.adapter.replica.share
+        weight, share.weight = share.weight, 1.0  # the loss is scaled, and no gradient after that
+        own = optimizer.__dict__
+        own["scale_loss"] = lambda loss: loss * weight
+        own["apply"] = lambda *_: self._apply(exchange)
+        exchange.begin_step()
+        exchange.armed = True
+        try:
+            yield
+        finally:
+            exchange.armed, share.weight = False, weight
+            del own["scale_loss"], own["apply"]
+
+    def _apply(self, exchange: ShardedExchange) -> None:
+        """Add up, and step the variables that are this replica's. Collective."""
+        optimizer, collective = self.adapter.model.optimizer, self.adapter.replica.collective
+        exchange.end_pass()
+        told = gather_tree(collective, exchange.used())  # and now everything is in
+        used = [any(each) for each in zip(*told, strict=True)]
+        if not any(used):
+            raise UsageError("no variable of the model has a gradient; is its loss a constant?")
+        views = exchange.buckets.views
+        gradients = [views[i] if used[i] else None for i in self._mine]
+        norm = 0.0
+        if optimizer.global_clipnorm:
+            norm = math.sqrt(sum(gather_tree(collective, square(gradients))))
+        update(optimizer, gradients, [self._variables[i] for i in self._mine], norm)
+        collective.barrier()
+
+    def close(self) -> None:
+        super().close()
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+
+def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Which variables each of `count` replicas updates: nearly as many elements each."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        least = load.index(min(load))
+        found[least].append(i)
+        load[least] += sizes[i]
+    return [sorted(each) for each in found]
+
+
+OnShards.form = ShardSteps
