@@ -248,6 +248,7 @@ PUBLIC = [
     "LocalCluster",
     "LowerRate",
     "MaxSize",
+    "Mesh",
     "MinSize",
     "MirroredStrategy",
     "Model",

@@ -38,7 +38,9 @@ def group() -> Iterator[Group]:
     def get(devices: int = 2, **options: Any) -> sg.TensorParallelStrategy:
         key = f"{devices} {options}"
         if key not in made:
-            made[key] = sg.TensorParallelStrategy(cpus(devices), **options)
+            made[key] = sg.TensorParallelStrategy(
+                cpus(devices), patience=sg.Patience(answer=30.0), **options
+            )
         return made[key]
 
     yield get
