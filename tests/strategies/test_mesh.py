@@ -79,6 +79,7 @@ def test_every_process_computes_its_rows_and_layers(two: sg.Mesh, tmp_path: Path
     module = nn.Sequential(nn.Linear(6, 8), first, nn.Linear(8, 8), second, nn.Linear(8, 4))
     with sg.PipelineStrategy(cpus(4), 2, split=["2"], data=2, patience=PATIENT) as on:
         fitted(on, module.double(), *doubles(32), epochs=1, check=False)
+        fitted(on, module, *doubles(1), epochs=1, check=False)  # none for the second row
     assert (tmp_path / "first 2").read_text() == "4 4 4 4 "
     assert (tmp_path / "second 3").read_text() == "4 4 4 4 "
     assert not (tmp_path / "first 3").exists() and not (tmp_path / "second 2").exists()
