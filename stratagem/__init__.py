@@ -66,6 +66,7 @@ _HOMES = {
     "stratagem.strategies.parameter_server": ["ParameterServerStrategy"],
     "stratagem.strategies.sharded": ["ShardedStrategy"],
     "stratagem.strategies.pipeline": ["PipelineStrategy"],
+    "stratagem.strategies.mesh": ["Mesh"],
     "stratagem.strategies.tensor_parallel": ["TensorParallelStrategy"],
     "stratagem.strategies.tpu": ["TPUStrategy"],
     "stratagem.cluster.tpu_resolver": ["TPUClusterResolver"],
@@ -153,6 +154,7 @@ if TYPE_CHECKING:
     from stratagem.strategies.central_storage import (
         CentralStorageStrategy as CentralStorageStrategy,
     )
+    from stratagem.strategies.mesh import Mesh as Mesh
     from stratagem.strategies.mirrored import (
         MirroredStrategy as MirroredStrategy,
     )

@@ -252,6 +252,7 @@ PUBLIC = [
     "LocalSteps",
     "LowerRate",
     "MaxSize",
+    "Mesh",
     "MinSize",
     "MirroredStrategy",
     "Model",

@@ -84,9 +84,8 @@ class Divided(OneDevice):
         assert isinstance(replica.collective, SharedMemoryCollective) and settings.tensor
         self._collective, self._asked = replica.collective, dict(settings.tensor.plan)
         self._group = SharedScratch(self._collective)
-        params = module.parameters()
-        self._shared = SharedTensors(params, self._collective, returns=False)
         self._whole = list(self._params)
+        self._shared = SharedTensors(self._whole, self._collective, returns=False)
         self._statistics: SharedTensors | None = None
         self._update: DividedUpdate | None = None
         self._parts: OwnParts | None = None

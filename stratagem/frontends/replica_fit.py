@@ -24,6 +24,7 @@ from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.fit_journal import FitJournal
 from stratagem.frontends.loop import FitLoop
 from stratagem.frontends.loss_sum import LossSum
+from stratagem.frontends.mesh_steps import MeshStaged
 from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.staged import Staged
@@ -96,7 +97,8 @@ class ReplicaSide:
         mine = [job.between_steps, job.around_tests, job.between_tests, job.saves, tried]
         listening = map(bool, broadcast_tree(replica.collective, mine))
         job.between_steps, job.around_tests, job.between_tests, job.saves, tried = listening
-        one_piece = job.settings.pipeline is not None and job.settings.pipeline.microbatches == 1
+        pipeline = job.settings.pipeline
+        one_piece = pipeline is not None and pipeline.microbatches == pipeline.data == 1
         one_piece = one_piece or job.settings.tensor is not None
         self._check.open = self._check.open and not tried and not one_piece
 
@@ -104,13 +106,15 @@ class ReplicaSide:
         job, replica = self.job, self.replica
         form: Callable[..., Step] = choose
         if replica.count > 1 and job.settings.one_copy:
-            form = Divided if job.settings.tensor else Staged
+            rows = job.settings.pipeline is not None and job.settings.pipeline.data > 1
+            form = Divided if job.settings.tensor else MeshStaged if rows else Staged
         self.step: Step = form(job.module, job.optimizer, job.recipe, replica, job.settings)
         if job.journal is not None:
             self.step.take_in = job.journal.watch(job.recipe.metrics)
             self.step.before_commit = partial(job.journal.gather, replica)
         self._frozen = _frozen(job.module)
-        job.callbacks.changes.in_common = isinstance(self.step, Sliced | Staged | Divided)
+        common = isinstance(self.step, Sliced | Staged | Divided)
+        job.callbacks.changes.in_common = common and not isinstance(self.step, MeshStaged)
 
     def begin(self, epoch: int) -> None:
         self.job.module.train()

@@ -56,6 +56,7 @@ def check(job: Fit, devices: int) -> None:
     """Refuse what a pipeline cannot do as one device does, before anything is started."""
     pipeline, recipe = job.settings.pipeline, job.recipe
     assert pipeline is not None
+    devices //= pipeline.data
     if recipe.autocast is torch.float16:
         raise NotDistributable(
             'a pipeline has no gradient scaler, so precision="float16" cannot be used; '
@@ -149,11 +150,7 @@ class Staged(OneDevice):
         """Cut by layers; returns also the tensors that each device uses. Collective."""
         count, rank, collective = self.replica.count, self.replica.index, self._collective
         check_layers(graph, self._pipeline, count)
-        mine = None
-        if self.replica.leads:
-            plan = self._plan(graph, portion)
-            mine = [plan.microbatches, list(plan.firsts)]
-        self._microbatches, firsts = broadcast_tree(collective, mine)
+        self._microbatches, firsts = self._agreed(graph, portion)
         parts = cut(graph, firsts)
         self._last_device = (len(parts) - 1) % count
         users: list[set[Tensor]] = [set() for _ in range(count)]
@@ -161,6 +158,18 @@ class Staged(OneDevice):
             users[part.index % count] |= tensors_of(graph, part)
         channels = StageChannels(parts, count, collective)
         return Stage(graph, parts, rank, channels, self.autocast), users
+
+    def _agreed(self, graph: LayerGraph, portion: Portion) -> list[Any]:
+        """How many microbatches, and the first layers of the parts. Collective."""
+        mine = None
+        if self.replica.leads:
+            plan = self._plan(graph, portion)
+            mine = [plan.microbatches, list(plan.firsts)]
+        found: list[Any] = broadcast_tree(self._collective, mine)
+        return found
+
+    def _pieces(self, portion: Portion) -> MicroBatches:
+        return MicroBatches(portion, self._microbatches, self.recipe)
 
     def _in_columns(
         self, graph: LayerGraph, portion: Portion
@@ -204,7 +213,7 @@ class Staged(OneDevice):
             self._stage, self._modes = self._begin(portion), modes
         self._waiting += 1
         apply = last or self._waiting == self.recipe.accumulate
-        batch = MicroBatches(portion, self._microbatches, self.recipe)
+        batch = self._pieces(portion)
         inputs = [in_order(self._inputs, batch.x(m)) for m in range(batch.count)]
         seeds, dice = torch.randint(2**62, (batch.count,)).tolist(), torch.get_rng_state()
         ops = self._schedule(
@@ -212,7 +221,7 @@ class Staged(OneDevice):
         )
         self._stage.run(ops, inputs, seeds, batch.judge)
         torch.set_rng_state(dice)
-        if self._has_last and self.recipe.metrics:
+        if self._has_last and self.recipe.metrics and batch.count:
             self.take_in(batch.output(), portion.y)
         if apply:
             self._waiting = 0

@@ -21,7 +21,7 @@ from stratagem.training.settings import Pipeline, Settings
 
 #: of a device with an interleaved schedule
 _PARTS = 2
-_ELSEWHERE = {
+ELSEWHERE = {
     "elastic": "every stage has layers that no other has, so none can leave or join; "
     "use fit(checkpoint=, resume=True)",
     "chunks": "it is microbatches=, or columns= for chunks of time",
@@ -46,10 +46,11 @@ class PipelineStrategy(Strategy):
         columns: cut stacks of LSTM, GRU or RNN layers, and their sequences into so many chunks of
             time, instead of batches into microbatches.
         memory: bytes that a stage may take for its parameters and activations.
+        data: pipelines beside each other, as `sg.Mesh` has them; the devices are those of all.
         patience: how long to wait for a stage.
     """
 
-    @partial(by_name, elsewhere=_ELSEWHERE)
+    @partial(by_name, elsewhere=ELSEWHERE)
     def __init__(
         self,
         devices: Sequence[str | torch.device],
@@ -60,6 +61,7 @@ class PipelineStrategy(Strategy):
         batch_norm: str | None = None,
         columns: int | None = None,
         memory: float | None = None,
+        data: int = 1,
         patience: Patience | None = None,
     ) -> None:
         found = device_names.resolve(devices)
@@ -73,6 +75,8 @@ class PipelineStrategy(Strategy):
             raise UsageError(
                 f'batch_norm={batch_norm!r} is not known; it is "microbatch", or left out.'
             )
+        if data != 1:
+            _check_data(data, len(found), columns)
         if columns is not None:
             _check_columns(columns, microbatches, schedule, split)
         pipeline = Pipeline(
@@ -83,6 +87,7 @@ class PipelineStrategy(Strategy):
             memory,
             _PARTS if schedule == "interleaved" else 1,
             columns,
+            data,
         )
         settings = Settings(pipeline=pipeline)
         patience = patience or Patience(answer=5.0)
@@ -101,6 +106,16 @@ def _check_places(found: Sequence[str]) -> None:
             "a pipeline runs on CPUs of one machine so far, and the environment describes a "
             "cluster; start the script without it, or use a MultiWorkerMirroredStrategy."
         )
+
+
+def _check_data(data: Any, devices: int, columns: Any) -> None:
+    if not isinstance(data, int) or data < 1 or devices % data or devices == data:
+        raise UsageError(
+            f"data={data!r}, and there are {devices} devices; give a number of pipelines that "
+            "divides the devices, with two or more for each."
+        )
+    if columns is not None:
+        raise UsageError("data= shares batches out, and columns= cuts sequences; use one of them.")
 
 
 def _check_columns(columns: Any, microbatches: Any, schedule: str, split: Any) -> None:

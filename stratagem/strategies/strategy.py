@@ -93,6 +93,8 @@ class Strategy:
     def num_replicas_in_sync(self) -> int:
         """How many replicas train together, over all workers; the stages of a pipeline are one, and
         so are processes that divide layers."""
+        if self.settings.pipeline is not None:
+            return self.settings.pipeline.data
         return 1 if self.settings.one_copy else self.replica_group.size
 
     @property

@@ -43,6 +43,8 @@ class Pipeline:
     parts: int = 1
     #: chunks of time into which stacks of recurrent layers are cut, instead of rows
     columns: int | None = None
+    #: pipelines beside each other, each with a share of every batch
+    data: int = 1
 
 
 @dataclass(frozen=True)

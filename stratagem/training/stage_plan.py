@@ -43,8 +43,21 @@ def check_layers(graph: LayerGraph, pipeline: Pipeline, devices: int) -> None:
         )
     if pipeline.split is not None:
         named_split(graph, pipeline.split, parts)
-    many = pipeline.microbatches != 1 and pipeline.batch_norm is None
+    pieces = pipeline.microbatches != 1 or pipeline.data > 1
+    many = pieces and pipeline.batch_norm is None
     for name, part in graph.module.named_modules():
+        if getattr(part, "sparse", False) and pipeline.data > 1:
+            raise NotDistributable(
+                f"{name!r} has sparse gradients, which rows of pipelines cannot add up; use "
+                "sparse=False."
+            )
+        if isinstance(part, BatchNorm) and many and pipeline.data > 1:
+            raise NotDistributable(
+                f"{name!r} is a BatchNorm, which looks at all rows of a batch, and pipelines "
+                "beside each other share it out; use GroupNorm or LayerNorm, or one pipeline with "
+                'microbatches=1, or say batch_norm="microbatch" to have it normalise over '
+                "microbatches, unlike one device."
+            )
         if isinstance(part, BatchNorm) and many:
             raise NotDistributable(
                 f"{name!r} is a BatchNorm, which looks at all rows of a batch, and a pipeline cuts "

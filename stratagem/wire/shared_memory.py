@@ -86,7 +86,7 @@ class SharedMemoryCollective(Collective):
         names: Sequence[str] = (),
     ) -> None:
         self.rank, self.size = rank, size
-        self._names = names or [f"replica {r}" for r in range(size)]
+        self.names = names or [f"replica {r}" for r in range(size)]
         self._control = control
         self._flags = control.words(size * _WORDS)
         mail = size * _WORDS * 8
@@ -128,7 +128,7 @@ class SharedMemoryCollective(Collective):
             found = flags[other * _WORDS]
             if found != mark and found < turn + _KINDS:  # one further on has checked for itself
                 raise UsageError(
-                    f"{self._names[self.rank]} is at a {what} where {self._names[other]} is at a "
+                    f"{self.names[self.rank]} is at a {what} where {self.names[other]} is at a "
                     f"{_MEETINGS[found - turn]}: they run different code, or loops with another "
                     "number of steps or number of epochs. Every replica must do the same."
                 )

@@ -38,7 +38,9 @@ def group() -> Iterator[Group]:
     def get(devices: int = 2, **options: Any) -> sg.TensorParallelStrategy:
         key = f"{devices} {options}"
         if key not in made:
-            made[key] = sg.TensorParallelStrategy(cpus(devices), **options)
+            made[key] = sg.TensorParallelStrategy(
+                cpus(devices), patience=sg.Patience(answer=30.0), **options
+            )
         return made[key]
 
     yield get
@@ -189,6 +191,41 @@ def test_clipping_by_the_norm_of_all_parts_and_accumulation(group: Group, accumu
     )
     model = fitted(group(3), module, x, y, clip_value=1e-3, accumulate=accumulate)
     assert distance(one, model.module) < 1e-12
+
+
+class Tempered(nn.Module):
+    """A loss with a parameter, and with the model's last weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat = nn.Parameter(torch.ones(1).double())
+        self.last = nn.Linear(7, 4).double()
+
+    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(output * self.heat, y) + self.last.weight.square().sum()
+
+
+class Judged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.loss = net(), Tempered()
+        self.net[4] = self.loss.last  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+def test_a_loss_with_parameters_of_the_model(group: Group) -> None:
+    """What the loss uses is not divided."""
+    (x, y), found = doubles(64), []
+    for on in (None, group(2)):
+        torch.manual_seed(0)
+        model = sg.Model(Judged(), on)
+        model.compile(optimizer=sgd, loss=model.module.loss, clip_norm=0.2)  # type: ignore[arg-type]
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        found.append(model.module)
+    assert distance(found[0], found[1]) < 1e-8
+    assert abs(float(found[0].loss.heat.detach()) - 1) > 1e-4  # type: ignore[union-attr,operator,arg-type]
 
 
 def test_plans_that_are_given(group: Group) -> None:
@@ -410,7 +447,12 @@ def test_bad_arguments() -> None:
         sg.TensorParallelStrategy(cpus(2), elastic=True)  # type: ignore[call-arg]
 
 
-def test_custom_loops_are_refused_by_name(group: Group) -> None:
+def test_custom_loops_and_keras_models_are_refused_by_name(group: Group) -> None:
     module = net()
     with pytest.raises(sg.NotDistributable, match=r"use sg\.Model"):
         group(2).prepare(module, sgd(module.parameters()))
+    keras = pytest.importorskip("keras")
+    with group(2).scope():
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(4)])
+        with pytest.raises(sg.NotDistributable, match="this is a Keras model"):
+            model.compile(optimizer="sgd", loss="mse")
