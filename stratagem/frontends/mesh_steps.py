@@ -96,9 +96,9 @@ class MeshStaged(Staged):
     def _pieces(self, portion: Portion) -> MicroBatches:
         return RowShare(self._batch, portion, self._microbatches, self.recipe)
 
-    def _send_tied(self) -> None:
+    def _sum_gradients(self) -> None:
         """Add up within the row, then over the rows."""
-        super()._send_tied()
+        super()._sum_gradients()
         by_type: dict[torch.dtype, list[nn.Parameter]] = {}
         for param in self._owned:
             if param.requires_grad:

@@ -226,9 +226,13 @@ class Staged(OneDevice):
         if apply:
             self._waiting = 0
             self.before_commit()
-            self._ties.send()
+            self._sum_gradients()
             self._check_owned()
         self._finish(portion, batch, apply=apply)
+
+    def _sum_gradients(self) -> None:
+        """Have every owner of a parameter its whole gradient."""
+        self._ties.send()
 
     def _finish(self, portion: Portion, batch: MicroBatches, *, apply: bool) -> None:
         """Tell the loss and the norm, update, and wait until everybody has."""

@@ -21,6 +21,8 @@ from stratagem.plan.profile import Profile
 
 #: where one process has several devices
 _LOOP = ["# your loop goes into a function, and strategy.run(function): docs/own-loop.md"]
+#: memory that a training of Adam took in all, of what is counted
+_ON_TOP = 1.7
 #: links that are sold
 _SOLD = ("1Gbit", "10Gbit", "25Gbit", "100Gbit", "400Gbit")
 
@@ -39,7 +41,8 @@ def _sentence(plan: Plan) -> str:
             "tried is faster by a twentieth, and by a twentieth of a device for each one added"
             f"{_because(plan)}."
         )
-        return " ".join([text, *_refused(plan), *_link(plan, best), *_doubt(plan)])
+        said = [*_tight(best), *_refused(plan), *_link(plan, best), *_doubt(plan)]
+        return " ".join([text, *said])
     if not best.fits:
         return " ".join(_holds(plan, best))
     text = (
@@ -49,6 +52,7 @@ def _sentence(plan: Plan) -> str:
         f"{best.efficiency:.0%} of each{_needs(best)}{_beyond(plan, best)}."
     )
     more = (
+        _tight(best),
         _link(plan, best),
         _placement(plan, best),
         _asynchronous(plan, best),
@@ -101,6 +105,17 @@ def _holds(plan: Plan, best: Prediction) -> list[str]:
         f"{text} Nothing that was tried fits either: {best.configuration.family} comes nearest, "
         f"with {least}; take more devices (--hosts, --gpus-per-host), ones with more memory, or a "
         "smaller --batch."
+    ]
+
+
+def _tight(best: Prediction) -> list[str]:
+    """That what was counted is not all, where little is left."""
+    if best.memory is None or best.room is None or best.memory * _ON_TOP <= best.room:
+        return []
+    return [
+        f"That leaves {say_bytes(best.room - best.memory)} of {say_bytes(best.room)} on each "
+        f"device for allocators and temporaries, which took up to {_ON_TOP - 1:.0%} more where it "
+        "was measured: try it first."
     ]
 
 

@@ -44,7 +44,8 @@ class PipelineStrategy(Strategy):
         batch_norm: "microbatch" has BatchNorm normalise over microbatches, unlike one device;
             without it a model that has one is refused, unless microbatches=1.
         columns: cut stacks of LSTM, GRU or RNN layers, and their sequences into so many chunks of
-            time, instead of batches into microbatches.
+            time, instead of batches into microbatches; "auto" tries several numbers on the first
+            batches and takes the fastest.
         memory: bytes that a stage may take for its parameters and activations.
         data: pipelines beside each other, as `sg.Mesh` has them; the devices are those of all.
         patience: how long to wait for a stage.
@@ -59,7 +60,7 @@ class PipelineStrategy(Strategy):
         split: Sequence[str] | str = "auto",
         *,
         batch_norm: str | None = None,
-        columns: int | None = None,
+        columns: int | str | None = None,
         memory: float | None = None,
         data: int = 1,
         patience: Patience | None = None,
@@ -86,7 +87,7 @@ class PipelineStrategy(Strategy):
             batch_norm,
             memory,
             _PARTS if schedule == "interleaved" else 1,
-            columns,
+            0 if isinstance(columns, str) else columns,
             data,
         )
         settings = Settings(pipeline=pipeline)
@@ -119,8 +120,11 @@ def _check_data(data: Any, devices: int, columns: Any) -> None:
 
 
 def _check_columns(columns: Any, microbatches: Any, schedule: str, split: Any) -> None:
-    if not isinstance(columns, int) or columns < 1:
-        raise UsageError(f"columns={columns!r}; give the number of chunks of time, 1 or more.")
+    whole = isinstance(columns, int) and not isinstance(columns, bool) and columns >= 1
+    if not whole and columns != "auto":
+        raise UsageError(
+            f'columns={columns!r}; give the number of chunks of time, 1 or more, or "auto".'
+        )
     if microbatches not in ("auto", 1) or schedule != "1f1b" or split != "auto":
         raise UsageError(
             "columns cut the sequence and not the batch, in a schedule of their own, by the "

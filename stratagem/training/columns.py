@@ -7,6 +7,7 @@ chunk behind. The result is that of the whole sequence.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from stratagem.data.shares import share, tensors_in
 from stratagem.errors import NotDistributable
+from stratagem.rules.chunk_choice import ChunkChoice
 from stratagem.rules.schedules import Op, waves
 from stratagem.training.column_plan import ColumnOp, ColumnPlan
 from stratagem.training.layer_costs import run_node
@@ -72,7 +74,8 @@ class ColumnStage:
         channels: ColumnChannels,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._plan, self._device, self._most = plan, device, chunks
+        self._plan, self._device = plan, device
+        self._choice = ChunkChoice(plan.devices, chunks or None)
         self._channels, self._autocast = channels, autocast
         self._last = device == plan.devices - 1
         self._ops = plan.of(device)
@@ -84,6 +87,7 @@ class ColumnStage:
         self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
     ) -> None:
         """One batch, in one piece by rows; `ops` are others here: chunks of time."""
+        started = time.perf_counter()
         self._seed, self._values = seeds[0], {}
         self._chunks: dict[int, _Chunk] = {}
         self._states: dict[str, State] = {}
@@ -101,6 +105,7 @@ class ColumnStage:
                 gradients = self._turn(loss)
         self._end(gradients)
         self._chunks.clear()
+        self._choice.took(time.perf_counter() - started)
 
     # --- forward ----------------------------------------------------------------------------
 
@@ -111,9 +116,8 @@ class ColumnStage:
             told = self._inbox.take()
             self._seed = told["seed"]
             self._inbox.release()
-            self._pass_on(told["length"])
-            self._cut(told["length"])
-            return len(self._cuts)
+            self._pass_on(told["length"], told["count"])
+            return self._cut(told["length"], told["count"])
         self._run_whole(self._plan.before, inputs)
         entry = self._values.get(self._plan.entry)
         if entry is None:
@@ -123,19 +127,19 @@ class ColumnStage:
                 "columns cut a tensor of (rows, time, features), and the recurrent layers are "
                 f"given a {type(entry).__name__}; pad the sequences, or use microbatches instead."
             )
-        self._entry = entry
-        self._pass_on(entry.shape[self._plan.axis])
-        self._cut(entry.shape[self._plan.axis])
-        return len(self._cuts)
+        self._entry, length = entry, entry.shape[self._plan.axis]
+        count = self._choice.begin(length)
+        self._pass_on(length, count)
+        return self._cut(length, count)
 
-    def _pass_on(self, length: int) -> None:
+    def _pass_on(self, length: int, count: int) -> None:
         if not self._last:
-            told = {"seed": self._seed, "length": length}
+            told = {"seed": self._seed, "length": length, "count": count}
             self._channels.forward[self._device, "chunks"].post(told)
 
-    def _cut(self, length: int) -> None:
-        count = max(min(self._most, length), 1)
+    def _cut(self, length: int, count: int) -> int:
         self._cuts = [share(length, count, k) for k in range(count)]
+        return count
 
     def _chunk(self, k: int) -> None:
         chunk = self._chunks[k] = _Chunk(self._received(k))

@@ -129,6 +129,38 @@ class FactoredGradients(PlacedGradients):
         return dy.t().mm(x)
 
 
+class AddedGradients(PlacedGradients):
+    """Microbatches: each but the first adds its product to the gradient that is there already,
+    where autograd would make it in fresh memory, and then read and write both."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        """`layers`: what runs, one after another; nothing else may run between them."""
+        held = nn.ModuleList(dict.fromkeys(layers))
+        super().__init__(held, ((param, param) for param in held.parameters()))
+        self._lending = True
+        #: how often a product was added
+        self.added = 0
+
+    def gradient(self, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+        sum_ = weight.grad
+        if sum_ is None or not self._may_add(weight, sum_):
+            return dy.t().mm(x)
+        sum_.addmm_(dy.t(), x)
+        self.added += 1
+        return None
+
+    def _may_add(self, weight: Tensor, sum_: Tensor) -> bool:
+        return (
+            not torch.is_grad_enabled()
+            and not weight._backward_hooks
+            and not weight._post_accumulate_grad_hooks
+            and sum_.layout is torch.strided
+            and sum_.dtype is weight.dtype
+            and not sum_.requires_grad
+            and _accumulates(weight)
+        )
+
+
 def _is_torchs(module: nn.Module) -> bool:
     """Whether it is of one of torch's own types."""
     return type(module).__module__.startswith("torch.nn.modules.")

@@ -41,7 +41,7 @@ class Pipeline:
     memory: float | None = None
     #: of the model that a device has: several if it is interleaved
     parts: int = 1
-    #: chunks of time into which stacks of recurrent layers are cut, instead of rows
+    #: chunks of time into which stacks of recurrent layers are cut, instead of rows; 0 tries some
     columns: int | None = None
     #: pipelines beside each other, each with a share of every batch
     data: int = 1

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from stratagem.data.shares import map_parts, tensors_in
 from stratagem.rules.schedules import Op
+from stratagem.training.gradient_placement import AddedGradients
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.stage_parts import StagePart, program
 from stratagem.wire.shared_memory import SharedMemoryCollective
@@ -79,6 +80,9 @@ class Stage:
             if part.index % channels.devices == device
         }
         self._kept: dict[tuple[int, int], _Kept] = {}
+        held = (module for each in self._programs.values() for module in each.modules())
+        layers = (module for module in held if not isinstance(module, fx.GraphModule))
+        self.gradients = AddedGradients(layers)
 
     def run(
         self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
@@ -104,7 +108,8 @@ class Stage:
             received += values
             seed = told["seed"]
         given = [inputs[place] for place in part.inputs]
-        found = self._programs[part.index](seed, *given, *received)
+        with self.gradients.forward():
+            found = self._programs[part.index](seed, *given, *received)
         by_name = dict(zip(part.sent, found, strict=False))
         sent: dict[int, list[Tensor]] = {}
         for to, names in part.sends.items():

@@ -99,6 +99,9 @@ def test_a_model_that_does_not_fit_is_told_what_does() -> None:
     said = advice.sentence(plan)
     assert said.startswith("One device does not hold it: 96 MB, and there are 60 MB. Take Pipeline")
     assert "stages" in said and " on each" in said
+    assert "for allocators and temporaries" not in said  # 32 MB of 60
+    tight = choose(model(), Hardware(cores=2, per_host=2, memory=50e6), most=2)
+    assert "That leaves 18 MB of 50 MB on each device for allocators" in advice.sentence(tight)
     shown = report.text(plan, width=140)
     assert "does not fit into 60 MB" in shown and "bubble" in shown
 
@@ -114,6 +117,7 @@ def test_where_it_fits_memory_changes_nothing() -> None:
     wide = choose(model(), Hardware(cores=2, per_host=2, memory=1e12), most=2)
     unknown = choose(model(), Hardware(cores=2, per_host=2), most=2)
     assert wide.recommendation.configuration == unknown.recommendation.configuration
+    assert "temporaries" not in advice.sentence(wide) + advice.sentence(unknown)
 
 
 def test_replicas_of_a_machine_share_its_memory() -> None:

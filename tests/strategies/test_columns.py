@@ -132,3 +132,15 @@ def test_what_has_no_columns() -> None:
         sg.PipelineStrategy(cpus(2), 4, columns=2)
     with pytest.raises(sg.UsageError, match="columns=0"):
         sg.PipelineStrategy(cpus(2), columns=0)
+
+
+def test_the_number_of_chunks_is_tried_out() -> None:
+    """While numbers are tried, and after: the weights of one device."""
+    x, y = rows("all")
+    module = Stack(nn.LSTM, "all").double()
+    one = by_hand(module, adam, F.cross_entropy, x, y, batch=2)
+    with sg.PipelineStrategy(cpus(2), columns="auto") as strategy:
+        model = sg.Model(Stack(nn.LSTM, "all").double(), strategy)
+        model.compile(optimizer=adam, loss="cross_entropy")
+        model.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0)
+    assert distance(one, model.module) < 1e-12 and moved(module, one)

@@ -1,0 +1,46 @@
+"""Which number of chunks: all are tried, the fastest stays."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.rules.chunk_choice import ChunkChoice
+
+
+def test_a_number_that_is_given_stays() -> None:
+    choice = ChunkChoice(2, 8)
+    found = []
+    for length in (3, 20, 8, 0):
+        found.append(choice.begin(length))
+        choice.took(1.0)
+    assert found == [3, 8, 8, 1]
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 60), st.dictionaries(st.integers(1, 40), st.floats(0.1, 9))
+)
+def test_all_are_tried_twice_and_the_fastest_stays(
+    devices: int, length: int, cost: dict[int, float]
+) -> None:
+    choice, seen = ChunkChoice(devices), list[int]()
+    for step in range(30):
+        count = choice.begin(length)
+        assert 1 <= count <= length
+        seen.append(count)
+        # the very first batch is slow for other reasons
+        choice.took(100.0 if not step else cost.get(count, 5.0))
+    wanted = [n * devices for n in (1, 2, 4, 8) if n * devices <= length] or [length]
+    assert set(seen) == set(wanted) and all(seen.count(n) >= 2 for n in wanted)
+    times = {n: cost.get(n, 5.0) for n in wanted}
+    assert times[seen[-1]] == min(times.values())
+    assert len(set(seen[1 + 2 * len(wanted) :])) == 1
+
+
+def test_a_last_batch_of_another_length_is_not_counted() -> None:
+    choice = ChunkChoice(2)
+    for length in [32, *[16, 32] * 8]:
+        count = choice.begin(length)
+        # on short sequences everything is fast
+        choice.took(0.01 * count if length == 16 else 1 / count)
+    assert choice.begin(32) == 16 and choice.begin(3) == 3
