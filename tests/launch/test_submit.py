@@ -45,7 +45,7 @@ def with_program(project: Path, name: str, text: str = "exit 1") -> None:
         ("submit train.py", "where to? As in: --on slurm"),
         (
             "submit --on sge train.py",
-            "there is no engine 'sge'; there are slurm, ssh, kubernetes, ray",
+            "there is no engine 'sge'; there are slurm, ssh, kubernetes, ray, vertex",
         ),
         ("submit --on slurm train.py", "there is no sbatch on this machine"),
         ("submit --on ssh train.py", "which hosts?"),
