@@ -37,6 +37,7 @@ _HOMES = {
     "stratagem.frontends.ensemble": ["Ensemble"],
     "stratagem.frontends.model": ["Model"],
     "stratagem.launch.notebook_sweep": ["sweep"],
+    "stratagem.launch.ray_cluster": ["RayCluster"],
     "stratagem.rules.stats": ["Stats"],
     "stratagem.rules.updates": [
         "Asynchronous",
@@ -125,6 +126,7 @@ if TYPE_CHECKING:
     from stratagem.frontends.ensemble import Ensemble as Ensemble
     from stratagem.frontends.model import Model as Model
     from stratagem.launch.notebook_sweep import sweep as sweep
+    from stratagem.launch.ray_cluster import RayCluster as RayCluster
     from stratagem.plan.notebook import plan as plan
     from stratagem.rules.stats import Stats as Stats
     from stratagem.rules.updates import Asynchronous as Asynchronous

@@ -261,6 +261,7 @@ PUBLIC = [
     "Policy",
     "PowerSGD",
     "Ramp",
+    "RayCluster",
     "ReductionToOneDevice",
     "Replica",
     "ReplicaError",

@@ -111,7 +111,8 @@ def in_a_pod(words: list[str]) -> int:
         raise UsageError("this is no pod of an Indexed Job that `stratagem submit` has made")
     jobs = json.loads(os.environ["STRATAGEM_CLUSTER"])
     tasks = [Task(role, i) for role, listed in jobs.items() for i in range(len(listed))]
-    task = tasks[int(index)]
+    role = os.environ.get("STRATAGEM_ROLE")  # in a JobSet each role has a Job, counted by itself
+    task = Task(role, int(index)) if role else tasks[int(index)]
     for address in (each for listed in jobs.values() for each in listed):
         _await_name(address.rpartition(":")[0])
     os.environ["TF_CONFIG"] = ClusterSpec(jobs).tf_config(task)

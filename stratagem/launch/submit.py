@@ -58,6 +58,8 @@ _KNOWN: dict[str, type | tuple[type, ...]] = {
     "namespace": str,
     "context": str,
     "ray_address": str,
+    "kind": str,
+    "restarts": int,
     "project": str,
     "region": str,
     "machine_type": str,
@@ -67,7 +69,7 @@ _KNOWN: dict[str, type | tuple[type, ...]] = {
 }
 
 _VERTEX = ("project", "region", "machine_type", "accelerator", "bucket", "vertex_endpoint")
-_ENGINES_OWN = ("image", "namespace", "context", "ray_address", *_VERTEX)
+_ENGINES_OWN = ("image", "namespace", "context", "kind", "ray_address", "restarts", *_VERTEX)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--namespace", metavar="NAME", help="where they run (kubernetes)")
     add("--context", metavar="NAME", help="on which cluster of kubectl's (kubernetes)")
     add("--ray-address", metavar="URL", help="of the cluster: http://head:8265 (ray)")
+    add("--kind", metavar="KIND", help="job, jobset or trainjob (kubernetes)")
+    add("--restarts", type=whole(0), metavar="N", help="begin again when a machine is lost (ray)")
     add("--project", metavar="ID", help="who pays (vertex)")
     add("--region", metavar="NAME", help="where: us-central1 (vertex)")
     add("--machine-type", metavar="TYPE", help="of each task: n1-standard-4 (vertex)")
@@ -177,6 +181,11 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 def _request(args: argparse.Namespace, settings: dict[str, Any]) -> JobRequest:
     words = _words(args)
+    if settings.get("restarts") and settings["on"] not in ("ray", "kubernetes"):
+        raise UsageError(
+            "--restarts is for ray and kubernetes: Slurm puts jobs back into the queue by itself, "
+            "and elsewhere a script goes on with resume=True when it is submitted again"
+        )
     script = words[1] if words[0] == "-m" else Path(words[0]).stem
     inside = settings["on"] in (
         "kubernetes",
