@@ -39,6 +39,7 @@ _HOMES = {
     "stratagem.frontends.quantize": ["quantize"],
     "stratagem.launch.notebook_sweep": ["sweep"],
     "stratagem.rules.cadence": ["DiLoCo", "EveryStep", "Gossip", "LocalSteps", "Outer"],
+    "stratagem.launch.ray_cluster": ["RayCluster"],
     "stratagem.rules.stats": ["Stats"],
     "stratagem.rules.updates": [
         "Asynchronous",
@@ -130,6 +131,7 @@ if TYPE_CHECKING:
     from stratagem.frontends.model import Model as Model
     from stratagem.frontends.quantize import quantize as quantize
     from stratagem.launch.notebook_sweep import sweep as sweep
+    from stratagem.launch.ray_cluster import RayCluster as RayCluster
     from stratagem.plan.notebook import plan as plan
     from stratagem.rules.cadence import DiLoCo as DiLoCo
     from stratagem.rules.cadence import EveryStep as EveryStep

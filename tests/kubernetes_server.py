@@ -1,7 +1,7 @@
 """A server that speaks as much of Kubernetes' API as kubectl needs for Jobs, and runs the pods.
 
-It keeps Jobs, Services and Secrets of one namespace, names pods in the hosts' files as its DNS
-would, runs each pod's command on a host of its own, ends the pods of a Job that fails or is
+It keeps Jobs, JobSets, Services and Secrets of one namespace, names pods in the hosts' files as
+its DNS would, runs each pod's command on a host of its own, ends the pods of a Job that fails or is
 deleted, and takes along what belongs to it. There is no image: commands run with this Python.
 """
 
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import uuid
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,9 +26,16 @@ from urllib.parse import parse_qs, urlsplit
 
 from tests.hosts import ROOT, Hosts
 
-_KINDS = {"jobs": "Job", "services": "Service", "secrets": "Secret", "pods": "Pod"}
+_KINDS = {
+    "jobs": "Job",
+    "jobsets": "JobSet",
+    "services": "Service",
+    "secrets": "Secret",
+    "pods": "Pod",
+}
 _PATH = re.compile(
-    r"/(?:api/v1|apis/batch/v1)/namespaces/default/(?P<kind>\w+)(?:/(?P<name>[\w-]+))?(?P<log>/log)?"
+    r"/(?:api/v1|apis/batch/v1|apis/jobset.x-k8s.io/v1alpha2)/namespaces/default/"
+    r"(?P<kind>\w+)(?:/(?P<name>[\w-]+))?(?P<log>/log)?"
 )
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -40,23 +48,51 @@ class Refusal(Exception):
         self.code, self.reason = code, reason
 
 
+@dataclass(frozen=True)
+class Part:
+    """Where a pod is in its Job, or in its JobSet."""
+
+    spec: dict[str, Any]
+    index: int
+    host: int
+    hostname: str
+    labels: dict[str, str]
+
+
+def parts(job: dict[str, Any], attempt: int) -> list[Part]:
+    """The pods that a Job or a JobSet is to have."""
+    name, spec = job["metadata"]["name"], job["spec"]
+    if job["kind"] == "Job":
+        labels = {"job-name": name}
+        return [Part(spec, i, i + 1, f"{name}-{i}", labels) for i in range(spec["completions"])]
+    found: list[Part] = []
+    for each in spec["replicatedJobs"]:
+        labels = {"replicatedjob-name": each["name"], "restart-attempt": str(attempt)}
+        labels = {f"jobset.sigs.k8s.io/{k}": v for k, v in {**labels, "jobset-name": name}.items()}
+        inner = each["template"]["spec"]
+        for i in range(inner["completions"]):
+            hostname = f"{name}-{each['name']}-0-{i}"
+            found.append(Part(inner, i, len(found) + 1, hostname, labels))
+    return found
+
+
 class Pod:
     """One pod: a process on a host, and what it writes."""
 
     def __init__(
         self,
-        job: dict[str, Any],
-        index: int,
+        name: str,
+        part: Part,
         secret: dict[str, str],
         hosts: Hosts,
         names: Path,
         cwd: Path,
     ) -> None:
-        name = job["metadata"]["name"]
-        self.job, self.index, self.lines = name, index, list[str]()
-        self.name = f"{name}-{index}-{uuid.uuid4().hex[:5]}"
-        self.host, self.code, self.ended = index + 1, None, ""
-        (container,) = job["spec"]["template"]["spec"]["containers"]
+        self.job, self.index, self.lines = name, part.index, list[str]()
+        self._labels = part.labels
+        self.name = f"{part.hostname}-{uuid.uuid4().hex[:5]}"
+        self.host, self.code, self.ended = part.host, None, ""
+        (container,) = part.spec["template"]["spec"]["containers"]
         environ = {
             each["name"]: each.get("value") or secret[each["name"]] for each in container["env"]
         }
@@ -66,7 +102,7 @@ class Pod:
         assert python == "python"
         words = ["env", f"--chdir={cwd}", sys.executable, *command, *container["args"]]
         self.process = hosts.start(
-            self.host, *words, JOB_COMPLETION_INDEX=str(index), PYTHONPATH=str(ROOT), **environ
+            self.host, *words, JOB_COMPLETION_INDEX=str(part.index), PYTHONPATH=str(ROOT), **environ
         )
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -94,7 +130,7 @@ class Pod:
         return {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {**metadata, "labels": {"job-name": self.job}},
+            "metadata": {**metadata, "labels": self._labels},
             "spec": {"nodeName": f"host{self.host}", "containers": [{"name": "task"}]},
             "status": {"containerStatuses": [{"name": "task", "state": state}]},
         }
@@ -107,6 +143,8 @@ class KubernetesServer:
         self._hosts, self._names, self._cwd = hosts, names, cwd
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.pods: list[Pod] = []
+        #: how often JobSets have begun again
+        self.attempts: dict[str, int] = {}
         #: kinds that may not be created, and how many answers are to be cut off
         self.forbidden: set[str] = set()
         self.drop = 0
@@ -191,33 +229,50 @@ class KubernetesServer:
         name, spec = job["metadata"]["name"], job["spec"]
         if spec["suspend"] or any(pod.job == name for pod in self.pods):
             return
-        service = self.objects["services", spec["template"]["spec"]["subdomain"]]
-        assert service["spec"]["selector"] == {"job-name": name}
+        if job["kind"] == "Job":
+            subdomain = spec["template"]["spec"]["subdomain"]
+            service = self.objects["services", subdomain]
+            assert service["spec"]["selector"] == {"job-name": name}
+        else:
+            subdomain = spec["network"]["subdomain"]
+        wanted = parts(job, self.attempts.get(name, 0))
         lines = [
-            f"{self._hosts.address(i + 1)} {name}-{i}.{service['metadata']['name']}\n"
-            for i in range(spec["completions"])
+            f"{self._hosts.address(part.host)} {part.hostname}.{subdomain}\n" for part in wanted
         ]
         with self._names.open("a") as file:
             file.write("".join(lines))
         data = self.objects["secrets", name]["data"]
         secret = {key: base64.b64decode(value).decode() for key, value in data.items()}
-        for i in range(spec["completions"]):
-            self.pods.append(Pod(job, i, secret, self._hosts, self._names, self._cwd))
+        for part in wanted:
+            self.pods.append(Pod(name, part, secret, self._hosts, self._names, self._cwd))
 
     def _control(self) -> None:
         """What the controller of Jobs does."""
         for (kind, name), job in list(self.objects.items()):
             pods = [pod for pod in self.pods if pod.job == name]
-            if kind != "jobs" or not pods:
+            if kind not in ("jobs", "jobsets") or not pods:
                 continue
             alive = [pod for pod in pods if pod.code is None]
             job["status"] = status = {"active": len(alive)}
             if any(pod.code for pod in pods):
                 for pod in alive:
                     pod.end()
+                if not alive and self._again(job):
+                    continue
                 status["conditions"] = [] if alive else [{"type": "Failed", "status": "True"}]
             elif not alive:
-                status["conditions"] = [{"type": "Complete", "status": "True"}]
+                how = "Complete" if kind == "jobs" else "Completed"
+                status["conditions"] = [{"type": how, "status": "True"}]
+
+    def _again(self, job: dict[str, Any]) -> bool:
+        """Begin a JobSet again, if it may."""
+        name, attempt = job["metadata"]["name"], self.attempts.get(job["metadata"]["name"], 0)
+        if attempt >= job["spec"].get("failurePolicy", {}).get("maxRestarts", 0):
+            return False
+        self.attempts[name] = attempt + 1
+        self.pods = [pod for pod in self.pods if pod.job != name]
+        self._begin(job)
+        return True
 
     def _delete(self, kind: str, name: str) -> None:
         for pod in [pod for pod in self.pods if pod.job == name]:
@@ -249,10 +304,16 @@ def _discovery(path: str) -> Any:
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
-        version = {"groupVersion": "batch/v1", "version": "v1"}
-        group = {"name": "batch", "versions": [version], "preferredVersion": version}
-        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [group]}
-    names = {"/api/v1": ("services", "secrets", "pods"), "/apis/batch/v1": ("jobs",)}.get(path)
+        groups = []
+        for group, number in (("batch", "v1"), ("jobset.x-k8s.io", "v1alpha2")):
+            version = {"groupVersion": f"{group}/{number}", "version": number}
+            groups.append({"name": group, "versions": [version], "preferredVersion": version})
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    names = {
+        "/api/v1": ("services", "secrets", "pods"),
+        "/apis/batch/v1": ("jobs",),
+        "/apis/jobset.x-k8s.io/v1alpha2": ("jobsets",),
+    }.get(path)
     if names is None:
         return None
     verbs = ["create", "delete", "get", "list", "patch", "watch"]

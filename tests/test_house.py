@@ -267,6 +267,7 @@ PUBLIC = [
     "Policy",
     "PowerSGD",
     "Ramp",
+    "RayCluster",
     "ReductionToOneDevice",
     "Replica",
     "ReplicaError",

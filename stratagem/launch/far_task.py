@@ -2,6 +2,7 @@
 
 python -m stratagem.launch.far_task slurm FOLDER   under srun: its place is in the environment
 python -m stratagem.launch.far_task kubernetes SCRIPT ...   in a pod: its index is there, too
+python -m stratagem.launch.far_task vertex SCRIPT ...   on a machine of Vertex AI
 python -m stratagem.launch.far_task ssh            it is told on stdin what to run, and ends with it
 python -m stratagem.launch.far_task probe          whether a task could run here
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,7 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from stratagem import __version__
-from stratagem.cluster.environment import cores, from_slurm
+from stratagem.cluster.environment import cores, from_slurm, from_vertex
 from stratagem.cluster.handshake import SECRET_VARIABLE
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import StratagemError, UsageError
@@ -109,13 +111,40 @@ def in_a_pod(words: list[str]) -> int:
         raise UsageError("this is no pod of an Indexed Job that `stratagem submit` has made")
     jobs = json.loads(os.environ["STRATAGEM_CLUSTER"])
     tasks = [Task(role, i) for role, listed in jobs.items() for i in range(len(listed))]
-    task = tasks[int(index)]
+    role = os.environ.get("STRATAGEM_ROLE")  # in a JobSet each role has a Job, counted by itself
+    task = Task(role, int(index)) if role else tasks[int(index)]
     for address in (each for listed in jobs.values() for each in listed):
         _await_name(address.rpartition(":")[0])
     os.environ["TF_CONFIG"] = ClusterSpec(jobs).tf_config(task)
     os.environ["PYTHONUNBUFFERED"] = "1"
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *words])
+
+
+def on_vertex(words: list[str]) -> int:
+    """A task of a CustomJob: becomes the script, once it knows the secret."""
+    if folder := os.environ.get("STRATAGEM_FOLDER"):
+        place = from_vertex(os.environ)
+        chief = place is None or place.spec.is_chief(place.task)
+        os.environ[SECRET_VARIABLE] = shared_secret(Path(folder) / "secret", make=chief)
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def shared_secret(file: Path, *, make: bool, within: float = _NAMES) -> str:
+    """The secret of a job whose tasks share a folder; the chief makes it."""
+    if make and not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(secrets.token_hex(32))
+    until = time.monotonic() + within
+    while not file.exists() or len(secret := file.read_text()) != 64:
+        if time.monotonic() > until:
+            raise UsageError(
+                f"the chief has written no secret to {file} in {within:g} s: does it run, and may "
+                "the job's service account write to the bucket?"
+            )
+        time.sleep(1.0)
+    return secret
 
 
 def _await_name(host: str) -> None:
@@ -217,6 +246,8 @@ def main(words: list[str]) -> int:
     try:
         if mode == "kubernetes":
             return in_a_pod(rest)
+        if mode == "vertex":
+            return on_vertex(rest)
         return under_slurm(*rest) if mode == "slurm" else {"ssh": over_ssh, "probe": probe}[mode]()
     except StratagemError as problem:
         print(f"stratagem: {problem}", file=sys.stderr)

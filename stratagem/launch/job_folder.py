@@ -177,15 +177,16 @@ class JobFolder:
 _END = ("code", "because_of", "when", "stopped")
 
 
-def append_missing(log: Path, lines: list[bytes]) -> None:
-    """Write those lines that are not in the file yet, of all that there are so far.
+def append_missing(log: Path, lines: list[bytes], *, after: int = 0) -> None:
+    """Write those lines that are not in the file yet, of all that there are so far, behind the
+    first `after`, which are of an earlier run.
 
     Each is a time and a text. Somebody else may be doing the same.
     """
     with log.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        there = file.read().count(b"\n")
+        there = file.read().count(b"\n") - after
         for line in lines[there:]:
             when, _, text = line.partition(b" ")
             shown = text.rstrip(b"\r").rpartition(b"\r")[2]  # the last state of a progress bar

@@ -13,6 +13,7 @@ examples:
   stratagem submit --on slurm --workers 4 --dry-run train.py      print the batch script
   stratagem submit --on ssh --hosts node1,node2 --workers 2 --follow train.py
   stratagem submit --on kubernetes --image registry/digits:1 --workers 2 train.py
+  stratagem submit --on vertex --project me --region us-central1 --image IMAGE train.py
   stratagem submit --on ssh --hosts me@node1=10.0.0.1,node2=10.0.0.2 --workers 2 train.py
 """
 
@@ -57,10 +58,18 @@ _KNOWN: dict[str, type | tuple[type, ...]] = {
     "namespace": str,
     "context": str,
     "ray_address": str,
+    "kind": str,
+    "restarts": int,
+    "project": str,
+    "region": str,
+    "machine_type": str,
+    "accelerator": str,
+    "bucket": str,
+    "vertex_endpoint": str,
 }
 
-
-_ENGINES_OWN = ("image", "namespace", "context", "ray_address")
+_VERTEX = ("project", "region", "machine_type", "accelerator", "bucket", "vertex_endpoint")
+_ENGINES_OWN = ("image", "namespace", "context", "kind", "ray_address", "restarts", *_VERTEX)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,10 +92,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hosts", metavar="LIST", help="hosts, with commas between, or a file of them (ssh)")
     add("--ssh", metavar="COMMAND", help="the ssh to use, with options: 'ssh -p 2222' (ssh)")
     add("--sbatch", metavar="OPTIONS", help="more options for sbatch: '--partition=gpu' (slurm)")
-    add("--image", metavar="IMAGE", help="what pods run, with script and package (kubernetes)")
+    add(
+        "--image",
+        metavar="IMAGE",
+        help="what tasks run, with script and package (kubernetes, vertex)",
+    )
     add("--namespace", metavar="NAME", help="where they run (kubernetes)")
     add("--context", metavar="NAME", help="on which cluster of kubectl's (kubernetes)")
     add("--ray-address", metavar="URL", help="of the cluster: http://head:8265 (ray)")
+    add("--kind", metavar="KIND", help="job, jobset or trainjob (kubernetes)")
+    add("--restarts", type=whole(0), metavar="N", help="begin again when a node is lost (ray, kubernetes)")
+    add("--project", metavar="ID", help="who pays (vertex)")
+    add("--region", metavar="NAME", help="where: us-central1 (vertex)")
+    add("--machine-type", metavar="TYPE", help="of each task: n1-standard-4 (vertex)")
+    add("--accelerator", metavar="TYPE", help="of workers: NVIDIA_TESLA_T4 (vertex)")
+    add("--bucket", metavar="URL", help="where tasks meet: gs://my-bucket/jobs (vertex)")
+    add("--vertex-endpoint", metavar="HOST", help="another than the region's (vertex)")
     add(
         "--dry-run", action="store_true", help="print what would be sent, to the byte; send nothing"
     )
@@ -160,8 +181,16 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 def _request(args: argparse.Namespace, settings: dict[str, Any]) -> JobRequest:
     words = _words(args)
+    if settings.get("restarts") and settings["on"] not in ("ray", "kubernetes"):
+        raise UsageError(
+            "--restarts is for ray and kubernetes: Slurm puts jobs back into the queue by itself, "
+            "and elsewhere a script goes on with resume=True when it is submitted again"
+        )
     script = words[1] if words[0] == "-m" else Path(words[0]).stem
-    inside = settings["on"] == "kubernetes"  # an image has its own folder and interpreter
+    inside = settings["on"] in (
+        "kubernetes",
+        "vertex",
+    )  # an image has its own folder and interpreter
     folder = settings.get("folder") or ("" if inside else os.getcwd())
     return JobRequest(
         name=settings.get("name") or _as_name(script),

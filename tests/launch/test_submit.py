@@ -45,7 +45,7 @@ def with_program(project: Path, name: str, text: str = "exit 1") -> None:
         ("submit train.py", "where to? As in: --on slurm"),
         (
             "submit --on sge train.py",
-            "there is no engine 'sge'; there are slurm, ssh, kubernetes, ray",
+            "there is no engine 'sge'; there are slurm, ssh, kubernetes, ray, vertex",
         ),
         ("submit --on slurm train.py", "there is no sbatch on this machine"),
         ("submit --on ssh train.py", "which hosts?"),
@@ -96,7 +96,7 @@ def test_what_kubernetes_needs(project: Path, capsys: pytest.CaptureFixture[str]
     assert "which image?" in capsys.readouterr().err
     image = ["--image", "a:1"]
     assert main([*start, *image, "--gpus-per-worker", "1", "--ps", "1", "train.py"]) == 2
-    assert "all tasks of a job have the same resources" in capsys.readouterr().err
+    assert "all tasks have the same resources" in capsys.readouterr().err
     assert main([*start, *image, "train.py"]) == 2
     assert "kubectl create failed: Error: connection refused" in capsys.readouterr().err
     assert main([*start, *image, "--time", "2h", "--dry-run", "train.py", "--lr", "1"]) == 0

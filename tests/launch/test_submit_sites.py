@@ -273,6 +273,87 @@ def test_a_job_that_is_put_back_into_the_queue_goes_on(there: Any) -> None:
 
 
 @needs_hosts
+def test_a_place_that_is_lost_is_taken_anew(there: Any) -> None:
+    if there.name not in ("ray", "kubernetes"):
+        pytest.skip("there nothing is begun again")
+    script(there, RESUMED)
+    kind = ["--kind", "jobset"] if there.name == "kubernetes" else []
+    job = ["submit", *there.options(), *kind, "--workers", "2", "--follow"]
+    code, said = finished(there.start(*job, "train.py", "quiet", "0"))
+    assert code == 0, said
+    (there.folder / "step-worker-1").unlink(missing_ok=True)
+    client = there.start(*job, "--restarts", "1", "train.py", "lost", "0.15")
+    wait_for(lambda: (there.folder / "step-worker-1").exists(), 60)
+    time.sleep(1.5)
+    place = int((there.folder / "pid-worker-1").read_text())
+    while there.name == "ray" and "TaskPlace" not in " ".join(_words(Path(f"/proc/{place}"))):
+        assert place > 1, "it is no child of an actor"
+        place = int(Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(place, signal.SIGKILL)
+    code, said = finished(client, 180)
+    assert code == 0, said
+    assert there.name != "ray" or "waiting: to begin again" in said, said
+    quiet, lost = (
+        load_file(there.folder / f"{each}-end.safetensors") for each in ("quiet", "lost")
+    )
+    assert all(torch.equal(a, lost[key]) for key, a in quiet.items())
+
+
+NOTEBOOK = """
+import sys
+import stratagem as sg
+
+def train(name, fail):
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    x, y = torch.randn(96, 8), torch.randint(0, 3, (96,))
+    strategy = sg.MultiWorkerMirroredStrategy()
+    if fail and not strategy.is_chief:
+        raise ValueError("no data")
+    with strategy.scope():
+        model = sg.Model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
+        model.compile("adam", "cross_entropy")
+    model.fit(x, y, batch_size=32, epochs=3, verbose=0)
+    model.save(name)
+    print("saved")
+    return {"replicas": strategy.num_replicas_in_sync}
+
+cluster = sg.RayCluster(workers=2, address=sys.argv[1])
+print(cluster.run(train, sys.argv[2], False))
+try:
+    cluster.run(train, sys.argv[2], True)
+except sg.ReplicaFailed as error:
+    print("failed:", error.who, str(error).splitlines()[0], str(error).splitlines()[-1])
+for wrong in (lambda: object(), bytes(2_000_000).hex):
+    try:
+        cluster.run(wrong)
+    except sg.StratagemError as error:
+        print("refused:", str(error).splitlines()[-1])
+"""
+
+
+@needs_hosts
+def test_a_function_of_a_notebook(there: Any) -> None:
+    if there.name != "ray":
+        pytest.skip("RayCluster is Ray's")
+    script(there, TRAIN)
+    code, said = finished(there.start("run", "--workers", "2", "train.py", "local"))
+    assert code == 0, said
+    code, said = finished(there.python(NOTEBOOK, there.address, str(there.folder / "far")), 200)
+    assert code == 0, said
+    assert "[{'replicas': 2}, {'replicas': 2}]" in said
+    assert "[worker 0] saved" in said and "[worker 1] saved" in said
+    assert "failed: worker 1 worker 1 failed first" in said and "ValueError: no data" in said
+    assert "returned a object, and only numbers, text" in said
+    assert "the function holds 2.0 MB" in said or "the function holds 4.0 MB" in said
+    files = (there.folder / f"{name}.safetensors" for name in ("local", "far"))
+    local, far = (load_file(file) for file in files)
+    assert all(torch.allclose(a, far[name], atol=1e-7) for name, a in local.items())
+    wait_for(lambda: not running("far_call"), 30)
+
+
+@needs_hosts
 def test_a_supervisor_that_is_killed_leaves_nobody(there: Any) -> None:
     if there.name != "ssh":
         pytest.skip("Slurm supervises itself")

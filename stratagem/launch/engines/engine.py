@@ -13,7 +13,7 @@ from stratagem.errors import UsageError
 from stratagem.launch.job_folder import JobFolder
 from stratagem.launch.job_request import JobRequest, JobState
 
-ENGINES = ("slurm", "ssh", "kubernetes", "ray")
+ENGINES = ("slurm", "ssh", "kubernetes", "ray", "vertex")
 
 
 class Engine(Protocol):

@@ -26,7 +26,7 @@ from stratagem.launch.verdict import write_end
 
 _ADDRESS = "RAY_API_SERVER_ADDRESS"  # as Ray's own client reads it
 #: a line of the driver: when, of which task (or "place", "end"), and what
-_LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z) ([a-z]+-\d+|place|end) (.*)")
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z) ([a-z]+-\d+|place|end|again) (.*)")
 _CANCELLED = 143
 
 
@@ -74,7 +74,8 @@ class Ray:
         if status == "PENDING":
             return JobState("waiting", text="pending")
         if status == "RUNNING" and not any(map(job.task, job.request.tasks())):
-            return JobState("waiting", text="for room on the cluster")
+            again = "to begin again, and " if (job.path / "again.json").exists() else ""
+            return JobState("waiting", text=f"{again}for room on the cluster")
         if status == "RUNNING":
             return JobState("running")
         if status == "STOPPED":
@@ -92,8 +93,11 @@ class Ray:
         """What the driver has told, into the job's folder; its exit code once it has ended."""
         text = str(_ask(job.request, f"/api/jobs/{job.told['name']}/logs")["logs"])
         told = [match.groups() for line in text.split("\n") if (match := _LINE.fullmatch(line))]
-        code = None
-        for when, what, rest in told:
+        code, again = None, [i for i, (_, what, _) in enumerate(told) if what == "again"]
+        if len(again) > (job.read("again.json") or {}).get("times", 0):
+            job.begin_again()
+            job.write("again.json", {"times": len(again)})
+        for when, what, rest in told[again[-1] if again else 0 :]:
             if what == "place":
                 task, host = json.loads(rest)
                 if not job.task(Task(*task)):
@@ -132,7 +136,9 @@ def _address(request: JobRequest) -> str:
 
 def _told(request: JobRequest) -> dict[str, Any]:
     """What the driver reads; what `--env` names is in its environment."""
-    return {**request.to_json(), "environ": {}, "settings": {"env": list(request.environ)}}
+    restarts = request.settings.get("restarts", 0)
+    settings = {"env": list(request.environ), "restarts": restarts}
+    return {**request.to_json(), "environ": {}, "settings": settings}
 
 
 def _command(request: JobRequest, name: str, job: JobFolder) -> list[str]:

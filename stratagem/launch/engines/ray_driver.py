@@ -9,23 +9,29 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from stratagem.cluster.spec import Task
-from stratagem.launch.far_task import ALIVE, BECAUSE
+from stratagem.launch.far_task import ALIVE, BECAUSE, GRACE
 from stratagem.launch.job_folder import TaskEnd, now
 from stratagem.launch.job_request import JobRequest
 from stratagem.launch.supervise import culprit
+from stratagem.training.termination import EXIT_CODE
 
 _PLACES = 600.0  # seconds for the cluster to have room
 _GRACE = 3.0  # from the first failure to SIGTERM, and from there to the end of all places
 _TICK = 0.2
+_SETTLED = GRACE + 5  # until nothing is left of a run whose places were lost
 _LOST = 255
 #: Ray kills the children of an actor that ends, and its process group, but not the children of its
 #: children in a session of their own: so the task itself has time to save
@@ -46,8 +52,14 @@ class TaskPlace:
             sock.bind(("", 0))
             return socket.gethostname(), f"{host}:{sock.getsockname()[1]}"
 
-    def start(self, told: str) -> None:
-        """Begin; it ends with this actor, whose pipe it reads."""
+    def start(self, told: str, call: bytes) -> None:
+        """Begin; it ends with this actor, whose pipe it reads. `call`: a function, if not a
+        script."""
+        if call:
+            self._folder = Path(mkdtemp(prefix="stratagem-call-"))
+            (self._folder / "call").write_bytes(call)
+            task = json.loads(told)
+            told = json.dumps({**task, "words": [*task["words"], str(self._folder)]})
         words = [*_SHIELD, sys.executable, "-m", "stratagem.launch.far_task", "ssh"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
@@ -85,6 +97,12 @@ class TaskPlace:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         return lines, code, self._tail
 
+    def result(self) -> str:
+        """What the function has returned."""
+        text = (self._folder / "result").read_text()
+        shutil.rmtree(self._folder)
+        return text
+
     def stop(self) -> None:
         self._say("SIGTERM")
 
@@ -99,15 +117,36 @@ def _tell(what: str, told: str, when: str | None = None) -> None:
     print(f"{when or now()} {what} {told}", flush=True)
 
 
+Tell = Callable[[str, str, str | None], None]
+
+
 class RayDriver:
     """Sees the tasks to their end."""
 
-    def __init__(self, ray: Any, request: JobRequest) -> None:
+    def __init__(
+        self, ray: Any, request: JobRequest, call: bytes = b"", tell: Tell = _tell
+    ) -> None:
+        """`call`: a function that tasks run instead of a script; `tell`: what is told of them."""
         self._ray, self._request = ray, request
-        self._ends: list[TaskEnd] = []
+        self._call, self._tell = call, tell
+        self.ends: list[TaskEnd] = []
         self._places: dict[Task, Any] = {}
+        self._group: Any = None
 
     def run(self) -> int:
+        """See them to their end; their exit code. Lost places are taken anew, if that was asked."""
+        left = int(self._request.settings.get("restarts", 0))
+        while True:
+            code = self._run()
+            if code not in (_LOST, EXIT_CODE) or not left:
+                return code
+            left -= 1
+            self.close()
+            self._tell("again", str(left), None)
+            time.sleep(_SETTLED)
+            self.ends, self._places, self._group = [], {}, None
+
+    def _run(self) -> int:
         self._take_places()
         left, failed = list(self._places), 0.0
         while left:
@@ -115,12 +154,12 @@ class RayDriver:
             for task in list(left):
                 if self._look(task):
                     left.remove(task)
-            if not failed and any(end.code for end in self._ends):
+            if not failed and any(end.code for end in self.ends):
                 failed = time.monotonic()
             if failed and time.monotonic() - failed > _GRACE and left:
                 self._end(left)
                 break
-        first = culprit([end for end in self._ends if end.code])
+        first = culprit([end for end in self.ends if end.code])
         return first.code if first is not None else 0
 
     def _take_places(self) -> None:
@@ -131,7 +170,7 @@ class RayDriver:
         tasks = request.tasks()
         gpus = {task: request.gpus if task.type == "worker" else 0 for task in tasks}
         bundles = [{"CPU": 1, **({"GPU": gpus[t]} if gpus[t] else {})} for t in tasks]
-        group = placement_group(bundles, strategy="SPREAD")
+        group = self._group = placement_group(bundles, strategy="SPREAD")
         if not group.wait(_PLACES):
             why = f"the cluster has had no room for {bundles} in {_PLACES:g} s"
             self._note(TaskEnd(tasks[0], 1, "", now(), (why,)))
@@ -150,7 +189,7 @@ class RayDriver:
             ip = ray.get(ask.options(scheduling_strategy=where).remote())
             host, address = ray.get(place.address.remote(ip))
             addresses.append(address)
-            _tell("place", json.dumps([[task.type, task.index], host]))
+            self._tell("place", json.dumps([[task.type, task.index], host]), None)
         self._start(addresses)
 
     def _start(self, addresses: list[str]) -> None:
@@ -165,7 +204,22 @@ class RayDriver:
                 "gpus": None,
                 "secret": secret,
             }
-            self._ray.get(place.start.remote(json.dumps(told)))
+            self._ray.get(place.start.remote(json.dumps(told), self._call))
+
+    def results(self) -> list[str]:
+        """What the function has returned on each."""
+        return [self._ray.get(place.result.remote()) for place in self._places.values()]
+
+    def close(self) -> None:
+        """End what still runs, and give the places back."""
+        ended = {end.task for end in self.ends}
+        self._end([task for task in self._places if task not in ended])
+        for place in self._places.values():
+            self._ray.kill(place)
+        if self._group is not None:
+            from ray.util import remove_placement_group
+
+            remove_placement_group(self._group)
 
     def _look(self, task: Task) -> bool:
         """Whether it has ended; what it printed is told."""
@@ -177,7 +231,7 @@ class RayDriver:
             lines, code, tail = [], _LOST, [f"its place was lost: {str(problem).splitlines()[0]}"]
         for when, line in lines:
             if not line.startswith(BECAUSE):
-                _tell(f"{task.type}-{task.index}", line, when)
+                self._tell(f"{task.type}-{task.index}", line, when)
         if code is None:
             return False
         because = next((x.removeprefix(BECAUSE) for x in tail if x.startswith(BECAUSE)), "")
@@ -186,9 +240,9 @@ class RayDriver:
         return True
 
     def _note(self, end: TaskEnd) -> None:
-        self._ends.append(end)
+        self.ends.append(end)
         told = {"task": [end.task.type, end.task.index], "code": end.code, "tail": end.tail}
-        _tell("end", json.dumps({**told, "because_of": end.because_of}), end.when)
+        self._tell("end", json.dumps({**told, "because_of": end.because_of}), end.when)
 
     def _end(self, left: list[Task]) -> None:
         """Ask those that are left to end, then take their places away."""

@@ -1,0 +1,269 @@
+"""Jobs for Vertex AI: a CustomJob of worker pools, sent by Google's client.
+
+    pool 0   worker 0, the chief: exactly one replica
+    pool 1   the other workers
+    pool 2   parameter servers
+    pool 3   the evaluator
+
+What a job is made of can be read by whoever may read the job, so the secret is not in it: the chief
+writes one into the job's folder of the bucket, where the other tasks find it (far_task.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from stratagem.cluster.spec import Task
+from stratagem.errors import StratagemError, UsageError
+from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing, now
+from stratagem.launch.job_request import JobRequest, JobState
+from stratagem.launch.verdict import write_end
+
+_MACHINE = "n1-standard-4"
+_INSTALL = "pip install google-cloud-aiplatform"
+_CANCELLED = 143
+_SECONDS = 60.0  # for one answer
+_STATES = {
+    "JOB_STATE_QUEUED": "waiting",
+    "JOB_STATE_PENDING": "waiting",
+    "JOB_STATE_PAUSED": "waiting",
+    "JOB_STATE_RUNNING": "running",
+    "JOB_STATE_UPDATING": "running",
+    "JOB_STATE_CANCELLING": "running",
+}
+#: how Vertex AI names the replica that failed first
+_CULPRIT = re.compile(r"replica (workerpool\d)-(\d+) exited with a non-zero status of (\d+)")
+
+
+class Vertex:
+    """The project and region of `--project` and `--region`."""
+
+    def prepare(self, request: JobRequest) -> JobRequest:
+        settings = request.settings
+        for key, example in (("project", "my-project"), ("region", "us-central1")):
+            if not settings.get(key):
+                raise UsageError(f"which {key}? As in: --{key} {example}")
+        if request.environ:
+            raise UsageError(
+                "whoever may read a Vertex AI job may read its variables: leave --env out, and put "
+                "values into the image, or ask Secret Manager for them in the script"
+            )
+        if request.gpus and not settings.get("accelerator"):
+            raise UsageError("which GPUs? As in: --accelerator NVIDIA_TESLA_T4")
+        if len(request.tasks()) > 1 and not str(settings.get("bucket", "")).startswith("gs://"):
+            raise UsageError(
+                "tasks of a job on Vertex AI find each other's secret in a bucket: "
+                "--bucket gs://my-bucket/jobs"
+            )
+        spec = _custom_job(request, request.name)
+        check(spec)
+        _message(spec)
+        return request
+
+    def describe(self, request: JobRequest, job: JobFolder) -> str:
+        """The CustomJob, as its REST API and `gcloud ai custom-jobs create` spell it."""
+        return json.dumps(_custom_job(request, _name(request, job)), indent=2) + "\n"
+
+    def send(self, request: JobRequest, job: JobFolder) -> str:
+        text = self.describe(request, job)
+        (job.path / "script").write_text(text)
+        job.sent("vertex", "", request)
+        with _said():
+            made = _client(request).create_custom_job(
+                parent=_parent(request), custom_job=_message(json.loads(text)), timeout=_SECONDS
+            )
+        name = str(made.name).rpartition("/")[2]
+        job.sent("vertex", name, request)
+        return name
+
+    def state(self, job: JobFolder) -> JobState:
+        if (end := job.end()) is not None:
+            return end
+        request = job.request
+        _say_where_logs_are(job)
+        with _said():
+            found = _client(request).get_custom_job(name=_resource(job), timeout=_SECONDS)
+        state = found.state.name
+        if state in _STATES:
+            if _STATES[state] == "running":
+                for task in request.tasks():
+                    if not job.task(task):
+                        job.task_runs(task, _replica(task))
+                return JobState("running")
+            return JobState("waiting", text=state.removeprefix("JOB_STATE_").lower())
+        if state == "JOB_STATE_CANCELLED":
+            job.ended(_CANCELLED, "cancelled")
+        elif state == "JOB_STATE_SUCCEEDED":
+            job.ended(0, "")
+        else:
+            _write_failure(job, str(found.error.message) or state)
+        return job.end() or JobState("ended")
+
+    def cancel(self, job: JobFolder) -> None:
+        with _said():
+            _client(job.request).cancel_custom_job(name=_resource(job), timeout=_SECONDS)
+
+
+ENGINE = Vertex()
+
+
+def check(spec: dict[str, Any]) -> None:
+    """Refuse what the API would refuse, or what would train something else than was asked for."""
+    pools = spec["jobSpec"]["workerPoolSpecs"]
+    counts = [int(pool.get("replicaCount", 0)) for pool in pools]
+    if not counts or counts[0] != 1:
+        raise UsageError(f"pool 0 is the chief and has exactly one replica, not {counts[:1]}")
+    if len(counts) > 4 or counts[3:] > [1]:
+        raise UsageError("there are four pools, and the last has one replica: the evaluator")
+    for number, pool in enumerate(pools):
+        if not counts[number]:
+            continue
+        if not pool.get("containerSpec", {}).get("imageUri"):
+            raise UsageError(
+                "which image? As in: --image us-docker.pkg.dev/my-project/jobs/digits:1, with the "
+                "script and stratagem in it"
+            )
+        machine = pool.get("machineSpec", {})
+        if not machine.get("machineType"):
+            raise UsageError(f"pool {number} has no machine type: --machine-type {_MACHINE}")
+        gpus = int(machine.get("acceleratorCount", 0))
+        if gpus & (gpus - 1) or gpus > 16:
+            raise UsageError(f"a machine of Vertex AI has 1, 2, 4, 8 or 16 GPUs, not {gpus}")
+
+
+def _custom_job(request: JobRequest, name: str) -> dict[str, Any]:
+    settings = request.settings
+    container: dict[str, Any] = {
+        "imageUri": settings.get("image", ""),
+        "command": [request.python, "-m", "stratagem.launch.far_task", "vertex"],
+        "args": list(request.words),
+    }
+    more: dict[str, Any] = {}
+    if bucket := str(settings.get("bucket", "")).rstrip("/"):
+        more["baseOutputDirectory"] = {"outputUriPrefix": f"{bucket}/{name}"}
+        folder = f"/gcs/{bucket.removeprefix('gs://')}/{name}"  # as the machines mount it
+        container["env"] = [{"name": "STRATAGEM_FOLDER", "value": folder}]
+    if request.minutes is not None:
+        more["scheduling"] = {"timeout": f"{60 * request.minutes}s"}
+    machine = {"machineType": settings.get("machine_type") or _MACHINE}
+    with_gpus: dict[str, Any] = dict(machine)
+    if request.gpus:
+        with_gpus["acceleratorType"] = settings["accelerator"]
+        with_gpus["acceleratorCount"] = request.gpus
+    counts = [1, request.workers - 1, request.ps, int(request.evaluator)]
+    while not counts[-1]:
+        counts.pop()
+    pools = [
+        {
+            "machineSpec": dict(with_gpus if number < 2 else machine),
+            "replicaCount": str(count),
+            "containerSpec": container,
+        }
+        if count
+        else {}
+        for number, count in enumerate(counts)
+    ]
+    return {"displayName": name, "jobSpec": {"workerPoolSpecs": pools, **more}}
+
+
+def _replica(task: Task) -> str:
+    """What Vertex AI calls a task."""
+    if task.type == "worker":
+        return f"workerpool1-{task.index - 1}" if task.index else "workerpool0-0"
+    return f"workerpool{2 if task.type == 'ps' else 3}-{task.index}"
+
+
+def _write_failure(job: JobFolder, text: str) -> None:
+    """Who failed first, if Vertex AI says so."""
+    match = _CULPRIT.search(text)
+    named = {_replica(task): task for task in job.request.tasks()}
+    task = named.get(f"{match[1]}-{match[2]}") if match else None
+    if match is None or task is None:
+        job.ended(1, text)
+        return
+    job.task_ended(TaskEnd(task, int(match[3]), "", now(), (text,)))
+    write_end(job, int(match[3]))
+
+
+def _say_where_logs_are(job: JobFolder) -> None:
+    """Lines of tasks go to Cloud Logging, and are not brought here."""
+    where = " ".join(f"--{key}={job.request.settings[key]}" for key in ("project", "region"))
+    line = f"gcloud ai custom-jobs stream-logs {job.told['name']} {where} shows what tasks print"
+    append_missing(job.log(Task("worker", 0)), [f"{now()} {line}".encode()])
+
+
+# --- Google's client ----------------------------------------------------------------------------
+
+
+def _name(request: JobRequest, job: JobFolder) -> str:
+    return f"{request.name}-{job.path.name.rpartition('-')[2]}"
+
+
+def _parent(request: JobRequest) -> str:
+    return f"projects/{request.settings['project']}/locations/{request.settings['region']}"
+
+
+def _resource(job: JobFolder) -> str:
+    return f"{_parent(job.request)}/customJobs/{job.told['name']}"
+
+
+def _message(spec: dict[str, Any]) -> Any:
+    """The CustomJob of Google's client; it knows every field and every accelerator."""
+    try:
+        from google.cloud.aiplatform_v1.types import CustomJob
+        from google.protobuf.json_format import ParseDict, ParseError
+    except ImportError as problem:
+        raise UsageError(f"Vertex AI needs Google's client ({problem}): {_INSTALL}") from None
+    try:
+        return CustomJob(ParseDict(spec, CustomJob.pb(CustomJob())))
+    except ParseError as problem:
+        raise UsageError(f"Vertex AI does not know this: {problem}") from None
+
+
+def _client(request: JobRequest) -> Any:
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.cloud.aiplatform_v1.services.job_service import JobServiceClient
+
+    region = request.settings["region"]
+    endpoint = str(request.settings.get("vertex_endpoint") or f"{region}-aiplatform.googleapis.com")
+    if endpoint.startswith("http://"):
+        return JobServiceClient(transport=_on_this_machine(endpoint.removeprefix("http://")))
+    try:
+        return JobServiceClient(client_options={"api_endpoint": endpoint})
+    except DefaultCredentialsError:
+        raise UsageError(
+            "there is no login to Google Cloud here: gcloud auth application-default login, or "
+            "GOOGLE_APPLICATION_CREDENTIALS"
+        ) from None
+
+
+def _on_this_machine(address: str) -> Any:
+    """The way to a stand-in, without login or encryption; only on this machine."""
+    import grpc
+    from google.cloud.aiplatform_v1.services.job_service.transports import JobServiceGrpcTransport
+
+    if address.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+        raise UsageError(
+            "--vertex-endpoint http://... works on this machine only; leave http:// out"
+        )
+    return JobServiceGrpcTransport(channel=grpc.insecure_channel(address))
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """What Vertex AI refuses, as one sentence."""
+    from google.api_core import exceptions
+
+    try:
+        yield
+    except (exceptions.DeadlineExceeded, exceptions.ServiceUnavailable) as problem:
+        raise StratagemError(
+            f"Vertex AI has not answered ({problem.message}): `gcloud ai custom-jobs list` says "
+            "whether the job is there"
+        ) from None
+    except exceptions.GoogleAPICallError as problem:
+        raise UsageError(f"Vertex AI refuses: {problem.message}") from None
