@@ -18,7 +18,7 @@ help:
 	@echo "make lint    style and types only"
 	@echo "make bench   the benchmarks that fit this machine"
 	@echo "make reliability  replicas killed at random moments: the table of docs/reliability.md"
-	@echo "make studies every study again, data and figures: half an hour on two cores"
+	@echo "make studies every study again, data and figures: three quarters of an hour on two cores"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -62,7 +62,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/one_replica/bench.py
 	$(BIN)/python benchmarks/cpu_replicas/bench.py
 
-STUDIES := rules staleness headlines sparse exercise
+STUDIES := rules staleness headlines sparse exercise bytes
 studies: $(READY)
 	@for study in $(STUDIES); do \
 		echo "== $$study"; $(BIN)/python studies/$$study/study.py || exit 1; \

@@ -72,8 +72,8 @@ def take_optimizer_state(optimizer: Any, saved: Sequence[Any]) -> None:
     for param, state in zip(params, saved, strict=True):
         if state:
             optimizer.state[param] = {
-                n: v.to(param.device) if isinstance(v, Tensor) and v.shape == param.shape else v
-                for n, v in state.items()
+                n: c.to(param.device) if isinstance(c, Tensor) and c.shape == param.shape else c
+                for n, c in ((n, _copy(v)) for n, v in state.items())
             }
 
 

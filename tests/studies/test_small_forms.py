@@ -54,6 +54,18 @@ def test_headlines() -> None:
     assert found["servers, as then"] < found["servers, overlapped"] < found["asynchronous, bf16"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_fewer_bytes_and_fewer_meetings() -> None:
+    study = load("bytes")
+    found = {run["row"]: run for run in study.study(True)}
+    dense = found["every step"]["bytes"]
+    assert dense / found["int8"]["bytes"] == pytest.approx(4, rel=0.02)
+    assert dense / found["local 20"]["bytes"] == pytest.approx(20, rel=0.02)
+    assert all(run["check"][0] < 4 for run in found.values())  # of log(128) = 4.85
+    assert "times fewer bytes" in study.report(list(found.values()))
+
+
 def test_who_never_got_there_took_longest() -> None:
     middle = load("rules").common.middle
     assert middle([3.0, None, 1.0, 2.0, 4.0]) == "3 (1 to 4, 1 of 5 never)"

@@ -197,35 +197,43 @@ def test_a_number_that_is_none_reaches_everybody(batches: Shares, sync: Any, dat
         assert not found.isfinite().any()
 
 
-@settings(max_examples=30, deadline=None)
-@given(shares(2, steps=4), shares(2, steps=4), st.sampled_from(SYNCS))
-def test_training_goes_on_from_its_state_bit_for_bit(
-    before: Shares, after: Shares, sync: Any
-) -> None:
+#: what a state has, and where the training would go on otherwise without it
+NEEDED = {
+    "optimizer": SYNCS,
+    "momenta": [each for each in SYNCS if isinstance(each, sg.DiLoCo)],
+    "updates": [sg.LocalSteps(2, after=1), sg.Gossip("exponential")],
+    "wires": [each for each in SYNCS if not isinstance(getattr(each, "wire", None), str | None)],
+}
+
+
+@pytest.mark.parametrize("sync", SYNCS, ids=repr)
+def test_training_goes_on_from_its_state_bit_for_bit(sync: Any) -> None:
     """Outer momentum, residuals, each replica's own state of Adam, turns of the gossip."""
-    count = len(before[0])
-    after = [[*(mine * count)[: count - 1], 1] for mine in after]
+    before, after = [[2, 1, 1], [1, 3, 0], [0, 2, 2]], [[1, 2, 1], [2, 2, 3]]
 
-    def whole(circle: Circle) -> Tensor:
+    def first(circle: Circle) -> tuple[Any, Any, Tensor]:
         training = Training(circle, sync, adam)
         training.run(before)
-        return training.run(after, first=len(before))
+        saved = copy.deepcopy((training.module.state_dict(), training.committer.state()))
+        return *saved, training.run(after, first=len(before))
 
-    def first(circle: Circle) -> tuple[Any, Any]:
-        training = Training(circle, sync, adam)
-        training.run(before)
-        return training.module.state_dict(), training.committer.state()
+    found = together(3, first)
 
-    saved = together(count, first)
+    def goes_on(without: str = "") -> bool:
+        empty = {"optimizer": [{}] * 4, "momenta": {}, "updates": 0, "wires": [{}, {}]}
+        states = [{k: empty[k] if k == without else v for k, v in s.items()} for _, s, _ in found]
 
-    def second(circle: Circle) -> Tensor:
-        training = Training(circle, sync, adam)
-        training.module.load_state_dict(saved[0][0])
-        training.committer.load([state for _, state in saved])
-        return training.run(after, first=len(before))
+        def second(circle: Circle) -> Tensor:
+            training = Training(circle, sync, adam)
+            training.module.load_state_dict(found[0][0])
+            training.committer.load(states)
+            return training.run(after, first=len(before))
 
-    for found, expected in zip(together(count, second), together(count, whole), strict=True):
-        assert torch.equal(found, expected)
+        return all(map(torch.equal, together(3, second), [end for _, _, end in found]))
+
+    assert goes_on()
+    for name, wanted in NEEDED.items():
+        assert goes_on(without=name) == (sync not in wanted), name
 
 
 class Sized(NamedTuple):

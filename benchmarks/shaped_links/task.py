@@ -1,0 +1,97 @@
+"""One worker of the benchmark, on one host: seconds a step of one way to send gradients.
+
+python benchmarks/shaped_links/task.py WAY RANK ADDRESS ADDRESS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+STEPS, WARM, ROWS, WIDE = 20, 20, 64, 1024  # a round of 20 updates to warm up, and one to time
+
+OURS: dict[str, str] = {
+    "dense": "",
+    "bf16": "wire='bfloat16'",
+    "int8": "wire=sg.Int8()",
+    "top-k 1%": "wire=sg.TopK(0.01)",
+    "PowerSGD 4": "wire=sg.PowerSGD(4)",
+    "sign": "wire=sg.Sign()",
+    "local 20": "sync=sg.LocalSteps(20)",
+    "DiLoCo 20": "sync=sg.DiLoCo(20)",
+    "DiLoCo 20, int8": "sync=sg.DiLoCo(20, wire=sg.Int8())",
+    "ring": "sync=sg.Gossip('ring')",
+}
+TORCHS = ["DDP", "DDP bf16", "DDP PowerSGD 4"]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDE, WIDE), nn.ReLU(), nn.Linear(WIDE, WIDE), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(WIDE, 10))
+
+
+def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    dice = torch.Generator().manual_seed(rank)
+    for _ in range(WARM + STEPS):
+        yield torch.randn(ROWS, WIDE, generator=dice), torch.randint(10, (ROWS,), generator=dice)
+
+
+def timed(module: Any, optimizer: Any, rank: int) -> float:
+    """Seconds a step, in the mean of the last ones."""
+    began = 0.0
+    for step, (x, y) in enumerate(batches(rank)):
+        if step == WARM:
+            began = time.perf_counter()
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (time.perf_counter() - began) / STEPS
+
+
+def ours(way: str, rank: int, addresses: list[str]) -> float:
+    task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+    os.environ["TF_CONFIG"] = json.dumps(task)
+    import stratagem as sg
+
+    options = eval(f"dict({OURS[way]})", {"sg": sg})  # the table above, and nothing else
+    with sg.MultiWorkerMirroredStrategy(devices=["cpu:0"], **options) as strategy:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        module, optimizer, _ = strategy.prepare(module, optimizer)
+        return timed(module, optimizer, rank)
+
+
+def torchs(way: str, rank: int, addresses: list[str]) -> float:
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    where = f"tcp://{addresses[0]}"
+    dist.init_process_group("gloo", where, timedelta(seconds=120), len(addresses), rank)
+    # one bucket for PowerSGD: on Gloo the messages of two met each other, and torch gave up
+    bucket = 64 if "PowerSGD" in way else None
+    module = DistributedDataParallel(model(), bucket_cap_mb=bucket)
+    if way == "DDP bf16":
+        module.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif way == "DDP PowerSGD 4":
+        state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)
+        module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return timed(module, torch.optim.SGD(module.parameters(), lr=0.01), rank)
+
+
+if __name__ == "__main__":
+    chosen, place, *hosts = sys.argv[1:]
+    torch.set_num_threads(1)
+    seconds = (ours if chosen in OURS else torchs)(chosen, int(place), hosts)
+    print(f"seconds {seconds:.6f}", flush=True)
+    os._exit(0)  # torch's process group would wait for the other host
