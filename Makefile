@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Tests run in parallel; more than a process a core makes those that watch the clock fragile.
 JOBS ?= 2
 
-.PHONY: help demo demo-large test test-slow test-exhaustive test-late lint bench reliability studies clean
+.PHONY: help demo demo-large test test-slow test-exhaustive test-late lint bench reliability studies docs release clean
 
 help:
 	@echo "make demo    train on one device and on a local cluster, and compare"
@@ -18,6 +18,8 @@ help:
 	@echo "make lint    style and types only"
 	@echo "make bench   the benchmarks that fit this machine"
 	@echo "make reliability  replicas killed at random moments: the table of docs/reliability.md"
+	@echo "make docs    the pages as a site, in build/site; a dead link fails"
+	@echo "make release wheel and source archive in dist/, checked in an empty environment"
 	@echo "make studies every study again, data and figures: three quarters of an hour on two cores"
 
 $(READY): pyproject.toml constraints.txt
@@ -73,5 +75,16 @@ studies: $(READY)
 		../../$(BIN)/python compare.py data.json --rows --figure saturation.png; \
 	else echo "== saturation: left out, only root may make network namespaces"; fi
 
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/python docs/site/build.py
+	$(BIN)/python -m pytest tests/test_docs.py
+
+release: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
+	rm -rf dist build/lib
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python tests/release_check.py dist
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
