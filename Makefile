@@ -65,6 +65,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/cpu_replicas/bench.py
 
 STUDIES := rules staleness headlines sparse exercise bytes
+STUDIES := rules staleness headlines sparse exercise split
 studies: $(READY)
 	@for study in $(STUDIES); do \
 		echo "== $$study"; $(BIN)/python studies/$$study/study.py || exit 1; \

@@ -46,6 +46,19 @@ def test_stale_gradients() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_split() -> None:
+    """Every arm of a network trains the same: the losses are those of one device."""
+    study = load("split")
+    found = study.study(True)
+    for kind in study.kinds(True):
+        losses = {run["arm"]: run["loss"] for run in found["runs"] if run["kind"] == kind}
+        assert set(losses) == set(study.arms(kind))
+        assert all(loss == pytest.approx(losses[study.ONE], abs=1e-5) for loss in losses.values())
+    assert study.COLUMNS in study.report(found)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_headlines() -> None:
     study = load("headlines")
