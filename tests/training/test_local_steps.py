@@ -115,7 +115,7 @@ def one_device(batches: Shares) -> Tensor:
     return weights(module)
 
 
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @few
@@ -151,7 +151,7 @@ SYNCS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shares(), st.sampled_from(SYNCS))
 def test_all_have_the_same_bits_after_a_meeting(batches: Shares, sync: Any) -> None:
     first, *others = trained(batches, sync, adam)
