@@ -64,7 +64,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/one_replica/bench.py
 	$(BIN)/python benchmarks/cpu_replicas/bench.py
 
-STUDIES := rules staleness headlines sparse exercise
+STUDIES := rules staleness headlines sparse exercise ensemble
 studies: $(READY)
 	@for study in $(STUDIES); do \
 		echo "== $$study"; $(BIN)/python studies/$$study/study.py || exit 1; \
