@@ -66,6 +66,7 @@ bench: $(READY)
 
 STUDIES := rules staleness headlines sparse exercise bytes
 STUDIES := rules staleness headlines sparse exercise split
+STUDIES := rules staleness headlines sparse exercise ensemble
 studies: $(READY)
 	@for study in $(STUDIES); do \
 		echo "== $$study"; $(BIN)/python studies/$$study/study.py || exit 1; \

@@ -67,9 +67,7 @@ def reference() -> str:
 def main() -> int:
     stage()
     config = Path(__file__).with_name("mkdocs.yml")
-    return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "-q", "-f", str(config)]
-    ).returncode
+    return subprocess.run([sys.executable, "-m", "mkdocs", "build", "-f", str(config)]).returncode
 
 
 if __name__ == "__main__":

@@ -85,3 +85,17 @@ def test_who_never_got_there_took_longest() -> None:
     assert middle([3.0, None, None, None, 4.0]) == "never (3 to 4, 3 of 5 never)"
     assert middle([None, None]) == "never"
     assert middle([1.0, 2.0, 3.0]) == "2 (1 to 3)"
+
+
+@pytest.mark.timeout(120)
+def test_the_best_three_together() -> None:
+    study = load("ensemble")
+    found = study.study(True)[0]
+    assert found["validation"] == sorted(found["validation"], reverse=True)
+    assert len(found["members"]) == 3 < len(found["settings"]) == 4
+    assert all(0.2 < found[which] <= 1 for which in ("mean", "vote", "all"))
+    assert study.settings(1, 3) == study.settings(1, 3) != study.settings(2, 3)
+    worse = {**found, "members": [0.9, 0.8, 0.7], "mean": 0.85, "vote": 0.8, "all": 0.95}
+    said = study.report([worse])
+    assert "the three to the first: median -0.0500" in said
+    assert "better than each of them on the test set: 0 of 1" in said
