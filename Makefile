@@ -64,9 +64,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/one_replica/bench.py
 	$(BIN)/python benchmarks/cpu_replicas/bench.py
 
-STUDIES := rules staleness headlines sparse exercise bytes
-STUDIES := rules staleness headlines sparse exercise split
-STUDIES := rules staleness headlines sparse exercise ensemble
+STUDIES := rules staleness headlines sparse exercise split bytes ensemble
 studies: $(READY)
 	@for study in $(STUDIES); do \
 		echo "== $$study"; $(BIN)/python studies/$$study/study.py || exit 1; \
