@@ -199,6 +199,11 @@ class Strategy:
                 "your own does not leave to it; use sg.Model(...).fit, or prepare with a "
                 "MirroredStrategy."
             )
+        if self.settings.sharded and resume is not None:
+            raise NotDistributable(
+                "resume=... keeps what every replica has, and replicas of ShardedStrategy have "
+                "parts of an optimizer's state; use sg.Model(...).fit(checkpoint=..., resume=True)."
+            )
         replica = self.replica()
         elastic = self.settings.elastic and not dry_run.wanted()
         dry_run.deal(self.num_replicas_in_sync)

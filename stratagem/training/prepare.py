@@ -20,6 +20,7 @@ from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.lossy_wire import check_optimizer
 from stratagem.training.replica import Replica, be, current_replica
 from stratagem.training.settings import Settings
+from stratagem.training.shared_loop import refuse_loop, share_update
 from stratagem.training.step_figures import figures_of
 from stratagem.wire.tree import gather_tree
 
@@ -64,11 +65,7 @@ def prepare(
         loader = _counted(_shares(loader, replica, lambda: None), replica) if dealt else loader
         return Prepared(model, optimizer, _on_device(loader, replica))
     if settings.sharded:
-        raise NotDistributable(
-            "a loop of your own finds whole gradients after backward and updates whole parameters, "
-            "of which a replica of ShardedStrategy has a slice; use sg.Model, or "
-            "MirroredStrategy.prepare."
-        )
+        refuse_loop(replica, optimizer)
     look = fingerprint.of_loader(loader, "the loader")
     if not settings.sync_batchnorm:
         hints.tell_of_batchnorm(model, replica, "sync_batchnorm=True normalises over the batch")
@@ -118,6 +115,8 @@ def join_gradients(
     undo = [unsync]
     if settings.sync is not None:
         _apart.setdefault(replica, []).append(exchange)
+    if settings.sharded:
+        undo.append(share_update(replica, optimizer))
     if settings.committer is not None:
         undo.append(optimizer.register_step_post_hook(_synced(weakref.ref(exchange))).remove)
     _undo[model] = partial(_take_away, exchange, undo)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from tests.support import by_hand, closest, cpus, data, distance, mlp, moved
@@ -95,13 +96,69 @@ def test_one_device(
     assert distance(alone, model.module) < 2e-6
 
 
-def test_a_loop_of_ones_own_is_refused(pair: sg.ShardedStrategy) -> None:
-    def loop() -> None:
-        module = mlp()
-        pair.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_custom_loop(several: sg.ShardedStrategy, name: str) -> None:
+    """The result of one device; parameters once, the state of each where it is stepped."""
+    x, y = data(47)
+    x, start, make = x.double(), Own().double(), OPTIMIZERS[name]
+    clip = {"before_step": lambda m: clip_grad_norm_(m.parameters(), 0.05)}
+    alone = by_hand(start, make, F.cross_entropy, x, y, batch=16, **clip)
 
-    with pytest.raises(sg.NotDistributable, match=r"use sg\.Model, or MirroredStrategy"):
-        pair.run(loop)
+    def loop() -> Any:
+        module = copy.deepcopy(start)
+        loader = DataLoader(TensorDataset(x, y), batch_size=16)
+        module, optimizer, loader = several.prepare(module, make(module.parameters()), loader)
+        for _ in range(2):
+            for rows, targets in loader:
+                F.cross_entropy(module(rows), targets).backward()
+                clip_grad_norm_(module.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        index = several.replica().index
+        held = [i for i, p in enumerate(module.parameters()) if optimizer.state.get(p)]
+        several.replica().collective.barrier()
+        if index == 1:
+            module.unused.data.fill_(9.0)
+        several.replica().collective.barrier()
+        return module.state_dict(), held, float(module.unused[0].detach())
+
+    told = several.run(loop)
+    for state, _, seen in told:
+        assert seen == 9.0
+        module = copy.deepcopy(start)
+        module.load_state_dict(state)
+        with torch.no_grad():
+            module.unused.copy_(alone.unused)
+        assert distance(alone, module) < 1e-12
+        assert moved(start, module)
+    chief, *others = [held for _, held, _ in told]
+    assert len(chief) == 6 and all(0 < len(held) < 6 for held in others)
+
+
+def test_custom_loops_that_are_refused(pair: sg.ShardedStrategy) -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    def own_optimizer() -> None:
+        module = mlp()
+        pair.prepare(module, Mine(module.parameters(), lr=0.1))
+
+    def closure() -> None:
+        module = mlp()
+        _, optimizer, _ = pair.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        optimizer.step(lambda: 0.0)
+
+    def resumed() -> None:
+        module = mlp()
+        pair.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), resume="run/")
+
+    for loop, words in (
+        (own_optimizer, "Mine is not one of torch's"),
+        (closure, "without a closure"),
+        (resumed, r"use sg\.Model"),
+    ):
+        with pytest.raises(sg.NotDistributable, match=words):
+            pair.run(loop)
 
 
 def test_clipping_is_by_the_norm_of_all_slices(several: sg.ShardedStrategy) -> None:

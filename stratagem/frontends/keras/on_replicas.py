@@ -6,7 +6,7 @@ The chief says a verb, with the rows that it is about, and every replica does it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -134,12 +134,23 @@ class ReplicaSteps:
 
     def _exchange(self, named: Sequence[tuple[str, Any]]) -> GradientExchange:
         """What adds the gradients up. Collective."""
-        replica = self.adapter.replica
-        return open_exchange(named, replica, self.settings, every_backward=True)
+        return open_exchange(named, self.adapter.replica, self.settings, every_backward=True)
 
-    def _adding(self, exchange: GradientExchange) -> AbstractContextManager[None]:
-        """While a step trains."""
-        return _reducing(exchange)
+    @contextmanager
+    def _adding(self, exchange: GradientExchange) -> Iterator[None]:
+        """While a step trains: what backward makes is added up over the replicas."""
+        exchange.armed, reduced = True, exchange.finished
+        weights = WriteTracker(exchange.buckets.params)
+        try:
+            yield
+        finally:
+            exchange.armed = False
+        if exchange.finished == reduced and weights.written():
+            raise NotDistributable(
+                "train_step changed the weights without loss.backward(), so the replicas could "
+                "not add their gradients up; call loss.backward() and take the gradients from "
+                "[v.value.grad for v in self.trainable_weights]."
+            )
 
     @torch.no_grad()
     def _share_state(self) -> None:
@@ -186,23 +197,6 @@ class ReplicaSteps:
         if self._unsync is not None:
             self._unsync()
             self._unsync = None
-
-
-@contextmanager
-def _reducing(exchange: GradientExchange) -> Iterator[None]:
-    """While a step trains: what backward makes is added up over the replicas."""
-    exchange.armed, reduced = True, exchange.finished
-    weights = WriteTracker(exchange.buckets.params)
-    try:
-        yield
-    finally:
-        exchange.armed = False
-    if exchange.finished == reduced and weights.written():
-        raise NotDistributable(
-            "train_step changed the weights without loss.backward(), so the replicas could "
-            "not add their gradients up; call loss.backward() and take the gradients from "
-            "[v.value.grad for v in self.trainable_weights]."
-        )
 
 
 class OnReplicas:
@@ -265,8 +259,8 @@ class OnReplicas:
             self.adapter.mark()
             self.adapter.attributes = Attributes(model)
             driver.schedule = CheckSchedule(model)
-        sent, settings = None if known else model, driver.strategy.settings
-        return FollowerModel(driver.number, sent, settings, self.form)
+        settings = driver.strategy.settings
+        return FollowerModel(driver.number, None if known else model, settings, self.form)
 
     def lead(self, call: Call) -> Any:
         """In the chief, with all replicas listening."""

@@ -23,6 +23,7 @@ from stratagem.frontends.keras.step_logs import has_own
 from stratagem.state.shared_model import SharedTensors
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.sharded_exchange import ShardedExchange
+from stratagem.training.shared_loop import divided
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import gather_tree
 
@@ -115,17 +116,6 @@ class ShardSteps(ReplicaSteps):
         if self._shared is not None:
             self._shared.close()
             self._shared = None
-
-
-def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Which variables each of `count` replicas updates: nearly as many elements each."""
-    found: list[list[int]] = [[] for _ in range(count)]
-    load = [0] * count
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        least = load.index(min(load))
-        found[least].append(i)
-        load[least] += sizes[i]
-    return [sorted(each) for each in found]
 
 
 OnShards.form = ShardSteps

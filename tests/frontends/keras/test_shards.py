@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from keras import layers
 
 import stratagem as sg
-from stratagem.frontends.keras.on_shards import divided
 from stratagem.replicas import follower
+from stratagem.training.shared_loop import divided
 from tests.keras_both import alike
 from tests.spread import assert_work, watched
 from tests.support import cpus
