@@ -239,7 +239,7 @@ class Model:
             journal=FitJournal() if self.strategy.settings.elastic else None,
         )
         job.saves = job.checkpoints is not None
-        job.goes_back = job.saves and not source.once and self._meets_servers_again()
+        job.goes_back = job.saves and not source.once and _meets_servers_again(self.strategy)
         if resume and job.checkpoints is not None and self.strategy.is_chief:
             job.resumed = fit_checkpoints.load(self, job.checkpoints)
             if job.resumed is not None and job.resumed["seed"] is not None:
@@ -454,11 +454,6 @@ class Model:
                 Again(job.done, hurry=job.asked_to_end),
             )[0]
 
-    def _meets_servers_again(self) -> bool:
-        """Whether workers can go on with servers of which one has died, and is started again."""
-        group = self.strategy.replica_group
-        return self.strategy.served and (group.place is None or len(group.devices) == 1)
-
     def _meter(self, verb: str, steps: int | None, verbose: Verbosity) -> ProgressMeter | None:
         """Something to watch, on the chief."""
         check_verbose(verbose)
@@ -519,6 +514,12 @@ class Model:
 def recipe_of(model: Model) -> Recipe | None:
     """What `compile` was given; None before."""
     return model._recipe
+
+
+def _meets_servers_again(strategy: Strategy) -> bool:
+    """Whether workers can go on with servers of which one has died, and is started again."""
+    group = strategy.replica_group
+    return strategy.served and (group.place is None or len(group.devices) == 1)
 
 
 def _compared(function: Callable[[Any], Any], look: fingerprint.Look | None, job: Any) -> Any:
