@@ -29,6 +29,8 @@ class Meter:
         "is_loading",
         "link",
         "load",
+        "loss",
+        "losses",
         "passes",
         "pushes",
         "since",
@@ -43,6 +45,8 @@ class Meter:
         self.pushes = self.staleness = 0
         #: how often the membership has changed
         self.generation = 0
+        #: losses of batches that are known here, added up, and how many
+        self.loss, self.losses = 0.0, 0
         #: how often an epoch has begun: what came between is no part of a step
         self.passes = 0
         #: what the process is in the midst of, "wait" or "load", and since when

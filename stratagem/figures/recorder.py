@@ -106,6 +106,11 @@ def event(kind: str, text: str, **facts: Any) -> None:
         _early.append(entry)
 
 
+def is_recording() -> bool:
+    """Whether somebody has asked for figures."""
+    return bool(os.environ.get(VARIABLE))
+
+
 def epoch_event(epoch: int, logs: Mapping[str, Any]) -> None:
     """An epoch is over; `logs` as callbacks get them."""
     if os.environ.get(VARIABLE):

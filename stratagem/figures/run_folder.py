@@ -123,6 +123,8 @@ class RunFolder:
             task.starts += 1
         elif kind == "fault" and task.end in (None, ""):
             task.end = "fault"
+        elif kind == "join" and task.end == "fault":
+            task.end = None
         elif kind == "end":
             task.end = task.end or str(line.get("error", ""))
         self.events.append({**line, "task": task.name})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.errors import ReplicaLost, StratagemError
+from stratagem.figures.recorder import event
 from stratagem.frontends import fit_checkpoints
 from stratagem.frontends.fit_job import Fit
 from stratagem.state.checkpoint_folder import CheckpointFolder
@@ -51,6 +52,8 @@ class ServerRecovery:
             who,
             found,
         )
+        event("fault", str(lost), about=who)
+        event("action", f"the training goes back to {found}")
         assert job.checkpoints is not None
         if job.callback_states is not None:
             job.callback_states.reset()

@@ -21,6 +21,7 @@ _GAUGES = {
     "bytes": ("bytes_per_second", "bytes a second that it hands over to be sent or added up"),
     "staleness": ("staleness", "updates that a pushed gradient is behind"),
     "updates": ("updates_per_second", "updates that a server makes"),
+    "loss": ("loss", "of a batch, where a custom loop asks for it by strategy.mean"),
     "generation": ("generation", "how often the membership has changed"),
 }
 

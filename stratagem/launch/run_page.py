@@ -42,7 +42,8 @@ def page(run: RunFolder) -> str:
     times += [event["time"] for event in run.events]
     begin, end = min(times), max(times)
     title = f"{run.path.resolve().name}: {len(tasks)} tasks, {_clock(end - begin)}"
-    parts = [_tasks(run, tasks), _rates(tasks, begin, end), _losses(run)]
+    parts = [_tasks(run, tasks), _rates(tasks, begin, end)]
+    parts += [_losses(run), _loop_losses(tasks, begin, end)]
     parts += [_timeline(run, tasks, begin, end), _events(run, begin)]
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begin))
     return (
@@ -72,7 +73,7 @@ def _mean(task: RunTask, kind: str) -> float:
 
 def _tasks(run: RunFolder, tasks: Sequence[RunTask]) -> str:
     names = ["task", "host", "state", "steps", "examples/s", "ms a step"]
-    names += [word for word, _ in _PARTS.values()] + ["restarts"]
+    names += [word for word, _ in _PARTS.values()] + ["generation", "restarts"]
     head = "".join(f"<th{' class=l' if i < 3 else ''}>{each}</th>" for i, each in enumerate(names))
     rows = []
     for task in tasks:
@@ -84,7 +85,10 @@ def _tasks(run: RunFolder, tasks: Sequence[RunTask]) -> str:
         cells = [task.step, f"{_mean(task, 'rate'):,.0f}" if whole else ""]
         cells += [f"{whole * 1e3:.2f}" if whole else ""]
         cells += [f"{each / whole:.0%}" if whole else "" for each in seconds.values()]
-        numbers = "".join(f"<td>{_say(cell)}</td>" for cell in [*cells, task.restarts])
+        numbers = "".join(
+            f"<td>{_say(cell)}</td>"
+            for cell in [*cells, task.last.get("generation", ""), task.restarts]
+        )
         words = "".join(f"<td class=l>{_say(each)}</td>" for each in (task.name, task.host, how))
         rows.append(f"<tr class={state}>{words}{numbers}</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
@@ -110,6 +114,16 @@ def _losses(run: RunFolder) -> str:
                 curves.setdefault(name, []).append((float(event["epoch"]), float(value)))
     last = max((points[-1][0] for points in curves.values()), default=0.0)
     return _chart("Loss, by epoch", curves, last, lambda x: f"{x:g}" if x == int(x) else "")
+
+
+def _loop_losses(tasks: Sequence[RunTask], begin: float, end: float) -> str:
+    """Of a custom loop that asks for the loss of its batches, which every task then knows."""
+    curves = (
+        [(line["time"] - begin, line["loss"]) for line in task.lines if "loss" in line]
+        for task in tasks
+    )
+    found = next((points for points in curves if points), [])
+    return _chart("Loss, by time", {"loss": found}, end - begin, _clock)
 
 
 def _chart(

@@ -137,7 +137,7 @@ def _table(run: RunFolder) -> Table:
         table.add_column(name, justify="left" if i < 3 else "right", no_wrap=True)
     for task in _sorted(run):
         table.add_row(*cells(run, task), style=_STYLES[run.state(task)])
-    slow = [event for event in run.events if event["event"] in ("slow", "fault")][-3:]
+    slow = [event for event in run.events if event["event"] in ("slow", "fault", "join")][-3:]
     if slow:
         table.caption = "\n".join(str(event["text"]) for event in slow)
         table.caption_justify = "left"

@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from stratagem.cluster.failure import is_server_lost
 from stratagem.errors import ReplicaError
 from stratagem.servers.server import Server
+from stratagem.servers.training_plan import goes_back
 
 log = logging.getLogger("stratagem")
 
@@ -28,6 +28,6 @@ def serve(make: Callable[[], Server]) -> None:
             server.serve()
             return
         except ReplicaError as failure:
-            if not (server.shard.resumes and is_server_lost(failure)):
+            if not goes_back(server.shard.plan, failure):
                 raise
             log.warning("%s serves anew: the job goes back to its last checkpoint", server.name)

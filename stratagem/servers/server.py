@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from stratagem.cluster import failure as reasons
 from stratagem.cluster.failure import error_note, error_of, failed, headline, server_lost
 from stratagem.cluster.heartbeat import BEAT, OVERSLEPT
 from stratagem.cluster.waiting import FIRST, Wait
@@ -42,6 +41,7 @@ from stratagem.servers.server_figures import ServerFigures
 from stratagem.servers.shard import Shard, shares_memory
 from stratagem.servers.shard_copy import HeldHere
 from stratagem.servers.takeover import Takeover
+from stratagem.servers.training_plan import goes_back
 from stratagem.training.agreement import Patience
 from stratagem.wire import lateness
 from stratagem.wire.segment import host_identity
@@ -101,7 +101,7 @@ class Server:
             for peer in self.peers.present():
                 if peer.server >= 0 and self.failure is None:
                     peer.tell({"over": 1})
-                elif peer.role == "evaluator" and self.failure is not None and self.shard.resumes:
+                elif peer.role == "evaluator" and goes_back(self.shard.plan, self.failure):
                     peer.tell({"again": 1})
                 peer.connection.close()
             if self._takeover is not None:
@@ -182,7 +182,7 @@ class Server:
         self.failure = failure
         self.shards.fail(failure)
         self._fell.set()
-        if not (self.shard.resumes and reasons.is_server_lost(failure)):
+        if not goes_back(self.shard.plan, failure):
             log.warning("%s", headline(failure))
         if self._heartbeat is not None:
             self._heartbeat.last_words(failure)

@@ -233,11 +233,6 @@ class Shard:
                 self.changed.wait(0.5)
             self.training()
 
-    @property
-    def resumes(self) -> bool:
-        """Whether the training goes back to a checkpoint where a server is lost."""
-        return self.plan is not None and self.plan.resumes
-
     def training(self) -> TrainingPlan:
         """Return the plan of the fit that is under way, or was last; raise if there is none."""
         _check(self)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from stratagem.cluster.failure import is_server_lost
 from stratagem.codecs.codec import Codec, codec_for
 from stratagem.rules import updates as rule
 from stratagem.rules.updates import Synchronous, Updates
@@ -120,6 +121,11 @@ class TrainingPlan:
             int(told["backups"]),
             bool(told["resumes"]),
         )
+
+
+def goes_back(plan: TrainingPlan | None, failure: BaseException | None) -> bool:
+    """Whether a training that has failed so goes back to its last checkpoint."""
+    return plan is not None and plan.resumes and is_server_lost(failure)
 
 
 def holders_of(shard: int, servers: int, backups: int) -> list[int]:

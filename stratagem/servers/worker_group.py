@@ -224,10 +224,10 @@ class WorkerGroup:
             try:
                 return self._call(self.worker, function, args, args if told is None else told)
             except (ReplicaLost, ReplicaStalled) as error:
-                why = self._blamed(error)
+                why = _blamed(error, self._children, self._servers)
                 if again is None or self._group is not None or not is_server_lost(why):
                     raise
-                self._part(why)
+                _part(self.worker, why)
                 again.go_back(why)
                 self._come_together(fits)
 
@@ -250,7 +250,7 @@ class WorkerGroup:
             if self._group is None:
                 here = [function(*args)]
             else:
-                here = self._call_group(self._group, worker.is_chief, function, args, sent)
+                here = _call_group(self._group, worker.is_chief, function, args, sent)
             if worker.prepared is not prepared:  # in there
                 worker.settle()
             self._last = worker.stats()
@@ -260,52 +260,22 @@ class WorkerGroup:
                 children.leave_alone()
         return [*here, *(children.collect(trained=trained) if children is not None else ())]
 
-    def _call_group(
-        self,
-        group: ReplicaGroup,
-        chief: bool,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        sent: tuple[Any, ...],
-    ) -> list[Any]:
-        """On all devices of this worker, which work together."""
-        before = set_called(None)
-        try:
-            return group.call(run_in_group, (chief, function, args), (chief, function, sent))
-        finally:
-            set_called(before)
-
     # --- coming apart -----------------------------------------------------------------------
 
     def _fall(self, error: BaseException) -> BaseException:
         """End everything after a failure; the next call starts afresh. Returns what to raise."""
         if self.worker is not None:
             self.worker.fall()
-        better = self._blamed(error)
+        better = _blamed(error, self._children, self._servers)
         if self.cluster is not None:
             self._end()
-        elif not isinstance(error, Exception) or self._lost_a_device(error):
+        elif not isinstance(error, Exception) or _lost_a_device(self._group, error):
             self._left = True  # Ctrl-C, sys.exit: one who goes, not one who fails
         elif not isinstance(error, ReplicaError):
             self.report(described(error))
         return better
 
-    def _blamed(self, error: BaseException) -> BaseException:
-        """What is behind an error, as far as anybody here has seen."""
-        seen = None if self._children is None else self._children.error
-        better = seen if isinstance(error, ReplicaError) and seen is not None else error
-        if isinstance(better, ReplicaError | OSError) and self._servers.pools:
-            better = self._servers.pools[0].orphaned() or better
-        return better
-
     # --- servers that were lost ---------------------------------------------------------------
-
-    def _part(self, why: BaseException) -> None:
-        """Leave the servers that are left, which serve anew; the model is the user's own."""
-        assert self.worker is not None and isinstance(why, ReplicaError)
-        self.worker.lines.heartbeat.last_words(why)  # it may be known here alone
-        self.worker.fall()
-        self.worker.close(goodbye=False)
 
     def _come_together(self, fits: int) -> None:
         """Meet all servers anew; own ones that died are started again."""
@@ -323,12 +293,6 @@ class WorkerGroup:
         self.worker.fits = self.fits = fits
         if self._children is not None:
             self._children.move(self.worker)
-
-    def _lost_a_device(self, error: BaseException) -> bool:
-        """Whether a device of this worker has died: it goes, as a worker of one device would."""
-        if self._group is None or not isinstance(error, ReplicaLost | ReplicaStalled):
-            return False
-        return error.who.startswith("replica ")
 
     def stats(self) -> Stats:
         """The books of the training that is under way, or was last; any thread may ask."""
@@ -377,3 +341,44 @@ def _let_go(worker: Client) -> None:
 
 def _size(place: Place | None) -> int:
     return 1 if place is None else place.size
+
+
+def _blamed(
+    error: BaseException, children: LocalWorkers | None, servers: LocalServers
+) -> BaseException:
+    """What is behind an error, as far as anybody here has seen."""
+    seen = None if children is None else children.error
+    better = seen if isinstance(error, ReplicaError) and seen is not None else error
+    if isinstance(better, ReplicaError | OSError) and servers.pools:
+        better = servers.pools[0].orphaned() or better
+    return better
+
+
+def _part(worker: Client, why: BaseException) -> None:
+    """Leave the servers that are left, which serve anew; the model is the user's own."""
+    assert isinstance(why, ReplicaError)
+    worker.lines.heartbeat.last_words(why)  # it may be known here alone
+    worker.fall()
+    worker.close(goodbye=False)
+
+
+def _lost_a_device(group: ReplicaGroup | None, error: BaseException) -> bool:
+    """Whether a device of this worker has died: it goes, as a worker of one device would."""
+    if group is None or not isinstance(error, ReplicaLost | ReplicaStalled):
+        return False
+    return error.who.startswith("replica ")
+
+
+def _call_group(
+    group: ReplicaGroup,
+    chief: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    sent: tuple[Any, ...],
+) -> list[Any]:
+    """On all devices of this worker, which work together."""
+    before = set_called(None)
+    try:
+        return group.call(run_in_group, (chief, function, args), (chief, function, sent))
+    finally:
+        set_called(before)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from stratagem.cluster.environment import cores
 from stratagem.cluster.generations import Generations
@@ -49,6 +50,8 @@ class AgreeingProcess:
     place: Place | None
     patience: Patience
     insecure: bool = False
+    #: of the memberships that this process has agreed with
+    numbers: Iterator[int] = field(default_factory=itertools.count, compare=False)
 
     def join(self) -> Membership:
         """Meet the other tasks of the cluster; a process without one is alone."""
@@ -144,6 +147,7 @@ def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer
         store=_text(told["store"]),
         threads=_threads(ground, hosts.count(hosts[first])),
         step=party.patience.step,
+        generation=told["generation"] if isinstance(told["generation"], int) else 0,
     )
     return placement, offer
 
@@ -167,6 +171,7 @@ def _settle(
         {
             "store": offer.store,
             "control": offer.control and offer.control.handle,
+            "generation": next(party.numbers),
             "op": "auto" if chosen.op == "auto" else repr(op),
             "wire": f"wire={chosen.wire or 'float32'!r}",
             "sync": f"sync={chosen.sync or 'EveryStep()'}",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stratagem.data.shares import own_rows
 from stratagem.errors import UsageError
+from stratagem.figures.meter import METER
 from stratagem.training.custom_loop import reader_of
 from stratagem.training.fingerprint import of_arrays
 from stratagem.training.replica import Replica
@@ -73,5 +74,10 @@ def mean_of_batch(replica: Replica, value: Tensor | float, count: float | Tensor
     replica.meetings += 1
     told = gather_tree(replica.collective, [weight, number, summed])
     if any(each for _, _, each in told):
-        return float(sum(v for w, v, _ in told if w))
-    return float(sum(w * v for w, v, _ in told if w) / sum(w for w, _, _ in told))
+        mean = float(sum(v for w, v, _ in told if w))
+    else:
+        mean = float(sum(w * v for w, v, _ in told if w) / sum(w for w, _, _ in told))
+    if isinstance(value, Tensor) and value.requires_grad:  # a loss that is trained on
+        METER.loss += mean
+        METER.losses += 1
+    return mean

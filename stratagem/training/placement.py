@@ -12,6 +12,7 @@ import torch
 
 from stratagem.cluster.membership import Membership
 from stratagem.errors import ClusterError
+from stratagem.figures.meter import METER
 from stratagem.training.cross_device import (
     CrossDeviceOps,
     Ground,
@@ -60,6 +61,8 @@ class Placement:
     threads: int = 0
     #: seconds that one which lives may keep the others waiting
     step: float = PATIENCE.total_seconds()
+    #: how often the membership has changed, by the chief's count
+    generation: int = 0
 
     @property
     def size(self) -> int:
@@ -149,6 +152,7 @@ def _sit(placement: Placement, membership: Membership, device: torch.device) -> 
         return attentively(lambda: _connect(placement, name, op, membership), watch, device)
 
     collective = connect("main", placement.op)
+    METER.generation = placement.generation
     return Replica(
         placement.rank,
         placement.size,

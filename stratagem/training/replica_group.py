@@ -298,11 +298,15 @@ class ReplicaGroup:
         """Come together again with those who are still here, and those who wait to join."""
         log.warning("%s The others go on.", str(error).removesuffix(" Then start the job again."))
         if self._generations is None or self._cluster is None:
-            return  # the replicas are this process's own: the next call starts them again
+            event("join", "it is started again", about=getattr(error, "who", ""))
+            return  # by the next call: the replicas are this process's own
+        before = set(self._cluster.members)
         try:
             self._cluster = self._generations.next(self._cluster, name, self._hurry)
         except ReplicaMissing as missing:
             raise error from missing
+        for member in set(self._cluster.members) - before:
+            event("join", f"{member} joins the job", about=member.name)
 
     def _collect(self, mine: Any, *, done: bool) -> list[Any]:
         """`done`: what others have come to is no more needed once this process has its result."""
@@ -387,7 +391,8 @@ class ReplicaGroup:
 
 
 def _record(trouble: Failure) -> None:
-    event("fault", str(trouble.error()), about=trouble.member.name)
+    if trouble.kind != "joined":
+        event("fault", str(trouble.error()), about=trouble.member.name)
 
 
 def forked(whom: str) -> UsageError:

@@ -6,6 +6,7 @@ The chief hears the lines of all replicas, and says who is slow (`rules/slowness
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -102,6 +103,9 @@ class StepFigures:
             "generation": meter.generation,
         }
         self._bytes, self._pushes, self._stale = meter.bytes, meter.pushes, meter.staleness
+        if meter.losses and math.isfinite(meter.loss):
+            line["loss"] = meter.loss / meter.losses
+        meter.loss, meter.losses = 0.0, 0
         if self._recorder is not None:
             self._recorder.write(**line)
         self._tell({"task": self.task, **line})

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 from stratagem.data.loader import check_sampler
 from stratagem.errors import NotDistributable
 from stratagem.figures.meter import METER
+from stratagem.figures.recorder import is_recording
 from stratagem.figures.trial_record import model_path
 from stratagem.frontends.hooks import refuse_on_parameters
 from stratagem.frontends.keras.adapter import KerasAdapter, device_name, replica_progress
@@ -188,12 +189,14 @@ class Driver:
             call.own = run
         if _leader is not None:  # in a callback of another model: here alone, on whole batches
             return call.run()
-        path = model_path(".keras") if name == "fit" and self.strategy.audience is None else None
-        if path is None or not self.strategy.is_chief:
+        path = model_path(".keras")
+        trains = name == "fit" and self.strategy.audience is None and self.strategy.is_chief
+        if not trains or (path is None and not is_recording()):
             return self.begin(call)
         call.args, call.kwargs = recorded(call.own, call.args, call.kwargs)
         result = self.begin(call)
-        self.model.save(path)
+        if path is not None:
+            self.model.save(path)
         return result
 
     def _needs_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallbackNeeds:

@@ -1,4 +1,4 @@
-"""`fit` of a Keras model in a trial of a sweep: a line of metrics an epoch, in its folder."""
+"""`fit` of a Keras model in a trial of a sweep, or in a run that is recorded: its epochs' logs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from stratagem.figures import trial_record
+from stratagem.figures.recorder import epoch_event
 
 
 class TrialCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -16,6 +17,7 @@ class TrialCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         trial_record.record_epoch(epoch, logs or {})
+        epoch_event(epoch, logs or {})
 
 
 def recorded(
