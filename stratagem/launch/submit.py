@@ -101,7 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", metavar="NAME", help="on which cluster of kubectl's (kubernetes)")
     add("--ray-address", metavar="URL", help="of the cluster: http://head:8265 (ray)")
     add("--kind", metavar="KIND", help="job, jobset or trainjob (kubernetes)")
-    add("--restarts", type=whole(0), metavar="N", help="begin again when a node is lost (ray, kubernetes)")
+    add(
+        "--restarts",
+        type=whole(0),
+        metavar="N",
+        help="begin again when a node is lost (ray, kubernetes)",
+    )
     add("--project", metavar="ID", help="who pays (vertex)")
     add("--region", metavar="NAME", help="where: us-central1 (vertex)")
     add("--machine-type", metavar="TYPE", help="of each task: n1-standard-4 (vertex)")
