@@ -11,8 +11,9 @@ import torch
 
 from stratagem.cluster.membership import Failure, Member, Membership
 from stratagem.data.streams import RngStates
-from stratagem.errors import ReplicaFailed
+from stratagem.errors import ReplicaError, ReplicaFailed
 from stratagem.replicas import follower
+from stratagem.replicas.pool import Pool
 from stratagem.replicas.zygote import how_it_ended
 from stratagem.training.placement import Placement, sit
 from stratagem.training.replica import current_replica, set_called
@@ -72,3 +73,13 @@ def failure(name: str, answer: follower.CallResult) -> ReplicaFailed:
         f"{answer.text}",
         name,
     )
+
+
+def checked(pool: Pool, answers: list[follower.CallResult]) -> list[Any]:
+    """What a call has come to on each follower; the first failure is raised."""
+    for one, answer in zip(pool.followers, answers, strict=True):
+        if isinstance(answer.error, ReplicaError):
+            raise answer.error  # it only passes on what happened to another
+        if answer.failed:
+            raise failure(one.name, answer) from answer.error
+    return [answer.value for answer in answers]

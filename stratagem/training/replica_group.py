@@ -35,13 +35,13 @@ from stratagem.errors import (
     UsageError,
 )
 from stratagem.figures.recorder import event
-from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool
 from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
 from stratagem.training.elastic import Again, Elastic, Tries
 from stratagem.training.group_followers import (
     LocalMembership,
+    checked,
     epitaph,
     failure,
     run_call,
@@ -171,7 +171,7 @@ class ReplicaGroup:
         replica = sit(placement, membership)
         replica.barrier()  # nobody may let go of what the others are about to map
         if self._pool is not None:
-            self._check(self._pool.collect(membership.raise_if_trouble))
+            checked(self._pool, self._pool.collect(membership.raise_if_trouble))
         self.size = placement.size
         return replica
 
@@ -313,21 +313,15 @@ class ReplicaGroup:
         if self._pool is None or self.replica is None:
             return [mine]
         try:
-            return [mine, *self._check(self._pool.collect(self.replica.membership.raise_if_gone))]
+            return [
+                mine,
+                *checked(self._pool, self._pool.collect(self.replica.membership.raise_if_gone)),
+            ]
         except (ReplicaLost, ReplicaStalled) as error:
             if not done:
                 raise
             log.warning("%s It had done its part.", self._fall(error))
             return [mine]
-
-    def _check(self, answers: list[follower.CallResult]) -> list[Any]:
-        assert self._pool is not None
-        for one, answer in zip(self._pool.followers, answers, strict=True):
-            if isinstance(answer.error, ReplicaError):
-                raise answer.error  # it only passes on what happened to another
-            if answer.failed:
-                raise failure(one.name, answer) from answer.error
-        return [answer.value for answer in answers]
 
     # --- coming apart -----------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -180,13 +179,6 @@ class KubernetesSite:
         self.hosts.close()
 
 
-def _own_address() -> str:
-    """The address that this machine has towards others."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect(("192.0.2.1", 9))  # sends nothing
-        return str(sock.getsockname()[0])
-
-
 class RaySite:
     """Two nodes of a real Ray, which lies in the folder STRATAGEM_TEST_RAY."""
 
@@ -195,7 +187,7 @@ class RaySite:
     def __init__(self, folder: Path, packages: Path) -> None:
         self.folder = folder
         self._port, head = free_ports(2)
-        self.address = f"{_own_address()}:{head}"  # Ray takes it for 127.0.0.1, too
+        self.address = f"127.0.0.1:{head}"
         self._temp = tempfile.mkdtemp(prefix="r", dir="/tmp")  # names of sockets are short
         self._environ = {
             "PYTHONPATH": f"{packages}:{ROOT}",
@@ -210,8 +202,7 @@ class RaySite:
             dashboard = f"--dashboard-port={self._port}"
             self._node("--head", f"--port={head}", dashboard, f"--temp-dir={self._temp}")
             wait_for(self._answers, 120)
-            self._node(f"--address={self.address}", "--node-ip-address=127.0.0.2")
-            wait_for(lambda: self._count() == 2, 120)
+            self._node(f"--address=127.0.0.1:{head}", "--node-ip-address=127.0.0.2")
         except BaseException:
             self.close()
             raise
@@ -219,6 +210,8 @@ class RaySite:
     def _node(self, *options: str) -> None:
         common = ["--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats"]
         common += ["--min-worker-port=40000", "--max-worker-port=44999"]  # none of the tests' own
+        if not any("node-ip" in option for option in options):
+            common.append("--node-ip-address=127.0.0.1")
         node = subprocess.Popen(
             ["ray", "start", "--block", *options, *common],
             env={**os.environ, **self._environ},
@@ -234,12 +227,6 @@ class RaySite:
                 return True
         except OSError:
             return False
-
-    def _count(self) -> int:
-        """How many nodes there are."""
-        assert self._nodes[1].poll() is None, (self.folder / "ray.log").read_text()
-        with urlopen(f"http://127.0.0.1:{self._port}/nodes?view=summary", timeout=20) as answer:
-            return len(json.load(answer)["data"]["summary"])
 
     def options(self) -> list[str]:
         return ["--on", "ray"]

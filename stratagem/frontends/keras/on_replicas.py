@@ -5,9 +5,6 @@ The chief says a verb, with the rows that it is about, and every replica does it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import keras
@@ -15,188 +12,22 @@ import torch
 from torch import Tensor
 
 from stratagem.data.shares import rows
-from stratagem.errors import NotDistributable, UsageError
+from stratagem.errors import UsageError
 from stratagem.frontends.keras.adapter import (
     KerasAdapter,
     device_name,
-    kept,
-    replica_progress,
-    roll_dice,
-    take_progress,
     trainable,
 )
 from stratagem.frontends.keras.attributes import Attributes
 from stratagem.frontends.keras.callback_needs import from_chief, portable
-from stratagem.frontends.keras.denominators import SharedPart, synchronise
 from stratagem.frontends.keras.driver import STEPS, Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
+from stratagem.frontends.keras.replica_steps import ReplicaSteps
 from stratagem.frontends.keras.row_check import CheckSchedule
 from stratagem.frontends.keras.step_logs import flat, nested
 from stratagem.replicas import follower
-from stratagem.state.keras_stepper import fuse
-from stratagem.state.write_tracker import WriteTracker
 from stratagem.training.command_loop import END, CommandLoop
-from stratagem.training.exchange import GradientExchange, open_exchange
-from stratagem.training.lossy_wire import check_optimizer, load_kept
 from stratagem.training.replica import Replica, current_replica
-from stratagem.training.replica_state import own_of
-from stratagem.training.settings import Settings
-from stratagem.training.step_figures import figures_of
-from stratagem.wire.tree import broadcast_tree, gather_tree
-
-
-class ReplicaSteps:
-    """What one replica does when the chief says a verb; its committer is the all-reduce."""
-
-    def __init__(self, model: Any, replica: Replica, settings: Settings) -> None:
-        self.adapter = adapter = KerasAdapter(model, SharedPart(replica), updates=True)
-        self.settings = settings
-        self._figures = figures_of(replica)
-        for optimizer in adapter.optimizers:
-            fuse(optimizer)
-        self.committer: GradientExchange | None = None
-        self._unsync: Callable[[], None] | None = None
-        #: whether a training step is under way, when BatchNorm layers meet
-        self.active = False
-        self._trained = False
-        #: of all replicas, from a backup: what their committers go on from
-        self._kept: list[dict[str, Any]] = []
-        self._trainable: list[bool] = []
-        self.verbs: dict[str, Callable[..., Any]] = {
-            "become": self.become,
-            "follow": self.follow,
-            "take": adapter.take,
-            "train": self.train,
-            "test": partial(self.together, adapter.test),
-            "predict": partial(self.together, adapter.predict),
-            "logs": adapter.logs,
-            "reset": adapter.metrics.begin,
-            "drain": adapter.drain,
-            "average": self.average,
-            "progress": self.progress,
-            "go_on": self.go_on,
-        }
-
-    def become(self, told: dict[str, Any]) -> None:
-        """Be as the chief's copy, but for random numbers."""
-        self.adapter.become(told)
-        replica = self.adapter.replica
-        if not replica.is_chief:
-            roll_dice(self.adapter.model, told["seed"], replica.index)
-
-    def follow(self, changes: list[Any], trained: list[bool]) -> None:
-        """Take over what was changed on the chief; another set of gradients is added up then."""
-        self.adapter.follow(changes, trained)
-        if trained != self._trainable and self.committer is not None:
-            self.committer.meet()
-            mine = self.committer.state()  # goes on with the parameters that are left
-            self._kept = gather_tree(self.adapter.replica.collective, mine)
-            self.close()
-        self._trainable = trained
-
-    def train(self, data: Any, total: int) -> Any:
-        adapter = self.adapter
-        if self.committer is None:
-            self._open()
-        adapter.mode(True)
-        adapter.part.begin(total, total)
-        self.active = self._trained = True
-        try:
-            with nullcontext() if self.committer is None else self._adding(self.committer):
-                result = adapter.play("train_step", data)
-        finally:
-            self.active = False
-        if self.committer is not None:
-            self.committer.sync()
-        self._figures.step(adapter.replica.share.examples)
-        if total < adapter.replica.count:
-            self._share_state()
-        return result
-
-    def _open(self) -> None:
-        """Hooks on the gradients, and on BatchNorm layers where they are to be synchronised."""
-        model, replica = self.adapter.model, self.adapter.replica
-        # by their place: the paths of a model that is built once more are others
-        places = {id(v): i for i, v in enumerate(model.variables)}
-        trained = model.trainable_variables
-        named = [(f"{v.name} (variable {places[id(v)]})", v.value) for v in trained]
-        self._trainable = trainable(model)
-        if not named:
-            return  # Keras trains nothing then, and counts
-        check_optimizer(self.settings, model.optimizer, replica)
-        self.committer = self._exchange(named)
-        self.committer.optimizer = model.optimizer
-        load_kept(self.committer, self._kept)
-        self._kept = []
-        self.committer.armed = False
-        if self.settings.sync_batchnorm:
-            self._unsync = synchronise(model, replica, lambda: self.active)
-
-    def _exchange(self, named: Sequence[tuple[str, Any]]) -> GradientExchange:
-        """What adds the gradients up. Collective."""
-        return open_exchange(named, self.adapter.replica, self.settings, every_backward=True)
-
-    @contextmanager
-    def _adding(self, exchange: GradientExchange) -> Iterator[None]:
-        """While a step trains: what backward makes is added up over the replicas."""
-        exchange.armed, reduced = True, exchange.finished
-        weights = WriteTracker(exchange.buckets.params)
-        try:
-            yield
-        finally:
-            exchange.armed = False
-        if exchange.finished == reduced and weights.written():
-            raise NotDistributable(
-                "train_step changed the weights without loss.backward(), so the replicas could "
-                "not add their gradients up; call loss.backward() and take the gradients from "
-                "[v.value.grad for v in self.trainable_weights]."
-            )
-
-    @torch.no_grad()
-    def _share_state(self) -> None:
-        """Replicas that had no example take over what the chief's layers have kept in mind."""
-        state, replica = kept(self.adapter.model), self.adapter.replica
-        if state:
-            told = broadcast_tree(replica.collective, [t.detach() for t in state])
-            if not replica.share.examples:
-                for mine, theirs in zip(state, told, strict=True):
-                    mine.copy_(theirs)
-
-    def average(self) -> None:
-        if self._trained:
-            self.together(self.adapter.average)
-
-    def together(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Do it when all copies are alike. Collective."""
-        if self.committer is not None:
-            self.committer.meet()
-        return act(*arguments)
-
-    def progress(self) -> list[Any]:
-        """What every replica has of its own. Collective."""
-        adapter = self.adapter
-        mine = replica_progress(adapter.model, adapter.replica)
-        mine["residuals"] = {} if self.committer is None else self.committer.state()
-        return gather_tree(adapter.replica.collective, mine)
-
-    def go_on(self, saved: list[Any]) -> None:
-        """All but residuals as another than the chief, which did so before it read its data."""
-        adapter = self.adapter
-        self._kept = [each.get("residuals", {}) for each in saved]
-        if self.committer is not None:
-            load_kept(self.committer, self._kept)
-            self._kept = []
-        if not adapter.replica.is_chief:
-            take_progress(adapter.model, own_of(saved, adapter.replica), adapter.replica)
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        if self.committer is not None:
-            self.committer.close()
-            self.committer = None
-        if self._unsync is not None:
-            self._unsync()
-            self._unsync = None
 
 
 class OnReplicas:

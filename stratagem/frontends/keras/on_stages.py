@@ -20,8 +20,9 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.adapter import kept, own_variables, trainable
 from stratagem.frontends.keras.driver import Call
 from stratagem.frontends.keras.model_graph import functional, layer_graph
-from stratagem.frontends.keras.on_replicas import OnReplicas, ReplicaSteps
+from stratagem.frontends.keras.on_replicas import OnReplicas
 from stratagem.frontends.keras.owned_update import refuse_optimizer, slots, square, update
+from stratagem.frontends.keras.replica_steps import ReplicaSteps
 from stratagem.frontends.keras.stage_batch import StageBatch
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.rules.schedules import SCHEDULES

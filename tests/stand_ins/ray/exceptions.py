@@ -1,0 +1,6 @@
+class RayActorError(Exception):
+    pass
+
+
+class RayTaskError(Exception):
+    pass
