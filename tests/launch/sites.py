@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -174,6 +175,13 @@ class KubernetesSite:
             stderr=subprocess.STDOUT,
         )
 
+    def lose(self, task: str) -> None:
+        """Kill the pod of a task."""
+        role, _, index = task.partition("-")
+        alive = (pod for pod in self.server.pods if pod.code is None)
+        (pod,) = (pod for pod in alive if f"-{role}-0-{index}-" in pod.name)
+        pod.end(signal.SIGKILL)
+
     def close(self) -> None:
         self.server.close()
         self.hosts.close()
@@ -248,6 +256,14 @@ class RaySite:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
+
+    def lose(self, task: str) -> None:
+        """Kill the actor above a task, which is of this machine's processes."""
+        place = int((self.folder / f"pid-{task}").read_text())
+        while b"TaskPlace" not in Path(f"/proc/{place}/cmdline").read_bytes():
+            place = int(Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()[1])
+            assert place > 1, "it is no child of an actor"
+        os.kill(place, signal.SIGKILL)
 
     def close(self) -> None:
         for node in reversed(self._nodes):
