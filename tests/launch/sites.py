@@ -211,6 +211,8 @@ class RaySite:
             self._node("--head", f"--port={head}", dashboard, f"--temp-dir={self._temp}")
             wait_for(self._answers, 120)
             self._node(f"--address=127.0.0.1:{head}", "--node-ip-address=127.0.0.2")
+            # as it comes it clears what jobs before it have in the folder that both share
+            wait_for(lambda: self._count() == 2, 120)
         except BaseException:
             self.close()
             raise
@@ -235,6 +237,12 @@ class RaySite:
                 return True
         except OSError:
             return False
+
+    def _count(self) -> int:
+        """How many nodes there are."""
+        assert self._nodes[1].poll() is None, (self.folder / "ray.log").read_text()
+        with urlopen(f"http://127.0.0.1:{self._port}/nodes?view=summary", timeout=20) as answer:
+            return len(json.load(answer)["data"]["summary"])
 
     def options(self) -> list[str]:
         return ["--on", "ray"]
