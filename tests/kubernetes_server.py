@@ -114,10 +114,11 @@ class Pod:
         self.ended = f"{_now()[:19]}Z"  # Kubernetes has whole seconds
         self.code = code if code >= 0 else 128 - code
 
-    def end(self) -> None:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """By its number on this machine; on its own host it has another."""
         below = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         for pid in below.split():
-            os.kill(int(pid), signal.SIGTERM)
+            os.kill(int(pid), number)
 
     def to_json(self) -> dict[str, Any]:
         state: dict[str, Any] = {"running": {}}

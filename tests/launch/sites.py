@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -174,6 +175,13 @@ class KubernetesSite:
             stderr=subprocess.STDOUT,
         )
 
+    def lose(self, task: str) -> None:
+        """Kill the pod of a task."""
+        role, _, index = task.partition("-")
+        alive = (pod for pod in self.server.pods if pod.code is None)
+        (pod,) = (pod for pod in alive if f"-{role}-0-{index}-" in pod.name)
+        pod.end(signal.SIGKILL)
+
     def close(self) -> None:
         self.server.close()
         self.hosts.close()
@@ -203,6 +211,8 @@ class RaySite:
             self._node("--head", f"--port={head}", dashboard, f"--temp-dir={self._temp}")
             wait_for(self._answers, 120)
             self._node(f"--address=127.0.0.1:{head}", "--node-ip-address=127.0.0.2")
+            # as it comes it clears what jobs before it have in the folder that both share
+            wait_for(lambda: self._count() == 2, 120)
         except BaseException:
             self.close()
             raise
@@ -228,6 +238,12 @@ class RaySite:
         except OSError:
             return False
 
+    def _count(self) -> int:
+        """How many nodes there are."""
+        assert self._nodes[1].poll() is None, (self.folder / "ray.log").read_text()
+        with urlopen(f"http://127.0.0.1:{self._port}/nodes?view=summary", timeout=20) as answer:
+            return len(json.load(answer)["data"]["summary"])
+
     def options(self) -> list[str]:
         return ["--on", "ray"]
 
@@ -248,6 +264,14 @@ class RaySite:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
+
+    def lose(self, task: str) -> None:
+        """Kill the actor above a task, which is of this machine's processes."""
+        place = int((self.folder / f"pid-{task}").read_text())
+        while b"TaskPlace" not in Path(f"/proc/{place}/cmdline").read_bytes():
+            place = int(Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()[1])
+            assert place > 1, "it is no child of an actor"
+        os.kill(place, signal.SIGKILL)
 
     def close(self) -> None:
         for node in reversed(self._nodes):

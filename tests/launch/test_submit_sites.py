@@ -281,15 +281,11 @@ def test_a_place_that_is_lost_is_taken_anew(there: Any) -> None:
     job = ["submit", *there.options(), *kind, "--workers", "2", "--follow"]
     code, said = finished(there.start(*job, "train.py", "quiet", "0"))
     assert code == 0, said
-    (there.folder / "step-worker-1").unlink(missing_ok=True)
+    (there.folder / "step-worker-0").unlink(missing_ok=True)
     client = there.start(*job, "--restarts", "1", "train.py", "lost", "0.15")
-    wait_for(lambda: (there.folder / "step-worker-1").exists(), 60)
+    wait_for(lambda: (there.folder / "step-worker-0").exists(), 60)
     time.sleep(1.5)
-    place = int((there.folder / "pid-worker-1").read_text())
-    while there.name == "ray" and "TaskPlace" not in " ".join(_words(Path(f"/proc/{place}"))):
-        assert place > 1, "it is no child of an actor"
-        place = int(Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(place, signal.SIGKILL)
+    there.lose("worker-1")
     code, said = finished(client, 180)
     assert code == 0, said
     assert there.name != "ray" or "waiting: to begin again" in said, said
