@@ -98,6 +98,7 @@ def main() -> None:
         for k in args.chunks.split(",")
     }
     arms = alone | columns
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.stages * args.threads])
     rounds = [{arm: measured(*work) for arm, work in arms.items()} for _ in range(args.rounds)]
     ms = {arm: 1000 * statistics.median(each[arm] for each in rounds) for arm in arms}
     best = min(alone, key=ms.__getitem__)
