@@ -143,9 +143,8 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.stages])  # a core a stage
     rounds = [{arm: measured(arm, args, 29600 + r) for arm in arms} for r in range(args.rounds)]
     stages, m = args.stages, args.microbatches
-    print(
-        f"{platform.machine()}, {stages} of {os.cpu_count()} cores, torch {torch.__version__}, {stages} stages"
-    )
+    machine = f"{platform.machine()}, {stages} of {os.cpu_count()} cores"
+    print(f"{machine}, torch {torch.__version__}, {stages} stages")
     print(f"{m} microbatches of {BATCH // m} rows, {args.rounds} rounds; the bubble's limit is")
     print(f"{(m + stages - 1) / (stages * m):.3f} of one device\n")
     print("| arm | ms a step | of one device | of torch 1F1B |\n| --- | --- | --- | --- |")
