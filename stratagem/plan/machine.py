@@ -58,7 +58,8 @@ def measure_hardware(device: str = "cpu") -> Hardware:
         adding, updating = _adding(), _updating()
     finally:
         torch.set_num_threads(threads)
-    gpus = KINDS["cuda"].count() if device.startswith("cuda") else 0
+    cuda = KINDS["cuda"]
+    gpus = cuda.count() if device.startswith("cuda") else 0
     local = _between_gpus(gpus) if gpus else adding
     return Hardware(
         per_host=gpus or cores(),
@@ -66,7 +67,7 @@ def measure_hardware(device: str = "cpu") -> Hardware:
         local_latency=_round_trip() / 2,
         update=updating,
         cores=cores(),
-        memory=float(torch.cuda.mem_get_info()[1]) if gpus else None,
+        memory=cuda.memory(cuda.place(0)) if gpus else None,
         host_memory=all_memory(),
     )
 

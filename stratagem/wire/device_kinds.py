@@ -60,6 +60,10 @@ class DeviceKind:
     def use(self, device: torch.device) -> None:
         """Make it this thread's own."""
 
+    def memory(self, device: torch.device) -> float | None:
+        """Bytes of memory that the device has of its own."""
+        return None
+
     def limit_memory(self, device: torch.device, fraction: Any) -> None:
         """Keep to a part of its memory; `fraction` makes it of the whole."""
 
@@ -109,6 +113,9 @@ class CudaKind(DeviceKind):
     def use(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
         _in_use[:] = [device.index or 0]
+
+    def memory(self, device: torch.device) -> float | None:
+        return float(torch.cuda.mem_get_info(device)[1])
 
     def limit_memory(self, device: torch.device, fraction: Any) -> None:
         total = torch.cuda.get_device_properties(device).total_memory
