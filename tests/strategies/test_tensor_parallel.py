@@ -173,6 +173,28 @@ def test_dropout_draws_what_one_device_draws(group: Group) -> None:
     assert distance(found[0], fitted(None, Words().double(), x, y, batch=9).module) > 1e-3
 
 
+class Padded(Words):
+    """Rows begin with padding, and see what came before: their first words see nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ahead = torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)
+        padding = torch.zeros(x.shape, dtype=torch.float64).masked_fill(x == 0, -torch.inf)
+        found = self.encoder(self.embedding(x), mask=ahead, src_key_padding_mask=padding)
+        out: Tensor = self.head(found)
+        return out[:, -1]
+
+
+def test_dropout_of_a_query_that_sees_no_key(group: Group) -> None:
+    module, (x, y) = Padded(0.4).double(), texts()
+    x = x.clamp(1)
+    x[9:12, :2] = 0
+    found = []
+    for on in (None, group(2)):
+        torch.manual_seed(7)
+        found.append(fitted(on, module, x, y[:, -1], batch=9).module)
+    assert distance(found[0], found[1]) < 1e-12 and moved(module, found[0])
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_clipping_by_the_norm_of_all_parts_and_accumulation(group: Group, accumulate: int) -> None:
     module, (x, y) = net(), doubles(75)
@@ -226,6 +248,53 @@ def test_a_loss_with_parameters_of_the_model(group: Group) -> None:
         found.append(model.module)
     assert distance(found[0], found[1]) < 1e-8
     assert abs(float(found[0].loss.heat.detach()) - 1) > 1e-4  # type: ignore[union-attr,operator,arg-type]
+
+
+class Reaching(nn.Module):
+    """Its last layer, which is not traced, takes the weight of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding, self.middle = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.last = Reach(self.embedding)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(torch.tanh(self.middle(self.embedding(x))))
+
+
+class Reach(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.taken = [embedding]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.detach().sum()) == 1e9 else x @ self.taken[0].weight.T
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_gradients_that_reach_a_divided_parameter_past_its_layer(
+    group: Group, clip_norm: float | None
+) -> None:
+    """A penalty in a loss that is a function, and a layer that uses another's weight."""
+    x, y = doubles(33)
+
+    def penalised(on: sg.Strategy | None) -> nn.Module:
+        module = net()
+
+        def loss(output: Tensor, y: Tensor) -> Tensor:
+            penalty = torch.stack([p.square().sum() for p in module.parameters()]).sum()
+            return F.cross_entropy(output, y) + 0.1 * penalty
+
+        model = sg.Model(module, on)
+        model.compile(optimizer=sgd, loss=loss, clip_norm=clip_norm)
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        return model.module
+
+    assert distance(penalised(None), penalised(group(2))) < (1e-12 if clip_norm is None else 1e-8)
+    words = torch.arange(33) % 11
+    one, two = (fitted(on, Reaching().double(), words, y) for on in (None, group(2)))
+    assert distance(one.module, two.module) < 1e-12 and moved(Reaching().double(), one.module)
 
 
 def test_plans_that_are_given(group: Group) -> None:
