@@ -326,6 +326,22 @@ def test_streams_validation_and_a_second_fit(group: Group) -> None:
     assert found[0][1][1] == pytest.approx(found[1][1][1], abs=1e-6)
 
 
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_rows_that_look_at_each_other_are_trained_and_not_validated(group: Group) -> None:
+    """Training sees whole batches; a validation shares rows out, as `evaluate` does."""
+    module, (x, y) = nn.Sequential(net(), Centred()), doubles(32)
+    for on in (group(2), sg.PipelineStrategy(cpus(2), 1)):
+        one = fitted(None, module, x, y)
+        assert distance(one.module, fitted(on, module, x, y).module) < 1e-12
+        with pytest.raises(sg.StratagemError, match="other rows"):
+            fitted(on, module, x, y, fit={"validation_data": (x, y)})
+    on.close()
+
+
 def test_one_plain_file_and_its_optimizer(group: Group, tmp_path: Path) -> None:
     """Saved by two processes, gone on with by one device, three, and a mirrored strategy."""
     module, (x, y) = net(), doubles(48)

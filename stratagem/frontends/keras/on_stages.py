@@ -53,11 +53,10 @@ class OnStages(OnReplicas):
             check(self._driver.model, settings.pipeline, group.size)
         return super().start(call)
 
-    def shares(self) -> tuple[int, bool]:
-        """Rows of one microbatch may look at each other."""
-        pipeline = self._driver.strategy.settings.pipeline
-        assert pipeline is not None
-        return (1 if pipeline.microbatches == 1 else self.adapter.replica.count), False
+    def shares(self, step: str) -> tuple[int, bool]:
+        """Rows of one microbatch may look at each other; tests and predictions share rows out."""
+        whole = step == "train_step" and self._driver.strategy.settings.whole_batches
+        return (1 if whole else self.adapter.replica.count), False
 
 
 class StageSteps(ReplicaSteps):

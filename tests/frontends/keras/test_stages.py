@@ -239,6 +239,24 @@ def test_batch_normalization_with_one_microbatch(pipe: Pipe) -> None:
     same(pipe(2, 2), frozen, x, y)
 
 
+class Centred(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, axis=0)
+
+
+def test_rows_that_look_at_each_other_with_one_microbatch(pipe: Pipe) -> None:
+    """Trained as on one device; what shares rows out is refused."""
+    x, y = numbers(37)
+    model = same(pipe(2, 1), stacked(Centred()), x, y)
+    for call in (
+        lambda: model.predict(x, verbose=0),
+        lambda: model.evaluate(x, y, verbose=0),
+        lambda: model.fit(x, y, verbose=0, validation_data=(x, y)),
+    ):
+        with pytest.raises(sg.NotDistributable, match="other rows"):
+            call()
+
+
 def test_dropout_draws_by_microbatch_and_layer(pipe: Pipe) -> None:
     """Repeatable, and the same for every split and schedule; another draw each step."""
 
