@@ -132,6 +132,42 @@ def test_convolutions_and_batch_norm(group: Group, devices: int) -> None:
     assert torch.allclose(torch.as_tensor(model.predict(x)), one(x), atol=1e-10)
 
 
+class Line(nn.Module):
+    """Of any length, unless the linear layer takes all that it has."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.conv, self.hidden, self.head = nn.Conv1d(2, 6, 1), nn.Linear(width, 5), nn.Linear(5, 3)
+        self.mean = width == 1
+
+    def forward(self, x: Tensor) -> Any:
+        x = F.relu(self.conv(x)).flatten(1)
+        return self.head(torch.tanh(self.hidden(x.mean(1, keepdim=True) if self.mean else x)))
+
+
+def lines(*lengths: int) -> list[Any]:
+    dice = torch.Generator().manual_seed(0)
+    y = torch.arange(8) % 3
+    return [(torch.randn(8, 2, each, generator=dice).double(), y) for each in lengths]
+
+
+def test_flattened_channels_of_batches_of_several_lengths(group: Group) -> None:
+    for batches in (lines(10, 6, 6, 4), lines(6, 10)):
+        module = Line().double()
+        for part in (False, True):
+            module.conv.requires_grad_(part)
+            one, two = (fitted(on, module, batches, batch=None) for on in (None, group(2)))
+            assert distance(one.module, two.module) < 1e-12 and moved(module, one.module)
+
+
+def test_a_batch_that_is_too_short_for_the_model(group: Group) -> None:
+    """Refused, since one device refuses it: parts of another size are not put together."""
+    on = group(plan={"hidden": "columns"})
+    with pytest.raises(sg.StratagemError, match=r"12 elements of axis 1.*first batch had 18"):
+        fitted(on, Line(36).double(), lines(6, 4), batch=None)
+
+
 class Words(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
