@@ -269,7 +269,7 @@ def _check_layers(model: Any, pipeline: Pipeline) -> None:
                 'LayerNormalization, or microbatches=1, or say batch_norm="microbatch" to have it '
                 "normalise over microbatches, unlike one device."
             )
-        counts = not isinstance(layer, keras.Model) and layer._metrics  # as Keras counts
+        counts = not isinstance(layer, keras.Model) and layer.metrics  # as Keras counts
         if pipeline.microbatches != 1 and counts:
             raise NotDistributable(
                 f"layer {layer.name!r} has a metric of its own, which would count microbatches "
