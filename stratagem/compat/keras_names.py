@@ -23,6 +23,7 @@ PRIVATE = {
     "DynamicBackend._backend": "an object that pickles by its argument",
     "Layer._flatten_layers": "every layer of a model, with those inside of layers",
     "Layer._losses": "losses that a layer has added",
+    "Layer._clear_losses": "forgets them, also those of layers inside",
     "Layer._torch_params": "a second home of the variables, which is made again on demand",
     "Layer._track_variables": "gives variables of a late build() to torch",
     "Model._loss_tracker": "the metric that is the loss",

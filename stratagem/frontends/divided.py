@@ -174,6 +174,7 @@ class Divided(OneDevice):
     def update(self) -> None:
         """Clip by the norm of everybody's parts, step, and wait until everybody has."""
         assert self._parts is not None and self._update is not None
+        self._take_direct_gradients(self._parts)
         leaves = [part.leaf for part in self._parts.own if part.leaf.grad is not None]
         square = 0.0
         if self.recipe.clip_norm is not None:
@@ -186,6 +187,14 @@ class Divided(OneDevice):
         self._clip(leaves, math.sqrt(sum(square for *_, square in told)))
         self._update.step()
         self.forget_gradients()
+
+    def _take_direct_gradients(self, parts: OwnParts) -> None:
+        """Add what reached a divided parameter past its layer, as a penalty in the loss does; all
+        processes have computed all of it."""
+        for part in parts.own:
+            if part.division is not None and part.param.grad is not None:
+                more = part.division.part(part.param.grad.contiguous(), self.replica.index)
+                part.leaf.grad = more if part.leaf.grad is None else part.leaf.grad + more
 
     def _check_alike(self, values: list[float]) -> None:
         """Refuse to go on where processes have come apart."""

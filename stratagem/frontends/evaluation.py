@@ -34,7 +34,7 @@ class Evaluation:
     recipe: Recipe
     source: Source
     steps: int | None = None
-    #: whether rows have been tried: `fit` has done so when it validates
+    #: whether rows have been tried: `fit` has done so when it validates, where it shares rows out
     tried: bool = False
     #: on the chief only
     meter: ProgressMeter | None = None

@@ -7,7 +7,7 @@ from stratagem.frontends import divided, hooks, server_fit, staged
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.sources import Source
 from stratagem.strategies.strategy import Strategy
-from stratagem.training.setup import refuse_renormed
+from stratagem.training.setup import refuse_frequencies, refuse_renormed
 
 
 def check_fit(job: Fit, strategy: Strategy) -> None:
@@ -21,6 +21,8 @@ def check_fit(job: Fit, strategy: Strategy) -> None:
         hooks.refuse_autocast()
     if size > 1 or strategy.served:
         refuse_renormed(job.module)
+        if not strategy.settings.whole_batches:
+            refuse_frequencies(job.module)
     if strategy.served:
         server_fit.check(job)
     if size > 1 and strategy.settings.pipeline is not None:

@@ -111,7 +111,7 @@ class Fit:
             self.recipe,
             source,
             self.validation_steps,
-            tried=True,
+            tried=not self.settings.whole_batches,
             callbacks=self.callbacks,
             between=self.between_tests,
         )

@@ -97,10 +97,7 @@ class ReplicaSide:
         mine = [job.between_steps, job.around_tests, job.between_tests, job.saves, tried]
         listening = map(bool, broadcast_tree(replica.collective, mine))
         job.between_steps, job.around_tests, job.between_tests, job.saves, tried = listening
-        pipeline = job.settings.pipeline
-        one_piece = pipeline is not None and pipeline.microbatches == pipeline.data == 1
-        one_piece = one_piece or job.settings.tensor is not None
-        self._check.open = self._check.open and not tried and not one_piece
+        self._check.open = self._check.open and not tried and not job.settings.whole_batches
 
     def _prepare(self) -> None:
         job, replica = self.job, self.replica

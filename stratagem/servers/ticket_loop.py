@@ -43,7 +43,7 @@ from stratagem.training.custom_loop import LossReader, read_losses
 from stratagem.training.prepare import Prepared, to_device
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
-from stratagem.training.setup import refuse_renormed
+from stratagem.training.setup import refuse_frequencies, refuse_renormed
 
 
 def prepare_served(
@@ -101,6 +101,7 @@ def _check(model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
     check_sampler(loader)
     _check_optimizer(model, optimizer)
     refuse_renormed(model)
+    refuse_frequencies(model)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

@@ -103,6 +103,7 @@ def join_gradients(
     _check_optimizer(model, optimizer)
     check_optimizer(settings, optimizer, replica)
     setup.refuse_renormed(model)
+    setup.refuse_frequencies(model)
     look |= fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=True)
     fingerprint.check(replica, "prepare", look)
     setup.align(model, replica)

@@ -86,6 +86,14 @@ class Settings:
         return self.pipeline is not None or self.tensor is not None
 
     @property
+    def whole_batches(self) -> bool:
+        """Whether a training step has all rows of a batch in one piece, so that they may look at
+        each other; an evaluation shares them out all the same."""
+        pipeline = self.pipeline
+        one_piece = pipeline is not None and pipeline.microbatches == pipeline.data == 1
+        return one_piece or self.tensor is not None
+
+    @property
     def rounding(self) -> str | None:
         """`wire` as the name of a type; servers take no other."""
         return self.wire if isinstance(self.wire, str) else None

@@ -92,6 +92,19 @@ def refuse_renormed(module: nn.Module) -> None:
             )
 
 
+def refuse_frequencies(module: nn.Module) -> None:
+    """Refuse layers whose gradient counts how often the batch has each row: a share, or a
+    microbatch, has it less often."""
+    for name, part in module.named_modules():
+        if getattr(part, "scale_grad_by_freq", False):
+            raise NotDistributable(
+                f"{name or type(part).__name__!r} has scale_grad_by_freq=True, which divides the "
+                "gradient of a row by how often the whole batch has it, and a replica or a "
+                "microbatch has a part of the batch; leave it out, or use one device, a "
+                "TensorParallelStrategy, or a PipelineStrategy with microbatches=1."
+            )
+
+
 def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """Without the repetitions of `expand`, in which one number stands for many."""
     strides = (tensor if like is None else like).stride()

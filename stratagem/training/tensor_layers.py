@@ -208,7 +208,7 @@ class DividedAttention(nn.Module):
         mask = self._mask(attn_mask, key_padding_mask, q)
         if layer.training and layer.dropout > 0.0:
             scores = q @ k.transpose(-2, -1) / math.sqrt(layer.head_dim)
-            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = _softmax(scores, mask)
             found = dropped(weights, layer.dropout, self._heads, self._group.rank) @ v
         else:
             found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -241,6 +241,14 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype is not torch.bool:
         return mask.to(like.dtype)
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Weights of the keys; all zero for a query that sees none, as in torch's own attention."""
+    if mask is None:
+        return scores.softmax(-1)
+    blind = (mask == -math.inf).all(-1, keepdim=True)
+    return (scores + mask.masked_fill(blind, 0.0)).softmax(-1).masked_fill(blind, 0.0)
 
 
 def divided_layer(

@@ -292,10 +292,25 @@ class _Planner:
     def _flat(self, node: fx.Node, given: Split) -> Use:
         """Channels one after another: a process' features lie together."""
         features = self._shapes[node][-1] if len(self._shapes.get(node, ())) == 2 else 0
-        if given.dim != 1 or not features:
+        if given.dim != 1 or not features or not self._has_length(node, features):
             return Use()
         each = features // given.whole
         return Use("part", given=given, made=Split(1, tuple(b * each for b in given.bounds)))
+
+    def _has_length(self, node: fx.Node, features: int) -> bool:
+        """Whether a flat value has so many features in every batch: only linear layers of as many
+        inputs use it, maybe behind what acts on single elements."""
+        for user in node.users:
+            called = user.op == "call_module"
+            layer = self._graph.module.get_submodule(str(user.target)) if called else None
+            if isinstance(layer, nn.Linear):
+                if layer.in_features != features:
+                    return False
+                continue
+            passes = type(layer) in (*_MODULES, nn.Dropout) or user.target in _FUNCTIONS
+            if not (passes or user.target is F.dropout) or not self._has_length(user, features):
+                return False
+        return bool(node.users)
 
     def _rank(self, node: Any) -> int:
         """How many axes a value has; 0 of what is no tensor."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stratagem.errors import NotDistributable
 from stratagem.figures.meter import METER
 from stratagem.wire.shared_memory import SharedMemoryCollective, SharedTable
 
@@ -53,6 +54,12 @@ class SharedScratch:
 
     def gather(self, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """Everybody's part, put together along an axis on which each has its own size."""
+        if part.shape[dim] != sizes[self.rank]:
+            raise NotDistributable(
+                f"a value that processes divide has {part.shape[dim]} elements of axis {dim} in "
+                f"process {self.rank}, where the first batch had {sizes[self.rank]}; give all "
+                "batches one length, or the layer before it the plan 'replicate'."
+            )
         shapes = [list(part.shape) for _ in sizes]
         for shape, size in zip(shapes, sizes, strict=True):
             shape[dim] = size

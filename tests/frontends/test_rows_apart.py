@@ -265,6 +265,28 @@ def test_rows_that_forward_rewrites(three: sg.MirroredStrategy) -> None:
     trained(None, bag(), "cross_entropy", x, y)
 
 
+def test_gradients_that_count_words_of_the_whole_batch(three: sg.MirroredStrategy) -> None:
+    words = nn.Embedding(10, 4, scale_grad_by_freq=True)
+    module = nn.Sequential(words, nn.Flatten(), nn.Linear(8, 4))
+    x, y = torch.randint(0, 10, (20, 2)), torch.randint(0, 4, (20,))
+
+    def loop() -> None:
+        three.prepare(module, sgd(module.parameters()), DataLoader(TensorDataset(x, y)))
+
+    with pytest.raises(NotDistributable, match="scale_grad_by_freq"):
+        three.run(loop)
+    pipes = [sg.PipelineStrategy(["cpu:0", "cpu:1"], count) for count in (2, 1)]
+    for on in (three, sg.Mesh(2, 2), pipes[0]):
+        with pytest.raises(NotDistributable, match="'0' has scale_grad_by_freq=True"):
+            trained(on, copy.deepcopy(module), "cross_entropy", x, y)
+    one = trained(None, copy.deepcopy(module), "cross_entropy", x, y)
+    with pipes[1], sg.TensorParallelStrategy(["cpu:0", "cpu:1"]) as divided:
+        for on in (pipes[1], divided):
+            model = trained(on, copy.deepcopy(module), "cross_entropy", x, y)
+            for a, b in zip(one.module.parameters(), model.module.parameters(), strict=True):
+                assert torch.allclose(a, b, atol=1e-6)
+
+
 def test_an_optimizer_of_two_models(three: sg.MirroredStrategy) -> None:
     def loop() -> None:
         one, other = nn.Linear(6, 3), nn.Linear(3, 6)

@@ -132,6 +132,42 @@ def test_convolutions_and_batch_norm(group: Group, devices: int) -> None:
     assert torch.allclose(torch.as_tensor(model.predict(x)), one(x), atol=1e-10)
 
 
+class Line(nn.Module):
+    """Of any length, unless the linear layer takes all that it has."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.conv, self.hidden, self.head = nn.Conv1d(2, 6, 1), nn.Linear(width, 5), nn.Linear(5, 3)
+        self.mean = width == 1
+
+    def forward(self, x: Tensor) -> Any:
+        x = F.relu(self.conv(x)).flatten(1)
+        return self.head(torch.tanh(self.hidden(x.mean(1, keepdim=True) if self.mean else x)))
+
+
+def lines(*lengths: int) -> list[Any]:
+    dice = torch.Generator().manual_seed(0)
+    y = torch.arange(8) % 3
+    return [(torch.randn(8, 2, each, generator=dice).double(), y) for each in lengths]
+
+
+def test_flattened_channels_of_batches_of_several_lengths(group: Group) -> None:
+    for batches in (lines(10, 6, 6, 4), lines(6, 10)):
+        module = Line().double()
+        for part in (False, True):
+            module.conv.requires_grad_(part)
+            one, two = (fitted(on, module, batches, batch=None) for on in (None, group(2)))
+            assert distance(one.module, two.module) < 1e-12 and moved(module, one.module)
+
+
+def test_a_batch_that_is_too_short_for_the_model(group: Group) -> None:
+    """Refused, since one device refuses it: parts of another size are not put together."""
+    on = group(plan={"hidden": "columns"})
+    with pytest.raises(sg.StratagemError, match=r"12 elements of axis 1.*first batch had 18"):
+        fitted(on, Line(36).double(), lines(6, 4), batch=None)
+
+
 class Words(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -171,6 +207,28 @@ def test_dropout_draws_what_one_device_draws(group: Group) -> None:
     assert distance(found[0], found[1]) < 1e-12
     assert distance(found[0], found[2]) < 1e-12
     assert distance(found[0], fitted(None, Words().double(), x, y, batch=9).module) > 1e-3
+
+
+class Padded(Words):
+    """Rows begin with padding, and see what came before: their first words see nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ahead = torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)
+        padding = torch.zeros(x.shape, dtype=torch.float64).masked_fill(x == 0, -torch.inf)
+        found = self.encoder(self.embedding(x), mask=ahead, src_key_padding_mask=padding)
+        out: Tensor = self.head(found)
+        return out[:, -1]
+
+
+def test_dropout_of_a_query_that_sees_no_key(group: Group) -> None:
+    module, (x, y) = Padded(0.4).double(), texts()
+    x = x.clamp(1)
+    x[9:12, :2] = 0
+    found = []
+    for on in (None, group(2)):
+        torch.manual_seed(7)
+        found.append(fitted(on, module, x, y[:, -1], batch=9).module)
+    assert distance(found[0], found[1]) < 1e-12 and moved(module, found[0])
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -228,6 +286,53 @@ def test_a_loss_with_parameters_of_the_model(group: Group) -> None:
     assert abs(float(found[0].loss.heat.detach()) - 1) > 1e-4  # type: ignore[union-attr,operator,arg-type]
 
 
+class Reaching(nn.Module):
+    """Its last layer, which is not traced, takes the weight of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding, self.middle = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.last = Reach(self.embedding)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(torch.tanh(self.middle(self.embedding(x))))
+
+
+class Reach(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.taken = [embedding]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.detach().sum()) == 1e9 else x @ self.taken[0].weight.T
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_gradients_that_reach_a_divided_parameter_past_its_layer(
+    group: Group, clip_norm: float | None
+) -> None:
+    """A penalty in a loss that is a function, and a layer that uses another's weight."""
+    x, y = doubles(33)
+
+    def penalised(on: sg.Strategy | None) -> nn.Module:
+        module = net()
+
+        def loss(output: Tensor, y: Tensor) -> Tensor:
+            penalty = torch.stack([p.square().sum() for p in module.parameters()]).sum()
+            return F.cross_entropy(output, y) + 0.1 * penalty
+
+        model = sg.Model(module, on)
+        model.compile(optimizer=sgd, loss=loss, clip_norm=clip_norm)
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        return model.module
+
+    assert distance(penalised(None), penalised(group(2))) < (1e-12 if clip_norm is None else 1e-8)
+    words = torch.arange(33) % 11
+    one, two = (fitted(on, Reaching().double(), words, y) for on in (None, group(2)))
+    assert distance(one.module, two.module) < 1e-12 and moved(Reaching().double(), one.module)
+
+
 def test_plans_that_are_given(group: Group) -> None:
     module, (x, y) = net(), doubles(33)
     one = by_hand(module, sgd, F.cross_entropy, x, y, batch=16)
@@ -255,6 +360,22 @@ def test_streams_validation_and_a_second_fit(group: Group) -> None:
     assert distance(found[0][0], found[1][0]) < 1e-12
     assert found[0][1][0] == pytest.approx(found[1][1][0], abs=1e-9)
     assert found[0][1][1] == pytest.approx(found[1][1][1], abs=1e-6)
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_rows_that_look_at_each_other_are_trained_and_not_validated(group: Group) -> None:
+    """Training sees whole batches; a validation shares rows out, as `evaluate` does."""
+    module, (x, y) = nn.Sequential(net(), Centred()), doubles(32)
+    for on in (group(2), sg.PipelineStrategy(cpus(2), 1)):
+        one = fitted(None, module, x, y)
+        assert distance(one.module, fitted(on, module, x, y).module) < 1e-12
+        with pytest.raises(sg.StratagemError, match="other rows"):
+            fitted(on, module, x, y, fit={"validation_data": (x, y)})
+    on.close()
 
 
 def test_one_plain_file_and_its_optimizer(group: Group, tmp_path: Path) -> None:

@@ -100,8 +100,9 @@ class KerasSide(Protocol):
     def prepare(self, data: Any) -> bool:
         """Before a step all copies are alike; returns whether others have anything to do."""
 
-    def shares(self) -> tuple[int, bool]:
-        """How many share a batch, or 2 and True if their whole batches must add up; 1: neither."""
+    def shares(self, step: str) -> tuple[int, bool]:
+        """How many share a batch of this kind of step, or 2 and True if their whole batches must
+        add up; 1: neither."""
 
     def step(self, name: str, data: Any, total: int) -> Any:
         """Have the batch played; returns what the step returns to Keras."""
@@ -265,7 +266,7 @@ class Driver:
 
     def _check(self, step: str, data: Any, total: int) -> None:
         """Before the first of a kind, and some later ones: whether shares of a batch add up."""
-        (count, apart), adapter = self.side.shares(), self.side.adapter
+        (count, apart), adapter = self.side.shares(step), self.side.adapter
 
         def check() -> bool:
             with self.playing():

@@ -132,7 +132,7 @@ class OnReplicas:
             self._tell("go_on", saved)
         return True
 
-    def shares(self) -> tuple[int, bool]:
+    def shares(self, step: str) -> tuple[int, bool]:
         return self.adapter.replica.count, False
 
     def step(self, name: str, data: Any, total: int) -> Any:

@@ -150,7 +150,7 @@ class OnServers:
             model.optimizer.build(model.trainable_variables)
         return bool(model.trainable_variables)
 
-    def shares(self) -> tuple[int, bool]:
+    def shares(self, step: str) -> tuple[int, bool]:
         updates, workers, replica = self._served.updates, self._served.workers, self.adapter.replica
         parts = workers - updates.spares if isinstance(updates, Synchronous) else 1
         count = max(parts, 1) * (replica.count if in_group(replica) else 1)

@@ -53,11 +53,10 @@ class OnStages(OnReplicas):
             check(self._driver.model, settings.pipeline, group.size)
         return super().start(call)
 
-    def shares(self) -> tuple[int, bool]:
-        """Rows of one microbatch may look at each other."""
-        pipeline = self._driver.strategy.settings.pipeline
-        assert pipeline is not None
-        return (1 if pipeline.microbatches == 1 else self.adapter.replica.count), False
+    def shares(self, step: str) -> tuple[int, bool]:
+        """Rows of one microbatch may look at each other; tests and predictions share rows out."""
+        whole = step == "train_step" and self._driver.strategy.settings.whole_batches
+        return (1 if whole else self.adapter.replica.count), False
 
 
 class StageSteps(ReplicaSteps):
@@ -125,6 +124,7 @@ class StageSteps(ReplicaSteps):
             v for v in model.trainable_variables if used.get(v.value, [0])[0] == replica.index
         ]
         self._ties = TiedGradients(self._collective, params, used)
+        self._state = WriteTracker(kept(model))
         channels = StageChannels(parts, replica.count, self._collective)
         return Stage(graph, parts, replica.index, channels)
 
@@ -133,7 +133,8 @@ class StageSteps(ReplicaSteps):
         known, key = _plans.get(model), (self._pipeline, total, tuple(trainable(model)))
         if known is not None and known[0] == key:
             return known[1]
-        own = [(tensor, tensor.detach().clone()) for tensor in own_variables(model)]
+        touched = [*own_variables(model), *(v.value for v in model.metrics_variables)]
+        own = [(tensor, tensor.detach().clone()) for tensor in touched]
 
         def inputs(count: int) -> list[Tensor]:
             whole = StageBatch(model, self.adapter.replica, data, total, 1).inputs()[0]
@@ -153,7 +154,6 @@ class StageSteps(ReplicaSteps):
     def train(self, data: Any, total: int) -> Any:
         adapter, replica = self.adapter, self.adapter.replica
         adapter.mode(True)
-        first = self._stage is None
         if self._stage is None:
             self._stage = self._begin(data, total)
         adapter.part.begin(total, total)
@@ -162,11 +162,11 @@ class StageSteps(ReplicaSteps):
         seeds, dice = torch.randint(2**62, (batch.count,)).tolist(), torch.get_rng_state()
         schedule = SCHEDULES[self._pipeline.schedule]
         ops = schedule(replica.index, replica.count, batch.count, self._pipeline.parts)
-        state = WriteTracker(kept(adapter.model) if first else ())
+        self._state.mark()
+        adapter.model._clear_losses()
         self._stage.run(ops, batch.inputs(), seeds, batch.judge)
         torch.set_rng_state(dice)
-        if first:
-            self._refuse_effects(state, batch)
+        self._refuse_effects(batch)
         self._ties.send()
         self._check_owned()
         self._finish(batch, total)
@@ -208,10 +208,10 @@ class StageSteps(ReplicaSteps):
                     "layer of its own that is called twice."
                 )
 
-    def _refuse_effects(self, state: WriteTracker, batch: StageBatch) -> None:
+    def _refuse_effects(self, batch: StageBatch) -> None:
         """Layers that keep something in mind would do so once a microbatch, and some add losses."""
         model = self.adapter.model
-        written = state.written()
+        written = self._state.written()
         if written and batch.count > 1 and self._pipeline.batch_norm is None:
             names = [v.path for v in model.non_trainable_weights]
             name = names[written[0]] if written[0] < len(names) else "a buffer"
@@ -268,6 +268,13 @@ def _check_layers(model: Any, pipeline: Pipeline) -> None:
                 "a pipeline cuts batches into microbatches; use GroupNormalization or "
                 'LayerNormalization, or microbatches=1, or say batch_norm="microbatch" to have it '
                 "normalise over microbatches, unlike one device."
+            )
+        counts = not isinstance(layer, keras.Model) and layer.metrics  # as Keras counts
+        if pipeline.microbatches != 1 and counts:
+            raise NotDistributable(
+                f"layer {layer.name!r} has a metric of its own, which would count microbatches "
+                "where one device counts batches; give metrics to compile(), or use "
+                "microbatches=1, or a MirroredStrategy."
             )
         if layer.activity_regularizer is not None:
             raise NotDistributable(

@@ -239,6 +239,24 @@ def test_batch_normalization_with_one_microbatch(pipe: Pipe) -> None:
     same(pipe(2, 2), frozen, x, y)
 
 
+class Centred(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, axis=0)
+
+
+def test_rows_that_look_at_each_other_with_one_microbatch(pipe: Pipe) -> None:
+    """Trained as on one device; what shares rows out is refused."""
+    x, y = numbers(37)
+    model = same(pipe(2, 1), stacked(Centred()), x, y)
+    for call in (
+        lambda: model.predict(x, verbose=0),
+        lambda: model.evaluate(x, y, verbose=0),
+        lambda: model.fit(x, y, verbose=0, validation_data=(x, y)),
+    ):
+        with pytest.raises(sg.NotDistributable, match="other rows"):
+            call()
+
+
 def test_dropout_draws_by_microbatch_and_layer(pipe: Pipe) -> None:
     """Repeatable, and the same for every split and schedule; another draw each step."""
 
@@ -403,6 +421,63 @@ def test_refusals(pipe: Pipe) -> None:
         trained(pipe(2, 2, split=["nowhere"]), deep, x, y)
     with pytest.raises(sg.NotDistributable, match="columns"):
         trained(sg.PipelineStrategy(cpus(2), columns=2), deep, x, y)
+
+
+class Late(layers.Layer):
+    """Adds a loss, or counts, once it is turned on."""
+
+    on = False
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(name="late")
+        self.inner = inner
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x) if self.on else x
+
+
+class TurnOn(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.get_layer("late").on = epoch > 0
+
+
+def counting() -> Any:
+    inner = Spectral(name="spectral")
+    inner.build((None, 6))
+    return stacked(Late(inner))()
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have a `build")
+@pytest.mark.parametrize(
+    ("words", "build"),
+    [
+        ("adds a loss of its own", lambda: stacked(Late(Adding()))()),
+        ("writes to .*spectral", counting),
+    ],
+)
+def test_effects_that_begin_later_are_refused(pipe: Pipe, words: str, build: Any) -> None:
+    with pytest.raises((sg.NotDistributable, sg.ReplicaFailed), match=words):
+        trained(pipe(), build, *numbers(17), fit={"callbacks": [TurnOn()]})
+
+
+class Measured(layers.Layer):
+    """Has a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = keras.metrics.Mean(name="size")
+
+    def call(self, x: Any) -> Any:
+        self.size.update_state(keras.ops.mean(x))
+        return x
+
+
+def test_a_metric_of_a_layer(pipe: Pipe) -> None:
+    """With one microbatch it counts as on one device; measuring layers leaves no trace in it."""
+    x, y = numbers(37)
+    same(pipe(2, 1), lambda: stacked(Measured())(), x, y)
+    with pytest.raises(sg.NotDistributable, match="has a metric of its own"):
+        trained(pipe(), lambda: stacked(Measured())(), x, y)
 
 
 def accumulating() -> Any:
