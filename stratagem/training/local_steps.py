@@ -95,6 +95,15 @@ class LocalUpdates(GradientExchange):
             self.buckets.used.fill_(1.0)  # others have rows, and momentum goes on here, too
         return self.finished_with()
 
+    def _divide(self, total: Tensor) -> None:
+        """A share of which no target counts adds nothing, whatever its loss has become."""
+        if not self.cadence.together:
+            for i, bucket in enumerate(self.buckets.buckets):
+                gradients = bucket.flat[: self.buckets.length(bucket)]
+                before = torch.zeros_like(gradients) if not self._earlier else self._earlier[i]
+                gradients.copy_(torch.where(total == 0, before, gradients))
+        super()._divide(total)
+
     def _begin_round(self) -> None:
         with torch.no_grad():
             for fragment in self.fragments:

@@ -181,6 +181,67 @@ def test_the_loss_of_an_epoch_is_that_of_all_rows() -> None:
     assert losses[2] == pytest.approx(losses[0], abs=1e-12)
 
 
+# --- targets that do not count -----------------------------------------------------------------
+
+
+def uneven() -> tuple[Tensor, Tensor]:
+    """In the first batch no target of the first replica counts, in the third nobody's."""
+    x, y = rows(32)
+    y[9::3] = y[0:4] = y[16:24] = -100
+    return x, y
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.3)
+
+
+def ignoring(made: Any, weight: Tensor | None = None) -> Tensor:
+    """All weights after each update, two backward passes each, in a custom loop."""
+    module = mlp().double()
+    loader = DataLoader(TensorDataset(*uneven()), batch_size=8)
+    model, optimizer, shares = made.prepare(module, plain_sgd(module.parameters()), loader)
+    seen = []
+    for x, y in shares:
+        y = torch.where(y < 0, 0, y) if weight is not None else y
+        for _ in range(2):
+            F.cross_entropy(model(x), y, weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return torch.stack(seen)
+
+
+def test_a_share_without_a_target_adds_nothing_in_a_loop() -> None:
+    with strategy(1) as one:
+        expected = ignoring(one)
+    with strategy(2) as made:
+        assert float((made.run(ignoring, made)[0] - expected).abs().max()) < 1e-12
+    with strategy(2, sync=sg.LocalSteps(2)) as made:
+        first, second = made.run(ignoring, made)
+        begun = torch.cat([p.detach().reshape(-1) for p in mlp().double().parameters()])
+        assert torch.equal(first[0], begun) and not torch.equal(second[0], begun)
+        weighted = made.run(ignoring, made, torch.tensor([0.0, 1, 1, 2]).double())[0]
+    assert first.isfinite().all() and torch.equal(first[1], second[1])
+    assert weighted[1].isfinite().all()  # later nobody's target counts, and torch has NaN
+
+
+def test_a_share_without_a_target_adds_nothing_in_fit() -> None:
+    """And the exact steps before are exact, several batches an update or not."""
+    x, y = uneven()
+    for accumulate in (1, 2):
+        expected = by_hand(
+            mlp().double(), plain_sgd, F.cross_entropy, x, y, batch=8, accumulate=accumulate
+        )
+        for sync in (None, sg.LocalSteps(2, after=99), sg.LocalSteps(2)):
+            with strategy(2, cross_device_ops="ring", sync=sync) as made, made.scope():
+                model = sg.Model(mlp().double())
+                model.compile(plain_sgd, nn.CrossEntropyLoss(), accumulate=accumulate)
+                model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            exact = far(model.module, expected) < 1e-12
+            assert exact == (sync != sg.LocalSteps(2)), (sync, accumulate)
+            assert all(p.isfinite().all() for p in model.module.parameters())
+
+
 # --- going on ----------------------------------------------------------------------------------
 
 #: with what a checkpoint has to keep of each: outer momentum, residuals, turns
