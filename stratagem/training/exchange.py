@@ -184,7 +184,7 @@ class GradientExchange(Keeper):
             self._divide(torch.tensor(total, dtype=notes.dtype, device=notes.device))
 
     def _divide(self, total: Tensor) -> None:
-        """Divide what this pass has added to the gradients; if nothing counts, torch's zeros stay."""
+        """Divide what this pass has added to the gradients; zeros stay if nothing counts."""
         total = torch.where(total == 0, torch.ones_like(total), total)
         earlier, self._earlier = self._earlier, None
         if earlier is None:

@@ -127,10 +127,14 @@ class LocalUpdates(GradientExchange):
     @torch.no_grad()
     def meet(self) -> None:
         """Bring all replicas together now, if they have gone apart. Collective."""
-        if self.cadence.since:
-            for fragment in self.fragments:
+        for fragment, updates in zip(self.fragments, self.cadence.unmet, strict=True):
+            if updates:
                 self._meet(fragment)
-            self.cadence.met()
+        self.cadence.met()
+
+    @property
+    def apart(self) -> bool:
+        return self.cadence.apart
 
     def _meet(self, fragment: OuterFragment) -> None:
         fragment.meet(1.0 / self.replica.count)
@@ -165,7 +169,7 @@ class LocalUpdates(GradientExchange):
         return f"sync={self.every!r}"
 
     def state(self) -> dict[str, Any]:
-        assert not self.cadence.since, "a checkpoint is made at a meeting"
+        assert not self.apart, "a checkpoint is made at a meeting"
         momenta = {name: m for part in self._parts() for name, m in part.saved().items()}
         return {
             "made_with": self.made_with,
@@ -176,22 +180,23 @@ class LocalUpdates(GradientExchange):
         }
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        self.cadence.updates, self.cadence.since = int(states[0]["updates"]), 0
+        self.cadence.updates = int(states[0]["updates"])
+        self.cadence.met()
         for part in self._parts():
             part.restore(states[0]["momenta"])
-        kept = [_joined(state["wires"]) for state in states]
-        known = {name for each in kept for name in each.get("kept", {}).get("residual", ())}
-        for fragment in self.fragments:
+        for number, fragment in enumerate(self.fragments):
+            kept = [_joined(state["wires"], number) for state in states]
+            known = {name for each in kept for name in each.get("kept", {}).get("residual", ())}
             if known.intersection(fragment.names):  # else it is trained from now on
                 fragment.reducer.load(kept)
         if self.optimizer is not None and len(states) == self.replica.count:
             take_optimizer_state(self.optimizer, states[self.replica.index]["optimizer"])
 
 
-def _joined(fragments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the wires of all fragments have kept, as one: a parameter may be in another now."""
+def _joined(fragments: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+    """A fragment's wire, with what those of all have kept: a parameter may be in another now."""
     kept: dict[str, dict[str, Tensor]] = {}
     for state in fragments:
         for name, by_parameter in state.get("kept", {}).items():
             kept.setdefault(name, {}).update(by_parameter)
-    return {**fragments[0], "kept": kept} if kept else {}
+    return {**fragments[number], "kept": kept} if kept else {}

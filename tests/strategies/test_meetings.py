@@ -56,6 +56,7 @@ class ByHand:
         self.momenta = [torch.zeros_like(p) for p in mlp().double().parameters()]
         # of 96 + 16 + 64 + 4 numbers the first weight is a half
         self.fragments = [[0], [1, 2, 3]] if sync == SYNCS["fragments"] else [[0, 1, 2, 3]]
+        self.unmet = [0] * len(self.fragments)
         self.old: list[Tensor] = []
 
     def params(self, index: int) -> list[Tensor]:
@@ -79,12 +80,13 @@ class ByHand:
         if exact:
             return
         self.since += 1
+        self.unmet = [count + 1 for count in self.unmet]
         if isinstance(self.sync, sg.Gossip):
             self.mix()
         else:
             pace = self.sync.every // len(self.fragments)
             if self.since % pace == 0:
-                self.meet(self.fragments[(self.since // pace - 1) % len(self.fragments)])
+                self.meet((self.since // pace - 1) % len(self.fragments))
 
     def mix(self) -> None:
         n, ring = self.count, self.sync.graph == "ring"
@@ -95,8 +97,9 @@ class ByHand:
                 near = [i, (i - 1) % n, (i + 1) % n] if ring else [i, (i - hop) % n]
                 p.copy_(torch.stack([old[j] for j in near]).mean(0))
 
-    def meet(self, fragment: list[int]) -> None:
-        for index in fragment:
+    def meet(self, number: int) -> None:
+        self.unmet[number] = 0
+        for index in self.fragments[number]:
             way = self.old[index] - torch.stack(self.params(index)).mean(0)
             self.momenta[index] = self.mu * self.momenta[index] + way
             new = self.old[index] - self.lr * (way + self.mu * self.momenta[index])
@@ -111,9 +114,10 @@ class ByHand:
         for _ in range(epochs):
             for start in range(0, len(x), BATCH):
                 self.batch(x[start : start + BATCH], y[start : start + BATCH])
-            if self.since:
-                self.meet([0, 1, 2, 3])
-                self.since = 0
+            for number in range(len(self.fragments)):
+                if self.unmet[number]:
+                    self.meet(number)
+            self.since = 0
         return self.replicas[0]
 
 
@@ -405,6 +409,39 @@ def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
     assert all(map(torch.equal, first, second))
     expected = ByHand(SYNCS["fragments"], 2).train().state_dict().values()
     assert max(float((a - b).abs().max()) for a, b in zip(first, expected, strict=True)) < 1e-12
+
+
+class Clamp(sg.callbacks.Callback):
+    """Writes weights after each batch, or after each epoch."""
+
+    def __init__(self, each: str) -> None:
+        super().__init__()
+        self.each = each
+
+    def clamp(self) -> None:
+        with torch.no_grad():
+            for p in self.model.module.parameters():
+                p.clamp_(-50, 50)
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.each == "batch":
+            self.clamp()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.each == "epoch":
+            self.clamp()
+
+
+def test_a_callback_cannot_throw_the_others_updates_away() -> None:
+    for sync in (sg.LocalSteps(3), sg.Gossip()):
+        with strategy(2, sync=sync) as made:
+            expected, _ = fitted(made)
+            found, _ = fitted(made, callbacks=[Clamp("epoch")])
+            assert far(found.module, expected.module) == 0.0
+            with pytest.raises(sg.UsageError, match="write them at the end of an epoch"):
+                fitted(made, callbacks=[Clamp("batch")])
+    with strategy(2, sync=sg.LocalSteps(1)) as made:
+        fitted(made, callbacks=[Clamp("batch")])
 
 
 class Freeze(sg.callbacks.Callback):
