@@ -24,6 +24,7 @@ from stratagem.training.custom_loop import LossReader
 from stratagem.training.exchange import GradientExchange
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import optimizer_state, take_optimizer_state
+from stratagem.wire.tree import gather_tree
 
 #: the outer optimizer that takes the mean
 MEAN = Outer(lr=1.0, momentum=0.0)
@@ -122,15 +123,27 @@ class LocalUpdates(GradientExchange):
         if isinstance(self.every, Gossip):
             self._mix(self.every, turn)
         if due is not None:
+            self._agree()
             self._meet(self.fragments[due])
 
     @torch.no_grad()
     def meet(self) -> None:
         """Bring all replicas together now, if they have gone apart. Collective."""
+        self._agree()
         for fragment, updates in zip(self.fragments, self.cadence.unmet, strict=True):
             if updates:
                 self._meet(fragment)
         self.cadence.met()
+
+    def _agree(self) -> None:
+        """Refuse a meeting to which replicas come with different counts. Collective."""
+        counts = gather_tree(self.replica.collective, self.cadence.updates)
+        if len(set(counts)) > 1:
+            raise UsageError(
+                f"replicas have made {counts} updates, so that some would wait for a meeting for "
+                f"ever: with {self.made_with} every replica makes every optimizer step; skip none, "
+                "or leave sync out."
+            )
 
     @property
     def apart(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
+from stratagem.compat.torch_names import show_scaler
 from stratagem.data.loader import Around, ShareLoader
 from stratagem.data.shares import map_parts
 from stratagem.errors import NotDistributable, UsageError
@@ -112,9 +113,11 @@ def join_gradients(
     named = list(model.named_parameters())
     exchange = open_exchange(named, replica, settings, every_backward=True, reader=reader)
     exchange.optimizer = optimizer if settings.sync is not None else None
-    undo = [unsync]
+    undo: list[Callable[[], Any]] = [unsync]
     if settings.sync is not None:
         _apart.setdefault(replica, []).append(exchange)
+        undo.append(partial(show_scaler, optimizer, show_scaler(optimizer)))
+        undo.append(optimizer.register_step_pre_hook(_refuse_scaler).remove)
     if settings.sharded:
         undo.append(share_update(replica, optimizer))
     if settings.committer is not None:
@@ -201,7 +204,16 @@ def _synced(found: weakref.ref[GradientExchange]) -> Callable[..., None]:
     return after_step
 
 
-def _take_away(exchange: GradientExchange, undo: list[Callable[[], None]]) -> None:
+def _refuse_scaler(optimizer: Any, *_: Any) -> None:
+    """A GradScaler skips steps of one replica, and the others would wait for it for ever."""
+    if getattr(optimizer, "found_inf", None) is not None:
+        raise NotDistributable(
+            "with sync= each replica would find a scale of its own for GradScaler, and skip steps "
+            "that the others make; leave the scaler out and use bfloat16, or leave sync out."
+        )
+
+
+def _take_away(exchange: GradientExchange, undo: list[Callable[[], Any]]) -> None:
     exchange.close()
     for exchanges in (*_kept.values(), *_apart.values()):
         if exchange in exchanges:

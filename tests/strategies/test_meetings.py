@@ -367,6 +367,37 @@ def test_what_cannot_go_together_is_refused() -> None:
         compiled(made)
 
 
+def skipping(made: Any, scaled: bool) -> None:
+    """Steps by a scaler, which may skip some; or one is skipped by an if."""
+    module = mlp()
+    loader = DataLoader(TensorDataset(*data(40)), batch_size=8)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, shares = made.prepare(module, optimizer, loader)
+    first = sg.current_replica().is_chief
+    scaler = torch.amp.GradScaler("cpu")
+    for number, (x, y) in enumerate(shares):
+        loss = F.cross_entropy(model(x), y)
+        if scaled:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            if number != 1 or not first:
+                optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_step_that_one_replica_skips_is_refused() -> None:
+    for every in (2, 5):  # the other replica is at the end, too, or at a meeting before it
+        counts = pytest.raises(sg.UsageError, match=r"have made \[4, 5\] updates.*skip none")
+        with strategy(2, sync=sg.LocalSteps(every)) as made, counts:
+            made.run(skipping, made, False)
+    scaler = pytest.raises(sg.NotDistributable, match="leave the scaler out")
+    with strategy(2, sync=sg.LocalSteps(2)) as made, scaler:
+        made.run(skipping, made, True)
+
+
 def test_every_step_is_the_default_and_exact() -> None:
     with strategy(2) as plain, strategy(2, sync=sg.EveryStep()) as made:
         assert made.settings == plain.settings
