@@ -475,6 +475,37 @@ def test_a_callback_cannot_throw_the_others_updates_away() -> None:
         fitted(made, callbacks=[Clamp("batch")])
 
 
+def left_early(made: Any, file: Path, meets: bool) -> list[Tensor]:
+    module = mlp()
+    loader = DataLoader(TensorDataset(*data(40)), batch_size=8)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, shares = made.prepare(module, optimizer, loader)
+    for number, (x, y) in enumerate(shares):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2:
+            break
+    if meets:
+        made.meet()
+    if file.name:
+        torch.save(model.state_dict(), file)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_loop_that_is_left_early_meets_or_is_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with strategy(2, sync=sg.LocalSteps(4)) as made:
+        first, second = made.run(left_early, made, tmp_path / "m.pt", True)
+        assert all(map(torch.equal, first, second)) and "strategy.meet()" not in caplog.text
+        first, second = made.run(left_early, made, tmp_path / "m.pt", False)
+        assert not any(map(torch.equal, first, second))
+        made.run(left_early, made, Path(), False)
+    said = [r.getMessage() for r in caplog.records if "strategy.meet()" in r.getMessage()]
+    assert [each.split()[0] for each in said] == ["torch.save", "strategy.run"]
+
+
 class Freeze(sg.callbacks.Callback):
     """Freezes the first layer for the second epoch."""
 

@@ -5,6 +5,7 @@ The chief says a verb, with the rows that it is about, and every replica does it
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import keras
@@ -29,6 +30,8 @@ from stratagem.replicas import follower
 from stratagem.training.command_loop import END, CommandLoop
 from stratagem.training.replica import Replica, current_replica
 
+log = logging.getLogger("stratagem")
+
 
 class OnReplicas:
     """The chief's side of a model on replicas."""
@@ -48,6 +51,8 @@ class OnReplicas:
         self._mark: Any = None
         self._rates: tuple[int, ...] = ()
         self._optimizer: Any = None
+        #: whether it was said that single batches are meetings
+        self._told = False
 
     @property
     def adapter(self) -> KerasAdapter:
@@ -95,11 +100,24 @@ class OnReplicas:
 
     def lead(self, call: Call) -> Any:
         """In the chief, with all replicas listening."""
+        if call.name == "train_on_batch":
+            self._tell_of_meetings()
         with self._driver.leads(call):
             result = call.run()
             self._driver.settle()
         self._end(None if self._driver.strategy.replica_group.place is None else portable(result))
         return result
+
+    def _tell_of_meetings(self) -> None:
+        """Every call ends with the same weights everywhere; `fit` alone has rounds."""
+        sync = self._driver.strategy.settings.sync
+        if sync is not None and not self._told:
+            self._told = True
+            log.warning(
+                "train_on_batch has replicas meet after every batch, whatever sync=%r says; use "
+                "fit to have them meet now and then.",
+                sync,
+            )
 
     def _end(self, told: Any) -> None:
         CommandLoop(self.adapter.replica.collective).tell(END, told)
