@@ -100,24 +100,15 @@ class OnReplicas:
 
     def lead(self, call: Call) -> Any:
         """In the chief, with all replicas listening."""
-        if call.name == "train_on_batch":
-            self._tell_of_meetings()
+        sync = self._driver.strategy.settings.sync
+        if call.name == "train_on_batch" and sync is not None and not self._told:
+            self._told = True
+            _tell_of_meetings(sync)
         with self._driver.leads(call):
             result = call.run()
             self._driver.settle()
         self._end(None if self._driver.strategy.replica_group.place is None else portable(result))
         return result
-
-    def _tell_of_meetings(self) -> None:
-        """Every call ends with the same weights everywhere; `fit` alone has rounds."""
-        sync = self._driver.strategy.settings.sync
-        if sync is not None and not self._told:
-            self._told = True
-            log.warning(
-                "train_on_batch has replicas meet after every batch, whatever sync=%r says; use "
-                "fit to have them meet now and then.",
-                sync,
-            )
 
     def _end(self, told: Any) -> None:
         CommandLoop(self.adapter.replica.collective).tell(END, told)
@@ -220,6 +211,15 @@ class OnReplicas:
 
     def send_tensors(self, written: list[tuple[int, Tensor]], *, last: bool) -> None:
         self._tell("take", written)
+
+
+def _tell_of_meetings(sync: Any) -> None:
+    """Every call ends with the same weights everywhere; `fit` alone has rounds."""
+    log.warning(
+        "train_on_batch has replicas meet after every batch, whatever sync=%r says; use fit to "
+        "have them meet now and then.",
+        sync,
+    )
 
 
 def _schedules(model: Any) -> tuple[int, ...]:
