@@ -51,6 +51,7 @@ PRIVATE = {
     "Optimizer._optimizer_step_pre_hooks": "hooks of the user on steps that are made elsewhere",
     "Optimizer._optimizer_step_post_hooks": "hooks of the user on steps that are made elsewhere",
     "ScheduledStep._wrapped_by_lr_sched": "a step() that a scheduler has replaced, not the user",
+    "FusedAdam._step_supports_amp_scaling": "has a GradScaler call every step, skipped ones, too",
     "torch._foreach_copy_": "copies many tensors in one call",
     "torch._foreach_norm": "norms of many tensors in one call",
     "torch._fused_adam_": "Keras' Adam in one pass over memory",
@@ -119,6 +120,13 @@ def norms(tensors: list[Tensor], order: float) -> list[Tensor]:
 def fused_adam(*tensors: list[Tensor], **settings: Any) -> None:
     """Make a step of Adam in one pass: params, grads, averages, squares, maxima, step counts."""
     torch._fused_adam_(*tensors, **settings)
+
+
+def show_scaler(optimizer: Any, shown: bool = True) -> bool:
+    """A GradScaler sets `optimizer.found_inf` and always calls step; returns what was before."""
+    before = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    optimizer._step_supports_amp_scaling = shown
+    return before
 
 
 def in_backward() -> bool:

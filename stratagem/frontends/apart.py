@@ -29,8 +29,9 @@ class Apart(Replicated):
         self._met = 0
 
     def _divisor(self, portion: Portion, denominator: Any) -> float:
-        if self.recipe.loss.counted and self.recipe.accumulate > 1:
-            counted = float(denominator) or float("nan")  # its own targets, for all rows
+        apart = not self.committer.cadence.together
+        if apart and self.recipe.loss.counted and self.recipe.accumulate > 1:
+            counted = float(denominator) or 1.0  # its own targets, for all rows; if none, as below
             return counted * portion.total / max(portion.examples, 1)
         return super()._divisor(portion, denominator)
 

@@ -154,6 +154,7 @@ def quantised(float_model: bytes, x: NDArray[Any], strategy: Strategy) -> bytes:
             "there is nothing to quantise in this model: it has no Linear and no convolution."
         )
     names, ranges = strategy.run(_ranges, float_model, x)[0]
+    _check_ranges(names, ranges)
     quantization = needed("onnxruntime.quantization")
     method = quantization.CalibrationMethod.MinMax
     pairs = {name: tuple(each) for name, each in zip(names, ranges, strict=True)}
@@ -171,6 +172,16 @@ def quantised(float_model: bytes, x: NDArray[Any], strategy: Strategy) -> bytes:
             calibration_cache_path=cache,
         )
         return made.read_bytes()
+
+
+def _check_ranges(names: list[str], ranges: NDArray[Any]) -> None:
+    for name, ends in zip(names, ranges, strict=True):
+        if not np.isfinite(ends).all():
+            raise UsageError(
+                f"the tensor {name!r} in this model goes from {ends[0]} to {ends[1]}, which 8 bits "
+                "cannot span: NaN among the weights, or -inf in a mask? Mend the weights, or use "
+                'to="int8-weights", which leaves activations in floats.'
+            )
 
 
 def _ranges(float_model: bytes, x: NDArray[Any]) -> tuple[list[str], NDArray[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import sys
 import tempfile
@@ -90,10 +91,7 @@ def quantize(
     x, y = _examples(calibration)
     _check_calibration(x)
     at, labels = (x, y) if test is None else _examples(test)
-    if max_drop is not None and labels is None:
-        raise UsageError(
-            "max_drop needs labels to count right answers by: quantize(..., test=(x, y))."
-        )
+    _check_test(at, labels, max_drop)
     if out is not None:
         named(out, _suffix(model, to))
     made, strategy = _made(model, x, to, at, labels)
@@ -142,7 +140,9 @@ def _made(
     module = copy.deepcopy(model.module).cpu().eval()
     if to == WEIGHTS:
         return _weights(module, at, labels), model.strategy
-    return _onnx(module, x, model.strategy, at, labels), model.strategy
+    served = model.strategy.settings.served is not None  # its workers run nothing but steps
+    runs = single_device() if served else model.strategy
+    return _onnx(module, x, runs, at, labels), model.strategy
 
 
 def _onnx(
@@ -230,6 +230,18 @@ def _array(given: Any) -> NDArray[Any]:
     if found.dtype == np.float64:
         found = found.astype(np.float32)
     return np.ascontiguousarray(found)
+
+
+def _check_test(at: NDArray[Any], labels: NDArray[Any] | None, max_drop: float | None) -> None:
+    """Refuse examples to compare on, or a limit, by which nothing could be found too bad."""
+    if not at.size:
+        raise UsageError("the test set is empty; give some examples, or leave test out.")
+    if max_drop is not None and labels is None:
+        raise UsageError(
+            "max_drop needs labels to count right answers by: quantize(..., test=(x, y))."
+        )
+    if max_drop is not None and math.isnan(max_drop):
+        raise UsageError("max_drop is NaN, which no drop exceeds; give a number such as 0.01.")
 
 
 def _check_calibration(x: NDArray[Any]) -> None:

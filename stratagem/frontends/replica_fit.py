@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.data.streams import mixed
-from stratagem.errors import ReplicaError
+from stratagem.errors import ReplicaError, UsageError
 from stratagem.figures.meter import loading
 from stratagem.frontends import replica_progress
 from stratagem.frontends.alignment import align, align_loss, move, own_streams
@@ -254,8 +254,19 @@ class ReplicaSide:
         for group, settings in zip(job.optimizer.param_groups, told["groups"], strict=True):
             group.update(settings)
         step.follow_settings()
+        if told["weights"] is not None:
+            self._refuse_apart()
         heed(job, replica, told)
         return bool(told["stop"])
+
+    def _refuse_apart(self) -> None:
+        """Refuse weights of the chief's for all while replicas have updates of their own."""
+        if self.step.keeper is not None and self.step.keeper.apart:
+            raise UsageError(
+                f"a callback wrote weights between two meetings ({self.step.keeper.made_with}), "
+                "and the updates of the other replicas since the last one would be lost; write "
+                "them at the end of an epoch, or leave sync out."
+            )
 
 
 def _frozen(module: nn.Module) -> list[bool]:

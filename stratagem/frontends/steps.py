@@ -218,7 +218,7 @@ class Dealt(OneDevice):
         """What the sum of numerators is divided by before backward."""
         if self.recipe.loss.counted and self.recipe.accumulate > 1:
             # Micro-batches are added up before anything travels, so each needs its own count.
-            return self._add_up(float(denominator), 0.0)[0] or float("nan")
+            return self._add_up(float(denominator), 0.0)[0] or 1.0  # as per_target
         return float(portion.total)
 
     def _add_up(self, *numbers: float) -> list[float]:

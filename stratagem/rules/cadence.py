@@ -155,11 +155,18 @@ class Cadence:
         self._after = sync.after if isinstance(sync, LocalSteps) else 0
         #: all updates; those since the whole model has met
         self.updates = self.since = 0
+        #: of each part of the model, those since it has met
+        self.unmet = [0] * self.fragments
 
     @property
     def together(self) -> bool:
         """Whether the next update is made of everybody's gradients."""
         return self.updates < self._after
+
+    @property
+    def apart(self) -> bool:
+        """Whether replicas have updates of their own."""
+        return any(self.unmet)
 
     def updated(self) -> int | None:
         """Count an update; returns the part of the model that meets now, if one does."""
@@ -168,13 +175,15 @@ class Cadence:
         if alike:
             return None
         self.since += 1
+        self.unmet = [count + 1 for count in self.unmet]
         if self._pace is None or self.since % self._pace:
             return None
         part = (self.since // self._pace - 1) % self.fragments
+        self.unmet[part] = 0
         if self.fragments == 1:
             self.since = 0
         return part
 
     def met(self) -> None:
         """The whole model has met."""
-        self.since = 0
+        self.since, self.unmet = 0, [0] * self.fragments

@@ -22,12 +22,15 @@ log = logging.getLogger("stratagem")
 
 def serve(make: Callable[[], Server]) -> None:
     """Serve until the job is done, anew where another server was lost; raises why it cannot be."""
+    returning = False
     while True:
         server = make()
+        server.returning = returning
         try:
             server.serve()
             return
         except ReplicaError as failure:
-            if not goes_back(server.shard.plan, failure):
+            if not goes_back(server.shard.plan, failure, returning=server.returning):
                 raise
+            returning = True  # until a plan says otherwise: one more may be lost before
             log.warning("%s serves anew: the job goes back to its last checkpoint", server.name)

@@ -79,7 +79,7 @@ class Server:
         self.peers = Peers(self.patience.answer)
         self._ending: float | None = None
         self._fell = threading.Event()
-        self._chief_came = False
+        self._chief_came = self.returning = False  # returning: the job goes to a checkpoint
         self._turns = SendQueue()
         self._lock = threading.Lock()
         #: how late somebody was when that was last said
@@ -101,7 +101,9 @@ class Server:
             for peer in self.peers.present():
                 if peer.server >= 0 and self.failure is None:
                     peer.tell({"over": 1})
-                elif peer.role == "evaluator" and goes_back(self.shard.plan, self.failure):
+                elif peer.role == "evaluator" and goes_back(
+                    self.shard.plan, self.failure, returning=self.returning
+                ):
                     peer.tell({"again": 1})
                 peer.connection.close()
             if self._takeover is not None:
@@ -182,7 +184,7 @@ class Server:
         self.failure = failure
         self.shards.fail(failure)
         self._fell.set()
-        if not goes_back(self.shard.plan, failure):
+        if not goes_back(self.shard.plan, failure, returning=self.returning):
             log.warning("%s", headline(failure))
         if self._heartbeat is not None:
             self._heartbeat.last_words(failure)
@@ -220,6 +222,7 @@ class Server:
         while self.index == 0 and self.coordinator is None:
             time.sleep(0.01)  # the other servers are still being reached
         self._chief_came = self._chief_came or peer.chief
+        self.returning = self.returning or (peer.chief and peer.returns)
         self.peers.add(peer)
         try:
             if frame.header.get("greets"):

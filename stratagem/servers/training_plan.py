@@ -123,9 +123,13 @@ class TrainingPlan:
         )
 
 
-def goes_back(plan: TrainingPlan | None, failure: BaseException | None) -> bool:
-    """Whether a training that has failed so goes back to its last checkpoint."""
-    return plan is not None and plan.resumes and is_server_lost(failure)
+def goes_back(plan: TrainingPlan | None, failure: BaseException | None, *, returning: bool) -> bool:
+    """Whether a training that has failed so goes back to its last checkpoint.
+
+    `returning`: whether one is awaited, or here, that does so, and may not have brought a plan yet.
+    """
+    resumes = returning if plan is None else plan.resumes
+    return resumes and is_server_lost(failure)
 
 
 def holders_of(shard: int, servers: int, backups: int) -> list[int]:

@@ -20,14 +20,14 @@ from stratagem.cluster.membership import Membership
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.strategies.task_group import TaskGroup
-from stratagem.training import dry_run, hints
+from stratagem.training import dry_run, hints, meetings
 from stratagem.training.agreement import Patience
 from stratagem.training.custom_loop import begin_loop
 from stratagem.training.devices import place
 from stratagem.training.loop_calls import backward_counted, mean_of_batch, rows_of_share
 from stratagem.training.loop_checkpoints import check_loader, resumable
 from stratagem.training.loop_journal import LoopJournal, journal_of
-from stratagem.training.prepare import Prepared, forget_meetings, prepare, prepare_loader
+from stratagem.training.prepare import Prepared, prepare, prepare_loader
 from stratagem.training.replica import (
     Replica,
     as_tensor,
@@ -267,6 +267,10 @@ class Strategy:
         """
         return mean_of_batch(self.replica(), value, count)
 
+    def meet(self) -> None:
+        """Bring replicas together that `sync=` lets go apart, on all of them: after a `break`."""
+        meetings.meet(self.replica())
+
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on the chief, and on nobody else."""
         if self.is_chief:
@@ -343,10 +347,12 @@ def _with_fresh_share(
         journal.begin(replica)
     replica.share.forget(replica.count)
     begin_loop(replica)
-    forget_meetings(replica)
+    meetings.forget(replica)
     try:
         with user_code():
-            return fn(*args)
+            result = fn(*args)
+        meetings.tell_apart(replica, "strategy.run has ended")
+        return result
     except Exception as error:
         hints.explain(error)
         raise

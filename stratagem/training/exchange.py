@@ -184,7 +184,8 @@ class GradientExchange(Keeper):
             self._divide(torch.tensor(total, dtype=notes.dtype, device=notes.device))
 
     def _divide(self, total: Tensor) -> None:
-        """Divide what this pass has added to the gradients."""
+        """Divide what this pass has added to the gradients; zeros stay if nothing counts."""
+        total = torch.where(total == 0, torch.ones_like(total), total)
         earlier, self._earlier = self._earlier, None
         if earlier is None:
             self.buckets.scale(1.0 / total)

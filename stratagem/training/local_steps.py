@@ -24,6 +24,7 @@ from stratagem.training.custom_loop import LossReader
 from stratagem.training.exchange import GradientExchange
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import optimizer_state, take_optimizer_state
+from stratagem.wire.tree import gather_tree
 
 #: the outer optimizer that takes the mean
 MEAN = Outer(lr=1.0, momentum=0.0)
@@ -95,6 +96,15 @@ class LocalUpdates(GradientExchange):
             self.buckets.used.fill_(1.0)  # others have rows, and momentum goes on here, too
         return self.finished_with()
 
+    def _divide(self, total: Tensor) -> None:
+        """A share of which no target counts adds nothing, whatever its loss has become."""
+        if not self.cadence.together:
+            for i, bucket in enumerate(self.buckets.buckets):
+                gradients = bucket.flat[: self.buckets.length(bucket)]
+                before = torch.zeros_like(gradients) if not self._earlier else self._earlier[i]
+                gradients.copy_(torch.where(total == 0, before, gradients))
+        super()._divide(total)
+
     def _begin_round(self) -> None:
         with torch.no_grad():
             for fragment in self.fragments:
@@ -113,15 +123,31 @@ class LocalUpdates(GradientExchange):
         if isinstance(self.every, Gossip):
             self._mix(self.every, turn)
         if due is not None:
+            self._agree()
             self._meet(self.fragments[due])
 
     @torch.no_grad()
     def meet(self) -> None:
         """Bring all replicas together now, if they have gone apart. Collective."""
-        if self.cadence.since:
-            for fragment in self.fragments:
+        self._agree()
+        for fragment, updates in zip(self.fragments, self.cadence.unmet, strict=True):
+            if updates:
                 self._meet(fragment)
-            self.cadence.met()
+        self.cadence.met()
+
+    def _agree(self) -> None:
+        """Refuse a meeting to which replicas come with different counts. Collective."""
+        counts = gather_tree(self.replica.collective, self.cadence.updates)
+        if len(set(counts)) > 1:
+            raise UsageError(
+                f"replicas have made {counts} updates, so that some would wait for a meeting for "
+                f"ever: with {self.made_with} every replica makes every optimizer step; skip none, "
+                "or leave sync out."
+            )
+
+    @property
+    def apart(self) -> bool:
+        return self.cadence.apart
 
     def _meet(self, fragment: OuterFragment) -> None:
         fragment.meet(1.0 / self.replica.count)
@@ -156,7 +182,7 @@ class LocalUpdates(GradientExchange):
         return f"sync={self.every!r}"
 
     def state(self) -> dict[str, Any]:
-        assert not self.cadence.since, "a checkpoint is made at a meeting"
+        assert not self.apart, "a checkpoint is made at a meeting"
         momenta = {name: m for part in self._parts() for name, m in part.saved().items()}
         return {
             "made_with": self.made_with,
@@ -167,22 +193,23 @@ class LocalUpdates(GradientExchange):
         }
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        self.cadence.updates, self.cadence.since = int(states[0]["updates"]), 0
+        self.cadence.updates = int(states[0]["updates"])
+        self.cadence.met()
         for part in self._parts():
             part.restore(states[0]["momenta"])
-        kept = [_joined(state["wires"]) for state in states]
-        known = {name for each in kept for name in each.get("kept", {}).get("residual", ())}
-        for fragment in self.fragments:
+        for number, fragment in enumerate(self.fragments):
+            kept = [_joined(state["wires"], number) for state in states]
+            known = {name for each in kept for name in each.get("kept", {}).get("residual", ())}
             if known.intersection(fragment.names):  # else it is trained from now on
                 fragment.reducer.load(kept)
         if self.optimizer is not None and len(states) == self.replica.count:
             take_optimizer_state(self.optimizer, states[self.replica.index]["optimizer"])
 
 
-def _joined(fragments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the wires of all fragments have kept, as one: a parameter may be in another now."""
+def _joined(fragments: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+    """A fragment's wire, with what those of all have kept: a parameter may be in another now."""
     kept: dict[str, dict[str, Tensor]] = {}
     for state in fragments:
         for name, by_parameter in state.get("kept", {}).items():
             kept.setdefault(name, {}).update(by_parameter)
-    return {**fragments[0], "kept": kept} if kept else {}
+    return {**fragments[number], "kept": kept} if kept else {}

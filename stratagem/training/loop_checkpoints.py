@@ -34,11 +34,11 @@ from stratagem.state.checkpoint_folder import (
     load_newest,
 )
 from stratagem.state.optimizer_recipe import group_settings
-from stratagem.training import setup
+from stratagem.training import meetings, setup
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.loop_journal import LoopJournal, journal_of
 from stratagem.training.lossy_wire import load_kept
-from stratagem.training.prepare import Prepared, committer_of, meet
+from stratagem.training.prepare import Prepared, committer_of
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
 from stratagem.training.termination import EXIT_CODE
@@ -258,7 +258,7 @@ class LoopCheckpoints:
     def _save(self) -> None:
         """Copy everything, and have it written beside the loop. Collective."""
         replica, model = self.replica, self.model
-        meet(replica)
+        meetings.meet(replica)
         mine = own_state(replica, list(model.buffers()))
         committer = committer_of(model)
         mine["residuals"] = {} if committer is None else committer.state()

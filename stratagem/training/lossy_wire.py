@@ -106,6 +106,11 @@ class Keeper:
         gradients always are. Collective."""
 
     @property
+    def apart(self) -> bool:
+        """Whether replicas have updates of their own; the same on all."""
+        return False
+
+    @property
     def made_with(self) -> str:
         """What its state in a checkpoint is known by."""
         return f"wire={getattr(self.reducer, 'record', None)!r}"

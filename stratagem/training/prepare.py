@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
+from stratagem.compat.torch_names import show_scaler
 from stratagem.data.loader import Around, ShareLoader
 from stratagem.data.shares import map_parts
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.training import fingerprint, hints, setup, sync_batchnorm
+from stratagem.training import fingerprint, hints, meetings, setup, sync_batchnorm
 from stratagem.training.custom_loop import LossReader, check_reduction, read_losses, reader_of
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.lossy_wire import check_optimizer
@@ -32,10 +33,6 @@ _kept: weakref.WeakKeyDictionary[nn.Module, list[GradientExchange]] = weakref.We
 _loaderless: weakref.WeakKeyDictionary[Replica, list[weakref.ref[nn.Module]]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-#: by replica: what has its models meet, in the same order on all replicas
-_apart: weakref.WeakKeyDictionary[Replica, list[GradientExchange]] = weakref.WeakKeyDictionary()
 
 
 class Prepared(NamedTuple):
@@ -80,7 +77,7 @@ def prepare(
     def at_end() -> None:
         if (exchange := found()) is not None:
             exchange.verify()
-        meet(replica)
+        meetings.meet(replica)
         setup.average_buffers(model, replica)
         _average_loaderless(replica)
         hints.tell_unsummed(replica)
@@ -113,9 +110,11 @@ def join_gradients(
     named = list(model.named_parameters())
     exchange = open_exchange(named, replica, settings, every_backward=True, reader=reader)
     exchange.optimizer = optimizer if settings.sync is not None else None
-    undo = [unsync]
+    undo: list[Callable[[], Any]] = [unsync]
     if settings.sync is not None:
-        _apart.setdefault(replica, []).append(exchange)
+        meetings.add(replica, exchange)
+        undo.append(partial(show_scaler, optimizer, show_scaler(optimizer)))
+        undo.append(optimizer.register_step_pre_hook(_refuse_scaler).remove)
     if settings.sharded:
         undo.append(share_update(replica, optimizer))
     if settings.committer is not None:
@@ -130,17 +129,6 @@ def committer_of(model: nn.Module) -> GradientExchange | None:
     """Where the gradients of a prepared model go; None where they do not travel."""
     exchanges = _kept.get(model)
     return exchanges[-1] if exchanges else None
-
-
-def forget_meetings(replica: Replica) -> None:
-    """Another call of strategy.run: its models are other ones."""
-    _apart.pop(replica, None)
-
-
-def meet(replica: Replica) -> None:
-    """Bring replicas together, whatever models they have prepared. Collective."""
-    for exchange in _apart.get(replica, ()):
-        exchange.meet()
 
 
 def part_gradients(model: nn.Module) -> None:
@@ -202,9 +190,19 @@ def _synced(found: weakref.ref[GradientExchange]) -> Callable[..., None]:
     return after_step
 
 
-def _take_away(exchange: GradientExchange, undo: list[Callable[[], None]]) -> None:
+def _refuse_scaler(optimizer: Any, *_: Any) -> None:
+    """A GradScaler skips steps of one replica, and the others would wait for it for ever."""
+    if getattr(optimizer, "found_inf", None) is not None:
+        raise NotDistributable(
+            "with sync= each replica would find a scale of its own for GradScaler, and skip steps "
+            "that the others make; leave the scaler out and use bfloat16, or leave sync out."
+        )
+
+
+def _take_away(exchange: GradientExchange, undo: list[Callable[[], Any]]) -> None:
     exchange.close()
-    for exchanges in (*_kept.values(), *_apart.values()):
+    meetings.remove(exchange)
+    for exchanges in _kept.values():
         if exchange in exchanges:
             exchanges.remove(exchange)
     for each in undo:
@@ -266,7 +264,7 @@ class Interlude(Around):
         hints.tell_unsummed(replica)
         passes = reader.passes if reader is not None else 0
         before = (share.examples, share.total, share.weight) if share.announced else None
-        meet(replica)
+        meetings.meet(replica)
         mine = total = 0
         try:
             for batch in self.loader:

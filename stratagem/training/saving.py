@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from stratagem.training import meetings
+from stratagem.training.replica import current_replica
+
 _plain = torch.save
 
 
@@ -22,6 +25,7 @@ def save_whole_files() -> None:
 def _save(obj: Any, f: Any, *args: Any, **options: Any) -> None:
     if not isinstance(f, str | os.PathLike) or _is_special(f):
         return _plain(obj, f, *args, **options)
+    meetings.tell_apart(current_replica(), f"torch.save writes {os.fspath(f)}")
     path = Path(os.path.realpath(f))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -205,6 +205,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Module": lambda: nn.Linear(1, 1),
     "StateDict": lambda: Extra(1, 1).state_dict(),
     "Optimizer": lambda: torch.optim.SGD([leaf()], lr=0.1),
+    "FusedAdam": lambda: torch.optim.Adam([leaf()], fused=True),
     "ScheduledStep": scheduled_step,
     "Node": lambda: leaf().sum().grad_fn,
     "LossNode": cross_entropy,

@@ -227,6 +227,44 @@ def test_calibration_that_says_nothing(calibration: Any, sentence: str) -> None:
         sg.quantize(cnn(), calibration)
 
 
+class Masked(nn.Module):
+    """Adds a number to one of its first layer's values."""
+
+    def __init__(self, number: float, weight: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 4), nn.Linear(4, 3)
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, 0.0, number]))
+        self.first.weight.data[0, 0] = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.softmax(self.first(x) + self.mask, -1))  # type: ignore[no-any-return,operator]
+
+
+ROWS = np.random.default_rng(0).standard_normal((40, 8)).astype("float32")
+
+
+@pytest.mark.parametrize("model", [Masked(-np.inf), Masked(0.0, np.nan)], ids=["mask", "weights"])
+def test_what_8_bits_cannot_span(model: nn.Module) -> None:
+    with strategy(1).scope(), pytest.raises(sg.UsageError, match="8 bits cannot span"):
+        sg.quantize(model, ROWS, verbose=0)
+
+
+def test_tests_that_find_nothing() -> None:
+    labels = np.zeros(40, dtype=int)
+    with pytest.raises(sg.UsageError, match="the test set is empty"):
+        sg.quantize(Masked(0.0), ROWS, test=(ROWS[:0], labels[:0]))
+    with pytest.raises(sg.UsageError, match="max_drop is NaN"):
+        sg.quantize(Masked(0.0), ROWS, test=(ROWS, labels), max_drop=float("nan"))
+
+
+def test_models_of_servers() -> None:
+    """The ranges are found here; no server and no worker is started for it."""
+    module = Masked(0.0)
+    expected = sg.quantize(module, ROWS, verbose=0)
+    with sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1)) as served:
+        assert sg.quantize(sg.Model(module, served), ROWS, verbose=0).content == expected.content
+
+
 def test_nothing_to_quantise(digits: Data) -> None:
     x = digits[0][:40]
     with pytest.raises(sg.UsageError, match=r"nothing to quantise.*no Linear and no convolution"):

@@ -3,8 +3,10 @@ process but theirs is started again. The result is that of one device that nothi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.cluster.failure import server_lost
 from stratagem.errors import ReplicaLost
+from stratagem.servers import recovery
+from stratagem.servers.server import Server
 from tests.servers.fault_support import count, local, ps_pids, shoot, worker_pids
+from tests.servers.test_shard import plan_with
 from tests.strategies.test_elastic import net, rows
 
 pytestmark = pytest.mark.timeout(120)
@@ -98,6 +104,25 @@ def test_one_server_and_then_the_first_are_started_again(
         now = ps_pids(strategy)
         assert now[2] == servers[2] and now[0] != servers[0] and now[1] != servers[1]
     check(found, alone())
+
+
+@pytest.mark.parametrize(("resumes", "turns"), [(True, 3), (False, 1)])
+def test_another_server_may_be_lost_while_the_first_is_awaited(resumes: bool, turns: int) -> None:
+    """It serves anew, though the chief has not brought a plan yet."""
+    made: list[Server] = []
+    some = plan_with(torch.optim.SGD, sg.Synchronous())
+
+    class Falling(Server):
+        def serve(self) -> None:
+            made.append(self)
+            if len(made) == 1:
+                self.shard.plan = replace(some, resumes=resumes)
+            if len(made) < 3:
+                raise server_lost(f"ps {len(made)}")
+
+    with contextlib.suppress(ReplicaLost):
+        recovery.serve(lambda: Falling(0, ["127.0.0.1:1"], b""))
+    assert len(made) == turns
 
 
 @pytest.mark.slow

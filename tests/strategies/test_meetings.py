@@ -56,6 +56,7 @@ class ByHand:
         self.momenta = [torch.zeros_like(p) for p in mlp().double().parameters()]
         # of 96 + 16 + 64 + 4 numbers the first weight is a half
         self.fragments = [[0], [1, 2, 3]] if sync == SYNCS["fragments"] else [[0, 1, 2, 3]]
+        self.unmet = [0] * len(self.fragments)
         self.old: list[Tensor] = []
 
     def params(self, index: int) -> list[Tensor]:
@@ -79,12 +80,13 @@ class ByHand:
         if exact:
             return
         self.since += 1
+        self.unmet = [count + 1 for count in self.unmet]
         if isinstance(self.sync, sg.Gossip):
             self.mix()
         else:
             pace = self.sync.every // len(self.fragments)
             if self.since % pace == 0:
-                self.meet(self.fragments[(self.since // pace - 1) % len(self.fragments)])
+                self.meet((self.since // pace - 1) % len(self.fragments))
 
     def mix(self) -> None:
         n, ring = self.count, self.sync.graph == "ring"
@@ -95,8 +97,9 @@ class ByHand:
                 near = [i, (i - 1) % n, (i + 1) % n] if ring else [i, (i - hop) % n]
                 p.copy_(torch.stack([old[j] for j in near]).mean(0))
 
-    def meet(self, fragment: list[int]) -> None:
-        for index in fragment:
+    def meet(self, number: int) -> None:
+        self.unmet[number] = 0
+        for index in self.fragments[number]:
             way = self.old[index] - torch.stack(self.params(index)).mean(0)
             self.momenta[index] = self.mu * self.momenta[index] + way
             new = self.old[index] - self.lr * (way + self.mu * self.momenta[index])
@@ -111,9 +114,10 @@ class ByHand:
         for _ in range(epochs):
             for start in range(0, len(x), BATCH):
                 self.batch(x[start : start + BATCH], y[start : start + BATCH])
-            if self.since:
-                self.meet([0, 1, 2, 3])
-                self.since = 0
+            for number in range(len(self.fragments)):
+                if self.unmet[number]:
+                    self.meet(number)
+            self.since = 0
         return self.replicas[0]
 
 
@@ -179,6 +183,67 @@ def test_the_loss_of_an_epoch_is_that_of_all_rows() -> None:
         losses.append([found["loss"][0], found["accuracy"][0]])
     assert losses[1] == pytest.approx(losses[0], abs=1e-12)
     assert losses[2] == pytest.approx(losses[0], abs=1e-12)
+
+
+# --- targets that do not count -----------------------------------------------------------------
+
+
+def uneven() -> tuple[Tensor, Tensor]:
+    """In the first batch no target of the first replica counts, in the third nobody's."""
+    x, y = rows(32)
+    y[9::3] = y[0:4] = y[16:24] = -100
+    return x, y
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.3)
+
+
+def ignoring(made: Any, weight: Tensor | None = None) -> Tensor:
+    """All weights after each update, two backward passes each, in a custom loop."""
+    module = mlp().double()
+    loader = DataLoader(TensorDataset(*uneven()), batch_size=8)
+    model, optimizer, shares = made.prepare(module, plain_sgd(module.parameters()), loader)
+    seen = []
+    for x, y in shares:
+        y = torch.where(y < 0, 0, y) if weight is not None else y
+        for _ in range(2):
+            F.cross_entropy(model(x), y, weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return torch.stack(seen)
+
+
+def test_a_share_without_a_target_adds_nothing_in_a_loop() -> None:
+    with strategy(1) as one:
+        expected = ignoring(one)
+    with strategy(2) as made:
+        assert float((made.run(ignoring, made)[0] - expected).abs().max()) < 1e-12
+    with strategy(2, sync=sg.LocalSteps(2)) as made:
+        first, second = made.run(ignoring, made)
+        begun = torch.cat([p.detach().reshape(-1) for p in mlp().double().parameters()])
+        assert torch.equal(first[0], begun) and not torch.equal(second[0], begun)
+        weighted = made.run(ignoring, made, torch.tensor([0.0, 1, 1, 2]).double())[0]
+    assert first.isfinite().all() and torch.equal(first[1], second[1])
+    assert weighted[1].isfinite().all()  # later nobody's target counts, and torch has NaN
+
+
+def test_a_share_without_a_target_adds_nothing_in_fit() -> None:
+    """And the exact steps before are exact, several batches an update or not."""
+    x, y = uneven()
+    for accumulate in (1, 2):
+        expected = by_hand(
+            mlp().double(), plain_sgd, F.cross_entropy, x, y, batch=8, accumulate=accumulate
+        )
+        for sync in (None, sg.LocalSteps(2, after=99), sg.LocalSteps(2)):
+            with strategy(2, cross_device_ops="ring", sync=sync) as made, made.scope():
+                model = sg.Model(mlp().double())
+                model.compile(plain_sgd, nn.CrossEntropyLoss(), accumulate=accumulate)
+                model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            exact = far(model.module, expected) < 1e-12
+            assert exact == (sync != sg.LocalSteps(2)), (sync, accumulate)
+            assert all(p.isfinite().all() for p in model.module.parameters())
 
 
 # --- going on ----------------------------------------------------------------------------------
@@ -302,6 +367,37 @@ def test_what_cannot_go_together_is_refused() -> None:
         compiled(made)
 
 
+def skipping(made: Any, scaled: bool) -> None:
+    """Steps by a scaler, which may skip some; or one is skipped by an if."""
+    module = mlp()
+    loader = DataLoader(TensorDataset(*data(40)), batch_size=8)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, shares = made.prepare(module, optimizer, loader)
+    first = sg.current_replica().is_chief
+    scaler = torch.amp.GradScaler("cpu")
+    for number, (x, y) in enumerate(shares):
+        loss = F.cross_entropy(model(x), y)
+        if scaled:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            if number != 1 or not first:
+                optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_step_that_one_replica_skips_is_refused() -> None:
+    for every in (2, 5):  # the other replica is at the end, too, or at a meeting before it
+        counts = pytest.raises(sg.UsageError, match=r"have made \[4, 5\] updates.*skip none")
+        with strategy(2, sync=sg.LocalSteps(every)) as made, counts:
+            made.run(skipping, made, False)
+    scaler = pytest.raises(sg.NotDistributable, match="leave the scaler out")
+    with strategy(2, sync=sg.LocalSteps(2)) as made, scaler:
+        made.run(skipping, made, True)
+
+
 def test_every_step_is_the_default_and_exact() -> None:
     with strategy(2) as plain, strategy(2, sync=sg.EveryStep()) as made:
         assert made.settings == plain.settings
@@ -344,6 +440,70 @@ def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
     assert all(map(torch.equal, first, second))
     expected = ByHand(SYNCS["fragments"], 2).train().state_dict().values()
     assert max(float((a - b).abs().max()) for a, b in zip(first, expected, strict=True)) < 1e-12
+
+
+class Clamp(sg.callbacks.Callback):
+    """Writes weights after each batch, or after each epoch."""
+
+    def __init__(self, each: str) -> None:
+        super().__init__()
+        self.each = each
+
+    def clamp(self) -> None:
+        with torch.no_grad():
+            for p in self.model.module.parameters():
+                p.clamp_(-50, 50)
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.each == "batch":
+            self.clamp()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.each == "epoch":
+            self.clamp()
+
+
+def test_a_callback_cannot_throw_the_others_updates_away() -> None:
+    for sync in (sg.LocalSteps(3), sg.Gossip()):
+        with strategy(2, sync=sync) as made:
+            expected, _ = fitted(made)
+            found, _ = fitted(made, callbacks=[Clamp("epoch")])
+            assert far(found.module, expected.module) == 0.0
+            with pytest.raises(sg.UsageError, match="write them at the end of an epoch"):
+                fitted(made, callbacks=[Clamp("batch")])
+    with strategy(2, sync=sg.LocalSteps(1)) as made:
+        fitted(made, callbacks=[Clamp("batch")])
+
+
+def left_early(made: Any, file: Path, meets: bool) -> list[Tensor]:
+    module = mlp()
+    loader = DataLoader(TensorDataset(*data(40)), batch_size=8)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, shares = made.prepare(module, optimizer, loader)
+    for number, (x, y) in enumerate(shares):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2:
+            break
+    if meets:
+        made.meet()
+    if file.name:
+        torch.save(model.state_dict(), file)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_loop_that_is_left_early_meets_or_is_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with strategy(2, sync=sg.LocalSteps(4)) as made:
+        first, second = made.run(left_early, made, tmp_path / "m.pt", True)
+        assert all(map(torch.equal, first, second)) and "strategy.meet()" not in caplog.text
+        first, second = made.run(left_early, made, tmp_path / "m.pt", False)
+        assert not any(map(torch.equal, first, second))
+        made.run(left_early, made, Path(), False)
+    said = [r.getMessage() for r in caplog.records if "strategy.meet()" in r.getMessage()]
+    assert [each.split()[0] for each in said] == ["torch.save", "strategy.run"]
 
 
 class Freeze(sg.callbacks.Callback):

@@ -143,6 +143,7 @@ SYNCS = [
     sg.LocalSteps(3, wire=sg.TopK(0.3)),
     sg.DiLoCo(2),
     sg.DiLoCo(4, fragments=2, wire=sg.Int8(block=4)),
+    sg.DiLoCo(4, fragments=2, wire=sg.TopK(0.3, dense_steps=2)),
     sg.DiLoCo(2, wire=sg.PowerSGD(1)),
     sg.DiLoCo(2, wire=sg.Sign()),
     sg.DiLoCo(2, wire="bfloat16"),
@@ -234,6 +235,21 @@ def test_training_goes_on_from_its_state_bit_for_bit(sync: Any) -> None:
     assert goes_on()
     for name, wanted in NEEDED.items():
         assert goes_on(without=name) == (sync not in wanted), name
+
+
+def test_a_forced_meeting_leaves_out_what_has_just_met() -> None:
+    def run(circle: Circle) -> list[bool]:
+        training = Training(circle, sg.DiLoCo(2, fragments=2))
+        for number in range(4):
+            training.step(number, [2, 2])
+            training.committer.sync()
+        before = copy.deepcopy(training.module.state_dict())
+        training.committer.meet()
+        training.committer.meet()
+        now = training.module.state_dict()
+        return [not torch.equal(before[name], now[name]) for name in now]
+
+    assert together(2, run) == [[True, False, False, False]] * 2
 
 
 class Sized(NamedTuple):

@@ -5,6 +5,7 @@ The chief says a verb, with the rows that it is about, and every replica does it
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import keras
@@ -29,6 +30,8 @@ from stratagem.replicas import follower
 from stratagem.training.command_loop import END, CommandLoop
 from stratagem.training.replica import Replica, current_replica
 
+log = logging.getLogger("stratagem")
+
 
 class OnReplicas:
     """The chief's side of a model on replicas."""
@@ -48,6 +51,8 @@ class OnReplicas:
         self._mark: Any = None
         self._rates: tuple[int, ...] = ()
         self._optimizer: Any = None
+        #: whether it was said that single batches are meetings
+        self._told = False
 
     @property
     def adapter(self) -> KerasAdapter:
@@ -95,6 +100,10 @@ class OnReplicas:
 
     def lead(self, call: Call) -> Any:
         """In the chief, with all replicas listening."""
+        sync = self._driver.strategy.settings.sync
+        if call.name == "train_on_batch" and sync is not None and not self._told:
+            self._told = True
+            _tell_of_meetings(sync)
         with self._driver.leads(call):
             result = call.run()
             self._driver.settle()
@@ -202,6 +211,15 @@ class OnReplicas:
 
     def send_tensors(self, written: list[tuple[int, Tensor]], *, last: bool) -> None:
         self._tell("take", written)
+
+
+def _tell_of_meetings(sync: Any) -> None:
+    """Every call ends with the same weights everywhere; `fit` alone has rounds."""
+    log.warning(
+        "train_on_batch has replicas meet after every batch, whatever sync=%r says; use fit to "
+        "have them meet now and then.",
+        sync,
+    )
 
 
 def _schedules(model: Any) -> tuple[int, ...]:

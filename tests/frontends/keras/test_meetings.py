@@ -68,3 +68,16 @@ def test_a_backup_has_what_replicas_have_of_their_own(tmp_path: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         trained(sync, "adam", callbacks=[backup("parts"), Stop()])
     assert far(trained(sync, "adam", callbacks=[backup("parts")])[0], expected) == 0.0
+
+
+def test_single_batches_are_meetings_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x, y = (each.numpy() for each in data(8))
+    for sync, expected in ((sg.LocalSteps(3), 1), (None, 0)):
+        caplog.clear()
+        with strategy(2, sync=sync) as found:
+            model = made(found.scope(), "sgd")
+            for _ in range(2):
+                model.train_on_batch(x, y)
+        assert caplog.text.count("train_on_batch has replicas meet after every batch") == expected

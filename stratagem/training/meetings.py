@@ -1,0 +1,53 @@
+"""Meetings of the models of custom loops, whose replicas may have gone apart (`sync=`)."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+from stratagem.training.lossy_wire import Keeper
+from stratagem.training.replica import Replica
+
+log = logging.getLogger("stratagem")
+
+#: by replica: what has its models meet, in the same order on all replicas
+_apart: weakref.WeakKeyDictionary[Replica, list[Keeper]] = weakref.WeakKeyDictionary()
+_told: weakref.WeakSet[Replica] = weakref.WeakSet()
+
+
+def add(replica: Replica, keeper: Keeper) -> None:
+    """A model was prepared."""
+    _apart.setdefault(replica, []).append(keeper)
+
+
+def remove(keeper: Keeper) -> None:
+    """A model is prepared no more."""
+    for keepers in _apart.values():
+        if keeper in keepers:
+            keepers.remove(keeper)
+
+
+def forget(replica: Replica) -> None:
+    """Another call of strategy.run: its models are other ones."""
+    _apart.pop(replica, None)
+    _told.discard(replica)
+
+
+def meet(replica: Replica) -> None:
+    """Bring replicas together, whatever models they have prepared. Collective."""
+    for keeper in _apart.get(replica, ()):
+        keeper.meet()
+
+
+def tell_apart(replica: Replica, when: str) -> None:
+    """Say once that somebody takes weights which only one replica has."""
+    keepers = _apart.get(replica, ())
+    made = next((keeper.made_with for keeper in keepers if keeper.apart), None)
+    if made is not None and replica.is_chief and replica not in _told:
+        _told.add(replica)
+        log.warning(
+            "%s while replicas are apart (%s), each with weights of its own: the loader was not "
+            "read to its end. Call strategy.meet() on every replica first.",
+            when,
+            made,
+        )
