@@ -98,6 +98,21 @@ _EXHAUSTIVE = re.compile(
 _SLOW = re.compile(
     "|".join(
         (
+            r"test_ray_cluster.py::test_a_(place_that_is_lost|worker_that_fails_is_named)",
+            r"test_tpu.py::test_refusals.*nccl",
+            r"keras/test_compressed.py::test_a_keras_model_trains_with_the_same_records",
+            r"test_elastic_corners.py::test_the_chief_alone_takes_one_back_in_a_loop",
+            r"test_elastic_corners.py::test_sigterm_while_replicas_come_together",
+            r"replicas/test_faults.py::test_failures_leave_nothing_open",
+            r"keras/test_elastic.py::test_kills_change_nothing",
+            r"servers/test_faults.py::test_a_stopped_worker_holds_nobody_up_who_has_a_spare",
+            r"servers/test_faults.py::test_a_worker_that_stands_too_long_is_given_up",
+            r"servers/test_faults.py::test_a_stopped_server_is_named_then_given_up",
+            r"test_sharded_workers.py::test_a_worker_that_stops_is_named",
+            r"test_clients.py::test_ctrl_c_on_a_worker_and_on_the_chief",
+            r"test_membership.py::test_a_member_that_stays_stopped_becomes_trouble",
+            r"test_generations.py::test_one_that_was_stopped_comes_back_as_a_new_one",
+            r"test_model.py::test_fits_leave_no_memory_behind",
             r"test_figures.py::test_who_is_slow_is_named_and_who_is_dead_is_shown",
             r"replicas/test_faults.py::test_ctrl_c",
             r"test_file_pair.py::test_an_ended_saving_leaves_the_old_or_the_new_checkpoint",
