@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.state.optimizer_recipe import group_settings
-from stratagem.state.shared_state import MORE_STATE
+from stratagem.state.shared_state import MORE_STATE, kinds_of_state
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
 
@@ -64,7 +64,7 @@ class DividedUpdate:
         self._leads, self._rank = collective.rank == 0, collective.rank
         self._params = [p for group in optimizer.param_groups for p in group["params"]]
         self._places = {p: i for i, p in enumerate(self._params)}
-        elements, numbers, kind = _kinds(optimizer)
+        elements, numbers, kind = kinds_of_state(optimizer)
         #: by parameter and name, all of the state
         self._whole = [dict[str, Tensor]() for _ in self._params]
         for dtype in dict.fromkeys(p.dtype for p in self._params):
@@ -147,7 +147,7 @@ class DividedUpdate:
         if not self._leads or there == self._shown:
             return
         self._shown = there
-        elements, numbers, _ = _kinds(self._optimizer, more=False)
+        elements, numbers, _ = kinds_of_state(self._optimizer, more=False)
         for i, param in enumerate(self._params):
             if self._there[i]:
                 whole = self._whole[i]
@@ -171,26 +171,3 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a group; fused kernels take memory to be without gaps, which a part may have."""
     found = {k: v for k, v in group_settings(group).items() if k != "param_names"}
     return found | ({"fused": None} if "fused" in found else {})
-
-
-def _kinds(optimizer: Optimizer, *, more: bool = True) -> tuple[list[str], list[str], torch.dtype]:
-    """What a step leaves in its state: tensors like the parameter, numbers, and their type.
-
-    `more`: also what settings that may be changed on the way would leave.
-    """
-    elements, numbers = set[str](), dict[str, torch.dtype]()
-    for group in optimizer.param_groups:
-        settings = _settings(group)
-        if more:
-            settings |= {key: value for key, value in MORE_STATE.items() if key in settings}
-        probe = nn.Parameter(torch.zeros(2))
-        probe.grad = torch.zeros(2)
-        tried: Any = type(optimizer)([{**settings, "params": [probe]}])  # type: ignore[call-arg]
-        tried.step()
-        for name, value in tried.state[probe].items():
-            if isinstance(value, Tensor) and value.shape == probe.shape:
-                elements.add(name)
-            elif isinstance(value, Tensor):
-                numbers[name] = value.dtype
-    dtype = next(iter(numbers.values()), torch.float32)
-    return sorted(elements), sorted(numbers), dtype

@@ -29,7 +29,7 @@ class SharedState:
         self._starts = [0]
         for param in params:
             self._starts.append(self._starts[-1] + param.numel())
-        elements, numbers, dtype = _kinds(optimizer)
+        elements, numbers, dtype = kinds_of_state(optimizer)
         self._elements = _rows(elements, self._starts[-1], torch.float32, collective)
         self._numbers = _rows(numbers, len(params), dtype, collective)
         #: by name, which parameters have such a state
@@ -106,12 +106,16 @@ def _rows(
     return dict(zip(names, made.rows, strict=True))
 
 
-def _kinds(optimizer: Optimizer) -> tuple[list[str], list[str], torch.dtype]:
-    """What a step leaves in its state: tensors like the parameter, numbers, and their type."""
+def kinds_of_state(
+    optimizer: Optimizer, *, more: bool = True
+) -> tuple[list[str], list[str], torch.dtype]:
+    """What a step leaves in its state: tensors like the parameter, numbers, and their type; with
+    `more`, also what it would leave with other settings."""
     elements, numbers = set(), {}
     for group in optimizer.param_groups:
-        settings = group_settings(group)
-        settings |= {key: value for key, value in MORE_STATE.items() if key in settings}
+        settings = {k: v for k, v in group_settings(group).items() if k != "param_names"}
+        if more:
+            settings |= {key: value for key, value in MORE_STATE.items() if key in settings}
         probe = torch.zeros(2, dtype=torch.float32)
         probe.grad = torch.zeros_like(probe)
         tried: Any = type(optimizer)([{**settings, "params": [probe]}])  # type: ignore[call-arg]

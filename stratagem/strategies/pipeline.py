@@ -66,7 +66,7 @@ class PipelineStrategy(Strategy):
         patience: Patience | None = None,
     ) -> None:
         found = device_names.resolve(devices)
-        _check_places(found)
+        refuse_elsewhere(found, "a pipeline runs on")
         if schedule not in SCHEDULES:
             raise UsageError(
                 f"schedule={schedule!r} is not known; choose one of "
@@ -95,16 +95,17 @@ class PipelineStrategy(Strategy):
         super().__init__(ReplicaGroup(found, settings, None, patience), settings)
 
 
-def _check_places(found: Sequence[str]) -> None:
+def refuse_elsewhere(found: Sequence[str], what: str) -> None:
+    """Refuse other devices than CPUs, and other machines than this one."""
     if any(not name.startswith("cpu") for name in found):
         raise NotDistributable(
-            f"a pipeline runs on CPUs of one machine so far, and the devices are "
+            f"{what} CPUs of one machine so far, and the devices are "
             f'{", ".join(found)}; name ["cpu:0", "cpu:1"], or use a MirroredStrategy on GPUs.'
         )
     place = detect(os.environ)
     if place is not None and len(place.spec.training_tasks()) > 1:
         raise NotDistributable(
-            "a pipeline runs on CPUs of one machine so far, and the environment describes a "
+            f"{what} CPUs of one machine so far, and the environment describes a "
             "cluster; start the script without it, or use a MultiWorkerMirroredStrategy."
         )
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
 from stratagem.arguments import by_name
-from stratagem.cluster.environment import detect
-from stratagem.errors import NotDistributable, UsageError
+from stratagem.errors import UsageError
+from stratagem.strategies.pipeline import refuse_elsewhere
 from stratagem.strategies.strategy import Strategy
 from stratagem.training import devices as device_names
 from stratagem.training.agreement import Patience
@@ -47,24 +46,10 @@ class TensorParallelStrategy(Strategy):
         patience: Patience | None = None,
     ) -> None:
         found = device_names.resolve(["cpu:0", "cpu:1"] if devices is None else devices)
-        _check_places(found)
+        refuse_elsewhere(found, "layers are divided over")
         settings = Settings(tensor=TensorParallel(_asked(plan)))
         patience = patience or Patience(answer=5.0)
         super().__init__(ReplicaGroup(found, settings, None, patience), settings)
-
-
-def _check_places(found: Sequence[str]) -> None:
-    if any(not name.startswith("cpu") for name in found):
-        raise NotDistributable(
-            f"layers are divided over CPUs of one machine so far, and the devices are "
-            f'{", ".join(found)}; name ["cpu:0", "cpu:1"], or use a MirroredStrategy on GPUs.'
-        )
-    place = detect(os.environ)
-    if place is not None and len(place.spec.training_tasks()) > 1:
-        raise NotDistributable(
-            "layers are divided over CPUs of one machine so far, and the environment describes a "
-            "cluster; start the script without it, or use a MultiWorkerMirroredStrategy."
-        )
 
 
 def _asked(plan: Mapping[str, str] | str) -> tuple[tuple[str, str], ...]:
