@@ -172,12 +172,12 @@ class WorkerSide:
         # what a checkpoint has of this epoch counts, too, if the chief gets no ticket of the rest
         counted = self._counted or grouped or self.job.recipe.metrics.counted
         states = self.step.states() if counted else []
-        floats = self.session.statistics()
+        floats = self.session.statistics.here()
         self.worker.report([states, floats if self._counted else None])
 
     def _take_statistics(self, epoch: int) -> None:
         self._settled = epoch
-        self.session.take_statistics(epoch)
+        self.session.statistics.receive(epoch)
         self.step.spread()
 
 
@@ -257,7 +257,7 @@ class ChiefSide(WorkerSide):
                     return
 
     def _send_beside(self) -> None:
-        self.session.send_statistics(everything=self._beside)
+        self.session.statistics.send(everything=self._beside)
         self.step.spread()
         self._beside = False
 
@@ -268,7 +268,7 @@ class ChiefSide(WorkerSide):
         self.loss_sum[0] += total
         self.loss_sum[1] += examples
         self._states += [state for each in reports for state in each[0]]
-        self.session.share_statistics([each[1] for each in reports if each[1] is not None])
+        self.session.statistics.average([each[1] for each in reports if each[1] is not None])
         self.step.spread()
 
     def arrive(self) -> None:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from stratagem.errors import NotDistributable, StratagemError, UsageError
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.client import Client, FitOver
+from stratagem.servers.running_statistics import RunningStatistics, copy_into
 from stratagem.servers.training_plan import Clip, TrainingPlan
 from stratagem.state.optimizer_recipe import OptimizerRecipe, describe, elementwise, settings_of
 from stratagem.state.partition import (
+    Piece,
     assemble,
     assemble_values,
     cut,
@@ -84,6 +86,7 @@ class Session:
             if look is not None and theirs is not None:
                 fingerprint.compare(look[0], [["the chief", *theirs], [worker.name, *look]])
             self._arrive(tensors)
+        self.statistics = RunningStatistics(worker, module, self.beside, self.plan.workers)
         worker.at_fall = self._fall
         self.over = worker.join(self.number, self.params)
         if self.over is not None:
@@ -117,7 +120,7 @@ class Session:
 
     def _arrive(self, beside: Sequence[Tensor]) -> None:
         """As another worker: become like the chief, with random numbers of one's own."""
-        _take(self.beside, beside)
+        copy_into(self.beside, beside)
         torch.manual_seed((self.plan.seed + _MIX * self.worker.index) % 2**63)
 
     def _recipe(self) -> OptimizerRecipe:
@@ -127,21 +130,15 @@ class Session:
         """The optimizer's state by variable; None if it has none yet."""
         if not self.optimizer.state:
             return None
-        return states_of(self.optimizer.state_dict(), self._groups())[0]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, in variables; None: frozen."""
-        numbers = {id(param): i for i, param in enumerate(self.params)}
-        return [
-            {**settings_of(group), "variables": [numbers.get(id(p)) for p in group["params"]]}
-            for group in self.optimizer.param_groups
-        ]
+        return states_of(self.optimizer.state_dict(), _groups(self.optimizer, self.params))[0]
 
     def _take_states(self, by_variable: Mapping[int, Mapping[str, Any]]) -> None:
         mine, state = self.optimizer.param_groups, self.optimizer.state
         trained = {id(param) for param in self.params}
         frozen = {p: own for p, own in state.items() if id(p) not in trained}
-        self.optimizer.load_state_dict(state_dict(by_variable, self._groups()))
+        self.optimizer.load_state_dict(
+            state_dict(by_variable, _groups(self.optimizer, self.params))
+        )
         self.optimizer.param_groups = mine  # somebody may have them in hand
         self.optimizer.state.update(frozen)
 
@@ -211,39 +208,8 @@ class Session:
     def send_state(self, changes: Mapping[int, Mapping[str, Any]]) -> None:
         """Somebody has put these in the place of the optimizer's state, by variable."""
         _, _, states = self.worker.snapshot()
-        pieces = [e.piece for extents in self.plan.layout.extents for e in extents]
-        flat = [state for each in states for state in each]
-        whole = {**assemble(pieces, flat, self.plan.shapes), **changes}
+        whole = {**_by_variable(states, self.plan), **changes}
         self.worker.assign_states(_by_server(whole, self.plan))
-
-    # --- running statistics: the mean over the workers that worked, after each epoch ------------
-
-    def statistics(self) -> list[Tensor]:
-        """What every worker keeps for itself while an epoch lasts."""
-        return [b.detach() for b in self.module.buffers() if b.is_floating_point()]
-
-    def share_statistics(self, everybody: Sequence[Sequence[Tensor]]) -> None:
-        """As the chief: the mean of what was reported."""
-        mine = self.statistics()
-        if not mine or not everybody:
-            return
-        means = [
-            torch.stack([t.double().cpu() for t in each]).mean(0)
-            for each in zip(*everybody, strict=True)
-        ]
-        _take(mine, means)
-
-    def send_statistics(self, *, everything: bool = False) -> None:
-        """As the chief: what is here, for all; `everything`: also what is frozen, or whole."""
-        if self.beside and self.plan.workers > 1:
-            mine = self.beside if everything else self.statistics()
-            self.worker.ask("set means", [t.detach().cpu() for t in mine], epoch=self.worker.epoch)
-
-    def take_statistics(self, epoch: int) -> None:
-        """As another worker: the same."""
-        told = self.worker.ask("means", epoch=epoch)[1] if self.beside else None
-        if told is not None:
-            _take(self.beside if len(told) == len(self.beside) else self.statistics(), told)
 
     def read_state(self, *, values: bool = True) -> int:
         """One version of values and optimizer state, into the user's own objects."""
@@ -273,12 +239,10 @@ class Session:
         self, version: int, found: list[Tensor], states: list[Any], *, values: bool = True
     ) -> int:
         plan = self.plan
-        pieces = [e.piece for extents in plan.layout.extents for e in extents]
         if values:
-            whole = assemble_values(pieces, dict(enumerate(found)), plan.shapes)
-            _take(self.params, whole)
-        flat = [state for each in states for state in each]
-        self._take_states(assemble(pieces, flat, plan.shapes))
+            whole = assemble_values(_pieces(plan), dict(enumerate(found)), plan.shapes)
+            copy_into(self.params, whole)
+        self._take_states(_by_variable(states, plan))
         return version
 
     def end(self, told: Any = None) -> None:
@@ -302,7 +266,7 @@ class Session:
         """As another worker: what the chief has said at the end."""
         told, beside = over.told if over.told is not None else (None, None)
         if beside is not None:
-            _take(self.beside, beside)
+            copy_into(self.beside, beside)
         return told
 
 
@@ -317,12 +281,25 @@ def _end_prepared(worker: Client) -> None:
     worker.settle()
 
 
+def _groups(optimizer: Any, params: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """The optimizer's groups, with the numbers of their variables; None for a frozen one."""
+    numbers = {id(param): i for i, param in enumerate(params)}
+    return [
+        {**settings_of(group), "variables": [numbers.get(id(p)) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
 def _by_server(whole: Mapping[int, Mapping[str, Any]], plan: TrainingPlan) -> list[Any]:
     """A state by variable, cut into what each server has of it."""
     return [cut(whole, [e.piece for e in extents], plan.shapes) for extents in plan.layout.extents]
 
 
-def _take(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for mine, theirs in zip(tensors, values, strict=True):
-            mine.copy_(theirs)
+def _pieces(plan: TrainingPlan) -> list[Piece]:
+    return [e.piece for extents in plan.layout.extents for e in extents]
+
+
+def _by_variable(states: Sequence[Any], plan: TrainingPlan) -> dict[int, dict[str, Any]]:
+    """The states of the servers' pieces, put together by variable."""
+    flat = [state for each in states for state in each]
+    return assemble(_pieces(plan), flat, plan.shapes)

@@ -1,4 +1,4 @@
-"""One's own loop with parameter servers: a loader of tickets, an optimizer that hands in.
+"""A custom loop with parameter servers: a loader of tickets, an optimizer that pushes.
 
     for x, y in loader:              a batch that this worker was dealt, with the newest values
         loss_fn(model(x), y).backward()
@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from stratagem.data.loader import check_sampler, is_stream
+from stratagem.data.loader import is_stream
 from stratagem.data.shares import count_rows
 from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.figures.meter import METER
@@ -30,149 +29,15 @@ from stratagem.servers.batch_source import (
     parts_of_indices,
     parts_of_rows,
     read,
-    say_who_reads,
 )
-from stratagem.servers.client import Client, EpochOver, FitOver
-from stratagem.servers.loop_device_group import GroupLoader, LoopDeviceGroup
-from stratagem.servers.no_collective import in_group
+from stratagem.servers.client import EpochOver, FitOver
+from stratagem.servers.loop_device_group import LoopDeviceGroup
+from stratagem.servers.loop_session import LoopSession
+from stratagem.servers.loop_writes import LoopWrites
 from stratagem.servers.push_committer import PushCommitter
-from stratagem.servers.session import Session
-from stratagem.state.write_tracker import TrackedState, WriteTracker
-from stratagem.training import fingerprint, hints
-from stratagem.training.custom_loop import LossReader, read_losses
-from stratagem.training.prepare import Prepared, to_device
+from stratagem.training.custom_loop import LossReader
+from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
-from stratagem.training.settings import Settings
-from stratagem.training.setup import refuse_frequencies, refuse_renormed
-
-
-def prepare_served(
-    worker: Client | None,
-    replica: Replica,
-    settings: Settings,
-    model: nn.Module,
-    optimizer: Optimizer,
-    loader: Any,
-    loss_reduction: str | None,
-) -> Prepared:
-    """Have `optimizer.step` hand gradients in, and the loader deal out batches.
-
-    `worker` is None on the devices of one that are not its first.
-    """
-    _check(model, optimizer, loader)
-    reader = read_losses(replica, loss_reduction)
-    reader.for_servers, reader.keeps_totals = not in_group(replica), worker is not None
-    model.to(replica.device)
-    if worker is None:
-        return Prepared(model, optimizer, GroupLoader(replica, model, optimizer, loader))
-    first: TicketLoader | None = worker.prepared
-    assert settings.served is not None
-    look = fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=False)
-    look |= fingerprint.of_loader(loader, "the loader")
-    session = LoopSession(
-        worker, model, optimizer, settings.served, wire=settings.rounding, look=("prepare", look)
-    )
-    session.cancels = False  # a loop of the user's own runs its course
-    if worker.is_chief:
-        say_who_reads(loader)
-        if session.over is None and session.plan.parts > 1:
-            hints.tell_of_batchnorm(
-                model, replica, "MirroredStrategy(sync_batchnorm=True) normalises over the batch"
-            )
-    tickets = TicketLoader(session, loader, replica, reader)
-    if in_group(replica):
-        tickets.gather_round(LoopDeviceGroup(replica, model, optimizer, loader))
-    if session.over is None:
-        session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
-        session.until_end(optimizer.register_state_dict_pre_hook(tickets.bring_state))
-        if first is not None and first.session.optimizer is not optimizer:
-            session.until_end(first.session.optimizer.register_step_pre_hook(_refuse_step))
-    worker.prepared, worker.at_end = tickets, tickets.close
-    return Prepared(model, optimizer, tickets)
-
-
-def _check(model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
-    """Refuse what servers cannot do."""
-    if not isinstance(loader, DataLoader):
-        raise NotDistributable(
-            f"prepare needs the DataLoader that is trained on, not {type(loader).__name__}: with "
-            "parameter servers its batches are dealt out to whoever is free."
-        )
-    check_sampler(loader)
-    _check_optimizer(model, optimizer)
-    refuse_renormed(model)
-    refuse_frequencies(model)
-
-
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Servers update what the optimizer has; everything else would stand still."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if missing:
-        raise NotDistributable(
-            f"{len(missing)} trainable parameters of the model are not in the optimizer "
-            f"({missing[0]} is one), and servers run one optimizer for all; put every parameter "
-            "into it, in groups if they differ, or freeze them with requires_grad_(False)."
-        )
-    if optimizer._optimizer_step_post_hooks:
-        raise NotDistributable(
-            "the optimizer has a hook that runs after step(), and with servers the new values "
-            "come with the next batch; do what it does at the beginning of the loop's body."
-        )
-
-
-def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    raise UsageError(
-        "this optimizer's training ended when another one was prepared, and servers train one "
-        "model at a time; put the models into one nn.Module with one optimizer."
-    )
-
-
-class LoopSession(Session):
-    """Gradients are what they are when the loop calls `step`: it may have clipped them."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        #: by variable: the gradient that backward left, and how often it had been written to
-        self._made: dict[int, tuple[Tensor | None, int]] = {}
-        super().__init__(*args, **options)
-
-    def _hook(self, index: int) -> Any:
-        def ready(param: Tensor) -> None:
-            self._note(index, param)
-
-        return ready
-
-    def _note(self, index: int, param: Tensor) -> None:
-        grad = param.grad
-        self._made[index] = grad, 0 if grad is None else grad._version
-
-    def made(self) -> None:
-        """Several devices have added up their gradients: what they have now is backward's."""
-        for index, param in enumerate(self.params):
-            self._note(index, param)
-
-    def collect(self) -> None:
-        """Bring all gradients to where servers find them."""
-        if self.plan.parts > 1:
-            self._check_whole()
-        self.worker.memory.take_all()
-
-    def _check_whole(self) -> None:
-        """A part of a batch must not be clipped by itself."""
-        for index, param in enumerate(self.params):
-            grad = param.grad
-            made, version = self._made.get(index, (None, 0))
-            if grad is not None and (grad is not made or grad._version != version):
-                raise NotDistributable(
-                    "gradients were changed between backward() and optimizer.step(), but in step "
-                    f"each of {self.plan.parts} workers has the gradient of its part of the batch, "
-                    "and clipping that is not clipping the whole; use sg.Model with "
-                    "compile(clip_norm=...), or updates=sg.Asynchronous()."
-                )
-
-    def forget_gradients(self) -> None:
-        super().forget_gradients()
-        self._made.clear()
 
 
 class TicketLoader:
@@ -183,22 +48,19 @@ class TicketLoader:
     ) -> None:
         self.session, self.loader, self.device = session, loader, replica.device
         self._share, self._reader = replica.share, reader
-        self._committer = PushCommitter(session, self._settings)
+        self._committer = PushCommitter(session, session.settings_of_update)
         self.dataset, self.batch_size = loader.dataset, loader.batch_size
         self._indices = IndexSource(loader)
         self._epoch = 0
         self._held: tuple[Ticket, int] | None = None
         #: the other devices of this worker
         self._group: LoopDeviceGroup | None = None
-        #: the version that the last gradient was handed in for, and the settings then
-        self._version, self._last = -1, list[dict[str, Any]]()
         self._over = session.over is not None
         self._carry = Accumulation(session.params, 1 if self._over else session.plan.parts)
         self._closed = False
         #: what cannot be followed, to be said as soon as somebody listens
         self._refusal: NotDistributable | None = None
-        self._weights, self._closely = WriteTracker(session.params, closely=True), False
-        self._state = TrackedState(session.optimizer, session.params)
+        self._writes = LoopWrites(session)
 
     def gather_round(self, group: LoopDeviceGroup) -> None:
         """Have other devices share every ticket."""
@@ -232,7 +94,7 @@ class TicketLoader:
         worker.want(self._epoch)
         if worker.is_chief:
             worker.set_settings(self.session.settings())
-        self._follow()
+        self._writes.send()
         source = self._source() if worker.is_chief else None
         number = 0
         self._tell("pass")
@@ -250,24 +112,24 @@ class TicketLoader:
             self._held = (work.ticket, examples)
             self._begin_batch(examples, int(work.payload["total"]))
             number += 1
-            self._closely = number & (number - 1) == 0  # now and then: it takes its time
-            self._weights.mark(closely=self._closely)
+            self._writes.begin_batch(number)
             try:
                 yield batch if self.device.type == "cpu" else to_device(batch, self.device)
             except GeneratorExit:  # the loop was left
                 if worker.at_end is not None and not self._in_trouble():
                     # and not by an error that ends the training
-                    with suppress(ReplicaError):  # a job that has failed: others are told why
-                        self._leave()
-                    if worker.is_chief and self.session.plan.parts == self.session.plan.workers:
-                        self._indices.rewind(number)
+                    self._leave(number)
                 raise
             self._check_open()
-            self._look()
-            if self._held is not None:  # the loop wants another: it made no step on purpose
-                (ticket, _), self._held = self._held, None
-                worker.ask("skip", serial=ticket.serial)
-                self._carry.keep()
+            self._writes.check_weights(stepped=self._held is None)
+            self._skip()
+
+    def _skip(self) -> None:
+        """The loop wants another batch: if it made no step, that was on purpose."""
+        if self._held is not None:
+            (ticket, _), self._held = self._held, None
+            self.session.worker.ask("skip", serial=ticket.serial)
+            self._carry.keep()
 
     def _begin_batch(self, examples: int, total: int) -> None:
         self._carry.begin(examples, total)
@@ -280,19 +142,19 @@ class TicketLoader:
     def _end_pass(self, worked: bool) -> None:
         """The epoch is over: everybody has the last values, and the mean of all statistics."""
         session, worker = self.session, self.session.worker
-        self._check_state()
+        self._writes.check_state()
         self._tell("pass over")
         if self._group is not None:
             self._group.average()
-        worker.report(session.statistics() if worked else None)
+        worker.report(session.statistics.here() if worked else None)
         if worker.is_chief:
-            session.share_statistics([each for each in worker.gather()[0] if each is not None])
-            session.send_statistics()
+            session.statistics.average([each for each in worker.gather()[0] if each is not None])
+            session.statistics.send()
         else:
-            session.take_statistics(self._epoch)
+            session.statistics.receive(self._epoch)
         worker.refresh()
         self._align()
-        self._weights.mark(closely=True)
+        self._writes.mark()
 
     def _in_trouble(self) -> bool:
         """Whether another device of this worker has failed."""
@@ -302,64 +164,20 @@ class TicketLoader:
         if self._group is not None:
             self._group.align()
 
-    def _leave(self) -> None:
-        """The loop was left: somebody else does what is in hand."""
-        try:
-            self._look()
-            self._check_state()
-        except NotDistributable as refusal:
-            self._refusal = refusal  # nobody hears of it now
-        self._held = None
-        self.session.worker.stand_aside(self._epoch)
-        self._weights.mark(closely=True)
-
-    # --- what the loop itself writes ------------------------------------------------------------
-
-    def _follow(self) -> None:
-        """Between two passes: the servers get what was written since the last, by the chief."""
-        session, weights = self.session, self._weights
-        if not session.worker.is_chief:
-            session.worker.memory.take_back()  # the chief's values come
-            return
-        written = [*weights.written(), *weights.slipped()]
-        if written:
-            session.worker.memory.take_back()
-            session.worker.assign(session.params, written)
-            weights.mark(closely=True)
-        if changes := self._state.changes():
-            session.send_state(changes)
-            self._state.mark()
-
-    def _look(self) -> None:
-        """In the loop: what was written before the step goes to the servers, nothing else does."""
-        session = self.session
-        written, slipped = self._weights.written(), self._weights.slipped()
-        if not (written or slipped):
-            return
-        if slipped or self._held is None or session.plan.workers > 1:
-            raise NotDistributable(
-                "weights were written in the loop "
-                + (
-                    "past autograd (p.data)"
-                    if slipped
-                    else "after optimizer.step()"
-                    if self._held is None
-                    else "while several workers go through it"
-                )
-                + ", and with servers the new values come with the next batch; write them between "
-                "two epochs, or (with one worker) at the beginning of the loop's body, under "
-                "torch.no_grad()."
-            )
-        session.worker.memory.take_back()
-        session.worker.assign(session.params, written)
-        self._weights.mark(closely=False)
-
-    def _check_state(self) -> None:
-        if self.session.worker.is_chief and self._state.changes():
-            raise NotDistributable(
-                "the optimizer's state was changed in the loop, and the servers, which have it, "
-                "have gone on meanwhile; change it between two epochs."
-            )
+    def _leave(self, number: int) -> None:
+        """The loop was left in batch `number` of the pass: another worker does that batch."""
+        with suppress(ReplicaError):  # a job that has failed: the other workers are told why
+            try:
+                self._writes.check_weights(stepped=self._held is None)
+                self._writes.check_state()
+            except NotDistributable as refusal:
+                self._refusal = refusal  # raised later: nobody hears of it now
+            self._held = None
+            self.session.worker.stand_aside(self._epoch)
+            self._writes.mark()
+        plan = self.session.plan
+        if self.session.worker.is_chief and plan.parts == plan.workers:
+            self._indices.rewind(number)
 
     def _check_open(self) -> None:
         if self._refusal is not None:
@@ -404,7 +222,7 @@ class TicketLoader:
                 "optimizer.step() was called outside of the loop over the prepared loader, or a "
                 "second time for one batch; gradients belong to a batch that this worker was dealt."
             )
-        self._look()
+        self._writes.check_weights(stepped=self._held is None)
         ticket, examples = self._held
         self._held = None
         weight = examples * self._weight_of_row()
@@ -414,8 +232,7 @@ class TicketLoader:
         self._committer.begin(ticket, examples)
         self._committer.commit([0.0, weight])
         session.forget_gradients()
-        # without a barrier newer values may have come with the answer, or be on their way
-        self._weights.mark(closely=self._closely and session.plan.parts > 1)
+        self._writes.pushed()
 
     def _weight_of_row(self) -> float:
         """What the loss is divided by for each row, where others do parts of the same batch."""
@@ -430,28 +247,13 @@ class TicketLoader:
             )
         return weight
 
-    def _settings(self) -> list[dict[str, Any]]:
-        """As the chief: those of an update are the same in all parts of its batch."""
-        session, worker = self.session, self.session.worker
-        settings, version = session.settings(), worker.version
-        if session.plan.parts > 1 and version == self._version and settings != self._last:
-            raise NotDistributable(
-                "the optimizer's settings (its learning rate?) were changed between two parts of "
-                "one batch: a scheduler is stepped by batch, and the chief does several parts of "
-                f"each, since not all of {session.plan.workers} workers are here; start them all, "
-                "or step the scheduler by epoch."
-            )
-        self._version, self._last = version, settings
-        return settings
-
     def bring_state(self, optimizer: Optimizer) -> None:
         """Before its state is saved: that of the servers, and the values that belong to it.
 
         While a batch is in hand the values stay: gradients are being made with them.
         """
         self.session.read_state(values=self._held is None)
-        self._weights.mark(closely=self._held is None)
-        self._state.mark()
+        self._writes.brought(values=self._held is None)
 
     def _end_as(self, over: FitOver) -> None:
         """The chief has ended the training: end with what came of it."""
@@ -463,12 +265,12 @@ class TicketLoader:
         """The training ends for the chief, and so for all; another waits for that."""
         worker = self.session.worker
         if self._refusal is None and not self._over:
-            self._follow()
+            self._writes.send()
         self._closed = True
         if not (worker.is_chief or self._over):
             self._end_as(worker.retire())
         self.session.end()
-        self._state.end()
+        self._writes.end()
         self._align()
         if self._refusal is not None:
             raise self._refusal

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from stratagem import tracebacks
 from stratagem.cluster.membership import Membership
-from stratagem.errors import NotDistributable, UsageError
-from stratagem.state.checkpoint_folder import Checkpoints
+from stratagem.errors import UsageError
+from stratagem.strategies.custom_loop_calls import CustomLoopCalls
 from stratagem.strategies.task_group import TaskGroup
 from stratagem.training import dry_run, hints, meetings
 from stratagem.training.agreement import Patience
 from stratagem.training.custom_loop import begin_loop
 from stratagem.training.devices import place
-from stratagem.training.loop_calls import backward_counted, mean_of_batch, rows_of_share
-from stratagem.training.loop_checkpoints import check_loader, resumable
-from stratagem.training.loop_journal import LoopJournal, journal_of
-from stratagem.training.prepare import Prepared, prepare, prepare_loader
+from stratagem.training.loop_journal import LoopJournal
 from stratagem.training.replica import (
     Replica,
     as_tensor,
     called_replica,
     combine,
-    current_call,
     current_replica,
     set_called,
     user_code,
@@ -44,9 +37,6 @@ from stratagem.wire.collective import Alone
 
 if TYPE_CHECKING:
     from stratagem.servers.evaluator_task import EvaluatorLink
-
-#: a folder of checkpoints, or a plan for them
-Resume = str | os.PathLike[str] | Checkpoints | None
 
 #: those that are open, and whether models made in them are checked
 _scopes: list[tuple[Strategy, bool]] = []
@@ -64,7 +54,7 @@ _open: weakref.WeakSet[Strategy] = weakref.WeakSet()
 _members: list[Strategy] = []
 
 
-class Strategy:
+class Strategy(CustomLoopCalls):
     """Where replicas run and how their gradients meet; the named strategies are presets."""
 
     #: whether servers keep the parameters, and workers go their own ways
@@ -148,128 +138,6 @@ class Strategy:
             )
         finally:
             journal.close()
-
-    @overload
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loader: Any = None,
-        *,
-        loss_reduction: str | None = None,
-        resume: Resume = None,
-    ) -> Prepared: ...
-
-    @overload
-    def prepare(self, loader: DataLoader[Any], /, *, loss_reduction: str | None = None) -> Any: ...
-
-    def prepare(
-        self,
-        model: nn.Module | DataLoader[Any],
-        optimizer: Optimizer | None = None,
-        loader: Any = None,
-        *,
-        loss_reduction: str | None = None,
-        resume: Resume = None,
-    ) -> Any:
-        """Distribute a custom loop: `model, optimizer, loader = strategy.prepare(...)`.
-
-        Call it in code that every replica runs: a function given to `strategy.run`, or a script
-        under `stratagem run` or torchrun. After `loss.backward()` every gradient is the one that
-        a single device would have computed on the global batch.
-
-        Without a loader it is `model, optimizer, _ = strategy.prepare(model, optimizer)`;
-        `loader = strategy.prepare(loader)` deals out shares of a loader by itself.
-
-        What a loss is divided by is read from its graph. `loss_reduction="mean"` or `"sum"` says
-        that it is a mean, or a sum, over rows where that cannot be read.
-
-        `resume="run/"`, or `sg.Checkpoints("run/", every=500)`: the loop keeps checkpoints there,
-        and goes on from the last of them. It is then `for epoch in loader.epochs(10):`.
-        """
-        if self.settings.pipeline is not None:
-            raise NotDistributable(
-                "a pipeline runs microbatches forward and backward by itself, which a loop of your "
-                "own does not leave to it; use sg.Model(...).fit, or prepare with a "
-                "MirroredStrategy."
-            )
-        if self.settings.tensor is not None:
-            raise NotDistributable(
-                "layers are divided when a model is traced with its first batch, which a loop of "
-                "your own does not leave to it; use sg.Model(...).fit, or prepare with a "
-                "MirroredStrategy."
-            )
-        if self.settings.sharded and resume is not None:
-            raise NotDistributable(
-                "resume=... keeps what every replica has, and replicas of ShardedStrategy have "
-                "parts of an optimizer's state; use sg.Model(...).fit(checkpoint=..., resume=True)."
-            )
-        replica = self.replica()
-        elastic = self.settings.elastic and not dry_run.wanted()
-        dry_run.deal(self.num_replicas_in_sync)
-        if not isinstance(model, nn.Module):
-            if resume is not None:
-                raise UsageError(
-                    "resume=... is for the loader that a model is trained on: "
-                    "strategy.prepare(model, optimizer, loader, resume=...)."
-                )
-            return prepare_loader(replica, model)
-        if optimizer is None:
-            raise UsageError(
-                "prepare was given a model without its optimizer; call prepare(model, optimizer), "
-                "or prepare(loader) for a loader by itself."
-            )
-        if elastic:
-            self._let_begin_again(loader)
-        found = prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
-        if resume is None and not elastic:
-            return found
-        plan = Checkpoints(resume) if isinstance(resume, str | os.PathLike) else resume
-        plan = None if dry_run.wanted() else plan
-        return resumable(found, loader, replica, plan, elastic=elastic)
-
-    def _let_begin_again(self, loader: Any) -> None:
-        """A loop is prepared that is begun again when replicas leave or join."""
-        replica = current_call()
-        if replica is None:
-            raise UsageError(
-                "with elastic=True a loop is begun again, where it was, when a replica dies or "
-                "joins; put it into a function, and call strategy.run(train)."
-            )
-        check_loader(loader)
-        journal = journal_of(replica)
-        if journal is not None:
-            journal.open()
-
-    def backward(self, loss: Tensor, *, count: float | Tensor, retain_graph: bool = False) -> None:
-        """In place of `loss.backward()`: `loss` is a sum over this replica's rows by `count`.
-
-        Afterwards every gradient is that of the sum over all rows, divided by the sum of all
-        counts.
-
-        >>> kept = (targets != padding).sum()
-        >>> strategy.backward(losses_by_token[targets != padding].mean(), count=kept)
-        """
-        backward_counted(self.replica(), loss, count, retain_graph)
-
-    def rows(self, batch: Any) -> Any:
-        """This replica's rows of a global batch: a tensor, or tuples, lists and dicts of tensors.
-
-        In a custom loop without a loader; the gradient then counts with the share of the rows.
-        """
-        return rows_of_share(self.replica(), batch)
-
-    def mean(self, value: Tensor | float, *, count: float | Tensor | None = None) -> float:
-        """A loss, or another mean over this replica's rows, as it is over the whole batch.
-
-        What a loss is divided by is read as in `backward`; a number that was taken out of its graph
-        (`.item()`) is taken for a mean over rows, unless `count` says what it is divided by here.
-        """
-        return mean_of_batch(self.replica(), value, count)
-
-    def meet(self) -> None:
-        """Bring replicas together that `sync=` lets go apart, on all of them: after a `break`."""
-        meetings.meet(self.replica())
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on the chief, and on nobody else."""

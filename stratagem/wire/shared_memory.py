@@ -27,10 +27,9 @@ from torch import Tensor
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.figures.meter import METER
 from stratagem.wire.collective import Collective, Pending
+from stratagem.wire.mailboxes import WORDS, Mailboxes
 from stratagem.wire.segment import Segment, aligned
 
-_INLINE = 1 << 16  # bytes of a message that fit into a mailbox; larger ones get their own segment
-_WORDS = 8  # one cache line of flags per replica
 #: what replicas may meet for; the place in this list rides on every arrival
 _MEETINGS = ("barrier", "reduction", "gather", "broadcast", "table", "gradient", "update")
 _KINDS = 8
@@ -88,19 +87,9 @@ class SharedMemoryCollective(Collective):
         self.rank, self.size = rank, size
         self.names = names or [f"replica {r}" for r in range(size)]
         self._control = control
-        self._flags = control.words(size * _WORDS)
-        mail = size * _WORDS * 8
-        self._mail = [
-            [
-                control.tensor(torch.uint8, (_INLINE,), mail + (2 * r + box) * _INLINE)
-                for box in (0, 1)
-            ]
-            for r in range(size)
-        ]
-        self._large: list[Segment | None] = [None, None]
-        self._mapped: dict[tuple[int, int], Segment] = {}
-        self._box = 0
-        weights = mail + 2 * size * _INLINE
+        self._flags = control.words(size * WORDS)
+        self._mail = Mailboxes(rank, size, control, self._flags)
+        weights = size * WORDS * 8 + Mailboxes.size_for(size)
         self._weights = control.tensor(torch.float64, (size,), weights)
         self._watch = watch or (lambda rank, seconds: None)
         self._turn = 0
@@ -110,7 +99,7 @@ class SharedMemoryCollective(Collective):
 
     @staticmethod
     def control_size(size: int) -> int:
-        return size * (_WORDS * 8 + 2 * _INLINE) + aligned(size * 8)
+        return size * WORDS * 8 + Mailboxes.size_for(size) + aligned(size * 8)
 
     def barrier(self) -> None:
         self.meet("barrier")
@@ -121,11 +110,11 @@ class SharedMemoryCollective(Collective):
         turn, flags = self._turn, self._flags
         mark = turn + _MEETINGS.index(what)
         self.order_writes()
-        flags[self.rank * _WORDS] = mark
+        flags[self.rank * WORDS] = mark
         for other in range(self.size):
-            if flags[other * _WORDS] < turn:
+            if flags[other * WORDS] < turn:
                 self._await(other, turn)
-            found = flags[other * _WORDS]
+            found = flags[other * WORDS]
             if found != mark and found < turn + _KINDS:  # one further on has checked for itself
                 raise UsageError(
                     f"{self.names[self.rank]} is at a {what} where {self.names[other]} is at a "
@@ -135,7 +124,7 @@ class SharedMemoryCollective(Collective):
         self.order_writes()
 
     def _await(self, rank: int, turn: int) -> None:
-        flags, slot = self._flags, rank * _WORDS
+        flags, slot = self._flags, rank * WORDS
         self.wait_for(rank, lambda: flags[slot] >= turn)
 
     def wait_for(self, rank: int, ready: Callable[[], bool], limit: float = math.inf) -> bool:
@@ -192,9 +181,12 @@ class SharedMemoryCollective(Collective):
         rows = rows or self.size
         size = SharedTable.size(rows, count, dtype)
         segment = Segment(size) if self.rank == 0 else None
-        handle = self._share_handle(segment)
+        box = self._mail.next_box()
+        if segment is not None:
+            self._mail.write_handle(segment.handle, box)
+        self.meet("table")
         if segment is None:
-            segment = Segment.attach(handle)
+            segment = Segment.attach(self._mail.read_handle(0, box))
         self.meet("table")
         return SharedTable(segment, rows, count, dtype)
 
@@ -236,24 +228,21 @@ class SharedMemoryCollective(Collective):
         self.meet("reduction")
 
     # --- messages ---------------------------------------------------------------------------
-    #
-    # A message lies in one of its sender's two boxes, by turns. One meeting is enough: whoever
-    # comes to the next one has read this box, and only the one after it writes there again.
 
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
-        box = self._next_box()
-        self._post(data, box)
+        box = self._mail.next_box()
+        self._mail.post(data, box)
         self.meet("gather")
-        return [self._fetch(rank, box) for rank in range(self.size)]
+        return [self._mail.fetch(rank, box) for rank in range(self.size)]
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
-        box = self._next_box()
+        box = self._mail.next_box()
         if data is not None and self.rank == source:
-            self._post(data, box)
+            self._mail.post(data, box)
             self.meet("broadcast")
             return data
         self.meet("broadcast")
-        return self._fetch(source, box)
+        return self._mail.fetch(source, box)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -262,57 +251,10 @@ class SharedMemoryCollective(Collective):
             with torch.no_grad():
                 tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
 
-    def _next_box(self) -> int:
-        self._box ^= 1
-        return self._box
-
-    def _post(self, data: Tensor, box: int) -> None:
-        """Put a message where the others find it: inline, or in a segment that grows as needed."""
-        size = data.numel()
-        self._flags[self.rank * _WORDS + 1 + box] = size
-        if size <= _INLINE:
-            self._mail[self.rank][box][:size].copy_(data)
-            return
-        segment = self._large[box]
-        if segment is None or segment.size < size:
-            segment = self._large[box] = Segment(size + size // 4)
-        segment.tensor(torch.uint8, (size,)).copy_(data)
-        self._write_handle(segment.handle, box)
-
-    def _fetch(self, rank: int, box: int) -> Tensor:
-        """A view of the message, which its sender overwrites when it has met everybody twice."""
-        size = self._flags[rank * _WORDS + 1 + box]
-        if size <= _INLINE:
-            return self._mail[rank][box][:size]
-        handle = self._read_handle(rank, box)
-        known = self._mapped.get((rank, box))
-        if known is None or known.handle != handle:
-            known = self._mapped[rank, box] = Segment.attach(handle)
-        return known.tensor(torch.uint8, (size,))
-
-    def _share_handle(self, segment: Segment | None) -> str:
-        box = self._next_box()
-        if segment is not None:
-            self._write_handle(segment.handle, box)
-        self.meet("table")
-        return self._read_handle(0, box)
-
-    def _write_handle(self, text: str, box: int) -> None:
-        raw = text.encode()
-        self._flags[self.rank * _WORDS + 3 + box] = len(raw)
-        self._mail[self.rank][box][: len(raw)].copy_(
-            torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        )
-
-    def _read_handle(self, rank: int, box: int) -> str:
-        length = self._flags[rank * _WORDS + 3 + box]
-        return self._mail[rank][box][:length].numpy().tobytes().decode()
-
     def forget_mail(self) -> None:
         """Give back the memory of large messages, which all have read. Collective."""
         self.barrier()
-        self._large = [None, None]
-        self._mapped.clear()
+        self._mail.forget()
         self.barrier()
 
     def close(self) -> None:

@@ -130,9 +130,9 @@ def test_who_is_late_for_the_last_means_has_them_all_the_same() -> None:
     made[0].running_mean.fill_(3.0)  # type: ignore[union-attr]
     sessions[0].worker.deal(1, 0, [], True)
     assert not isinstance(sessions[0].worker.next(), Assignment)
-    sessions[0].send_statistics()
+    sessions[0].statistics.send()
     sessions[0].worker.finish(None)
-    sessions[1].take_statistics(1)
+    sessions[1].statistics.receive(1)
     assert made[1].running_mean.tolist() == [3.0, 3.0]  # type: ignore[union-attr, operator]
     for session in reversed(sessions):
         session.worker.memory.close()

@@ -1,0 +1,72 @@
+"""The training of a custom loop with parameter servers, on one worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from stratagem.errors import NotDistributable
+from stratagem.servers.session import Session
+
+
+class LoopSession(Session):
+    """Gradients are what they are when the loop calls `step`: it may have clipped them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        #: by variable: the gradient that backward left, and how often it had been written to
+        self._made: dict[int, tuple[Tensor | None, int]] = {}
+        #: the version that the last gradient was pushed for, and the settings then
+        self._version, self._last = -1, list[dict[str, Any]]()
+        super().__init__(*args, **options)
+
+    def _hook(self, index: int) -> Any:
+        def ready(param: Tensor) -> None:
+            self._note(index, param)
+
+        return ready
+
+    def _note(self, index: int, param: Tensor) -> None:
+        grad = param.grad
+        self._made[index] = grad, 0 if grad is None else grad._version
+
+    def made(self) -> None:
+        """Several devices have added up their gradients: what they have now is backward's."""
+        for index, param in enumerate(self.params):
+            self._note(index, param)
+
+    def collect(self) -> None:
+        """Bring all gradients to where servers find them."""
+        if self.plan.parts > 1:
+            self._check_whole()
+        self.worker.memory.take_all()
+
+    def _check_whole(self) -> None:
+        """A part of a batch must not be clipped by itself."""
+        for index, param in enumerate(self.params):
+            grad = param.grad
+            made, version = self._made.get(index, (None, 0))
+            if grad is not None and (grad is not made or grad._version != version):
+                raise NotDistributable(
+                    "gradients were changed between backward() and optimizer.step(), but in step "
+                    f"each of {self.plan.parts} workers has the gradient of its part of the batch, "
+                    "and clipping that is not clipping the whole; use sg.Model with "
+                    "compile(clip_norm=...), or updates=sg.Asynchronous()."
+                )
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        self._made.clear()
+
+    def settings_of_update(self) -> list[dict[str, Any]]:
+        """Return the optimizer's settings, which must be the same in all parts of a batch."""
+        settings, version = self.settings(), self.worker.version
+        if self.plan.parts > 1 and version == self._version and settings != self._last:
+            raise NotDistributable(
+                "the optimizer's settings (its learning rate?) were changed between two parts of "
+                "one batch: a scheduler is stepped by batch, and the chief does several parts of "
+                f"each, since not all of {self.plan.workers} workers are here; start them all, "
+                "or step the scheduler by epoch."
+            )
+        self._version, self._last = version, settings
+        return settings
