@@ -13,7 +13,7 @@ from torch import nn
 
 from stratagem.errors import UsageError
 from stratagem.frontends.losses import Meaning
-from stratagem.frontends.model import Model, recipe_of
+from stratagem.frontends.model import Model
 
 _CLOSE = 1e-3  # how far the probabilities of a row may be from adding up to 1
 
@@ -35,8 +35,7 @@ class TorchMember:
 
     def __init__(self, model: Model, number: int, from_logits: bool | None) -> None:
         self.model, self._number = model, number
-        recipe = recipe_of(model)
-        meaning = Meaning() if recipe is None else recipe.metrics.meaning
+        meaning = Meaning() if model.recipe is None else model.recipe.metrics.meaning
         self.from_logits = meaning.logits if from_logits is None else from_logits
         #: each output may be for itself: not a loss of one class among others
         self._labels = meaning.logits is True and not meaning.classes

@@ -22,7 +22,6 @@ from stratagem.frontends.fit_job import Fit, FitSide
 from stratagem.state import checkpoint
 from stratagem.state.checkpoint_folder import (
     CheckpointFolder,
-    Checkpoints,
     CheckpointWriter,
     load_newest,
 )
@@ -32,9 +31,13 @@ from stratagem.training.checkpoint_agreement import CheckpointAgreement
 log = logging.getLogger("stratagem")
 
 
-def load(model: Any, checkpoints: Checkpoints) -> dict[str, Any] | None:
-    """Put model and optimizer to the newest checkpoint; returns what else it has, None without."""
-    return load_newest(checkpoints, model.module, model.optimizer, "fit")
+def load(model: Any, job: Fit) -> None:
+    """As the chief: put model and optimizer to the newest checkpoint, and the job to the rest of
+    it; without a checkpoint, `job.resumed` is None."""
+    assert job.checkpoints is not None
+    job.resumed = load_newest(job.checkpoints, model.module, model.optimizer, "fit")
+    if job.resumed is not None and job.resumed["seed"] is not None:
+        job.source.seed = int(job.resumed["seed"])
 
 
 class FitCheckpoints:

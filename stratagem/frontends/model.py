@@ -67,13 +67,14 @@ class Model:
         self.optimizer: Optimizer | None = None
         self.history: History | None = None
         self.stop_training = False
-        self._recipe: Recipe | None = None
+        #: what `compile` was given; None before
+        self.recipe: Recipe | None = None
         self._fits = 0
         #: brings what is kept elsewhere up to date here, before it is saved in mid-training
         self.bring_home: Callable[[], int] | None = None
 
     def __repr__(self) -> str:
-        return describe(self.module, self.optimizer, self._recipe, self.strategy)
+        return describe(self.module, self.optimizer, self.recipe, self.strategy)
 
     @asked.by_name
     def compile(
@@ -117,7 +118,7 @@ class Model:
         frozen = not any(p.requires_grad for p in self.module.parameters())
         given = isinstance(optimizer, Optimizer)
         self.optimizer = None if frozen and not given else make_optimizer(optimizer, self.module)
-        self._recipe = Recipe(
+        self.recipe = Recipe(
             losses.resolve(loss),
             MetricSet(metrics, losses.meaning(loss, from_logits)),
             clip_norm,
@@ -172,23 +173,14 @@ class Model:
             resume: go on from the newest checkpoint of that folder, with the next batch that was
                 not seen; begin where there is none.
         """
-        recipe, optimizer = self._compiled("fit"), self.optimizer
-        if optimizer is None:
-            raise UsageError(
-                "the module had no parameter that requires a gradient when it was compiled; "
-                "unfreeze what shall be trained, then compile again."
-            )
+        recipe, optimizer = self._compiled("fit"), self._optimizer()
         check_verbose(verbose)
-        callbacks = asked.listed(callbacks)
         asked.whole(1, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
         asked.whole(1, validation_batch_size=validation_batch_size)
         asked.whole(0, epochs=epochs, initial_epoch=initial_epoch)
-        if (audience := self.strategy.audience) is not None:
+        if self.strategy.audience is not None:
             sizes = (validation_batch_size, batch_size)
-            self.history = self._attend(
-                audience.over, callbacks, validation_data, sizes, validation_steps
-            )
-            return self.history
+            return self._attend(asked.listed(callbacks), validation_data, sizes, validation_steps)
         validated = asked.epochs_to_validate(validation_freq)
         source, held_out = inputs.to_train_on(
             (x, y, sample_weight),
@@ -201,7 +193,6 @@ class Model:
         )
         if dry_run.wanted():
             rehearse(self.module, optimizer, recipe, source, self.strategy)
-        steps = asked.fewer(source.steps, steps_per_epoch)
         job = Fit(
             self.module,
             optimizer,
@@ -217,14 +208,27 @@ class Model:
             checkpoints=asked.checkpoints(checkpoint, resume=resume),
             journal=FitJournal() if self.strategy.settings.elastic else None,
         )
+        return self._train(job, asked.listed(callbacks), verbose, resume=resume)
+
+    def _optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise UsageError(
+                "the module had no parameter that requires a gradient when it was compiled; "
+                "unfreeze what shall be trained, then compile again."
+            )
+        return self.optimizer
+
+    def _train(
+        self, job: Fit, callbacks: Sequence[Callback], verbose: Verbosity, *, resume: bool
+    ) -> History:
+        """Run the job on all replicas, with the chief's callbacks and its progress bar."""
         job.saves = job.checkpoints is not None
-        job.goes_back = job.saves and not source.once and meets_servers_again(self.strategy)
-        if resume and job.checkpoints is not None and self.strategy.is_chief:
-            job.resumed = fit_checkpoints.load(self, job.checkpoints)
-            if job.resumed is not None and job.resumed["seed"] is not None:
-                source.seed = int(job.resumed["seed"])
+        job.goes_back = job.saves and not job.source.once and meets_servers_again(self.strategy)
+        if resume and self.strategy.is_chief:
+            fit_checkpoints.load(self, job)
+        epochs, steps = job.epochs.stop, asked.fewer(job.source.steps, job.steps_per_epoch)
         bar = ProgressBar(epochs, steps, verbose) if verbose and self.strategy.is_chief else None
-        known = {"validated": None if job.validation is None else validated}
+        known = {"validated": None if job.validation is None else job.validated}
         history = self._invite(job, callbacks, bar, {"epochs": epochs, "steps": steps, **known})
         check_fit(job, self.strategy)
         self._fits += 1
@@ -264,13 +268,12 @@ class Model:
 
     def _attend(
         self,
-        over: Callable[[], bool],
         callbacks: Sequence[Callback],
         validation: Any,
         sizes: tuple[int | None, int | None],
         steps: int | None,
     ) -> History:
-        """As the evaluator: look at every checkpoint."""
+        """As the evaluator: evaluate every checkpoint."""
 
         def evaluate() -> dict[str, float]:
             source = inputs.to_validate_on(validation, *sizes)
@@ -278,7 +281,10 @@ class Model:
             job = evaluation.Evaluation(self.module, self._compiled("fit"), source, steps)
             return dict(model_calls.everywhere(self.strategy, evaluation.evaluate, job))
 
-        return evaluator.watch(self, callbacks, validation, evaluate, over)
+        assert self.strategy.audience is not None
+        over = self.strategy.audience.over
+        self.history = evaluator.watch(self, callbacks, validation, evaluate, over)
+        return self.history
 
     @asked.by_name
     def evaluate(
@@ -327,7 +333,7 @@ class Model:
         """Outputs for every example, in order, on the CPU; `steps` and `verbose` as in `evaluate`,
         and of `callbacks` their `on_predict_...` methods."""
         asked.whole(1, steps=steps)
-        recipe = self._recipe or Recipe(losses.resolve("mse"), MetricSet(None))
+        recipe = self.recipe or Recipe(losses.resolve("mse"), MetricSet(None))
         source = inputs.source_of(x, batch_size=batch_size)
         return self._watched(evaluation.predict, source, recipe, steps, callbacks, verbose)
 
@@ -379,21 +385,16 @@ class Model:
     @property
     def loss(self) -> Any:
         """What `compile` made of the loss; None before."""
-        return self._recipe and self._recipe.loss
+        return self.recipe and self.recipe.loss
 
     def rises(self, name: str) -> bool | None:
         """Whether a metric is better the larger it is, if it knows."""
         return self._compiled("fit").metrics.rises(name)
 
     def _compiled(self, verb: str) -> Recipe:
-        if self._recipe is None:
+        if self.recipe is None:
             raise UsageError(
                 f'{verb} comes after compile: model.compile(optimizer="adam", '
                 'loss="cross_entropy", metrics=["accuracy"]).'
             )
-        return self._recipe
-
-
-def recipe_of(model: Model) -> Recipe | None:
-    """What `compile` was given; None before."""
-    return model._recipe
+        return self.recipe

@@ -54,13 +54,10 @@ class ServerRecovery:
         )
         event("fault", str(lost), about=who)
         event("action", f"the training goes back to {found}")
-        assert job.checkpoints is not None
         if job.callback_states is not None:
             job.callback_states.reset()
-        job.resumed = fit_checkpoints.load(model, job.checkpoints)
+        fit_checkpoints.load(model, job)
         if job.resumed is None:
             raise StratagemError(f"{found} is there no more; start the job again.") from lost
-        if job.resumed["seed"] is not None:
-            job.source.seed = int(job.resumed["seed"])
         job.last_saved, job.terminated, model.stop_training = None, False, False
         job.callbacks.changes.settle()
