@@ -189,8 +189,12 @@ def append_missing(log: Path, lines: list[bytes], *, after: int = 0) -> None:
         there = file.read().count(b"\n") - after
         for line in lines[there:]:
             when, _, text = line.partition(b" ")
-            shown = text.rstrip(b"\r").rpartition(b"\r")[2]  # the last state of a progress bar
-            file.write(when + b" " + shown + b"\n")
+            file.write(when + b" " + last_state(text) + b"\n")
+
+
+def last_state(line: bytes) -> bytes:
+    """What a terminal shows of a line in the end: the last state of a progress bar."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def _file(task: Task) -> str:

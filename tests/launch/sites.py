@@ -26,7 +26,12 @@ from tests.slurm import Slurm
 HEAD = """
 import json, os, pathlib, signal, sys, time
 os.chdir(at)
-task = json.loads(os.environ["TF_CONFIG"])["task"]
+told = json.loads(os.environ.get("TF_CONFIG") or os.environ["CLUSTER_SPEC"])
+task, roles = told["task"], sorted(told["cluster"])
+if "TF_CONFIG" not in os.environ:  # on Vertex AI
+    names, pool = ("worker", "worker", "ps", "evaluator"), int(task["type"][-1])
+    task = {"type": names[pool], "index": task["index"] + (pool == 1)}
+    roles = sorted({names[int(each[-1])] for each in roles})
 me = f"{task['type']}-{task['index']}"
 def note(name, value):
     pathlib.Path(f"{name}.part").write_text(str(value))
@@ -280,6 +285,48 @@ class RaySite:
         shutil.rmtree(self._temp, ignore_errors=True)
 
 
+class VertexSite:
+    """A loopback server, which speaks as Vertex AI and Cloud Logging do, and Google's clients."""
+
+    name = "vertex"
+
+    def __init__(self, folder: Path, packages: str) -> None:
+        self.folder = folder
+        (folder / "project").mkdir(exist_ok=True)
+        (self.port,) = free_ports(1)
+        self.environ = {
+            "PYTHONPATH": f"{packages}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            "OMP_NUM_THREADS": "1",
+            "STRATAGEM_JOBS": str(folder / "jobs"),
+        }
+        self._server = self._python(ROOT, "tests.vertex_server", str(self.port), str(folder))
+        assert self._server.stdout is not None
+        assert self._server.stdout.readline() == "serving\n"
+
+    def _python(self, where: Path, *words: str, **more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=where,
+            env={**os.environ, **self.environ, **more},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def options(self, **more: str) -> list[str]:
+        given = {"project": "p", "region": "r", "image": "i:1", "bucket": "gs://b/jobs", **more}
+        given["vertex_endpoint"] = f"http://127.0.0.1:{self.port}"
+        options = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value]
+        return ["--on", "vertex", *options]
+
+    def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
+        return self._python(self.folder / "project", "stratagem", *words, **more)
+
+    def close(self) -> None:
+        self._server.terminate()
+        self._server.wait(20)
+
+
 def needs(tools: tuple[str, ...], packages: tuple[str, ...]) -> None:
     """Skip, and say why, where programs are not here and cannot be installed."""
 
@@ -324,6 +371,14 @@ def site(name: str, folder: Path) -> Any:
         if not packages:
             pytest.skip("pip install --target DIR 'ray[default]', and STRATAGEM_TEST_RAY=DIR")
         return RaySite(folder, Path(packages))
+    if name == "vertex":
+        packages = os.environ.get("STRATAGEM_TEST_VERTEX", "")
+        if not packages:
+            pytest.skip(
+                "pip install --target DIR google-cloud-aiplatform google-cloud-logging, and "
+                "STRATAGEM_TEST_VERTEX=DIR"
+            )
+        return VertexSite(folder, packages)
     if name == "kubernetes":
         needs(("kubectl",), ("kubernetes-client",))
         return KubernetesSite(folder)

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ print("replicas", strategy.num_replicas_in_sync, flush=True)
 """
 
 
-@pytest.fixture(scope="module", params=["slurm", "ssh", "kubernetes", "ray"])
+@pytest.fixture(scope="module", params=["slurm", "ssh", "kubernetes", "ray", "vertex"])
 def there(request: Any, tmp_path_factory: Any) -> Iterator[Any]:
     made = site(request.param, tmp_path_factory.mktemp(request.param))
     yield made
@@ -68,30 +67,6 @@ def begun(where: Any, *tasks: str) -> None:
 
 def nothing_left(where: Any) -> bool:
     return not running(str(where.folder / "jobs")) and not running("train.py")
-
-
-@needs_hosts
-def test_the_weights_of_the_local_run(there: Any) -> None:
-    script(there, TRAIN)
-    here = ["run", "--workers", "2", "train.py", "local"]
-    code, said = finished(
-        subprocess.Popen(
-            [sys.executable, "-m", "stratagem", *here],
-            cwd=there.folder / "project",
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    )
-    assert code == 0, said
-    job = ["submit", *there.options(), "--workers", "2", "--follow", "train.py", "far"]
-    code, said = finished(there.start(*job))
-    assert code == 0, said
-    assert said.count("[worker 0] replicas 2") == said.count("[worker 1] replicas 2") == 1
-    files = (there.folder / f"{name}.safetensors" for name in ("local", "far"))
-    local, far = (load_file(file) for file in files)
-    assert all(torch.allclose(a, far[name], atol=1e-7) for name, a in local.items())
 
 
 @needs_hosts
@@ -144,7 +119,7 @@ def test_ctrl_c_leaves_the_job_and_cancel_ends_it(there: Any) -> None:
     code, said = finished(there.start(*cancel))
     assert code == 0 and f"{handle} is cancelled" in said
     code, rest = finished(second)
-    assert code == (143 if there.name in ("kubernetes", "ray") else 9), rest
+    assert code == (9 if there.name in ("slurm", "ssh") else 143), rest
     for task in ("worker 0", "worker 1"):
         for line in ("line 1", "line 2"):
             assert sum(f"[{task}] {line}" in each for each in lines) == 1
@@ -198,7 +173,7 @@ def test_the_secret_is_nowhere_to_be_seen(there: Any) -> None:
 
 @needs_hosts
 def test_roles(there: Any) -> None:
-    script(there, "print('I am', me, sorted(json.loads(os.environ['TF_CONFIG'])['cluster']))")
+    script(there, "print('I am', me, roles)")
     more = ["--workers", "2", "--ps", "1", "--evaluator", "--follow"]
     code, said = finished(there.start("submit", *there.options(), *more, "train.py"), 150)
     assert code == 0, said

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from stratagem.errors import UsageError
 from stratagem.launch.engines.vertex import _custom_job, check
 from stratagem.launch.far_task import shared_secret
 from stratagem.launch.job_request import JobRequest
-from tests.hosts import ROOT
-from tests.launch.sites import finished, running
-from tests.ports import free_ports
+from tests.launch.sites import VertexSite, finished, running, site
 
 SETTINGS = {"project": "p", "region": "r", "image": "i:1", "bucket": "gs://b/jobs"}
 
@@ -84,136 +77,54 @@ def test_the_secret_of_a_folder(tmp_path: Path) -> None:
 
 # --- with Google's client ------------------------------------------------------------------------
 
-TRAIN = """
-import sys, torch, stratagem as sg
-from torch import nn
-torch.manual_seed(0)
-x, y = torch.randn(96, 8), torch.randint(0, 3, (96,))
-strategy = sg.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    model = sg.Model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
-    model.compile("adam", "cross_entropy")
-model.fit(x, y, batch_size=32, epochs=3, verbose=0)
-model.save(sys.argv[1])
-print("replicas", strategy.num_replicas_in_sync, flush=True)
-"""
-
-
-class Site:
-    """A loopback server, and a project beside it."""
-
-    def __init__(self, folder: Path, packages: str) -> None:
-        self.folder = folder
-        (folder / "project").mkdir()
-        (self.port,) = free_ports(1)
-        path = f"{packages}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-        self._environ = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": "1",
-            "STRATAGEM_JOBS": str(folder / "jobs"),
-        }
-        self._server = self._begin("tests.vertex_server", str(self.port), str(folder))
-        assert self._server.stdout is not None
-        assert self._server.stdout.readline() == "serving\n"
-
-    def _begin(self, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", *words],
-            cwd=ROOT if words[0].startswith("tests") else self.folder / "project",
-            env=self._environ,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-
-    def script(self, text: str) -> None:
-        (self.folder / "project" / "train.py").write_text(text)
-
-    def say(self, *words: str) -> tuple[int, str]:
-        return finished(self._begin("stratagem", *words), 120)
-
-    def submit(self, *words: str, **more: str) -> tuple[int, str]:
-        given = {"project": "p", "region": "r", "image": "i:1", "bucket": "gs://b/jobs", **more}
-        options = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value]
-        options.append(f"--vertex-endpoint=http://127.0.0.1:{self.port}")
-        return self.say("submit", "--on", "vertex", *options, *words)
-
-    def close(self) -> None:
-        self._server.terminate()
-        self._server.wait(20)
-
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: Any) -> Iterator[Site]:
-    packages = os.environ.get("STRATAGEM_TEST_VERTEX", "")
-    if not packages:
-        pytest.skip("pip install --target DIR google-cloud-aiplatform; STRATAGEM_TEST_VERTEX=DIR")
-    made = Site(tmp_path_factory.mktemp("vertex"), packages)
+def there(tmp_path_factory: Any) -> Iterator[VertexSite]:
+    made = site("vertex", tmp_path_factory.mktemp("vertex"))
     yield made
     made.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_weights_of_the_local_run(site: Site) -> None:
-    site.script(TRAIN)
-    code, said = site.say("run", "--workers", "2", "train.py", "local")
-    assert code == 0, said
-    code, said = site.submit("--workers=2", "--follow", "train.py", "far")
-    assert code == 0, said
-    for name in ("workerpool0-0", "workerpool1-0"):
-        assert (site.folder / "replicas" / f"{name}.log").read_text().endswith("replicas 2\n")
-    files = (site.folder / "project" / f"{name}.safetensors" for name in ("local", "far"))
-    local, far = (load_file(file) for file in files)
-    assert all(torch.allclose(a, far[name], atol=1e-7) for name, a in local.items())
-    (secret,) = (site.folder / "gcs").rglob("secret")
-    assert secret.read_text() not in (site.folder / "received.json").read_text() + said
-    assert "gcloud ai custom-jobs stream-logs 1001 --project=p --region=r" in said
+def say(there: VertexSite, *words: str, **environ: str) -> tuple[int, str]:
+    return finished(there.start(*words, **environ), 120)
+
+
+def submit(there: VertexSite, *words: str, **more: str) -> tuple[int, str]:
+    return say(there, "submit", *there.options(**more), *words)
+
+
+def script(there: VertexSite, text: str) -> None:
+    (there.folder / "project" / "train.py").write_text(text)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_one_that_fails_is_named(site: Site) -> None:
-    site.script(
-        "import json, os, sys, time\n"
-        "task = json.loads(os.environ['CLUSTER_SPEC'])['task']\n"
-        "sys.exit(3) if task['type'] == 'workerpool1' else time.sleep(200)\n"
-    )
-    code, said = site.submit("--workers=2", "--follow", "train.py")
-    assert code == 3, said
-    assert "worker 1 failed first: exit code 3" in said.splitlines()[-2]
-    assert "workerpool1-0 exited with a non-zero status of 3" in said.splitlines()[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_what_is_shown_is_sent_and_cancelled(site: Site) -> None:
-    site.script("import time\ntime.sleep(200)\n")
+def test_what_is_shown_is_sent_and_cancelled(there: VertexSite) -> None:
+    script(there, "import time\ntime.sleep(200)\n")
     options = ["--workers=2", "--time=2h", "--name=digits", "train.py", "--lr", "0.1"]
-    code, shown = site.submit("--dry-run", *options)
+    code, shown = submit(there, "--dry-run", *options)
     assert code == 0, shown
-    (site.folder / "received.json").unlink(missing_ok=True)
-    code, said = site.submit(*options)
+    (there.folder / "received.json").unlink(missing_ok=True)
+    code, said = submit(there, *options)
     assert code == 0, said
-    sent = re.sub(r"digits-[0-9a-f]{6}", "", (site.folder / "received.json").read_text())
+    sent = re.sub(r"digits-[0-9a-f]{6}", "", (there.folder / "received.json").read_text())
     assert json.loads(sent) == json.loads(re.sub(r"digits-[0-9a-f]{6}", "", shown))
     logs, status, cancel = (
         line.strip().removeprefix("stratagem ").split()
         for line in said.partition("Next:")[2].strip().splitlines()
     )
-    code, said = site.say(*status)
+    code, said = say(there, *status)
     assert code == 0 and said.count("running") == 3 and "workerpool1-0" in said, said
-    code, said = site.say(*cancel)
+    code, said = say(there, *cancel)
     assert code == 0 and "is cancelled" in said, said
-    assert site.say(*logs)[0] == 143
-    assert cancel[1] in site.say("jobs")[1] and not running("train.py --lr 0.1")
+    assert say(there, *logs)[0] == 143
+    assert cancel[1] in say(there, "jobs")[1] and not running("train.py --lr 0.1")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_refusals(site: Site) -> None:
-    (site.folder / "received.json").unlink(missing_ok=True)
+def test_refusals(there: VertexSite) -> None:
+    (there.folder / "received.json").unlink(missing_ok=True)
     for given, said in (
         ({"image": ""}, "which image.? As in"),
         ({"project": ""}, "which project.? As in: --project"),
@@ -223,7 +134,55 @@ def test_refusals(site: Site) -> None:
         ({"env": "HOME"}, "may read its variables: leave --env out"),
         ({"project": "forbidden"}, "Vertex AI refuses: you may not create jobs here"),
     ):
-        code, answer = site.submit("train.py", **given)
+        code, answer = submit(there, "train.py", **given)
         assert code == 2 and re.search(said, answer), answer
         assert len(answer.strip().splitlines()) <= 3, answer
-    assert not (site.folder / "received.json").exists()
+    assert not (there.folder / "received.json").exists()
+
+
+LINES = """
+import json, os, time
+pool = json.loads(os.environ["CLUSTER_SPEC"])["task"]["type"]
+for i in range(40):
+    print("line", i, "of", pool, flush=True)
+    time.sleep(0.3)
+print("10%\\r100%\\nlast", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_line_once_by_task(there: VertexSite) -> None:
+    """While two follow, and once more afterwards; entries come in pages, and some late."""
+    script(there, LINES)
+    code, said = submit(there, "--workers=2", "train.py")
+    assert code == 0, said
+    follow = said.partition("Next:")[2].strip().splitlines()[0].split()[1:]
+    both = [there.start(*follow) for _ in range(2)]
+    told = [finished(child, 120) for child in both]
+    told.append(say(there, *follow[:2]))
+    for code, said in told:
+        if "install google-cloud-logging" in said:
+            pytest.skip("google-cloud-logging is not in STRATAGEM_TEST_VERTEX")
+        assert code == 0, said
+        lines = said.splitlines()
+        for worker, pool in (("worker 0", "workerpool0"), ("worker 1", "workerpool1")):
+            for i in range(40):
+                assert lines.count(f"[{worker}] line {i} of {pool}") == 1, said
+            assert lines.count(f"[{worker}] 100%") == lines.count(f"[{worker}] last") == 1
+        assert lines.count("[worker 0] [Vertex AI] the job is provisioned") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_without_the_client_for_logs_the_command_is_named(there: VertexSite) -> None:
+    script(there, "print('done')")
+    hidden = there.folder / "hidden" / "google" / "cloud" / "logging_v2"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ImportError('no logging here')\n")
+    path = f"{there.folder / 'hidden'}:{there.environ['PYTHONPATH']}"
+    words = ["submit", *there.options(), "--follow", "train.py"]
+    code, said = finished(there.start(*words, PYTHONPATH=path), 120)
+    assert code == 0, said
+    assert "gcloud ai custom-jobs stream-logs" in said and "--project=p --region=r shows" in said
+    assert "(pip install google-cloud-logging brings them here)" in said

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from stratagem.cluster.spec import Task
 from stratagem.errors import StratagemError, UsageError
+from stratagem.launch.engines.vertex_logs import NoLogs, bring
 from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing, now
 from stratagem.launch.job_request import JobRequest, JobState
 from stratagem.launch.verdict import write_end
@@ -27,6 +30,9 @@ _MACHINE = "n1-standard-4"
 _INSTALL = "pip install google-cloud-aiplatform"
 _CANCELLED = 143
 _SECONDS = 60.0  # for one answer
+_SETTLE = 4.0  # from a job's end to its last lines in Cloud Logging
+_LATE = timedelta(minutes=10)  # after the end, in which somebody who asks may find more
+_TAIL = 10  # lines that explain a failure
 _STATES = {
     "JOB_STATE_QUEUED": "waiting",
     "JOB_STATE_PENDING": "waiting",
@@ -82,9 +88,12 @@ class Vertex:
 
     def state(self, job: JobFolder) -> JobState:
         if (end := job.end()) is not None:
+            ended = datetime.fromisoformat((job.read("end.json") or {})["when"])
+            if datetime.now(UTC) - ended < _LATE:
+                _bring_logs(job)
             return end
         request = job.request
-        _say_where_logs_are(job)
+        _bring_logs(job)
         with _said():
             found = _client(request).get_custom_job(name=_resource(job), timeout=_SECONDS)
         state = found.state.name
@@ -95,6 +104,8 @@ class Vertex:
                         job.task_runs(task, _replica(task))
                 return JobState("running")
             return JobState("waiting", text=state.removeprefix("JOB_STATE_").lower())
+        time.sleep(_SETTLE)
+        _bring_logs(job)
         if state == "JOB_STATE_CANCELLED":
             job.ended(_CANCELLED, "cancelled")
         elif state == "JOB_STATE_SUCCEEDED":
@@ -185,15 +196,33 @@ def _write_failure(job: JobFolder, text: str) -> None:
     if match is None or task is None:
         job.ended(1, text)
         return
-    job.task_ended(TaskEnd(task, int(match[3]), "", now(), (text,)))
+    job.task_ended(
+        TaskEnd(task, int(match[3]), "", now(), tuple(_last_lines(job, task) or (text,)))
+    )
     write_end(job, int(match[3]))
 
 
-def _say_where_logs_are(job: JobFolder) -> None:
-    """Lines of tasks go to Cloud Logging, and are not brought here."""
-    where = " ".join(f"--{key}={job.request.settings[key]}" for key in ("project", "region"))
-    line = f"gcloud ai custom-jobs stream-logs {job.told['name']} {where} shows what tasks print"
-    append_missing(job.log(Task("worker", 0)), [f"{now()} {line}".encode()])
+def _last_lines(job: JobFolder, task: Task) -> list[str]:
+    """What it has printed in the end, as far as that is here."""
+    if not job.log(task).exists():
+        return []
+    lines = job.log(task).read_text(errors="replace").splitlines()[-_TAIL:]
+    return [line.partition(" ")[2] for line in lines]
+
+
+def _bring_logs(job: JobFolder) -> None:
+    """Lines of tasks lie in Cloud Logging; where they cannot be had, say how to see them."""
+    request = job.request
+    named = {_replica(task): task for task in request.tasks()}
+    endpoint = str(request.settings.get("vertex_endpoint", ""))
+    here = endpoint.removeprefix("http://") if endpoint.startswith("http://") else None
+    try:
+        bring(job, named, here)
+    except NoLogs as problem:
+        where = " ".join(f"--{key}={request.settings[key]}" for key in ("project", "region"))
+        command = f"gcloud ai custom-jobs stream-logs {job.told['name']} {where}"
+        line = f"{now()} {command} shows what tasks print ({problem})"
+        append_missing(job.log(Task("worker", 0)), [line.encode()])
 
 
 # --- Google's client ----------------------------------------------------------------------------
