@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.codecs.compression import Compression
+from stratagem.codecs.wire_choice import Wire
 from stratagem.errors import NotDistributable, StratagemError, UsageError
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.client import Client, FitOver
@@ -25,6 +27,7 @@ from stratagem.state.partition import (
 )
 from stratagem.training import fingerprint
 from stratagem.training.fingerprint import Look
+from stratagem.training.lossy_wire import check_pushes, tell_of_dropped
 from stratagem.training.settings import Served
 
 _MIX = 0x9E3779B97F4A7C15
@@ -51,7 +54,7 @@ class Session:
         optimizer: Any,
         served: Served,
         *,
-        wire: str | None = None,
+        wire: Wire = None,
         clip: Clip = Clip(),  # noqa: B008
         told: Any = None,
         look: tuple[str, Look] | None = None,
@@ -62,6 +65,9 @@ class Session:
         `resumes`: the training goes back to a checkpoint where a server is lost."""
         _end_prepared(worker)
         self.told, self._look, self._resumes = told, look, resumes
+        #: what workers had kept when a checkpoint was made, until the others are told
+        self._residuals: list[Mapping[str, Any]] = []
+        self._asked = False
         self.worker, self.module, self.optimizer = worker, module, optimizer
         self._clip = clip
         self._wire = None if wire in (None, "float32") else wire
@@ -85,7 +91,7 @@ class Session:
                 fingerprint.compare(look[0], [["the chief", *theirs], [worker.name, *look]])
             self._arrive(tensors)
         worker.at_fall = self._fall
-        self.over = worker.join(self.number, self.params)
+        self.over = worker.join(self.number, self.params, self._names())
         if self.over is not None:
             worker.at_fall = None
             return
@@ -114,6 +120,10 @@ class Session:
             raise NotDistributable("the model has no parameter that requires a gradient.")
         fixed = [p for p in self.module.parameters() if not p.requires_grad]
         self.beside = [*fixed, *self.module.buffers()]
+
+    def _names(self) -> list[str]:
+        """The names of what is trained."""
+        return [name for name, p in self.module.named_parameters() if p.requires_grad]
 
     def _arrive(self, beside: Sequence[Tensor]) -> None:
         """As another worker: become like the chief, with random numbers of one's own."""
@@ -164,6 +174,8 @@ class Session:
                 "convert the model to one type."
             )
         (dtype,) = types
+        if isinstance(self._wire, Compression):
+            check_pushes(self._wire, self.optimizer, dtype)
         recipe = self._recipe()
         shapes = tuple(tuple(p.shape) for p in self.params)
         pieces = partition(
@@ -235,15 +247,44 @@ class Session:
 
     def send_statistics(self, *, everything: bool = False) -> None:
         """As the chief: what is here, for all; `everything`: also what is frozen, or whole."""
-        if self.beside and self.plan.workers > 1:
+        if self.plan.workers > 1 and (self.beside or self._residuals):
             mine = self.beside if everything else self.statistics()
-            self.worker.ask("set means", [t.detach().cpu() for t in mine], epoch=self.worker.epoch)
+            told = [[t.detach().cpu() for t in mine], self._residuals]
+            self.worker.ask("set means", told, epoch=self.worker.epoch)
+        self._residuals = []
 
     def take_statistics(self, epoch: int) -> None:
         """As another worker: the same."""
-        told = self.worker.ask("means", epoch=epoch)[1] if self.beside else None
+        first, self._asked = not self._asked, True
+        asks = self.beside or (first and self.plan.compression is not None)
+        told = self.worker.ask("means", epoch=epoch)[1] if asks else None
         if told is not None:
-            _take(self.beside if len(told) == len(self.beside) else self.statistics(), told)
+            tensors, residuals = told
+            _take(self.beside if len(tensors) == len(self.beside) else self.statistics(), tensors)
+            self._load_residuals(residuals)
+
+    # --- what a compression has left out, which checkpoints have ----------------------------------
+
+    def residuals(self) -> dict[str, Any]:
+        """What this worker keeps of its gradients for later pushes."""
+        kept = self.worker.memory.outbox.state()
+        return kept and {"worker": self.worker.index, **kept}
+
+    def go_on(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """As the chief: have every worker go on with what all of them had kept."""
+        states = sorted((s for s in states if s), key=lambda state: int(state.get("worker", 0)))
+        if not states:
+            return
+        made, record = states[0]["wire"], self.plan.compression
+        if "pushes" not in states[0] or made != repr(record):
+            tell_of_dropped(f"wire={made}")
+            return
+        self._residuals = list(states)
+        self._load_residuals(states)
+
+    def _load_residuals(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if states:
+            self.worker.memory.outbox.load(states, self.worker.index)
 
     def read_state(self, *, values: bool = True) -> int:
         """One version of values and optimizer state, into the user's own objects."""
