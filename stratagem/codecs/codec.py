@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stratagem.codecs.compression import Compression
 from stratagem.errors import UsageError
 
 
@@ -80,11 +79,6 @@ _WIRE = {None: None, "float32": None, "bfloat16": torch.bfloat16, "float16": tor
 
 def wire_type(wire: str | None) -> torch.dtype | None:
     """The type behind `wire`: "float32" (or None), "bfloat16" or "float16"."""
-    if isinstance(wire, Compression):
-        raise UsageError(
-            f"wire={wire!r} is for replicas that all-reduce (MirroredStrategy, "
-            'MultiWorkerMirroredStrategy); to servers, numbers travel as wire="bfloat16".'
-        )
     if not isinstance(wire, str | None) or wire not in _WIRE:
         known = ", ".join(repr(name) for name in _WIRE if name)
         raise UsageError(

@@ -105,7 +105,7 @@ class LowRank(Feedback):
         if not finite(left):
             memory.spoilt = True
             return
-        bases = [_orthogonal(p) for p in _unpack(left, thin)]
+        bases = [orthogonal(p) for p in _unpack(left, thin)]
         own = [m.of(draft).T @ p for m, p in zip(memory.matrices, bases, strict=True)]
         if own:
             _pack(own, right)
@@ -170,7 +170,7 @@ def _begin_with(found: Tensor, before: Tensor) -> Tensor:
     return torch.where(found.any(0), found, before)
 
 
-def _orthogonal(matrix: Tensor) -> Tensor:
+def orthogonal(matrix: Tensor) -> Tensor:
     """Columns that span the same; some basis even where there is nothing to span."""
     basis: Tensor = torch.linalg.qr(matrix).Q
     return basis

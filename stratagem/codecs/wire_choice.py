@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from stratagem.codecs.codec import CastCodec, wire_type
 from stratagem.codecs.compression import Compression
 from stratagem.codecs.int8 import Int8
@@ -35,3 +38,23 @@ def reducer(collective: Collective, wire: Wire) -> Reducer:
         raise UsageError(f"wire={wire!r} has no reducer; use one of stratagem's records.")
     dtype = wire_type(wire)
     return Plain(collective) if dtype is None else Encoded(collective, CastCodec(dtype))
+
+
+_RECORDS: dict[str, type[Compression]] = {
+    kind.__name__: kind for kind in (Int8, TopK, Sign, PowerSGD)
+}
+
+
+def wire_to_json(wire: Wire) -> Any:
+    """`wire` as the servers are told it: a name, or a record's own name and what it was given."""
+    return [type(wire).__name__, asdict(wire)] if isinstance(wire, Compression) else wire
+
+
+def wire_from_json(told: Any) -> Wire:
+    """What `wire_to_json` has written; a record checks what it is given."""
+    if told is None or isinstance(told, str):
+        return told
+    name, given = told
+    if name not in _RECORDS:
+        raise UsageError(f"wire={name!r:.40} is not known; install the same stratagem everywhere.")
+    return _RECORDS[name](**given)

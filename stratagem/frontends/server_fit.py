@@ -48,7 +48,7 @@ def fit(job: Fit) -> None:
         job.module,
         job.optimizer,
         served,
-        wire=job.settings.rounding,
+        wire=job.settings.wire,
         clip=Clip(job.recipe.clip_norm, job.recipe.clip_value),
         told=job.source.seed,
         look=("fit", job.look()) if job.by_itself else None,
@@ -173,7 +173,8 @@ class WorkerSide:
         counted = self._counted or grouped or self.job.recipe.metrics.counted
         states = self.step.states() if counted else []
         floats = self.session.statistics.here()
-        self.worker.report([states, floats if self._counted else None])
+        residuals = self.session.residuals.here() if self.job.saves else {}
+        self.worker.report([states, floats if self._counted else None, residuals])
 
     def _take_statistics(self, epoch: int) -> None:
         self._settled = epoch
@@ -195,6 +196,8 @@ class ChiefSide(WorkerSide):
         #: and what workers have counted
         self.loss_sum: list[Any] = [0.0, 0]
         self._states: list[Any] = []
+        #: what each worker's wire has kept for later pushes
+        self._residuals: list[Any] = []
         self.segments = Segments()
         self.tally = RunningLoss(self.worker, lambda: self.loss_sum)
         self.state = TrackedState(job.optimizer, session.params)
@@ -268,6 +271,7 @@ class ChiefSide(WorkerSide):
         self.loss_sum[0] += total
         self.loss_sum[1] += examples
         self._states += [state for each in reports for state in each[0]]
+        self._residuals = [each[2] for each in reports]
         self.session.statistics.average([each[1] for each in reports if each[1] is not None])
         self.step.spread()
 
@@ -316,11 +320,14 @@ class ChiefSide(WorkerSide):
         self.bring_home()
         counted = [state["progress"] for state in self._states if "progress" in state]
         here = self.job.recipe.metrics.progress()
-        return server_progress.gathered(self.job, counted or [here], self.loss_sum)
+        gathered = server_progress.gathered(self.job, counted or [here], self.loss_sum)
+        return gathered | {"residuals": self._residuals}
 
     def go_on(self, saved: dict[str, Any] | None) -> None:
         assert saved is not None
         self.loss_sum = server_progress.go_on(self.job, self.replica, saved)
+        replicas = [each.get("residuals", {}) for each in saved["replicas"]]
+        self.session.residuals.go_on(saved.get("residuals") or replicas)
         self._follow_beside(between=False)
         self.job.callbacks.changes.settle()
 

@@ -107,10 +107,12 @@ class Client(Transfers):
         self.lines.resumes = self.plan.resumes
         return self.plan, told
 
-    def join(self, fit: int, params: Sequence[nn.Parameter]) -> FitOver | None:
+    def join(
+        self, fit: int, params: Sequence[nn.Parameter], names: Sequence[str] = ()
+    ) -> FitOver | None:
         """Take a slot at every server, and have the parameters live in memory they can reach."""
         assert self.plan is not None
-        self.begin_traffic(WorkerMemory(self.plan, params, near=self.lines.near))
+        self.begin_traffic(WorkerMemory(self.plan, params, near=self.lines.near, names=names))
         self.epoch, self._strict = 0, False
         self._told: Any = None
         self._ahead = None
@@ -252,7 +254,8 @@ class Client(Transfers):
         self._leftovers = not answer["kept"]
         METER.pushes += 1
         METER.staleness += int(answer["tau"])
-        METER.bytes += self.memory.sent
+        METER.bytes += self.memory.outbox.nbytes
+        self.memory.outbox.settle(counted=bool(answer["kept"]))
         return bool(answer["kept"])
 
     def abandon(self, ticket: Ticket) -> None:

@@ -48,7 +48,7 @@ def prepare_served(
     look = fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=False)
     look |= fingerprint.of_loader(loader, "the loader")
     session = LoopSession(
-        worker, model, optimizer, settings.served, wire=settings.rounding, look=("prepare", look)
+        worker, model, optimizer, settings.served, wire=settings.wire, look=("prepare", look)
     )
     session.cancels = False  # a loop of the user's own runs its course
     if worker.is_chief:

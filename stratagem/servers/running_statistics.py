@@ -1,24 +1,63 @@
-"""Running statistics of a model: after each epoch, their mean over the workers that worked."""
+"""What workers keep for themselves while an epoch lasts: running statistics, push residuals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stratagem.servers.client import Client
+from stratagem.servers.training_plan import TrainingPlan
+from stratagem.training.lossy_wire import tell_of_dropped
+
+
+class PushResiduals:
+    """What a compression has left out of a worker's pushes, which checkpoints have."""
+
+    def __init__(self, worker: Client, plan: TrainingPlan) -> None:
+        self._worker, self.record = worker, plan.compression
+        #: as the chief: what workers had kept when a checkpoint was made, until they are told
+        self.untold: list[Mapping[str, Any]] = []
+
+    def here(self) -> dict[str, Any]:
+        """What this worker keeps of its gradients for later pushes."""
+        kept = self._worker.memory.outbox.state()
+        return kept and {"worker": self._worker.index, **kept}
+
+    def go_on(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """As the chief: have every worker go on with what all of them had kept."""
+        states = sorted((s for s in states if s), key=lambda state: int(state.get("worker", 0)))
+        if not states:
+            return
+        made = states[0]["wire"]
+        if "pushes" not in states[0] or made != repr(self.record):
+            tell_of_dropped(f"wire={made}")
+            return
+        self.untold = list(states)
+        self.load(states)
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if states:
+            self._worker.memory.outbox.load(states, self._worker.index)
 
 
 class RunningStatistics:
     """The buffers that every worker keeps for itself while an epoch lasts."""
 
     def __init__(
-        self, worker: Client, module: nn.Module, beside: list[Tensor], workers: int
+        self,
+        worker: Client,
+        module: nn.Module,
+        beside: list[Tensor],
+        workers: int,
+        residuals: PushResiduals,
     ) -> None:
         """`beside`: all tensors that are not trained, frozen parameters included."""
         self._worker, self._module = worker, module
         self._beside, self._workers = beside, workers
+        self._residuals, self._asked = residuals, False
 
     def here(self) -> list[Tensor]:
         """This worker's statistics."""
@@ -37,16 +76,21 @@ class RunningStatistics:
 
     def send(self, *, everything: bool = False) -> None:
         """As the chief: send the statistics, or `everything` that is not trained, to all."""
-        if self._beside and self._workers > 1:
+        if self._workers > 1 and (self._beside or self._residuals.untold):
             mine = self._beside if everything else self.here()
-            values = [t.detach().cpu() for t in mine]
-            self._worker.ask("set means", values, epoch=self._worker.epoch)
+            told = [[t.detach().cpu() for t in mine], self._residuals.untold]
+            self._worker.ask("set means", told, epoch=self._worker.epoch)
+        self._residuals.untold = []
 
     def receive(self, epoch: int) -> None:
         """As another worker: take the chief's."""
-        told = self._worker.ask("means", epoch=epoch)[1] if self._beside else None
+        first, self._asked = not self._asked, True
+        asks = self._beside or (first and self._residuals.record is not None)
+        told = self._worker.ask("means", epoch=epoch)[1] if asks else None
         if told is not None:
-            copy_into(self._beside if len(told) == len(self._beside) else self.here(), told)
+            tensors, residuals = told
+            copy_into(self._beside if len(tensors) == len(self._beside) else self.here(), tensors)
+            self._residuals.load(residuals)
 
 
 def copy_into(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.codecs.compression import Compression
+from stratagem.codecs.wire_choice import Wire
 from stratagem.errors import NotDistributable, StratagemError, UsageError
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.client import Client, FitOver
-from stratagem.servers.running_statistics import RunningStatistics, copy_into
+from stratagem.servers.running_statistics import PushResiduals, RunningStatistics, copy_into
 from stratagem.servers.training_plan import Clip, TrainingPlan
 from stratagem.state.optimizer_recipe import OptimizerRecipe, describe, elementwise, settings_of
 from stratagem.state.partition import (
@@ -27,6 +29,7 @@ from stratagem.state.partition import (
 )
 from stratagem.training import fingerprint
 from stratagem.training.fingerprint import Look
+from stratagem.training.lossy_wire import check_pushes
 from stratagem.training.settings import Served
 
 _MIX = 0x9E3779B97F4A7C15
@@ -53,7 +56,7 @@ class Session:
         optimizer: Any,
         served: Served,
         *,
-        wire: str | None = None,
+        wire: Wire = None,
         clip: Clip = Clip(),  # noqa: B008
         told: Any = None,
         look: tuple[str, Look] | None = None,
@@ -86,9 +89,12 @@ class Session:
             if look is not None and theirs is not None:
                 fingerprint.compare(look[0], [["the chief", *theirs], [worker.name, *look]])
             self._arrive(tensors)
-        self.statistics = RunningStatistics(worker, module, self.beside, self.plan.workers)
+        self.residuals = PushResiduals(worker, self.plan)
+        self.statistics = RunningStatistics(
+            worker, module, self.beside, self.plan.workers, self.residuals
+        )
         worker.at_fall = self._fall
-        self.over = worker.join(self.number, self.params)
+        self.over = worker.join(self.number, self.params, self._names())
         if self.over is not None:
             worker.at_fall = None
             return
@@ -117,6 +123,10 @@ class Session:
             raise NotDistributable("the model has no parameter that requires a gradient.")
         fixed = [p for p in self.module.parameters() if not p.requires_grad]
         self.beside = [*fixed, *self.module.buffers()]
+
+    def _names(self) -> list[str]:
+        """The names of what is trained."""
+        return [name for name, p in self.module.named_parameters() if p.requires_grad]
 
     def _arrive(self, beside: Sequence[Tensor]) -> None:
         """As another worker: become like the chief, with random numbers of one's own."""
@@ -161,6 +171,8 @@ class Session:
                 "convert the model to one type."
             )
         (dtype,) = types
+        if isinstance(self._wire, Compression):
+            check_pushes(self._wire, self.optimizer, dtype)
         recipe = self._recipe()
         shapes = tuple(tuple(p.shape) for p in self.params)
         pieces = partition(

@@ -20,6 +20,7 @@ from stratagem.codecs.codec import PLAIN, Codec
 from stratagem.compat.torch_names import copy_all
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.rules.updates import Asynchronous, Policy
+from stratagem.servers.packed_gradient import PackedGradient, packed_gradient
 from stratagem.servers.thread_tuning import ThreadTrial, choices
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.state.optimizer_recipe import elementwise
@@ -53,6 +54,8 @@ class WorkerSlot:
     then: Tensor | None = None
     #: how often values had been assigned when it last fetched them
     edition: int = 0
+    #: what a compressed gradient comes as
+    packed: PackedGradient | None = None
 
     @property
     def dense(self) -> Codec:
@@ -131,7 +134,9 @@ class Shard:
             load = layout.loads[self.index]
             if handle is None:
                 gradient = plan.codec.room([load])
-                self.slots[placement] = WorkerSlot(self.store.views, plan.codec, gradient, load)
+                slot = WorkerSlot(self.store.views, plan.codec, gradient, load)
+                slot.packed = packed_gradient(plan, self.index)
+                self.slots[placement] = slot
                 return
             # Many workers scatter their rows sooner than one server does it for all of them.
             scatters = plan.workers <= _FEW or plan.codec.lossy
@@ -151,7 +156,9 @@ class Shard:
                 for e, view in zip(layout.extents[self.index], views, strict=True)
             ]
             gradient = outbox[first : first + load]
-            self.slots[placement] = WorkerSlot(views, plan.codec, gradient, load, targets, scatters)
+            slot = WorkerSlot(views, plan.codec, gradient, load, targets, scatters)
+            slot.packed = packed_gradient(plan, self.index)
+            self.slots[placement] = slot
 
     def fetch(self, placement: str, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
         """The answer for a worker that has version `have`: a header, and what to send with it."""

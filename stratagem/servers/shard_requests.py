@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import UsageError
+from stratagem.servers.packed_gradient import PackedGradient
 from stratagem.servers.requests import CHIEF, WORKER, Peer, request, tree
-from stratagem.servers.shard import Shard
+from stratagem.servers.shard import Shard, WorkerSlot
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import Frame
@@ -45,27 +46,47 @@ def gradient(shard: Shard, peer: Peer, frame: Frame) -> None:
     if slot is None:  # of a fit that is over
         peer.connection.skip(TREE_LIMIT)
         return
-    into: list[Tensor] = []
-    rows: list[tuple[int, Tensor, Tensor]] = []
-    left = frame.size
-    for piece, count in frame.header.get("rows", ()):
-        view = slot.views[piece]
-        left -= count * (8 + view[:1].numel() * slot.codec.itemsize)
-        if count < 0 or left < 0:  # before memory is taken
-            raise UsageError(f"{peer.name} announces more rows than it sends")
-        numbers = torch.empty(count, dtype=torch.int64)
-        values = slot.codec.room([count, *view.shape[1:]])
-        rows.append((piece, numbers, values))
-        into += [numbers, values]
-    if slot.targets is None:
+    packed = None if frame.header.get("dense") else slot.packed
+    rows, left = _announced_rows(slot, peer, frame, packed)
+    into: list[Tensor] = [tensor for _, numbers, values in rows for tensor in (numbers, values)]
+    if slot.targets is None and packed is None:
         slot.filled = left // slot.codec.itemsize
         into.insert(0, slot.gradient[: slot.filled])
+    elif slot.targets is None and packed is not None:
+        into.insert(0, packed.room(frame.header.get("pieces"), left, peer.name))
     peer.connection.read_into(into)
     for piece, numbers, _ in rows:
         length = len(slot.views[piece])
         if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < length:
             raise UsageError(f"a gradient of rows that piece {piece} does not have")
+    if packed is not None:
+        rows = [(n, at, packed.rows(values, slot.views[n], len(at))) for n, at, values in rows]
+        if slot.targets is None:
+            slot.filled = packed.decode(slot.gradient, peer.name)
     slot.rows = rows
+
+
+def _announced_rows(
+    slot: WorkerSlot, peer: Peer, frame: Frame, packed: PackedGradient | None
+) -> tuple[list[tuple[int, Tensor, Tensor]], int]:
+    """Memory for the rows of sparse gradients in a frame, and the bytes left for others."""
+    rows: list[tuple[int, Tensor, Tensor]] = []
+    left = frame.size
+    for piece, count in frame.header.get("rows", ()):
+        view = slot.views[piece]
+        width = view[:1].numel()
+        size = None if packed is None else packed.row_bytes(width * max(count, 0))
+        left -= 8 * count + (count * width * slot.codec.itemsize if size is None else size)
+        if count < 0 or left < 0:  # before memory is taken
+            raise UsageError(f"{peer.name} announces more rows than it sends")
+        numbers = torch.empty(count, dtype=torch.int64)
+        values = (
+            slot.codec.room([count, *view.shape[1:]])
+            if size is None
+            else torch.empty(size, dtype=torch.uint8)
+        )
+        rows.append((piece, numbers, values))
+    return rows, left
 
 
 @_request("open", CHIEF, body=opening, fit=int, plan=dict)

@@ -12,6 +12,8 @@ import torch
 
 from stratagem.cluster.failure import is_server_lost
 from stratagem.codecs.codec import Codec, codec_for
+from stratagem.codecs.compression import Compression
+from stratagem.codecs.wire_choice import Wire, wire_from_json, wire_to_json
 from stratagem.rules import updates as rule
 from stratagem.rules.updates import Synchronous, Updates
 from stratagem.state.optimizer_recipe import OptimizerRecipe
@@ -48,8 +50,8 @@ class TrainingPlan:
     workers: int
     servers: int
     clip: Clip = Clip()
-    #: the type in which gradients and values travel over sockets
-    wire: str | None = None
+    #: how gradients and values travel over sockets: the name of a type; or how gradients do alone
+    wire: Wire = None
     #: from which every worker makes its own random numbers
     seed: int = 0
     #: how many other servers hold each shard, too
@@ -63,8 +65,13 @@ class TrainingPlan:
 
     @cached_property
     def codec(self) -> Codec:
-        """How gradients and values travel over sockets."""
-        return codec_for(self.wire, self.dtype)
+        """How values travel over sockets, and gradients that are not compressed."""
+        return codec_for(None if isinstance(self.wire, Compression) else self.wire, self.dtype)
+
+    @property
+    def compression(self) -> Compression | None:
+        """What gradients are compressed by."""
+        return self.wire if isinstance(self.wire, Compression) else None
 
     @property
     def parts(self) -> int:
@@ -99,7 +106,7 @@ class TrainingPlan:
             "workers": self.workers,
             "servers": self.servers,
             "clip": asdict(self.clip),
-            "wire": self.wire,
+            "wire": wire_to_json(self.wire),
             "seed": self.seed,
             "backups": self.backups,
             "resumes": self.resumes,
@@ -116,7 +123,7 @@ class TrainingPlan:
             int(told["workers"]),
             int(told["servers"]),
             Clip(**told["clip"]),
-            told["wire"],
+            wire_from_json(told["wire"]),
             int(told["seed"]),
             int(told["backups"]),
             bool(told["resumes"]),

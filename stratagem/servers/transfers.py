@@ -43,7 +43,7 @@ class Transfers(ServerState):
         self._transfer_threads = TransferThreads()
         self._generation = 0
         #: by shard: what was laid down there last
-        self._laid: dict[int, tuple[list[list[int]], list[Tensor]]] = {}
+        self._laid: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}
         #: how many orders had been given when the last ticket was
         self._dealt = 0
         #: servers to which gradients are on their way while they are made
@@ -123,10 +123,11 @@ class Transfers(ServerState):
         if self._transfer_threads and self.memory.streams:
             self.memory.begin()
             self._streamed = set(range(int(listens), len(self.lines)))
-            stream, memory, header = self.lines.stream, self.memory, self._stage_header()
+            stream, memory = self.lines.stream, self.memory
+            header = {**self._stage_header(), **memory.outbox.header()}
             for i in self._streamed:
                 for line in self.lines.of(i):
-                    size, parts = memory.nbytes(i), memory.parts(i)
+                    size, parts = memory.outbox.part(i).nbytes, memory.parts(i)
                     errand = partial(stream, i, line, header, size, parts)
                     self._transfer_threads.carry(line, errand)
 
@@ -161,11 +162,10 @@ class Transfers(ServerState):
             self.lines.finish(*each)
 
     def _lay(self, i: int, lines: Sequence[Line], *, again: bool) -> list[tuple[int, Line]]:
-        rows, body = self._laid[i]
-        if self.memory.handle is not None and not rows and not again:
+        header, body = self._laid[i]
+        if self.memory.handle is not None and not header and not again:
             return []
-        header = self._stage_header()
-        return self.lines.write_to(i, lines, {**header, "rows": rows} if rows else header, body)
+        return self.lines.write_to(i, lines, {**self._stage_header(), **header}, body)
 
     def _settle(self, after: int) -> list[tuple[int, Line]]:
         """Ask those who read gradients in this worker's memory, beside those who answer with
@@ -192,8 +192,8 @@ class Transfers(ServerState):
         assert self.plan is not None
         body: Sequence[Tensor] = ()
         if not laid:
-            rows, body = self.memory.outgoing(0)
-            header = {**header, "rows": rows} if rows else header
+            how, body = self.memory.outgoing(0)
+            header = {**header, **how}
         while True:
             told = {**header, "laid": True} if laid else header
             if self.plan.backups:

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.codecs.codec import Codec, codec_for
+from stratagem.codecs.pushed import PushFeedback
 from stratagem.errors import NotDistributable
+from stratagem.servers.compressed_outbox import CompressedOutbox
+from stratagem.servers.outbox import Outbox
 from stratagem.servers.shard import memory_of, memory_size
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.wire.device_kinds import DeviceKind, kind_of
@@ -30,7 +33,14 @@ log = logging.getLogger("stratagem")
 class WorkerMemory:
     """Bound to the parameters of one module."""
 
-    def __init__(self, plan: TrainingPlan, params: Sequence[nn.Parameter], *, near: bool) -> None:
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        params: Sequence[nn.Parameter],
+        *,
+        near: bool,
+        names: Sequence[str] = (),
+    ) -> None:
         self.plan, self.params = plan, list(params)
         _check(plan, params)
         self._segment = Segment(memory_size(plan)) if near else None
@@ -41,30 +51,22 @@ class WorkerMemory:
         else:
             self.values = torch.empty(layout.count, dtype=plan.dtype)
             outbox = plan.codec.room([layout.count])
-        #: how gradients lie in the outbox: as they travel, or as they are where nothing does
-        self._codec = codec_for(None, plan.dtype) if near else plan.codec
-        self._outbox = outbox
-        #: bytes of a gradient
-        self.sent = outbox.nbytes
-        self._parts = [
-            outbox[layout.offset(i) : layout.offset(i) + load]
-            for i, load in enumerate(layout.loads)
-        ]
+        self._flat = outbox
+        #: gradients as they travel, or as they are where nothing does
+        self.outbox = Outbox(plan, codec_for(None, plan.dtype) if near else plan.codec, outbox)
+        if plan.compression is not None:
+            names = names or [str(i) for i in range(len(params))]
+            feedback = PushFeedback(plan.compression, names, params)
+            self.outbox = CompressedOutbox(plan, outbox, feedback, near=near)
         self._views = [
             self.values[at : at + size].view(shape)
             for at, size, shape in zip(layout.starts, layout.sizes, plan.shapes, strict=True)
         ]
-        #: by variable: where its rows go in the outbox (server, target, first and last element)
-        self._slots: list[list[tuple[int, Tensor, int, int]]] = [[] for _ in params]
-        self._piece_numbers: list[list[tuple[int, int, int]]] = [[] for _ in params]
+        #: by variable: its pieces in the outbox (server, number)
+        self._pieces: list[list[tuple[int, int]]] = [[] for _ in params]
         for server, extents in enumerate(layout.extents):
-            at = 0
             for number, e in enumerate(extents):
-                size = e.hi - e.lo
-                target = self._parts[server][at : at + size]
-                self._slots[e.piece.variable].append((server, target, e.start, e.start + size))
-                self._piece_numbers[e.piece.variable].append((server, number, e.piece.start))
-                at += size
+                self._pieces[e.piece.variable].append((server, number))
         #: by server and piece: the rows of a sparse gradient, and their values
         self._rows: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in layout.loads]
         self._ready = [False] * len(params)
@@ -76,7 +78,7 @@ class WorkerMemory:
     def _bind(self) -> None:
         self._homes = [p.data for p in self.params]
         self._elsewhere = any(p.device.type != "cpu" for p in self.params)
-        self._pinned = _pin([self.values, self._outbox], kind_of(self.params[0].device))
+        self._pinned = _pin([self.values, self._flat], kind_of(self.params[0].device))
         with torch.no_grad():
             for param, view in zip(self.params, self._views, strict=True):
                 view.copy_(param)
@@ -122,9 +124,12 @@ class WorkerMemory:
 
     def homes(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Variables that leave in one piece, as they are, and where their gradients leave from."""
-        for param, slots in zip(self.params, self._slots, strict=True):
-            if len(slots) == 1 and param.dtype is self.plan.dtype and not self._codec.lossy:
-                yield param, slots[0][1].view(param.shape)
+        if self.outbox.codec.lossy or self.plan.compression is not None:
+            return
+        for param, pieces in zip(self.params, self._pieces, strict=True):
+            if len(pieces) == 1 and param.dtype is self.plan.dtype:
+                server, number = pieces[0]
+                yield param, self.outbox.slots[server][number].view(param.shape)
 
     def take(self, index: int) -> None:
         """Bring one variable's gradient into the outbox."""
@@ -134,10 +139,7 @@ class WorkerMemory:
         if grad.layout != torch.strided:
             self._take_rows(index, grad)
             return
-        flat = grad.detach().reshape(-1)
-        for _, target, start, end in self._slots[index]:
-            if target.data_ptr() != flat.data_ptr():  # else it was made there
-                self._codec.encode(flat[start:end], target)
+        self.outbox.take(index, grad.detach().reshape(-1), self._pieces[index])
         if self.streams:
             with self._news:
                 self._ready[index] = True
@@ -156,11 +158,11 @@ class WorkerMemory:
                 "an embedding can."
             )
         rows, values = grad.indices()[0].cpu(), grad.values().cpu()
-        for server, number, first in self._piece_numbers[index]:
+        for server, number in self._pieces[index]:
             piece = self.plan.layout.extents[server][number].piece
-            here = (rows >= first) & (rows < piece.stop)
-            chosen = self.plan.codec.encode(values[here], copy=False)
-            self._rows[server][number] = (rows[here] - first).contiguous(), chosen
+            here = (rows >= piece.start) & (rows < piece.stop)
+            chosen = self.outbox.rows(index, piece.start, rows[here], values[here])
+            self._rows[server][number] = (rows[here] - piece.start).contiguous(), chosen
 
     def landed(self) -> None:
         """Wait for gradients that are still on their way from a GPU."""
@@ -195,49 +197,53 @@ class WorkerMemory:
     def parts(self, server: int) -> Iterator[Tensor]:
         """The server's gradients in the order in which they are made, each as soon as it is."""
         extents, at, sent = self.plan.layout.extents[server], 0, 0
+        part, sizes = self.outbox.part(server), self.outbox.sizes(server)
         for number, e in enumerate(extents):
             with self._news:
                 self._news.wait_for(lambda: self._ready[e.piece.variable])  # noqa: B023
                 coming = (
                     number + 1 < len(extents) and (self._ready[extents[number + 1].piece.variable])
                 )
-            at += e.hi - e.lo
+            at += sizes[number]
             if not coming:  # the next one is not there yet: let go of all that is
-                yield self._parts[server][sent:at]
+                yield part[sent:at]
                 sent = at
 
-    def nbytes(self, server: int) -> int:
-        return self._parts[server].nbytes
-
-    def outgoing(self, server: int) -> tuple[list[list[int]], list[Tensor]]:
-        """What to send: rows of sparse gradients by piece, and the bytes.
+    def outgoing(self, server: int) -> tuple[dict[str, Any], list[Tensor]]:
+        """What to send: a header, with the rows of sparse gradients by piece, and the bytes.
 
         Dense gradients that there are not take no room, unless the rule compares all values.
         """
         rows, self._rows[server] = self._rows[server], {}
+        header: dict[str, Any] = {}
         body: list[Tensor] = []
         if self._segment is None:
-            body = self._dense(server, set(rows))
+            header, body = self._dense(server, set(rows))
         for numbers, values in rows.values():
             body += [numbers, values]
-        return [[number, len(numbers)] for number, (numbers, _) in rows.items()], body
+        if rows:
+            told = [[number, len(numbers)] for number, (numbers, _) in rows.items()]
+            header |= {"rows": told, **self.outbox.header()}
+        return header, body
 
     def forget(self) -> None:
         """What was taken of a gradient that is not handed in must not go with the next one."""
         for rows in self._rows:
             rows.clear()
+        self.outbox.settle(counted=False)
 
-    def _dense(self, server: int, sparse: set[int]) -> list[Tensor]:
-        part, at = self._parts[server], 0
+    def _dense(self, server: int, sparse: set[int]) -> tuple[dict[str, Any], list[Tensor]]:
+        part, at, header = self.outbox.part(server), 0, self.outbox.header()
         if (not sparse and self.used() is None) or self.plan.compares:
-            return [part]
-        body = []
-        for number, e in enumerate(self.plan.layout.extents[server]):
-            size = e.hi - e.lo
+            return header, [part]
+        body, pieces = [], []
+        extents = self.plan.layout.extents[server]
+        for number, (e, size) in enumerate(zip(extents, self.outbox.sizes(server), strict=True)):
             if number not in sparse and self.params[e.piece.variable].grad is not None:
                 body.append(part[at : at + size])
+                pieces.append(number)
             at += size
-        return body
+        return (header | {"pieces": pieces} if self.outbox.numbered else header), body
 
     @torch.no_grad()
     def take_back(self) -> None:

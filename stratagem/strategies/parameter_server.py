@@ -14,7 +14,9 @@ from stratagem.cluster import exit_cause
 from stratagem.cluster.environment import detect
 from stratagem.cluster.handshake import secret_for
 from stratagem.cluster.spec import Place
-from stratagem.codecs.codec import wire_type
+from stratagem.codecs.compression import Compression
+from stratagem.codecs.pushed import check_pushed
+from stratagem.codecs.wire_choice import Wire, check_wire
 from stratagem.errors import ClusterError, ReplicaError, UsageError
 from stratagem.rules.updates import Asynchronous, Updates
 from stratagem.servers import recovery
@@ -45,7 +47,8 @@ class ParameterServerStrategy(ServerStrategy):
             the one in the environment; by default the environment's, else a local cluster.
         updates: `Asynchronous(...)`, the default, or `Synchronous(spares=)`.
         partitioner: how variables are cut into pieces for the servers.
-        wire: "bfloat16" halves the bytes that travel between machines, both ways.
+        wire: "bfloat16" halves the bytes that travel between machines, both ways. Or a
+            compression of what workers push, such as `Int8()` or `TopK(0.01)`: docs/fewer-bytes.md.
         backups: how many other servers hold each shard, too: one of them takes over when a server
             dies. The first server, which decides, is held by nobody else.
         devices: those of the workers; by default every GPU, else the CPU.
@@ -63,13 +66,15 @@ class ParameterServerStrategy(ServerStrategy):
         *,
         updates: Updates | None = None,
         partitioner: Partitioner | None = None,
-        wire: str | None = None,
+        wire: Wire = None,
         backups: int = 0,
         devices: Sequence[str | torch.device] | str | None = None,
         patience: Patience | None = None,
         insecure: bool = False,
     ) -> None:
-        wire_type(wire)
+        check_wire(wire)
+        if isinstance(wire, Compression):
+            check_pushed(wire)
         updates = Asynchronous() if updates is None else updates
         patience = patience or Patience()
         place = cluster if isinstance(cluster, Place) else None

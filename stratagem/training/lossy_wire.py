@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from stratagem.codecs.compression import Compression
 from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.topk import TopK
@@ -33,6 +35,35 @@ def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> Non
         )
     if replica.count == 1:
         return
+    _refuse_optimizer(wire, optimizer)
+    if replica.leads and wire not in _said:
+        _said.add(wire)
+        log.warning(
+            "wire=%r: replicas send less than their gradients, and what is left out later; weights "
+            "are alike on all replicas, but no longer those of one device",
+            wire,
+        )
+
+
+def check_pushes(wire: Compression, optimizer: Any, dtype: torch.dtype) -> None:
+    """As the chief of workers that push: the same."""
+    _refuse_optimizer(wire, optimizer)
+    if dtype.itemsize < 4:
+        raise NotDistributable(
+            f"wire={wire!r} keeps small parts of gradients, which numbers of type {dtype} would "
+            'lose; train in float32 with precision="bfloat16", or use wire="bfloat16".'
+        )
+    if wire not in _said:
+        _said.add(wire)
+        log.warning(
+            "wire=%r: workers push less than their gradients, and what is left out later; the "
+            "result is no longer that of whole gradients",
+            wire,
+        )
+
+
+def _refuse_optimizer(wire: Compression, optimizer: Any) -> None:
+    momentum = wire.momentum if isinstance(wire, TopK) else 0.0
     if momentum and any(_momenta(optimizer)):
         raise NotDistributable(
             f"wire={wire!r} keeps the momentum, and the optimizer has one of its own, so that "
@@ -42,13 +73,6 @@ def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> Non
         raise NotDistributable(
             f"{type(optimizer).__name__} divides by the size of the gradients that it is given, "
             f"and wire={wire!r} gives it few or coarse ones; use SGD, or sg.Int8()."
-        )
-    if replica.leads and wire not in _said:
-        _said.add(wire)
-        log.warning(
-            "wire=%r: replicas send less than their gradients, and what is left out later; weights "
-            "are alike on all replicas, but no longer those of one device",
-            wire,
         )
 
 
@@ -133,6 +157,11 @@ def load_kept(keeper: Keeper | None, states: Sequence[Mapping[str, Any]]) -> Non
     if keeper is not None and keeper.made_with == made:
         keeper.load(kept)
         return
+    tell_of_dropped(made)
+
+
+def tell_of_dropped(made: str) -> None:
+    """Say that nobody goes on with what was kept."""
     log.warning(
         "the checkpoint was made with %s, which had kept something for later steps (parts of "
         "gradients, an outer momentum); this training has another setting, or one replica, and "

@@ -92,8 +92,3 @@ class Settings:
         pipeline = self.pipeline
         one_piece = pipeline is not None and pipeline.microbatches == pipeline.data == 1
         return one_piece or self.tensor is not None
-
-    @property
-    def rounding(self) -> str | None:
-        """`wire` as the name of a type; servers take no other."""
-        return self.wire if isinstance(self.wire, str) else None

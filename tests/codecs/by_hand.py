@@ -130,3 +130,40 @@ class Replicas:
         for m, q in zip(matrices, own, strict=True):
             m -= p @ q.T
         return (p @ self.q[name].T).reshape(-1)
+
+
+class Pushes:
+    """What one worker sends to servers that hold whole parameters, and what it keeps."""
+
+    def __init__(self, wire: Any, named: dict[str, Tensor]) -> None:
+        self.wire, self.step = wire, 0
+        self.e = {name: torch.zeros_like(p).detach() for name, p in named.items()}
+        self.u = {name: torch.zeros_like(p).detach() for name, p in named.items()}
+        self.q: dict[str, Tensor] = {}
+
+    def sent(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        found, momentum = {}, getattr(self.wire, "momentum", 0.0)
+        for name, g in gradients.items():
+            self.u[name] = momentum * self.u[name] + g
+            v = self.e[name] + self.u[name]
+            dense = self.step < self.wire.dense_steps
+            c = v.clone() if dense else self._compressed(name, v)
+            self.e[name] = v - c
+            if momentum and not dense:
+                self.u[name] = torch.where(c != 0, 0.0, self.u[name])
+            found[name] = c
+        self.step += 1
+        return found
+
+    def _compressed(self, name: str, v: Tensor) -> Tensor:
+        if not isinstance(self.wire, sg.PowerSGD):
+            return compressed(self.wire)([v.reshape(-1)])[0].view(v.shape)
+        rank = self.wire.rank
+        if v.dim() < 2 or rank * sum(v.shape) >= v.numel():
+            return v.clone()
+        if name not in self.q:
+            dice = torch.Generator().manual_seed(zlib.crc32(f"{name} 0".encode()))
+            self.q[name] = torch.randn(v.shape[1], rank, generator=dice, dtype=torch.float64)
+        p = torch.linalg.qr(v @ self.q[name]).Q
+        self.q[name] = v.T @ p
+        return p @ self.q[name].T

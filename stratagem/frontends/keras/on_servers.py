@@ -172,7 +172,7 @@ class OnServers:
         """
         training = self.training
         # in few bits values come rounded; whoever looks gets those that will be saved
-        rounded = training.session.plan.wire is not None
+        rounded = training.session.plan.codec.lossy
         ema = training.optimizer.use_ema
         whole = state or rounded or self._driver.needs.attributes or ema
         if training.is_open or (whole and not training.whole_here):

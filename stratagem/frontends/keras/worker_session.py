@@ -49,7 +49,7 @@ class KerasSession(Session):
             adapter.model,
             optimizer,
             settings.served,
-            wire=settings.rounding,
+            wire=settings.wire,
             clip=Clip(_clip_norm(optimizer), margin=0.0),
             told=told,
         )
@@ -64,6 +64,9 @@ class KerasSession(Session):
         self.params = [v.value for v in self.variables]
         self.beside = kept(model)
         self.made = [None] * len(self.params)
+
+    def _names(self) -> list[str]:
+        return [v.path for v in self.variables]
 
     def _arrive(self, beside: Sequence[Tensor]) -> None:
         if "dismissed" in self.told:
