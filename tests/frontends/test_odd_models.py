@@ -420,10 +420,14 @@ def test_two_threads_take_turns() -> None:
 
 
 def test_a_frozen_model_is_evaluated_and_not_trained(three: sg.MirroredStrategy) -> None:
+    """As in torch, where a backward pass without anything to train, or an optimizer without
+    parameters, is an error."""
     x, y = data(20)
-    model = sg.Model(mlp().requires_grad_(False), three)
-    model.compile("sgd", "cross_entropy")
-    here = F.cross_entropy(model.module(x), y)
-    assert abs(model.evaluate(x, y, batch_size=20)["loss"] - float(here)) < 1e-6
-    with pytest.raises(sg.errors.UsageError, match="unfreeze what shall be trained"):
-        model.fit(x, y, verbose=0)
+    for module in (mlp().requires_grad_(False), nn.Softmax(-1)):
+        model = sg.Model(module, three)
+        model.compile("sgd", "cross_entropy")
+        here = F.cross_entropy(module(x), y)
+        assert abs(model.evaluate(x, y, batch_size=20)["loss"] - float(here)) < 1e-6
+        assert torch.allclose(model.predict(x, batch_size=20), module(x), atol=1e-6)
+        with pytest.raises(sg.errors.UsageError, match="unfreeze what shall be trained"):
+            model.fit(x, y, verbose=0)

@@ -533,6 +533,16 @@ def test_frozen_and_unused_parameters_stay() -> None:
     assert apart(made[0].module.unused, Odd().unused) == 0.0  # type: ignore[arg-type]
 
 
+def test_a_model_without_weights_is_evaluated_and_not_trained() -> None:
+    x, y, _, _ = digits()
+    made = model(strategy("2 ps", "synchronous", 3), "sgd", nn.Softmax(-1))
+    here = F.cross_entropy(x.softmax(-1), y)
+    assert made.evaluate(x, y, verbose=0)["loss"] == pytest.approx(float(here), abs=1e-6)
+    assert torch.allclose(made.predict(x), x.softmax(-1), atol=1e-6)
+    with pytest.raises(sg.UsageError, match="unfreeze what shall be trained"):
+        made.fit(x, y, verbose=0)
+
+
 def test_wire_in_bfloat16_and_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """As between machines: nothing in shared memory."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")

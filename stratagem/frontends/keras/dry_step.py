@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any
 
 import keras
@@ -62,6 +62,8 @@ class Run:
     #: what the step returned under that name
     loss: Any = None
     epsilon: float = 0.0
+    #: whether layers have added losses of their own
+    added: bool = False
 
     def all_gradients(self) -> list[Tensor]:
         return [gradient for each in self.gradients for gradient in each]
@@ -78,15 +80,43 @@ class Bench:
         self.model, self.step = model, step
         self.trains = step == "train_step"
         self._modules = _modules(model)
-        self._optimizers = optimizers(model)
         self._norms = _norms_by_row(model, self._modules) if self.trains else []
+
+    @cached_property
+    def _optimizers(self) -> list[Any]:
+        return optimizers(self.model)
+
+    def forward(self, batches: list[Any]) -> list[Run]:
+        """What the model returns for each of them: its own step, as far as the loss."""
+        model, own, runs = self.model, self._own(), []
+        predicts = self.step == "predict_step"
+        with _as_before(model, self._modules), torch.no_grad():
+            model.train(self.trains)
+            for batch in batches:
+                run, methods = Run(), [*self._norms, (model, "compute_loss", _stop)]
+                if not predicts:
+                    methods += _noting_outputs(model, run)
+                with dry_run() as journal, replaced(methods):
+                    try:
+                        returned = own(batch)
+                    except _ForwardDone:
+                        returned = None
+                    if predicts:
+                        run.outputs = [*map(_copied, keras.tree.flatten(returned))]
+                    run.added = len(model.losses) > _regularised(model)
+                run.epsilon = journal.epsilon
+                runs.append(run)
+        return runs
+
+    def _own(self) -> Callable[..., Any]:
+        own: Callable[..., Any] = getattr(type(self.model), self.step).__get__(self.model)
+        return own
 
     def run(
         self, batches: list[Any], trial: Trial | None = None, *, disturbed: bool = False
     ) -> Run:
-        model = self.model
+        model, own = self.model, self._own()
         run = Run(1.0 if trial is None else trial.share.weight)
-        own = getattr(type(model), self.step).__get__(model)
         with ExitStack() as held:
             held.enter_context(_as_before(model, self._modules))
             journal = held.enter_context(dry_run(disturbed=disturbed))
@@ -159,14 +189,7 @@ def _modules(model: Any) -> list[Any]:
 @contextmanager
 def _watched(model: Any, run: Run, optimizers: list[Any], *, outputs: bool) -> Iterator[None]:
     """Note what the model returns and what backward makes; nothing is updated."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = plain(*args, **kwargs)
-        run.outputs += map(_copied, keras.tree.flatten(result))
-        return result
-
-    plain = type(model).call.__get__(model)
-    methods: list[Replacement] = [(model, "call", wraps(plain)(call))] if outputs else []
+    methods = _noting_outputs(model, run) if outputs else []
     methods += [(each, "apply", lambda *args, **kwargs: None) for each in optimizers]
     own = [each for each in user_metrics(model) if not type(each).__module__.startswith("keras.")]
     methods += [(each, "update_state", _giving(each, run)) for each in own]
@@ -180,6 +203,29 @@ def _watched(model: Any, run: Run, optimizers: list[Any], *, outputs: bool) -> I
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _noting_outputs(model: Any, run: Run) -> list[Replacement]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        run.outputs += map(_copied, keras.tree.flatten(result))
+        return result
+
+    plain = type(model).call.__get__(model)
+    return [(model, "call", wraps(plain)(call))]
+
+
+class _ForwardDone(Exception):
+    """Ends a step before its loss."""
+
+
+def _stop(*args: Any, **kwargs: Any) -> None:
+    raise _ForwardDone
+
+
+def _regularised(model: Any) -> int:
+    """How many losses are those of weights, which no row changes."""
+    return sum(v.regularizer is not None for v in model.trainable_variables)
 
 
 def _giving(metric: Any, run: Run) -> Callable[..., Any]:

@@ -152,7 +152,8 @@ def test_nothing_to_train(place: str) -> None:
     def play(scope: Scope) -> Any:
         model = compiled(scope, build)
         history = model.fit(**FIT).history
-        return [history["loss"], history["accuracy"], model.evaluate(X, Y, verbose=0)]
+        counted = [history["loss"], history["accuracy"], model.evaluate(X, Y, verbose=0)]
+        return [*counted, model.predict(X, verbose=0)]
 
     if place == "mirrored":
         both(play, moves=False)

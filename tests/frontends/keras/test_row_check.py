@@ -12,6 +12,7 @@ import torch
 from keras import layers, ops
 
 import stratagem as sg
+from stratagem.frontends.keras.dry_step import Bench
 from tests.frontends.keras.served_support import close_served, served
 from tests.keras_both import both, compiled
 from tests.keras_hub import Classifier
@@ -202,6 +203,43 @@ def test_a_sum_is_called_one(build: Any, verb: str) -> None:
         getattr(model, verb)(X, Y, batch_size=16, verbose=0)
 
 
+# --- what is Keras' own ---------------------------------------------------------------------------
+
+
+def test_what_is_kerass_own_costs_two_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def untried(*args: Any, **kwargs: Any) -> None:
+        raise sg.NotDistributable("tried at length")
+
+    monkeypatch.setattr(Bench, "run", untried)
+    weights: Any = {"sample_weight": np.linspace(0, 1, 48, dtype="float32")}
+    model = compiled(strategy(2).scope, restless_layers, weighted_metrics=["accuracy"])
+    model.fit(**FIT | weights)
+    model.evaluate(X, Y, verbose=0)
+    model.predict(X, verbose=0)
+    own = compiled(strategy(2).scope, metrics=[Counting()])
+    with pytest.raises(sg.NotDistributable, match="at length"):  # a metric of one's own
+        own.fit(**FIT)
+
+
+@pytest.mark.parametrize("mixing", [layers.Softmax(axis=0), lambda x: ops.cumsum(x, 0)])
+def test_a_model_of_kerass_layers_that_mixes_rows(mixing: Any) -> None:
+    def build() -> Any:
+        x = keras.Input((8,))
+        return keras.Model(x, layers.Dense(3)(mixing(layers.Dense(6)(x))))
+
+    model = compiled(strategy(2).scope, build)
+    for verb in ("fit", "predict"):
+        with pytest.raises(sg.NotDistributable, match="outputs for a row depend"):
+            getattr(model, verb)(*((X, Y) if verb == "fit" else (X,)), batch_size=16, verbose=0)
+
+
+def test_a_loss_of_kerass_along_the_rows() -> None:
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, axis=0)
+    model = compiled(strategy(2).scope, loss=loss, metrics=[])
+    with pytest.raises(sg.NotDistributable, match="the loss"):
+        model.fit(X, np.eye(3, dtype="float32")[Y], batch_size=16, verbose=0)
+
+
 # --- what comes later -----------------------------------------------------------------------------
 
 #: rows 48 to 63, the fourth batch, have some that do not count
@@ -365,12 +403,12 @@ class Restless(keras.Sequential):
         return super().train_step(data)
 
 
-def restless() -> Any:
-    return Restless(
+def restless_layers(kind: Any = keras.Sequential) -> Any:
+    return kind(
         [
             keras.Input((8,)),
             layers.GaussianNoise(0.1, seed=3),
-            layers.Dense(6),
+            layers.Dense(6, kernel_regularizer="l2"),
             layers.Dropout(0.5),
             layers.BatchNormalization(),
             layers.Dense(3),
@@ -384,7 +422,7 @@ def test_no_trace() -> None:
     for check in (True, False):
         keras.utils.set_random_seed(11)
         with strategy(2).scope(check=check):
-            model = restless()
+            model = restless_layers(Restless)
             model.compile(
                 "adam",
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),
