@@ -40,6 +40,7 @@ from stratagem.training.replica import (
 )
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Settings
+from stratagem.training.staged_loop import led, loop_of_stages, prepare_staged
 from stratagem.wire.collective import Alone
 
 if TYPE_CHECKING:
@@ -187,21 +188,15 @@ class Strategy:
         `resume="run/"`, or `sg.Checkpoints("run/", every=500)`: the loop keeps checkpoints there,
         and goes on from the last of them. It is then `for epoch in loader.epochs(10):`.
         """
-        if self.settings.pipeline is not None:
-            raise NotDistributable(
-                "a pipeline runs microbatches forward and backward by itself, which a loop of your "
-                "own does not leave to it; use sg.Model(...).fit, or prepare with a "
-                "MirroredStrategy."
-            )
         if self.settings.tensor is not None:
             raise NotDistributable(
                 "layers are divided when a model is traced with its first batch, which a loop of "
                 "your own does not leave to it; use sg.Model(...).fit, or prepare with a "
                 "MirroredStrategy."
             )
-        if self.settings.sharded and resume is not None:
+        if resume is not None and (self.settings.sharded or self.settings.pipeline):
             raise NotDistributable(
-                "resume=... keeps what every replica has, and replicas of ShardedStrategy have "
+                "resume=... keeps what every replica has, and processes of this strategy have "
                 "parts of an optimizer's state; use sg.Model(...).fit(checkpoint=..., resume=True)."
             )
         replica = self.replica()
@@ -219,6 +214,8 @@ class Strategy:
                 "prepare was given a model without its optimizer; call prepare(model, optimizer), "
                 "or prepare(loader) for a loader by itself."
             )
+        if self.settings.pipeline is not None and len(self.devices) > 1 and not dry_run.wanted():
+            return prepare_staged(replica, self.settings.pipeline, model, optimizer, loader)
         if elastic:
             self._let_begin_again(loader)
         found = prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
@@ -278,7 +275,7 @@ class Strategy:
 
     def replica(self) -> Replica:
         """The replica that the calling code is."""
-        inside = called_replica()
+        inside = called_replica() or led()
         if inside is not None:
             return inside
         if dry_run.wanted():
@@ -305,7 +302,7 @@ class Strategy:
         return torch.cat(self._all(value), dim=axis)
 
     def _all(self, value: Any) -> list[Tensor]:
-        inside = called_replica()
+        inside = called_replica() or led()
         if inside is not None:
             return inside.all_gather(value)
         values = value if isinstance(value, list | tuple) else [value]
@@ -348,8 +345,9 @@ def _with_fresh_share(
     replica.share.forget(replica.count)
     begin_loop(replica)
     meetings.forget(replica)
+    result = None
     try:
-        with user_code():
+        with loop_of_stages(), user_code():
             result = fn(*args)
         meetings.tell_apart(replica, "strategy.run has ended")
         return result
