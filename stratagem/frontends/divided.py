@@ -14,7 +14,6 @@ from stratagem.data.shares import rows, tensors_in
 from stratagem.errors import NotDistributable
 from stratagem.frontends.adapter import call
 from stratagem.frontends.fit_job import Fit
-from stratagem.frontends.isolated_run import dry_run
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.staged import in_order
@@ -23,6 +22,7 @@ from stratagem.state.divided_update import DividedUpdate
 from stratagem.state.optimizer_recipe import ELEMENTWISE
 from stratagem.state.shared_model import SharedTensors
 from stratagem.training import setup
+from stratagem.training.isolated_run import dry_run
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stratagem.data.shares import count_rows
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends import staged
+from stratagem.frontends import divided, staged
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import History
@@ -29,7 +29,7 @@ from stratagem.strategies.strategy import Strategy
 from stratagem.training import dry_run
 from stratagem.training.devices import place
 from stratagem.training.replica import Replica, alone, current_replica
-from stratagem.training.settings import Pipeline, Settings
+from stratagem.training.settings import Pipeline, Settings, TensorParallel
 
 _EPOCHS = 4  # the first of them warms up
 
@@ -61,6 +61,11 @@ def rehearse(
             arguments=staged.in_order,
             unpiped=_refusal(partial(staged.check, split, 2)),
             unsharded=_refusal(partial(refuse_unshared, module, optimizer, recipe)),
+            undivided=_refusal(
+                partial(
+                    divided.check, replace(split, settings=Settings(tensor=TensorParallel())), 2
+                )
+            ),
         )
     )
 

@@ -31,9 +31,9 @@ from stratagem.frontends.compare import (
     compare_outputs,
     in_place,
 )
-from stratagem.frontends.isolated_run import dry_run, norms_by_row, replaced
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
+from stratagem.training.isolated_run import dry_run, norms_by_row, replaced
 from stratagem.training.replica import Replica
 from stratagem.wire.tree import encode, gather_tree
 

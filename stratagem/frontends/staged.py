@@ -10,18 +10,15 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shares import rows, tensors_in
+from stratagem.data.shares import rows
 from stratagem.errors import NotDistributable
-from stratagem.frontends.adapter import call
 from stratagem.frontends.fit_job import Fit
-from stratagem.frontends.isolated_run import dry_run
 from stratagem.frontends.microbatches import MicroBatches
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
@@ -31,19 +28,23 @@ from stratagem.state.shared_model import OwnedState, SharedTensors
 from stratagem.training import setup
 from stratagem.training.column_plan import plan_columns
 from stratagem.training.columns import ColumnChannels, ColumnStage
-from stratagem.training.layer_costs import run_graph
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline, Settings
 from stratagem.training.stage import Stage, StageChannels
 from stratagem.training.stage_parts import cut, tensors_of
-from stratagem.training.stage_plan import StagePlan, check_layers, make_plan, say_plan
-from stratagem.training.tied_gradients import TiedGradients, devices_of
+from stratagem.training.stage_plan import (
+    RowsOf,
+    StagePlan,
+    check_layers,
+    check_optimizer,
+    make_plan,
+    prove,
+    say_plan,
+)
+from stratagem.training.tied_gradients import TiedGradients, devices_of, refuse_strays
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import broadcast_tree, gather_tree
-
-#: rows on which it is tried that the layers are the model
-_TRIED = 5
 
 #: settings, rows and the modes of its parts that a model was measured for
 _PlanKey = tuple[Pipeline, int, tuple[bool, ...]]
@@ -67,40 +68,13 @@ def check(job: Fit, devices: int) -> None:
             "a pipeline runs the layers of a model one by one, so jit_compile=True cannot be used; "
             "leave it out."
         )
-    kind = type(job.optimizer)
-    if isinstance(job.optimizer, torch.optim.LBFGS) or not kind.__module__.startswith("torch."):
-        raise NotDistributable(
-            f"each stage of a pipeline steps the optimizer on its own parameters, and "
-            f"{kind.__name__} may look at all of them at once; use one of torch.optim but LBFGS."
-        )
+    check_optimizer(job.optimizer)
     job.module.train()
     graph = trace(job.module, job.source.known_input())
     if pipeline.columns is not None:
         plan_columns(graph, devices)
     else:
         check_layers(graph, pipeline, devices)
-
-
-@torch.no_grad()
-def prove(graph: LayerGraph, portion: Portion, names: Sequence[str]) -> None:
-    """Refuse a model whose layers, one after another, are not what its forward computes: for some
-    rows, and for one less."""
-    for count in {min(portion.total, _TRIED), max(min(portion.total, _TRIED) - 1, 1)}:
-        x = rows(portion.x, 0, count)
-        with dry_run(*graph.module.modules()):
-            whole = tensors_in([call(graph.module, x)])
-            staged = tensors_in([run_graph(graph, in_order(names, x))])
-            same = all(
-                one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-6, equal_nan=True)
-                for one, other in zip_longest(whole, staged, fillvalue=torch.empty(0))
-            )
-        if not same:
-            raise NotDistributable(
-                f"the layers of {type(graph.module).__name__}, one after another, do not give what "
-                "its forward gives, so that forward does something that was not seen when it was "
-                "split (a global, a random number, the number of rows); put that part into a "
-                "submodule of its own which is not torch's, with a line that depends on values."
-            )
 
 
 class Staged(OneDevice):
@@ -143,7 +117,7 @@ class Staged(OneDevice):
         self._owned_tensors = [t for t, devices in used.items() if devices[0] == rank]
         self._ties = TiedGradients(self._collective, self._params, used)
         self._state = OwnedState(self.optimizer, set(self._owned), leads=self.replica.leads)
-        self._tell_state()
+        self._state.share(self._collective)
         return stage
 
     def _in_parts(self, graph: LayerGraph, portion: Portion) -> tuple[Stage, list[set[Tensor]]]:
@@ -179,7 +153,7 @@ class Staged(OneDevice):
         plan, chunks = plan_columns(graph, count), self._pipeline.columns
         assert chunks is not None
         if self.replica.leads:
-            prove(graph, portion, self._inputs)
+            prove(graph, portion.total, self._rows_of(portion))
         self._last_device = count - 1
         channels = ColumnChannels(count, self._collective)
         users = [plan.tensors(device) for device in range(count)]
@@ -191,10 +165,8 @@ class Staged(OneDevice):
         if known is not None and known[0] == key:
             return known[1]
 
-        def inputs(count: int) -> list[Any]:
-            return in_order(self._inputs, rows(portion.x, 0, count))
-
-        prove(graph, portion, self._inputs)
+        inputs = self._rows_of(portion)
+        prove(graph, portion.total, inputs)
         with self.autocast():
             plan, table = make_plan(
                 graph, self._pipeline, self.replica.count, portion.total, inputs
@@ -202,6 +174,9 @@ class Staged(OneDevice):
         say_plan(self._pipeline, plan, table)
         _plans[self.module] = (key, plan)
         return plan
+
+    def _rows_of(self, portion: Portion) -> RowsOf:
+        return lambda count: in_order(self._inputs, rows(portion.x, 0, count))
 
     # --- one step ---------------------------------------------------------------------------
 
@@ -227,7 +202,8 @@ class Staged(OneDevice):
             self._waiting = 0
             self.before_commit()
             self._sum_gradients()
-            self._check_owned()
+            named = dict(self.module.named_parameters())
+            refuse_strays(named, set(self._owned), self.replica.name)
         self._finish(portion, batch, apply=apply)
 
     def _sum_gradients(self) -> None:
@@ -247,17 +223,6 @@ class Staged(OneDevice):
             self._clip(math.sqrt(sum(square for _, square in told)))
         self._step()
 
-    def _check_owned(self) -> None:
-        """Refuse a gradient that would be lost, of a parameter that no layer here has."""
-        own = set(self._owned)
-        for name, param in self.module.named_parameters():
-            if param.grad is not None and param not in own:
-                raise NotDistributable(
-                    f"parameter {name!r} has a gradient on {self.replica.name}, where no layer "
-                    "has it: some layer reaches for another's parameters; register them in it, "
-                    "too (self.shared = other), so that they are known to be shared."
-                )
-
     def _step(self) -> None:
         if (limit := self.recipe.clip_value) is not None:
             for param in self._owned:
@@ -266,16 +231,8 @@ class Staged(OneDevice):
         self.optimizer.step()
         self.forget_gradients()
         self._shared.take_back(self._owned_tensors)
-        self._tell_state()
-
-    def _tell_state(self) -> None:
-        """Have the first device see every state of the optimizer; all have updated then."""
         assert self._state is not None
-        everybody = gather_tree(self._collective, self._state.tell())
-        if self.replica.leads:
-            for told in everybody[1:]:
-                if told is not None:
-                    self._state.learn(told)
+        self._state.share(self._collective)
 
     def _square(self) -> float:
         found = [p.grad.double().square().sum() for p in self._owned if p.grad is not None]

@@ -18,10 +18,13 @@ from stratagem.errors import UsageError
 from stratagem.plan.choose import Plan
 from stratagem.plan.configuration import (
     CENTRAL,
+    COLUMNS,
+    MESH,
     MIRRORED,
     PIPELINE,
     SERVERS,
     SHARDED,
+    TENSOR,
     Configuration,
 )
 from stratagem.plan.cost import predict
@@ -29,11 +32,13 @@ from stratagem.plan.measure import batch_of
 from stratagem.rules.updates import Asynchronous, Synchronous
 from stratagem.servers.local_cluster import LocalCluster
 from stratagem.strategies.central_storage import CentralStorageStrategy
+from stratagem.strategies.mesh import Mesh
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.parameter_server import ParameterServerStrategy
 from stratagem.strategies.pipeline import PipelineStrategy
 from stratagem.strategies.sharded import ShardedStrategy
 from stratagem.strategies.strategy import Strategy
+from stratagem.strategies.tensor_parallel import TensorParallelStrategy
 from stratagem.training.dry_run import DryRun
 from stratagem.wire.device_kinds import KINDS
 
@@ -107,10 +112,11 @@ def fitting(plan: Plan) -> list[Configuration]:
 
 
 def _divides(cfg: Configuration, n: int) -> bool:
-    """Sharded, and every schedule of a pipeline, with two microbatches a stage."""
+    """Sharded, divided layers, and every schedule of a pipeline and of rows of them, with two
+    microbatches or chunks a stage."""
     if cfg.hosts > 1 or cfg.replicas != n:
         return False
-    return cfg.strategy == SHARDED or (cfg.strategy == PIPELINE and cfg.microbatches == 2 * n)
+    return cfg.strategy in (SHARDED, TENSOR) or (cfg.staged and cfg.microbatches == 2 * cfg.depth)
 
 
 @contextmanager
@@ -125,6 +131,12 @@ def _strategy(cfg: Configuration, device: str) -> Iterator[Strategy]:
         made = CentralStorageStrategy(names, updates=rule)
     elif cfg.strategy == SHARDED:
         made = ShardedStrategy(names)
+    elif cfg.strategy == TENSOR:
+        made = TensorParallelStrategy(names)
+    elif cfg.strategy == MESH:
+        made = Mesh(cfg.rows, cfg.depth, microbatches=cfg.microbatches, schedule=cfg.schedule)
+    elif cfg.schedule == COLUMNS:
+        made = PipelineStrategy(names, columns=cfg.microbatches)
     elif cfg.strategy == PIPELINE:
         made = PipelineStrategy(names, microbatches=cfg.microbatches, schedule=cfg.schedule)
     else:

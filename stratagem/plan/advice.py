@@ -8,10 +8,13 @@ from dataclasses import replace
 from stratagem.plan.choose import BETTER, CLOSE, Plan, choose
 from stratagem.plan.configuration import (
     CENTRAL,
+    COLUMNS,
+    MESH,
     MIRRORED,
     PIPELINE,
     SERVERS,
     SHARDED,
+    TENSOR,
     Configuration,
 )
 from stratagem.plan.cost import Prediction, predict
@@ -21,6 +24,8 @@ from stratagem.plan.profile import Profile
 
 #: where one process has several devices
 _LOOP = ["# your loop goes into a function, and strategy.run(function): docs/own-loop.md"]
+#: what the devices of a divided model are called
+_NOUNS = {PIPELINE: "stages", MESH: "stages", TENSOR: "devices"}
 #: memory that a training of Adam took in all, of what is counted
 _ON_TOP = 1.7
 #: links that are sold
@@ -160,12 +165,12 @@ def _threads(profile: Profile, cfg: Configuration) -> list[str]:
 
 
 def _nouns(cfg: Configuration) -> str:
-    return "stages" if cfg.strategy == PIPELINE else "replicas"
+    return _NOUNS.get(cfg.strategy, "replicas")
 
 
 def _needs(best: Prediction) -> str:
     """What a device of a divided model holds."""
-    if best.memory is None or best.configuration.strategy not in (PIPELINE, SHARDED):
+    if best.memory is None or best.configuration.strategy not in (*_NOUNS, SHARDED):
         return ""
     return f", {say_bytes(best.memory)} on each"
 
@@ -230,6 +235,15 @@ def _constructor(cfg: Configuration, device: str, per_host: int) -> str:
         some = [f"devices={here}"] if named and alone and device != "cpu" else []
         words = [*(local if cfg.hosts == 1 else []), rule, *wire, *some]
         return f"sg.ParameterServerStrategy({', '.join(words)})"
+    if cfg.strategy == TENSOR:
+        return f"sg.TensorParallelStrategy({here})"
+    if cfg.strategy == MESH:
+        return (
+            f"sg.Mesh(data={cfg.rows}, stage={cfg.depth}, microbatches={cfg.microbatches}, "
+            f'schedule="{cfg.schedule}")'
+        )
+    if cfg.schedule == COLUMNS:
+        return f"sg.PipelineStrategy({here}, columns={cfg.microbatches})"
     if cfg.strategy == PIPELINE:
         return (
             f"sg.PipelineStrategy({here}, microbatches={cfg.microbatches}, "

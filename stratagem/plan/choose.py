@@ -9,12 +9,15 @@ from functools import cached_property
 from stratagem.errors import UsageError
 from stratagem.plan.configuration import (
     CENTRAL,
+    COLUMNS,
+    MESH,
     MIRRORED,
     MULTI_WORKER,
     PARTS,
     PIPELINE,
     SERVERS,
     SHARDED,
+    TENSOR,
     Configuration,
 )
 from stratagem.plan.cost import Prediction, predict
@@ -31,6 +34,8 @@ BETTER = 1.40
 _CAUSES = {"compute": "shared cores"}
 #: servers that are tried at most
 _SERVERS = 8
+#: how much there is to a strategy that divides the model
+_SIMPLE = {SHARDED: 1, PIPELINE: 2, TENSOR: 2, MESH: 3}
 #: of two that are this close, the smaller and simpler
 CLOSE = 0.95
 
@@ -211,13 +216,21 @@ def _divided(profile: Profile, hosts: int, per_host: int) -> Iterator[Configurat
         yield Configuration(SHARDED, hosts, per_host)
     if hosts > 1:  # stages are devices of one host
         return
+    if profile.divided is not None:
+        yield Configuration(TENSOR, per_host=per_host)
     for schedule, parts in PARTS.items():
-        for table in profile.layers:
+        for table in profile.chunks if schedule == COLUMNS else profile.layers:
             if len(table.costs) >= per_host * parts:
                 many = table.pieces * per_host
                 yield Configuration(
                     PIPELINE, per_host=per_host, microbatches=many, schedule=schedule
                 )
+    if per_host < 4 or per_host % 2:
+        return
+    for table in profile.layers:
+        if len(table.costs) >= per_host // 2:
+            many = table.pieces * per_host // 2
+            yield Configuration(MESH, per_host=per_host, microbatches=many, schedule="1f1b", rows=2)
 
 
 def _at_home(per_host: int) -> Iterator[Configuration]:
@@ -296,8 +309,6 @@ def _price(of: Prediction) -> tuple[int, int, int, float]:
     """Machines first, then devices, then what is simple, then speed."""
     cfg = of.configuration
     parts = cfg.asynchronous * 4 + cfg.served * 2 + bool(cfg.wire) + cfg.hierarchical
-    parts += (
-        4 * cfg.lossy + (cfg.strategy == SHARDED) + 2 * (cfg.strategy == PIPELINE) + cfg.parts - 1
-    )
+    parts += 4 * cfg.lossy + _SIMPLE.get(cfg.strategy, 0) + cfg.parts - 1
     machines = cfg.hosts + (cfg.servers if cfg.hosts > 1 else 0)
     return machines, cfg.replicas, parts + cfg.spares, -of.rate

@@ -7,7 +7,7 @@ from typing import Any
 
 from stratagem.errors import UsageError
 from stratagem.plan.lossy import LOSSY
-from stratagem.rules.schedules import SCHEDULES
+from stratagem.rules.schedules import SCHEDULES, waves
 
 MIRRORED = "MirroredStrategy"
 MULTI_WORKER = "MultiWorkerMirroredStrategy"
@@ -15,9 +15,14 @@ CENTRAL = "CentralStorageStrategy"
 SERVERS = "ParameterServerStrategy"
 SHARDED = "ShardedStrategy"
 PIPELINE = "PipelineStrategy"
-STRATEGIES = (MIRRORED, MULTI_WORKER, CENTRAL, SERVERS, SHARDED, PIPELINE)
+MESH = "Mesh"
+TENSOR = "TensorParallelStrategy"
+STRATEGIES = (MIRRORED, MULTI_WORKER, CENTRAL, SERVERS, SHARDED, PIPELINE, MESH, TENSOR)
+#: chunks of time, in place of a schedule of microbatches
+COLUMNS = "columns"
+PLANNED = {**SCHEDULES, COLUMNS: waves}
 #: parts of the model that a device of a pipeline has, by the schedule
-PARTS = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
+PARTS = {name: 2 if name == "interleaved" else 1 for name in PLANNED}
 _WIRES = (None, "float32", "bfloat16", *LOSSY)
 
 
@@ -41,6 +46,8 @@ class Configuration:
     #: of a batch, for the devices of a pipeline, which are its stages
     microbatches: int = 0
     schedule: str = ""
+    #: pipelines beside each other, of a mesh
+    rows: int = 1
     #: steps from one meeting of the replicas to the next
     every: int = 1
 
@@ -65,11 +72,13 @@ class Configuration:
             raise UsageError(f"{self.spares} spares of {self.replicas} replicas leave nobody.")
         if (self.spares or self.asynchronous) and not self.served:
             raise UsageError(f"{self.strategy} waits for all: no spares, nothing asynchronous.")
-        if self.strategy == PIPELINE and (self.microbatches < 1 or self.schedule not in PARTS):
+        if self.staged and (self.microbatches < 1 or self.schedule not in PARTS):
             raise UsageError(
-                "PipelineStrategy needs microbatches and a schedule: "
+                f"{self.strategy} needs microbatches and a schedule: "
                 'microbatches=4, schedule="1f1b".'
             )
+        if self.rows < 1 or self.replicas % self.rows or (self.rows > 1) != (self.strategy == MESH):
+            raise UsageError("a mesh has two rows or more, all of one length: rows=2, per_host=4.")
         if self.hosts > 1 and self.strategy in (MIRRORED, CENTRAL):
             raise UsageError(f"{self.strategy} is of one host, not of {self.hosts}.")
 
@@ -77,6 +86,16 @@ class Configuration:
     def served(self) -> bool:
         """Whether parameters have one home."""
         return self.strategy in (SERVERS, CENTRAL)
+
+    @property
+    def staged(self) -> bool:
+        """Whether devices have some of the layers each."""
+        return self.strategy in (PIPELINE, MESH)
+
+    @property
+    def depth(self) -> int:
+        """Stages of one pipeline."""
+        return self.replicas // self.rows
 
     @property
     def lossy(self) -> bool:
@@ -118,6 +137,8 @@ class Configuration:
             words.append(f"{self.servers} server{'s' * (self.servers > 1)}")
         if self.schedule:
             words.append(self.schedule)
+        if self.rows > 1:
+            words.append(f"{self.rows} rows")
         if self.asynchronous:
             words.append("asynchronous")
         if self.spares:
@@ -137,8 +158,13 @@ class Configuration:
         return f"{self.hosts} hosts of {self.per_host}"
 
     def __str__(self) -> str:
-        pieces = f", {self.microbatches} microbatches" if self.microbatches else ""
-        return f"{self.family}{pieces}, {self.placement}"
+        return f"{self.family}{self.pieces}, {self.placement}"
+
+    @property
+    def pieces(self) -> str:
+        """Of a batch, in words."""
+        what = "chunks" if self.schedule == COLUMNS else "microbatches"
+        return f", {self.microbatches} {what}" if self.microbatches else ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,7 +9,8 @@ import math
 from functools import cached_property
 
 from stratagem.errors import UsageError
-from stratagem.plan.configuration import PIPELINE, SERVERS, SHARDED, Configuration
+from stratagem.plan.configuration import SERVERS, SHARDED, TENSOR, Configuration
+from stratagem.plan.divided_step import DividedStep
 from stratagem.plan.formulas import (
     Calibration,
     added,
@@ -54,8 +55,10 @@ def predict(
             f"{profile.name} has sparse gradients, which {configuration.strategy} cannot add up; "
             "plan ParameterServerStrategy."
         )
-    if configuration.strategy == PIPELINE:
+    if configuration.staged:
         return StagedStep(*given).staged()
+    if configuration.strategy == TENSOR:
+        return DividedStep(*given).divided()
     mirrored = _MirroredStep(*given)
     if configuration.strategy == SHARDED and not in_memory:
         return mirrored.gathered()

@@ -182,6 +182,8 @@ class Calibration:
     half: float = 0.35
     #: one operation of a pipeline: a message in, one out, and what is around the layers
     microbatch: float = 300e-6
+    #: processes that divide layers meet to add up or put together a value
+    crossing: float = 150e-6
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

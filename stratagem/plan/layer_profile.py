@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from stratagem.data.shares import rows
 from stratagem.errors import NotDistributable, UsageError
+from stratagem.plan.divided_profile import chunk_tables, divided_layers
 from stratagem.plan.profile import Footprint, LayerTable, Profile
 from stratagem.training.dry_run import DryRun
 from stratagem.training.layer_costs import LayerMeter
 from stratagem.training.layer_graph import trace
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage_plan import check_layers
+from stratagem.training.tensor_program import OPENED
 
 #: into how many pieces a batch is cut at most, for each stage
 _PIECES = (1, 2, 4)
@@ -29,14 +31,20 @@ def with_layers(
     `batch` is one that it was measured on; the optimizer has made a step, so its state is there.
     """
     held = footprint(trial, batch, params)
-    tables, why = _tables(trial, batch, measured.batch, measured.device)
-    return replace(
+    found = replace(
         measured,
         footprint=held,
-        layers=tables,
-        unpiped=trial.unpiped or why,
+        unpiped=trial.unpiped,
         unsharded=trial.unsharded,
+        undivided=trial.undivided,
     )
+    if trial.inputs is None or trial.arguments is None:
+        return found
+    if measured.device != "cpu":
+        why = "stages, and processes that divide layers, are CPU processes so far."
+        return replace(found, unpiped=trial.unpiped or why, undivided=trial.undivided or why)
+    found = found if trial.unpiped else _with_stages(found, trial, batch)
+    return found if trial.undivided else _with_divided(found, trial, batch)
 
 
 def footprint(trial: DryRun, batch: Any, params: list[nn.Parameter]) -> Footprint:
@@ -68,24 +76,34 @@ def _kept(trial: DryRun, batch: Any) -> int:
     return sum(found.values())
 
 
-def _tables(
-    trial: DryRun, batch: Any, size: int, device: str
-) -> tuple[tuple[LayerTable, ...], str]:
-    """The costs of all layers for each size of a microbatch, or why there are none."""
-    if trial.unpiped or trial.inputs is None or trial.arguments is None:
-        return (), ""
-    if device != "cpu":
-        return (), "stages of a pipeline are CPU processes so far."
+def _with_stages(found: Profile, trial: DryRun, batch: Any) -> Profile:
+    """With the costs of all layers for each size of a microbatch or chunk, or why not."""
+    assert trial.inputs is not None and trial.arguments is not None
     x = trial.inputs(batch)
     try:
         graph = trace(trial.module, x)
         check_layers(graph, Pipeline(), 2)
     except (NotDistributable, UsageError) as problem:
-        return (), str(problem)
+        return replace(found, unpiped=str(problem))
     names = [str(node.target) for node in graph.inputs]
-    meter, found = LayerMeter(graph), []
+    meter, tables = LayerMeter(graph), []
     for pieces in _PIECES:
-        if pieces <= size:
-            given = trial.arguments(names, rows(x, 0, -(-size // pieces)))
-            found.append(LayerTable(pieces, tuple(meter.measure(given))))
-    return tuple(found), ""
+        if pieces <= found.batch:
+            given = trial.arguments(names, rows(x, 0, -(-found.batch // pieces)))
+            tables.append(LayerTable(pieces, tuple(meter.measure(given))))
+    whole = trial.arguments(names, rows(x, 0, found.batch))
+    chunks, rest = chunk_tables(graph, whole, tables[0].costs, _PIECES)
+    return replace(found, layers=tuple(tables), chunks=chunks, unchunked=rest)
+
+
+def _with_divided(found: Profile, trial: DryRun, batch: Any) -> Profile:
+    """With what processes that divide layers have of them, or why they cannot."""
+    assert trial.inputs is not None and trial.arguments is not None
+    x = trial.inputs(batch)
+    try:
+        graph = trace(trial.module, x, OPENED)
+        names = [str(node.target) for node in graph.inputs]
+        given = trial.arguments(names, rows(x, 0, found.batch))
+        return replace(found, divided=divided_layers(graph, given))
+    except (NotDistributable, UsageError) as problem:
+        return replace(found, undivided=str(problem))

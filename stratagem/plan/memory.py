@@ -7,8 +7,11 @@ CPU replicas that share memory           (P + S + P) / n + G + A
 sharded, CPUs of one machine             (P + G + S) / n + A, and gradients that wait for their turn
 sharded, fully_shard                     (P + G + S) / n + A, and the largest layer, whole
 workers of servers                       P + G + A
-pipeline                                 of its own layers P + G + S, and A of each microbatch that
+pipeline, mesh                           of its own layers P + G + S, and A of each microbatch that
                                          is kept (plan/staged_step.py)
+
+divided layers                           of what is divided 1/n of P + G + S, of others all
+                                         (plan/divided_step.py)
 
 Of what memory is shared by the replicas of a machine each counts its part. What allocators, the
 interpreter and temporaries of kernels take comes on top of it.
@@ -19,9 +22,9 @@ from __future__ import annotations
 from stratagem.plan.configuration import (
     CENTRAL,
     MIRRORED,
-    PIPELINE,
     SERVERS,
     SHARDED,
+    TENSOR,
     Configuration,
 )
 from stratagem.plan.profile import Profile
@@ -31,9 +34,10 @@ _WAITING = 8_000_000
 
 
 def device_memory(profile: Profile, cfg: Configuration) -> float | None:
-    """Bytes of one device; None where nothing was measured, or for a pipeline, which knows more."""
+    """Bytes of one device; None where nothing was measured, or for a divided model, which knows
+    more."""
     held, n = profile.footprint, cfg.replicas
-    if held is None or cfg.strategy == PIPELINE:
+    if held is None or cfg.staged or cfg.strategy == TENSOR:
         return None
     in_memory = profile.device == "cpu" and cfg.hosts == 1
     if n == 1 or (cfg.strategy not in (SHARDED, SERVERS) and not in_memory):

@@ -169,6 +169,7 @@ def profile(
         arguments=lambda names, x: list(x) if isinstance(x, tuple) else [x],
         unpiped="",
         unsharded="",
+        undivided="",
     )
     return rehearse(trial, steps=steps, crowded=crowded, lossy=lossy, say=say)
 

@@ -67,6 +67,19 @@ class LayerTable:
 
 
 @dataclass(frozen=True)
+class DividedLayers:
+    """What layers that processes divide have of the whole, and what crosses between these."""
+
+    #: shares of the time, of the bytes that are held for good, and of activations
+    seconds: float
+    fixed: float
+    activations: float
+    #: bytes that are added up or put together for one replica's rows, and how often that is done
+    crossing: int
+    meetings: int
+
+
+@dataclass(frozen=True)
 class Footprint:
     """Bytes that one device holds: parameters and buffers, gradients, the optimizer's state, and
     what forward keeps of a batch until its backward."""
@@ -122,9 +135,15 @@ class Profile:
     footprint: Footprint | None = None
     #: of the whole batch, a half and a quarter of it, where layers can be cut apart
     layers: tuple[LayerTable, ...] = ()
-    #: why no pipeline takes this model, and why its state is not sharded
+    #: recurrent layers for the whole sequence, a half and a quarter of it, and all other layers
+    chunks: tuple[LayerTable, ...] = ()
+    unchunked: tuple[LayerCost, ...] = ()
+    #: for processes that have a part of each layer
+    divided: DividedLayers | None = None
+    #: why no pipeline takes this model, why its state is not sharded, its layers not divided
     unpiped: str = ""
     unsharded: str = ""
+    undivided: str = ""
     #: seconds of each compression that the optimizer goes with, where they were asked for
     codecs: tuple[CodecTime, ...] = ()
 
@@ -209,7 +228,11 @@ class Profile:
             given["shapes"] = tuple(tuple(shape) for shape in given.get("shapes", ()))
             for name in ("samples", "notes"):
                 given[name] = tuple(given.get(name, ()))
-            given["layers"] = tuple(LayerTable.from_json(each) for each in given.get("layers", ()))
+            for name in ("layers", "chunks"):
+                given[name] = tuple(LayerTable.from_json(each) for each in given.get(name, ()))
+            given["unchunked"] = tuple(LayerCost(**each) for each in given.get("unchunked", ()))
+            if given.get("divided") is not None:
+                given["divided"] = DividedLayers(**given["divided"])
             given["codecs"] = tuple(CodecTime(**each) for each in given.get("codecs", ()))
             if given.get("footprint") is not None:
                 given["footprint"] = Footprint(**given["footprint"])

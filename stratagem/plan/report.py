@@ -227,13 +227,16 @@ def _needs(plan: Plan, width: int) -> Table:
 
 
 def _detailed(each: Prediction, name: str) -> str:
-    many = each.configuration.microbatches
-    return f"{name}, {many} microbatches" if many else name
+    return name + each.configuration.pieces
 
 
 def refused(profile: Profile) -> list[tuple[str, str]]:
     """Strategies that do not take this model, and why."""
-    given = (("Pipeline", profile.unpiped), ("Sharded", profile.unsharded))
+    given = (
+        ("Pipeline", profile.unpiped),
+        ("Sharded", profile.unsharded),
+        ("TensorParallel", profile.undivided),
+    )
     return [(name, reason) for name, reason in given if reason]
 
 

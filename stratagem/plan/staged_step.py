@@ -12,10 +12,11 @@ from functools import cached_property
 from itertools import pairwise
 
 from stratagem.errors import UsageError
+from stratagem.plan.configuration import COLUMNS, PLANNED
 from stratagem.plan.predicted_step import PredictedStep, Prediction
 from stratagem.plan.profile import LayerTable
 from stratagem.rules.layer_split import LayerCost, split_layers
-from stratagem.rules.schedules import SCHEDULES, Op, kept
+from stratagem.rules.schedules import Op, kept
 from stratagem.rules.timeline import HandOver, Timeline, timeline
 
 
@@ -33,29 +34,47 @@ class StagedStep(PredictedStep):
             "optimizer": self.profile.optimizer * self.crowding * self._largest,
             "overhead": self.cal.step,
         }
+        if self.cfg.rows > 1:
+            parts["memory"] = self._added_up()
+        if self.cfg.schedule == COLUMNS:
+            parts["before and behind"] = self._rest * self._unit * self.cfg.depth
         found = self.prediction(parts)
         return replace(found, memory=max(self.memories, default=None), bubble=line.bubble)
 
     @cached_property
     def table(self) -> LayerTable:
         """The layers for microbatches of this size."""
-        pieces = max(1, round(self.cfg.microbatches / self.cfg.replicas))
-        for table in self.profile.layers:
+        pieces = max(1, round(self.cfg.microbatches / self.cfg.depth))
+        for table in self._tables:
             if table.pieces == pieces:
                 return table
         raise UsageError(
-            f"{self.cfg.microbatches} microbatches on {self.cfg.replicas} stages were not measured;"
+            f"{self.cfg.microbatches} microbatches on {self.cfg.depth} stages were not measured;"
             f" plan {self._measured()}."
         )
 
     def _measured(self) -> str:
-        counts = [str(table.pieces * self.cfg.replicas) for table in self.profile.layers]
+        counts = [str(table.pieces * self.cfg.depth) for table in self._tables]
         return f"one of {', '.join(counts)}" if counts else "another strategy"
+
+    @property
+    def _tables(self) -> tuple[LayerTable, ...]:
+        return self.profile.chunks if self.cfg.schedule == COLUMNS else self.profile.layers
+
+    @property
+    def _rest(self) -> float:
+        """Seconds of what runs once, before the columns and behind them, for one replica's rows."""
+        return sum(cost.seconds for cost in self.profile.unchunked)
+
+    def _added_up(self) -> float:
+        """What stages of the same layers do to add up their gradients in shared memory."""
+        size, rows = self.profile.dense_bytes * self._largest, self.cfg.rows
+        return size * (2 + 1 / rows) / self.hw.local
 
     @cached_property
     def stages(self) -> list[Sequence[LayerCost]]:
         """The layers of each part: where they fit, if they do so anywhere."""
-        costs, parts = self.table.costs, self.cfg.replicas * self.cfg.parts
+        costs, parts = self.table.costs, self.cfg.depth * self.cfg.parts
         room = self.hw.room(self.cfg.per_host, self.profile.device)
         limits = [None if room is None else room / self.cfg.parts, None]
         sized = [self._sized(cost) for cost in costs]
@@ -77,8 +96,8 @@ class StagedStep(PredictedStep):
 
     def _kept_by_part(self) -> list[int]:
         """Microbatches that each part keeps: a device's parts share what it keeps."""
-        n, cfg = self.cfg.replicas, self.cfg
-        schedule = SCHEDULES[cfg.schedule]
+        n, cfg = self.cfg.depth, self.cfg
+        schedule = PLANNED[cfg.schedule]
         held = [kept(schedule(d, n, cfg.microbatches, cfg.parts)) for d in range(n)]
         return [-(-held[part % n] // cfg.parts) for part in range(n * cfg.parts)]
 
@@ -97,8 +116,11 @@ class StagedStep(PredictedStep):
     @cached_property
     def memories(self) -> list[float]:
         """Bytes of each device."""
-        n = self.cfg.replicas
+        n = self.cfg.depth
         found = [0.0] * n
+        if self.cfg.schedule == COLUMNS:
+            rest = [self._sized(cost) for cost in self.profile.unchunked]
+            found[-1] += sum(c.fixed + n * c.activation for c in rest)
         for part, (costs, many) in enumerate(zip(self.stages, self._kept_by_part(), strict=True)):
             sized = [self._sized(cost) for cost in costs]
             found[part % n] += sum(c.fixed + many * c.activation for c in sized)
@@ -107,7 +129,7 @@ class StagedStep(PredictedStep):
     @property
     def _largest(self) -> float:
         """The part of the parameters that the fullest device has, and updates."""
-        n = self.cfg.replicas
+        n = self.cfg.depth
         found = [0.0] * n
         for part, costs in enumerate(self.stages):
             found[part % n] += sum(cost.fixed for cost in costs)
@@ -128,8 +150,7 @@ class StagedStep(PredictedStep):
     @cached_property
     def line(self) -> Timeline:
         """The real schedule, with these times."""
-        whole = sum(cost.seconds for cost in self.profile.layers[0].costs)
-        unit = self.compute / whole if whole else 0.0
+        unit = self._unit
         forward = [sum(c.forward for c in costs) * unit for costs in self.stages]
         both = [sum(c.seconds for c in costs) * unit for costs in self.stages]
 
@@ -138,15 +159,21 @@ class StagedStep(PredictedStep):
             return computing + self._handing
 
         cfg = self.cfg
-        schedule = SCHEDULES[cfg.schedule]
-        return timeline(schedule, cfg.replicas, cfg.microbatches, cfg.parts, seconds, self._carried)
+        schedule = PLANNED[cfg.schedule]
+        return timeline(schedule, cfg.depth, cfg.microbatches, cfg.parts, seconds, self._carried)
+
+    @property
+    def _unit(self) -> float:
+        """Seconds of a step for each that layers were seen to take one by one."""
+        whole = sum(cost.seconds for cost in self.profile.layers[0].costs)
+        return self.compute / whole if whole else 0.0
 
     def _carried(self, op: Op) -> HandOver:
         """Over the link, between hosts; what is copied in memory is an operation's own time."""
         cfg = self.cfg
         source = op.part if op.kind == "F" else op.part - 1
         to = op.part + (1 if op.kind == "F" else -1)
-        last = cfg.replicas * cfg.parts - 1
+        last = cfg.depth * cfg.parts - 1
         if cfg.hosts == 1 or not 0 <= to <= last:
             return HandOver()
         if op.part % cfg.replicas // cfg.per_host == to % cfg.replicas // cfg.per_host:

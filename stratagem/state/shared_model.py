@@ -20,6 +20,25 @@ from torch.optim import Optimizer
 from stratagem.errors import NotDistributable
 from stratagem.wire.segment import Segment, aligned
 from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.tree import gather_tree
+
+
+def shared_views(
+    tensors: Iterable[Tensor], collective: SharedMemoryCollective
+) -> list[tuple[Tensor, Tensor]]:
+    """Each of these, with shared memory of its shape and type. Collective."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    views: list[tuple[Tensor, Tensor]] = []
+    for dtype, members in by_type.items():
+        count = sum(t.numel() for t in members)
+        flat = collective.table(max(count, 1), dtype, rows=1).rows[0]
+        at = 0
+        for tensor in members:
+            views.append((tensor, flat[at : at + tensor.numel()].view(tensor.shape)))
+            at += tensor.numel()
+    return views
 
 
 class SharedTensors:
@@ -37,20 +56,9 @@ class SharedTensors:
         self._collective = collective
         self._leads = collective.rank == 0
         tensors = list(dict.fromkeys(given))
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_type.setdefault(tensor.dtype, []).append(tensor)
         #: on the first process: where they lay before
         self._homes = [(t, t.data) for t in tensors] if self._leads and returns else []
-        self._views: list[tuple[Tensor, Tensor]] = []
-        for dtype, members in by_type.items():
-            count = sum(t.numel() for t in members)
-            flat = collective.table(max(count, 1), dtype, rows=1).rows[0]
-            at = 0
-            for tensor in members:
-                view = flat[at : at + tensor.numel()].view(tensor.shape)
-                at += tensor.numel()
-                self._views.append((tensor, view))
+        self._views = shared_views(tensors, collective)
         with torch.no_grad():
             for tensor, view in self._views:
                 if self._leads:
@@ -90,7 +98,7 @@ class OwnedState:
     """
 
     def __init__(self, optimizer: Optimizer, owned: set[Tensor], *, leads: bool) -> None:
-        self._optimizer, self._owned = optimizer, owned
+        self._optimizer, self._owned, self._leads = optimizer, owned, leads
         self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
         #: where each lies in shared memory, by the number of its parameter and its name
         self._views: dict[tuple[int, str], Tensor] = {}
@@ -99,8 +107,15 @@ class OwnedState:
                 if param not in owned:
                     optimizer.state.pop(param, None)
 
-    def tell(self) -> dict[str, Any] | None:
-        """After a step: move what is new into shared memory; returns what the first process must
+    def share(self, collective: SharedMemoryCollective) -> None:
+        """After a step: have the first process see every state; all have updated then."""
+        everybody = gather_tree(collective, self._tell())
+        for told in everybody[1:] if self._leads else ():
+            if told is not None:
+                self._learn(told)
+
+    def _tell(self) -> dict[str, Any] | None:
+        """Move what is new into shared memory; returns what the first process must
         know, None if nothing."""
         entries: list[tuple[int, str, Tensor]] = []
         numbers: list[list[Any]] = []
@@ -140,7 +155,7 @@ class OwnedState:
         self._segment = segment  # until the first process has mapped it
         return {"handle": segment.handle, "entries": outline}
 
-    def learn(self, told: dict[str, Any]) -> None:
+    def _learn(self, told: dict[str, Any]) -> None:
         """On the first process: see what another has told."""
         for index, name, value in told["numbers"]:
             self._optimizer.state[self._params[index]][name] = value

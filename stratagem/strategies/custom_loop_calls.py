@@ -19,6 +19,7 @@ from stratagem.training.loop_journal import journal_of
 from stratagem.training.prepare import Prepared, prepare, prepare_loader
 from stratagem.training.replica import Replica, current_call
 from stratagem.training.settings import Settings
+from stratagem.training.staged_loop import prepare_staged
 
 #: a folder of checkpoints, or a plan for them
 Resume = str | os.PathLike[str] | Checkpoints | None
@@ -32,6 +33,11 @@ class CustomLoopCalls(ABC):
     @abstractmethod
     def replica(self) -> Replica:
         """The replica that the calling code is."""
+
+    @property
+    @abstractmethod
+    def devices(self) -> tuple[str, ...]:
+        """The devices of this process."""
 
     @property
     @abstractmethod
@@ -92,6 +98,8 @@ class CustomLoopCalls(ABC):
                 "prepare was given a model without its optimizer; call prepare(model, optimizer), "
                 "or prepare(loader) for a loader by itself."
             )
+        if self.settings.pipeline is not None and len(self.devices) > 1 and not dry_run.wanted():
+            return prepare_staged(replica, self.settings.pipeline, model, optimizer, loader)
         if elastic:
             self._let_begin_again(loader)
         found = prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
@@ -147,20 +155,14 @@ class CustomLoopCalls(ABC):
 
 def _check_loop(settings: Settings, resume: Resume) -> None:
     """Refuse strategies that cannot leave the loop to the user."""
-    if settings.pipeline is not None:
-        raise NotDistributable(
-            "a pipeline runs microbatches forward and backward by itself, which a loop of your "
-            "own does not leave to it; use sg.Model(...).fit, or prepare with a "
-            "MirroredStrategy."
-        )
     if settings.tensor is not None:
         raise NotDistributable(
             "layers are divided when a model is traced with its first batch, which a loop of "
             "your own does not leave to it; use sg.Model(...).fit, or prepare with a "
             "MirroredStrategy."
         )
-    if settings.sharded and resume is not None:
+    if resume is not None and (settings.sharded or settings.pipeline):
         raise NotDistributable(
-            "resume=... keeps what every replica has, and replicas of ShardedStrategy have "
+            "resume=... keeps what every replica has, and processes of this strategy have "
             "parts of an optimizer's state; use sg.Model(...).fit(checkpoint=..., resume=True)."
         )

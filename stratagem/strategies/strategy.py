@@ -33,6 +33,7 @@ from stratagem.training.replica import (
 )
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Settings
+from stratagem.training.staged_loop import led, loop_of_stages
 from stratagem.wire.collective import Alone
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class Strategy(CustomLoopCalls):
 
     def replica(self) -> Replica:
         """The replica that the calling code is."""
-        inside = called_replica()
+        inside = called_replica() or led()
         if inside is not None:
             return inside
         if dry_run.wanted():
@@ -173,7 +174,7 @@ class Strategy(CustomLoopCalls):
         return torch.cat(self._all(value), dim=axis)
 
     def _all(self, value: Any) -> list[Tensor]:
-        inside = called_replica()
+        inside = called_replica() or led()
         if inside is not None:
             return inside.all_gather(value)
         values = value if isinstance(value, list | tuple) else [value]
@@ -216,8 +217,9 @@ def _with_fresh_share(
     replica.share.forget(replica.count)
     begin_loop(replica)
     meetings.forget(replica)
+    result = None
     try:
-        with user_code():
+        with loop_of_stages(), user_code():
             result = fn(*args)
         meetings.tell_apart(replica, "strategy.run has ended")
         return result

@@ -45,9 +45,10 @@ class DryRun:
     #: what such a batch gives the module, and that as the module's arguments, by their names
     inputs: Callable[[Any], Any] | None = None
     arguments: Callable[[Sequence[str], Any], list[Any]] | None = None
-    #: why no pipeline takes this training, and why it is not sharded
+    #: why no pipeline takes this training, why it is not sharded, nor its layers divided
     unpiped: str = "a pipeline splits the module of an sg.Model; put the module into one."
     unsharded: str = "ShardedStrategy divides the module of an sg.Model; put the module into one."
+    undivided: str = "TensorParallelStrategy divides the module of an sg.Model; use one."
 
 
 class DryRunHandedOver(BaseException):

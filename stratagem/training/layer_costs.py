@@ -20,7 +20,7 @@ from stratagem.training.stage_parts import StagePart, tensors_of
 
 _ROUNDS = 2
 #: bytes of an optimizer's state for each byte of a parameter, and of the gradient
-_STATES = 3
+STATES = 3
 
 
 class _Once(NamedTuple):
@@ -68,7 +68,7 @@ class LayerMeter:
     def _fixed(self, index: int) -> int:
         part = StagePart(index, [index], self._graph.layers[index].nodes)
         used = tensors_of(self._graph, part)
-        return sum(t.nbytes * (1 + _STATES * t.requires_grad) for t in used)
+        return sum(t.nbytes * (1 + STATES * t.requires_grad) for t in used)
 
     def _round(self, inputs: Sequence[Any]) -> list[_Once]:
         values: dict[fx.Node, Any] = {}

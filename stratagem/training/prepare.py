@@ -215,6 +215,11 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             "LBFGS searches along a line by the loss of its own share, so that each replica would "
             "go another way; use another optimizer, or sg.MirroredStrategy of one device."
         )
+    check_parameters(model, optimizer)
+
+
+def check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer of something else."""
     own = set(model.parameters())
     for group in optimizer.param_groups:
         if not own.issuperset(group["params"]):

@@ -19,7 +19,6 @@ from stratagem.errors import NotDistributable
 from stratagem.state.shared_model import OwnedState, SharedTensors
 from stratagem.training.replica import Replica
 from stratagem.wire.shared_memory import SharedMemoryCollective
-from stratagem.wire.tree import gather_tree
 
 
 def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -85,11 +84,7 @@ class SharedUpdate:
             param.grad = gradient
         self._gradients = []
         self._shared.take_back(self._owned)
-        everybody = gather_tree(self._collective, self._state.tell())  # all have updated then
-        if self._replica.leads:
-            for told in everybody[1:]:
-                if told is not None:
-                    self._state.learn(told)
+        self._state.share(self._collective)
 
     def close(self) -> None:
         for handle in self._handles:

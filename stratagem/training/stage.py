@@ -30,7 +30,7 @@ Judge = Callable[[int, Any], Tensor]
 
 
 @dataclass
-class _Kept:
+class Kept:
     """What a microbatch leaves until its backward."""
 
     #: by the part that they came from
@@ -79,7 +79,8 @@ class Stage:
             for part in parts
             if part.index % channels.devices == device
         }
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        #: by part and microbatch, between forward and backward
+        self.kept: dict[tuple[int, int], Kept] = {}
         held = (module for each in self._programs.values() for module in each.modules())
         layers = (module for module in held if not isinstance(module, fx.GraphModule))
         self.gradients = AddedGradients(layers)
@@ -88,7 +89,13 @@ class Stage:
         self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
     ) -> None:
         """One batch: `inputs` and `seeds` of each microbatch; seeds matter to the first part."""
-        self._kept.clear()
+        self.kept = {}
+        self.play(ops, inputs, seeds, judge)
+
+    def play(
+        self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
+    ) -> None:
+        """Some operations of a batch; those before them have left what they `kept`."""
         for kind, part, m in ops:
             if kind == "F":
                 with self._autocast():
@@ -120,10 +127,10 @@ class Stage:
             message = {"values": values, "trained": trained, "seed": seed}
             self._channels.forward[part.index, to].post(message)
         loss = judge(m, found[-1]) if part.index == self._last else None
-        self._kept[part.index, m] = _Kept(leaves, sent, loss)
+        self.kept[part.index, m] = Kept(leaves, sent, loss)
 
     def _backward(self, part: StagePart, m: int) -> None:
-        kept = self._kept.pop((part.index, m))
+        kept = self.kept.pop((part.index, m))
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         for to, tensors in kept.sent.items():

@@ -4,20 +4,30 @@ and with which layers stages begin. Measured on the first batch, or as the user 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
 from stratagem.compat.torch_names import BatchNorm
+from stratagem.data.shares import tensors_in
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.layer_split import LayerCost, slowest, split_layers
 from stratagem.rules.schedules import SCHEDULES, kept
-from stratagem.training.layer_costs import LayerMeter
+from stratagem.training.isolated_run import dry_run
+from stratagem.training.layer_costs import LayerMeter, run_graph
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage_parts import cut
 
 log = logging.getLogger("stratagem")
+
+#: rows on which it is tried that the layers are the model
+_TRIED = 5
 
 #: inputs of the first rows of a batch, as many as one microbatch of so many has
 RowsOf = Callable[[int], Sequence[Any]]
@@ -66,6 +76,16 @@ def check_layers(graph: LayerGraph, pipeline: Pipeline, devices: int) -> None:
             )
 
 
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse one that may look at the parameters of all stages at once."""
+    kind = type(optimizer)
+    if isinstance(optimizer, LBFGS) or not kind.__module__.startswith("torch."):
+        raise NotDistributable(
+            f"each stage of a pipeline steps the optimizer on its own parameters, and "
+            f"{kind.__name__} may look at all of them at once; use one of torch.optim but LBFGS."
+        )
+
+
 def named_split(graph: LayerGraph, names: Sequence[str], parts: int) -> tuple[int, ...]:
     """The first layers of the parts that begin with these modules."""
     if len(names) != parts - 1:
@@ -81,6 +101,52 @@ def named_split(graph: LayerGraph, names: Sequence[str], parts: int) -> tuple[in
                 "in the order in which they run, and none that is the first."
             )
     return firsts
+
+
+@torch.no_grad()
+def prove(graph: LayerGraph, total: int, inputs: RowsOf) -> None:
+    """Refuse a model whose layers, one after another, are not what its forward computes: for some
+    rows, and for one less."""
+    names = [str(node.target) for node in graph.inputs]
+    for count in {min(total, _TRIED), max(min(total, _TRIED) - 1, 1)}:
+        given = inputs(count)
+        with dry_run(*graph.module.modules()):
+            whole = tensors_in([graph.module(**dict(zip(names, given, strict=True)))])
+            same = alike(whole, tensors_in([run_graph(graph, given)]))
+        if not same:
+            raise NotDistributable(
+                f"the layers of {type(graph.module).__name__}, one after another, do not give what "
+                "its forward gives, so that forward does something that was not seen when it was "
+                "split (a global, a random number, the number of rows); put that part into a "
+                "submodule of its own which is not torch's, with a line that depends on values."
+            )
+
+
+@torch.no_grad()
+def prove_rows(graph: LayerGraph, total: int, inputs: Callable[[int, int], Sequence[Any]]) -> None:
+    """Refuse a model whose rows look at each other: pieces of a batch have others beside them."""
+    count = min(total, _TRIED)
+    cuts = [(0, count // 2), (count // 2, count)] if count > 1 else [(0, count)]
+    with dry_run(*graph.module.modules()):
+        whole = tensors_in([run_graph(graph, inputs(0, count))])
+        pieces = [tensors_in([run_graph(graph, inputs(*each))]) for each in cuts]
+        same = alike(
+            whole, (torch.cat([*map(torch.atleast_1d, p)]) for p in zip(*pieces, strict=True))
+        )
+    if not same:
+        raise NotDistributable(
+            f"in {type(graph.module).__name__} the rows of a batch look at each other, or the "
+            "output is not a row for each example, so that microbatches do not give what a batch "
+            "gives; use microbatches=1, or say what is a row (batch first)."
+        )
+
+
+def alike(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether these are the same, to rounding."""
+    return all(
+        one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-6, equal_nan=True)
+        for one, other in zip_longest(some, others, fillvalue=torch.empty(0))
+    )
 
 
 def make_plan(

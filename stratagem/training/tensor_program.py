@@ -173,7 +173,7 @@ def shapes_of(graph: LayerGraph, inputs: Sequence[Any]) -> dict[fx.Node, torch.S
 def table(graph: LayerGraph, plan: TensorPlan, count: int) -> str:
     """The plan, a line for each layer with parameters: how it is divided, and what crosses."""
     lines = [("layer", "divided by", "MB a device", "crosses")]
-    gathered = _gathered(graph, plan)
+    gathered = gathered_layers(graph, plan)
     seen: set[str] = set()
     for node, use in plan.uses.items():
         name = str(node.target)
@@ -222,7 +222,7 @@ def _crossing(layer: nn.Module, use: Use, gathered: bool) -> str:
     return ", ".join(words) or "-"
 
 
-def _gathered(graph: LayerGraph, plan: TensorPlan) -> set[fx.Node]:
+def gathered_layers(graph: LayerGraph, plan: TensorPlan) -> set[fx.Node]:
     """Layers whose divided output somebody needs whole."""
     found: set[fx.Node] = set()
     for node in graph.graph.nodes:

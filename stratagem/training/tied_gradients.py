@@ -5,11 +5,12 @@ The first device that uses a parameter owns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
+from stratagem.errors import NotDistributable
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.slots import SlotChannel, channel_words
 
@@ -58,3 +59,14 @@ class TiedGradients:
                         gradient = gradient.clone()
                         param.grad = gradient if param.grad is None else param.grad + gradient
                 channel.release()
+
+
+def refuse_strays(params: Mapping[str, Tensor], owned: Set[Tensor], who: str) -> None:
+    """Refuse a gradient that would be lost, of a parameter that no layer of this device has."""
+    for name, param in params.items():
+        if param.grad is not None and param not in owned:
+            raise NotDistributable(
+                f"parameter {name!r} has a gradient on {who}, where no layer has it: some layer "
+                "reaches for another's parameters; register them in it, too (self.shared = other), "
+                "so that they are known to be shared."
+            )

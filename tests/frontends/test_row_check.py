@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.errors import NotDistributable
-from stratagem.frontends.isolated_run import dry_run
+from stratagem.training.isolated_run import dry_run
 from tests.support import by_hand, data, distance, mlp, strategy
 
 pytestmark = pytest.mark.timeout(60)

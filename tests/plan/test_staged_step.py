@@ -15,10 +15,18 @@ from stratagem.errors import UsageError
 from stratagem.launch.validate import fitting
 from stratagem.plan import advice, report
 from stratagem.plan.choose import choose
-from stratagem.plan.configuration import MIRRORED, PIPELINE, SHARDED, Configuration
+from stratagem.plan.configuration import (
+    COLUMNS,
+    MESH,
+    MIRRORED,
+    PIPELINE,
+    SHARDED,
+    TENSOR,
+    Configuration,
+)
 from stratagem.plan.cost import predict
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.profile import Footprint, LayerTable, Profile
+from stratagem.plan.profile import DividedLayers, Footprint, LayerTable, Profile
 from stratagem.rules.layer_split import LayerCost
 from tests.plan.support import IDEAL, profile
 
@@ -92,6 +100,45 @@ def test_what_replicas_hold() -> None:
     assert memory(Configuration(), footprint=None) is None
 
 
+def test_rows_of_pipelines_add_their_gradients_up() -> None:
+    """Each row is a pipeline with its share of the examples; a stage's gradients are added up."""
+    machine, cal = Hardware(cores=8, per_host=4, local=1e9), replace(IDEAL, microbatch=0.0)
+    mesh = Configuration(MESH, per_host=4, microbatches=4, schedule="1f1b", rows=2)
+    one, two = (predict(model(), machine, cfg, cal) for cfg in (pipeline(2, 2), mesh))
+    assert two.parts["memory"] == pytest.approx(model().dense_bytes / 2 * 2.5 / 1e9)
+    assert two.step == pytest.approx(one.step + two.parts["memory"])
+    assert two.rate == pytest.approx(4 * model().batch / two.step)
+    assert (two.memory, two.bubble) == (one.memory, pytest.approx(one.bubble))
+
+
+def test_divided_layers_have_all_rows_and_a_part_of_the_work() -> None:
+    cut = DividedLayers(seconds=0.8, fixed=0.5, activations=0.25, crossing=MB, meetings=3)
+    machine, cal = Hardware(cores=8, local=1e9), replace(IDEAL, crossing=1e-3)
+    cfg = Configuration(TENSOR, per_host=4)
+    found = predict(model(divided=cut, optimizer=0.0), machine, cfg, cal)
+    assert found.parts["compute"] == pytest.approx(0.03 * 0.8)
+    assert found.parts["layers that all compute"] == pytest.approx(0.03 * 4 * 0.2)
+    assert found.parts["handing over"] == pytest.approx(4 * MB * 6 / 1e9 + 3e-3)
+    kept = 4 * 64 * MB * (0.25 / 4 + 0.75)
+    assert found.memory == pytest.approx(32 * MB * (0.5 / 4 + 0.5) + kept)
+    with pytest.raises(UsageError, match="was not measured"):
+        predict(model(), machine, cfg, cal)
+
+
+def test_chunks_of_time_go_through_stages_in_two_waves() -> None:
+    """What is not recurrent runs once, for the rows of all."""
+    recurrent = layers()[0].costs
+    both = (LayerTable(1, (*recurrent, LayerCost(6e-3, MB, MB))),)
+    chunked = {"chunks": layers(), "unchunked": both[0].costs[-1:], "layers": both}
+    cal = replace(IDEAL, microbatch=0.0)
+    found = predict(
+        model(optimizer=0.0, **chunked), Hardware(cores=8, local=1e15), pipeline(2, 2, COLUMNS), cal
+    )
+    assert found.parts["before and behind"] == pytest.approx(0.03 * 2 * 6 / 30)
+    waves = found.step - found.parts["before and behind"]
+    assert waves == pytest.approx(0.03 * 24 / 30 * 5 / 4) and found.bubble == pytest.approx(0.2)
+
+
 def test_a_model_that_does_not_fit_is_told_what_does() -> None:
     plan = choose(model(), Hardware(cores=2, per_host=2, memory=60e6), most=2)
     best = plan.recommendation
@@ -128,29 +175,36 @@ def test_replicas_of_a_machine_share_its_memory() -> None:
 
 @pytest.mark.parametrize("limit", [60e6, None])
 def test_the_code_of_every_row_is_python_that_the_strategy_takes(limit: float | None) -> None:
-    plan = choose(model(), Hardware(cores=2, per_host=2, memory=limit), most=2)
+    cut = DividedLayers(0.8, 0.5, 0.25, MB, 3)
+    every = model(divided=cut, chunks=layers(), unchunked=layers()[0].costs[:1])
+    plan = choose(every, Hardware(cores=4, per_host=4, memory=limit), most=4)
     ast.parse(advice.code(plan))
+    assert {TENSOR, MESH} < {each.configuration.strategy for each in plan.predictions}
     for each in plan.predictions:
-        line = advice._constructor(each.configuration, "cpu", 2)
+        line = advice._constructor(each.configuration, "cpu", 4)
         name = ast.parse(line).body[0].value.func.attr  # type: ignore[attr-defined]
         assert name == each.configuration.strategy
-        if name in (PIPELINE, SHARDED):
+        if name in (PIPELINE, SHARDED, MESH, TENSOR):
             eval(line, {"sg": sg}).close()
 
 
 def test_every_schedule_is_validated() -> None:
-    plan = choose(model(), Hardware(cores=2, per_host=2), most=2)
+    every = model(divided=DividedLayers(1.0, 1.0, 0.5, MB, 3), chunks=layers())
+    plan = choose(every, Hardware(cores=2, per_host=2), most=2)
     found = {(cfg.strategy, cfg.schedule) for cfg in fitting(plan)}
-    assert {(PIPELINE, name) for name in ("gpipe", "1f1b", "interleaved")} <= found
-    assert (SHARDED, "") in found
+    assert {(PIPELINE, name) for name in ("gpipe", "1f1b", "interleaved", COLUMNS)} <= found
+    assert {(SHARDED, ""), (TENSOR, "")} <= found
 
 
 def test_a_plan_is_read_back_with_its_layers() -> None:
-    plan = choose(model(unsharded="not this one"), Hardware(per_host=2, memory=1e9), most=2)
+    cut = {"divided": DividedLayers(0.8, 0.5, 0.25, MB, 3), "chunks": layers()}
+    rest = layers()[0].costs[:1]
+    told = model(unsharded="not this one", undivided="nor this", unchunked=rest, **cut)
+    plan = choose(told, Hardware(per_host=2, memory=1e9), most=2)
     measured, machine = report.from_json(report.dumps(plan))
     assert measured == plan.profile and machine == plan.hardware
     assert not any(cfg.strategy == SHARDED for cfg in plan.tried)
-    assert "not this one" in report.text(plan)
+    assert "not this one" in report.text(plan) and "nor this" in report.text(plan)
 
 
 def test_what_was_not_measured_is_not_guessed() -> None:
@@ -184,9 +238,41 @@ def test_layers_and_bytes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [table.pieces for table in tables] == [1, 2, 4] and not made.plan.profile.unpiped
     assert all(0 < c.forward < c.seconds for table in tables for c in table.costs)
     assert tables[0].costs[0].activation == 2 * tables[1].costs[0].activation
-    assert {PIPELINE, SHARDED} <= {
+    cut = made.plan.profile.divided
+    assert cut is not None and cut.seconds > 0.5 and cut.fixed == 1.0
+    # columns, rows, columns: of inputs and outputs of the first two, then the loss sees all
+    assert (cut.crossing, cut.meetings) == (4 * 8 * (8 + 16 + 16 + 2), 4)
+    assert {PIPELINE, SHARDED, TENSOR} <= {
         cfg.strategy for cfg in choose(made.plan.profile, Hardware(per_host=2)).tried
     }
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+        self.stack = nn.LSTM(4, 8, num_layers=3, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.stack(self.words(x))[0][:, -1])
+        return found
+
+
+@pytest.mark.timeout(60)
+def test_recurrent_layers_are_measured_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.05)
+    monkeypatch.setattr("stratagem.plan.measure.counts", list)
+    model = sg.Model(Recurrent())
+    model.compile("adam", "cross_entropy")
+    given = (torch.randint(0, 9, (4, 12)), torch.randint(0, 2, (4,)))
+    found = sg.plan(model, given, hosts=1).plan.profile
+    assert [(table.pieces, len(table.costs)) for table in found.chunks] == [(1, 3), (2, 3), (4, 3)]
+    assert [table.costs[0].crossing for table in found.chunks] == [
+        4 * 4 * n * 8 for n in (12, 6, 3)
+    ]
+    assert len(found.unchunked) == 2  # words and head
+    assert any(cfg.schedule == COLUMNS for cfg in choose(found, Hardware(per_host=2)).tried)
 
 
 @pytest.mark.timeout(60)

@@ -140,10 +140,15 @@ def test_a_cluster_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_custom_loops() -> None:
-    strategy = sg.PipelineStrategy(cpus(2))
-    with pytest.raises(sg.NotDistributable, match=r"does not leave to it; use sg\.Model"):
-        strategy.prepare(mlp(), torch.optim.SGD(mlp().parameters()))
-    strategy.close()
+    def loop(strategy: sg.Strategy) -> None:
+        module = mlp()
+        strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    with sg.PipelineStrategy(cpus(2), columns=2) as strategy:
+        with pytest.raises(sg.UsageError, match=r"call strategy\.run\(train\)"):
+            loop(strategy)
+        with pytest.raises(sg.NotDistributable, match="runs through one pipeline"):
+            strategy.run(loop, strategy)
 
 
 def test_a_part_that_cannot_be_traced_stays_whole() -> None:

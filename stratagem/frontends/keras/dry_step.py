@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from stratagem.frontends.compare import Result
-from stratagem.frontends.isolated_run import Replacement, dry_run, norms_by_row, replaced
 from stratagem.frontends.keras import attributes
 from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
 from stratagem.frontends.keras.model_pickle import optimizers
 from stratagem.frontends.keras.step_logs import user_metrics
+from stratagem.training.isolated_run import Replacement, dry_run, norms_by_row, replaced
 from stratagem.training.replica import Replica
 
 

@@ -1,0 +1,136 @@
+"""What layers cost where each is divided, or where a sequence is cut into chunks of time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.plan.profile import DividedLayers, LayerTable
+from stratagem.rules.layer_split import LayerCost
+from stratagem.training.column_plan import plan_columns
+from stratagem.training.isolated_run import dry_run
+from stratagem.training.layer_costs import STATES, LayerMeter
+from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.tensor_plan import TensorPlan, Use, make_plan
+from stratagem.training.tensor_program import gathered_layers, shapes_of
+
+#: processes for which it is planned which layers are divided
+_PROCESSES = 2
+_ROUNDS = 3
+
+
+def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
+    """What `TensorParallelStrategy` would divide; the model is traced with its layers open."""
+    shapes = _shapes(graph, given)
+    plan = make_plan(graph, _PROCESSES, {}, shapes)
+    costs = LayerMeter(graph).measure(given)
+    layers = zip(costs, graph.layers, strict=True)
+    found = [(cost, _use(plan, layer.nodes)) for cost, layer in layers]
+    crossing = list(_crossing(graph, plan, shapes))
+
+    def share(name: str, divided: Sequence[LayerCost]) -> float:
+        whole = sum(getattr(cost, name) for cost in costs)
+        return sum(getattr(cost, name) for cost in divided) / whole if whole else 0.0
+
+    parts = [cost for cost, use in found if use.how != "whole"]
+    entered = [cost for cost, use in found if use.given is not None]
+    return DividedLayers(
+        share("seconds", parts),
+        share("fixed", parts),
+        share("activation", entered),
+        sum(crossing),
+        len(crossing),
+    )
+
+
+@torch.no_grad()
+def _shapes(graph: LayerGraph, given: Sequence[Any]) -> dict[fx.Node, torch.Size]:
+    with dry_run(*graph.module.modules()):
+        return shapes_of(graph, given)
+
+
+def _use(plan: TensorPlan, nodes: Sequence[fx.Node]) -> Use:
+    """How the layer of these nodes is computed."""
+    return next((plan.uses[n] for n in nodes if n.op == "call_module" and n in plan.uses), Use())
+
+
+def _crossing(
+    graph: LayerGraph, plan: TensorPlan, shapes: dict[fx.Node, torch.Size]
+) -> Iterator[int]:
+    """Bytes of each value that is added up or put together, forward and backward."""
+    gathered = gathered_layers(graph, plan)
+    size = next(graph.module.parameters()).itemsize
+    for node, use in plan.uses.items():
+        if node.op != "call_module":
+            continue
+        layer = graph.module.get_submodule(str(node.target))
+        made = math.prod(shapes.get(node, ())) * size
+        first: Any = node.args[0] if node.args else None
+        taken = math.prod(shapes[first]) * size if first in shapes else made
+        attends = isinstance(layer, nn.MultiheadAttention)
+        if use.how == "rows" or (attends and use.how == "columns"):
+            yield made if node in shapes else taken
+        if node in gathered:
+            yield made
+        if use.how == "columns" and not isinstance(layer, nn.Embedding):
+            yield taken
+
+
+def chunk_tables(
+    graph: LayerGraph, given: Sequence[Any], costs: Sequence[LayerCost], pieces: Sequence[int]
+) -> tuple[tuple[LayerTable, ...], tuple[LayerCost, ...]]:
+    """Recurrent layers for a whole sequence, a half of it, ...; and what is not cut. Nothing for a
+    model that `columns=` refuses."""
+    try:
+        plan = plan_columns(graph, _PROCESSES)
+    except (NotDistributable, UsageError):
+        return (), ()
+    shape = _shapes(graph, given)[plan.entry]
+    cut = [op.layer for op in plan.ops if op.layer is not None]
+    tables = [
+        LayerTable(n, tuple(_cost(layer, plan.axis, shape, n) for layer in cut))
+        for n in pieces
+        if shape[plan.axis] >= n * _PROCESSES
+    ]
+    rest = [
+        cost
+        for cost, layer in zip(costs, graph.layers, strict=True)
+        if not any(_is_recurrent(graph, node) for node in layer.nodes)
+    ]
+    return tuple(tables), tuple(rest)
+
+
+def _is_recurrent(graph: LayerGraph, node: fx.Node) -> bool:
+    called = node.op == "call_module"
+    return called and isinstance(graph.module.get_submodule(str(node.target)), nn.RNNBase)
+
+
+def _cost(layer: nn.RNNBase, axis: int, shape: torch.Size, pieces: int) -> LayerCost:
+    """One layer for a chunk of time; the fastest of a few rounds."""
+    params = list(layer.parameters())
+    size = list(shape[:2])
+    size[axis] = max(size[axis] // pieces, 1)
+    kept = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
+        return tensor
+
+    x = torch.randn(*size, layer.input_size, dtype=params[0].dtype, requires_grad=True)
+    best = (math.inf, math.inf)
+    for _ in range(_ROUNDS):
+        kept, started = 0, time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output, _ = layer(x)
+        forward = time.perf_counter() - started
+        torch.autograd.grad(output.sum(), [x, *(p for p in params if p.requires_grad)])
+        best = min(best, (time.perf_counter() - started, forward))
+    held = sum(p.nbytes * (1 + STATES * p.requires_grad) for p in params)
+    return LayerCost(best[0], held, kept, output.nbytes, best[1])

@@ -1,0 +1,241 @@
+"""A loop of one's own through the stages of a pipeline: the weights of one device.
+
+The reference is the same loop without a strategy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from tests.spread import watched
+from tests.strategies.test_pipeline import Knotted, deep, doubles
+from tests.support import cpus, distance, moved
+
+pytestmark = pytest.mark.timeout(120)
+
+Loop = Callable[[Callable[..., Any], nn.Module], Any]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[sg.PipelineStrategy]:
+    with sg.PipelineStrategy(cpus(2), 3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[sg.PipelineStrategy]:
+    with sg.PipelineStrategy(cpus(3), 4, "interleaved") as made:
+        yield made
+
+
+def both(loop: Loop, module: nn.Module, on: sg.Strategy) -> tuple[Any, Any]:
+    """What the loop returns without a strategy and with it; the weights must be the same, must have
+    moved, and every stage must have computed."""
+    one = copy.deepcopy(module)
+    expected = loop(lambda *given: given, one)
+
+    def run() -> Any:
+        mine = copy.deepcopy(module)
+        return loop(on.prepare, mine), mine
+
+    told, work = watched(lambda: on.run(run), on)
+    (found, other), *others = told
+    assert others == [None] * (len(on.devices) - 1)  # the loop runs once
+    assert distance(one, other) < 1e-12
+    assert moved(module, one)
+    assert all(work.rows), work.rows
+    return expected, found
+
+
+def training(prepare: Callable[..., Any], model: nn.Module) -> Any:
+    """Clips, adds a penalty, accumulates, follows a schedule, and looks at what it has."""
+    x, y = doubles(41)
+    y[::5] = -100
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    loader = DataLoader(TensorDataset(x, y), batch_size=13)  # 13, 13, 13, 2
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    seen = []
+    for epoch in range(3):
+        for number, (rows, targets) in enumerate(loader):
+            penalty = sum(p.square().sum() for p in model.parameters())
+            loss = F.cross_entropy(model(rows), targets).sqrt() + 1e-2 * penalty
+            loss.backward()
+            if number != 1:  # the second batch is added to the third
+                seen.append(float(clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=epoch != 1)
+                schedule.step()
+            seen.append(loss.item())
+            assert sg.current_replica().count == 1
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(x).sum().item())
+        model.train()
+    momenta = [s["exp_avg"].clone() for _, s in sorted(optimizer.state_dict()["state"].items())]
+    return torch.tensor(seen), momenta
+
+
+@pytest.mark.parametrize("stages", ["pair", "three"])
+def test_the_loop_of_one_device(stages: str, request: pytest.FixtureRequest) -> None:
+    """Losses, norms, outputs, momenta and weights."""
+    on = request.getfixturevalue(stages)
+    (seen, momenta), (ours, other) = both(training, deep(6), on)
+    assert torch.allclose(seen, ours, 1e-12, 1e-12)
+    assert len(momenta) == len(other) == 16
+    assert all(torch.allclose(a, b, 1e-12, 1e-12) for a, b in zip(momenta, other, strict=True))
+
+
+def test_every_number_of_rows(pair: sg.PipelineStrategy) -> None:
+    """From 1 to 2M + 1, in one training."""
+
+    def loop(prepare: Callable[..., Any], model: nn.Module) -> None:
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer, _ = prepare(model, optimizer, None)
+        for rows in range(1, 8):
+            x, y = doubles(rows)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    both(loop, deep(), pair)
+
+
+def test_skips_ties_names_and_several_passes(pair: sg.PipelineStrategy) -> None:
+    """Two outputs in one loss, one that is thrown away, a forward in eval mode with gradients,
+    frozen parameters, a state that is loaded on the way, a copy of the model."""
+    dice = torch.Generator().manual_seed(0)
+    x, y = torch.randint(0, 11, (2, 9, 5), generator=dice)
+    factor = torch.rand(9, 1, 1, generator=dice).double()
+
+    def loop(prepare: Callable[..., Any], model: Any) -> Any:
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+        model, optimizer, _ = prepare(model, optimizer, None)
+        for step in range(4):
+            model.train(step != 2)
+            model.rnn.requires_grad_(step != 1)
+            model(x[:3])
+            output = model(x[:4], factor=factor[:4])
+            output.mul_(0.5)
+            loss = F.cross_entropy(output, y[:4]) * F.cross_entropy(model(x), y)
+            loss.backward()
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad = param.grad * 0.9
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                state = copy.deepcopy(optimizer.state_dict())
+                for each in state["state"].values():
+                    each["exp_avg"] *= 3
+                optimizer.load_state_dict(state)
+        with torch.no_grad():
+            return copy.deepcopy(model)(x)
+
+    one, other = both(loop, Knotted().double(), pair)
+    assert torch.allclose(one, other, 1e-12, 1e-12)
+
+
+def test_dropout_is_drawn_by_microbatch_and_can_be_repeated(pair: sg.PipelineStrategy) -> None:
+    x, y = doubles(12)
+    noisy = nn.Sequential(nn.Linear(6, 64), nn.Dropout(), nn.Linear(64, 64), nn.Dropout()).double()
+
+    def loop() -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        model: Any = nn.Sequential(copy.deepcopy(noisy), nn.Linear(64, 4).double())
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, _, _ = pair.prepare(model, optimizer)
+        output = model(x)
+        F.cross_entropy(output, y).backward()
+        return output.detach(), model[1].weight.grad.clone()
+
+    first, second = pair.run(loop)[0], pair.run(loop)[0]
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert first[1].abs().sum() > 0
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if sg.current_replica().index == 1:
+            raise ValueError("no such luck")
+        return x
+
+
+class Mixing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def _twice(model: Any, x: Tensor) -> None:
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "a batch norm": (nn.BatchNorm1d(6), None, "BatchNorm, which looks at all rows"),
+    "rows that look at each other": (Mixing(), None, "rows of a batch look at each other"),
+    "an input with a gradient": (
+        nn.Identity(),
+        lambda model, x: model(x.clone().requires_grad_()),
+        "requires a gradient",
+    ),
+    "backward twice": (nn.Identity(), _twice, "been through a backward already"),
+    "a stage that raises": (Broken(), None, "ValueError: no such luck"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(pair: sg.PipelineStrategy, case: str) -> None:
+    layer, act, words = REFUSED[case]
+    x, _ = doubles(7)
+
+    def loop() -> None:
+        model: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), layer, nn.Linear(6, 4)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, _, _ = pair.prepare(model, optimizer)
+        (act or (lambda model, x: model(x)))(model, x)
+
+    with pytest.raises(sg.StratagemError, match=words):
+        pair.run(loop)
+
+
+def test_loops_that_are_refused(pair: sg.PipelineStrategy) -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    def closure() -> None:
+        model = deep()
+        _, optimizer, _ = pair.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer.step(lambda: 0.0)
+
+    def own() -> None:
+        model = deep()
+        pair.prepare(model, Mine(model.parameters(), lr=0.1))
+
+    def second() -> None:
+        for model in (deep(), deep()):
+            pair.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def resumed() -> None:
+        model = deep()
+        pair.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), resume="run/")
+
+    for loop, words in (
+        (closure, "without a closure"),
+        (own, "Mine"),
+        (second, "this is the second"),
+        (resumed, r"use sg\.Model"),
+    ):
+        with pytest.raises(sg.NotDistributable, match=words):
+            pair.run(loop)
