@@ -94,7 +94,8 @@ class Session:
             worker, module, self.beside, self.plan.workers, self.residuals
         )
         worker.at_fall = self._fall
-        self.over = worker.join(self.number, self.params, self._names())
+        names = [name for name, p in module.named_parameters() if p.requires_grad]
+        self.over = worker.join(self.number, self.params, names)
         if self.over is not None:
             worker.at_fall = None
             return
@@ -123,10 +124,6 @@ class Session:
             raise NotDistributable("the model has no parameter that requires a gradient.")
         fixed = [p for p in self.module.parameters() if not p.requires_grad]
         self.beside = [*fixed, *self.module.buffers()]
-
-    def _names(self) -> list[str]:
-        """The names of what is trained."""
-        return [name for name, p in self.module.named_parameters() if p.requires_grad]
 
     def _arrive(self, beside: Sequence[Tensor]) -> None:
         """As another worker: become like the chief, with random numbers of one's own."""
