@@ -164,6 +164,33 @@ def test_two_workers_by_tf_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("options", [(), ("--keras",)], ids=["torch", "keras"])
+def test_a_pipeline_over_two_workers(tmp_path: Path, options: tuple[str, ...]) -> None:
+    name = "digits.keras" if options else "digits"
+    script = python("pipeline_workers.py", "--epochs", 4, "--save", name, *options)
+    (printed,) = outputs(start(*LAUNCHER, "--workers", 2, *script[1:], cwd=tmp_path))
+    accuracies = re.findall(r"test accuracy (\S+)", printed)
+    assert len(accuracies) == 1 and float(accuracies[0]) > 0.8, printed
+    assert (
+        "hands on" in printed and (tmp_path / (name if options else f"{name}.safetensors")).exists()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_pipeline_notebook_runs() -> None:
+    notebook = nbformat.read(EXAMPLES / "pipeline.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code), "strip the outputs"
+    NotebookClient(notebook, timeout=int(120 * SLOWER), kernel_name="python3").execute()
+    printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
+    accuracies = re.findall(r"test accuracy (\S+)", printed)
+    assert len(accuracies) == 2 and min(map(float, accuracies)) > 0.7, printed
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_notebook_runs() -> None:
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)

@@ -65,7 +65,7 @@ class MeshStaged(Staged):
         replica: Replica,
         settings: Settings,
     ) -> None:
-        assert isinstance(replica.collective, SharedMemoryCollective) and settings.pipeline
+        assert settings.pipeline is not None
         self._everybody, count = replica.collective, settings.pipeline.data
         stages = replica.count // count
         self._row, stage = divmod(replica.index, stages)
@@ -73,7 +73,10 @@ class MeshStaged(Staged):
         grid = [[row * stages + s for s in range(stages)] for row in range(count)]
         row = subgroup(self._everybody, grid)
         column = subgroup(self._everybody, list(zip(*grid, strict=True)))
-        self._column = SharedScratch(column)
+        self._column = column
+        self._scratch = (
+            SharedScratch(column) if isinstance(column, SharedMemoryCollective) else None
+        )
         own = Replica(stage, stages, replica.device, replica.name, row, replica.membership)
         super().__init__(module, optimizer, recipe, own, settings)
 
@@ -116,7 +119,11 @@ class MeshStaged(Staged):
         ]
         sizes = [p.numel() for p in params]
         told = torch.cat([*(grad.reshape(-1) for grad in flat), flat[0].new_tensor(has)])
-        *sums, there = torch.split(self._column.sum(told), [*sizes, len(params)])
+        if self._scratch is not None:
+            told = self._scratch.sum(told)
+        else:
+            self._column.all_reduce(told).wait()
+        *sums, there = torch.split(told, [*sizes, len(params)])
         for param, total, count in zip(params, sums, there.tolist(), strict=True):
             param.grad = total.view(param.shape) if count else None
 

@@ -34,6 +34,7 @@ from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import setup
 from stratagem.training.replica import Replica, alone, current_replica
 from stratagem.training.step_figures import figures_of
+from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
@@ -110,7 +111,9 @@ class ReplicaSide:
             self.step.take_in = job.journal.watch(job.recipe.metrics)
             self.step.before_commit = partial(job.journal.gather, replica)
         self._frozen = _frozen(job.module)
-        common = isinstance(self.step, Sliced | Staged | Divided)
+        common = isinstance(replica.collective, SharedMemoryCollective) and isinstance(
+            self.step, Sliced | Staged | Divided
+        )
         job.callbacks.changes.in_common = common and not isinstance(self.step, MeshStaged)
 
     def begin(self, epoch: int) -> None:

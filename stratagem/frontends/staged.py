@@ -1,8 +1,9 @@
 """A training step through the stages of a pipeline, with the result of one device.
 
-Every device has the whole batch, the whole model in shared memory, and runs its own layers on one
-microbatch after another. The loss of a batch is divided by what one device divides it by, so
-microbatches need not be of one size. Each device steps the optimizer on its own parameters.
+Every device has the whole batch and runs its own layers on one microbatch after another. The whole
+model lies in shared memory; between machines each has its own part (state/parted_model.py). The
+loss of a batch is divided by what one device divides it by, so microbatches need not be of one
+size. Each device steps the optimizer on its own parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import OneDevice
 from stratagem.rules.schedules import SCHEDULES
-from stratagem.state.shared_model import OwnedState, SharedTensors
+from stratagem.state.parted_model import PartedModel
+from stratagem.state.shared_model import SharedModel
 from stratagem.training import setup
 from stratagem.training.column_plan import plan_columns
 from stratagem.training.columns import ColumnChannels, ColumnStage
@@ -89,12 +91,14 @@ class Staged(OneDevice):
         settings: Settings,
     ) -> None:
         super().__init__(module, optimizer, recipe, replica)
-        assert isinstance(replica.collective, SharedMemoryCollective) and settings.pipeline
+        assert settings.pipeline is not None
         self._collective, self._pipeline = replica.collective, settings.pipeline
         self._schedule = SCHEDULES[self._pipeline.schedule]
-        self._shared = SharedTensors([*module.parameters(), *module.buffers()], self._collective)
+        tensors = [*module.parameters(), *module.buffers()]
+        shared = isinstance(replica.collective, SharedMemoryCollective)
+        form: Any = SharedModel if shared else PartedModel
+        self._home: SharedModel | PartedModel = form(tensors, optimizer, replica.collective)
         self._stage: Stage | ColumnStage | None = None
-        self._state: OwnedState | None = None
         self._owned: list[nn.Parameter] = []
         self._microbatches = 1
         self._modes: list[bool] = []
@@ -114,10 +118,8 @@ class Staged(OneDevice):
         used = devices_of(users)
         self._has_last = self._last_device == rank
         self._owned = [p for p in self._params if used.get(p, [0])[0] == rank]
-        self._owned_tensors = [t for t, devices in used.items() if devices[0] == rank]
         self._ties = TiedGradients(self._collective, self._params, used)
-        self._state = OwnedState(self.optimizer, set(self._owned), leads=self.replica.leads)
-        self._state.share(self._collective)
+        self._home.own(set(self._owned), used)
         return stage
 
     def _in_parts(self, graph: LayerGraph, portion: Portion) -> tuple[Stage, list[set[Tensor]]]:
@@ -184,8 +186,10 @@ class Staged(OneDevice):
         modes = [part.training for part in self.module.modules()]
         if self._stage is None or modes != self._modes:  # a forward is traced as it is now
             if self._stage is not None:  # another cut may give a device what it did not own
+                self.bring_home()
                 setup.align_state(self.optimizer, self.replica)
             self._stage, self._modes = self._begin(portion), modes
+        self._home.leave_home()
         self._waiting += 1
         apply = last or self._waiting == self.recipe.accumulate
         batch = self._pieces(portion)
@@ -230,9 +234,7 @@ class Staged(OneDevice):
                     param.grad.clamp_(-limit, limit)
         self.optimizer.step()
         self.forget_gradients()
-        self._shared.take_back(self._owned_tensors)
-        assert self._state is not None
-        self._state.share(self._collective)
+        self._home.updated()
 
     def _square(self) -> float:
         found = [p.grad.double().square().sum() for p in self._owned if p.grad is not None]
@@ -250,16 +252,18 @@ class Staged(OneDevice):
     # --- coming apart -----------------------------------------------------------------------
 
     def take_back(self) -> None:
-        self._shared.take_back()
+        self._home.take_back()
+
+    def bring_home(self) -> None:
+        self._home.bring_home()
 
     def close(self) -> None:
-        self._collective.barrier()
-        self.leave()
-        self._collective.barrier()
+        self.forget_gradients()
+        self._home.close()
 
     def leave(self) -> None:
         self.forget_gradients()
-        self._shared.close()
+        self._home.leave()
 
 
 def in_order(names: Sequence[str], x: Any) -> list[Any]:

@@ -165,3 +165,52 @@ class OwnedState:
         for index, name, kind, shape, start in told["entries"]:
             view = segment.tensor(getattr(torch, kind), shape, start)
             self._optimizer.state[self._params[index]][name] = view
+
+
+class SharedModel:
+    """A module's tensors and its optimizer's state, of which each process updates a part. Made
+    collectively."""
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        optimizer: Optimizer,
+        collective: SharedMemoryCollective,
+    ) -> None:
+        self._tensors = SharedTensors(tensors, collective)
+        self._optimizer, self._collective = optimizer, collective
+        self._state: OwnedState | None = None
+        self._owned: list[Tensor] = []
+
+    def own(self, owned: set[Tensor], used: dict[Tensor, list[int]]) -> None:
+        """From now on: the parameters that are stepped here, and who uses each tensor, its owner
+        first. Collective."""
+        rank = self._collective.rank
+        self._owned = [t for t, users in used.items() if users[0] == rank]
+        self._state = OwnedState(self._optimizer, owned, leads=rank == 0)
+        self._state.share(self._collective)
+
+    def updated(self) -> None:
+        """After an update: have it seen, and wait until everybody has updated. Collective."""
+        assert self._state is not None
+        self._tensors.take_back(self._owned)
+        self._state.share(self._collective)
+
+    def leave_home(self) -> None:
+        """It is where all see it."""
+
+    bring_home = leave_home
+
+    def take_back(self) -> None:
+        """Somebody has changed weights, or given them other memory."""
+        self._tensors.take_back()
+
+    def close(self) -> None:
+        """Have the first process own its memory again. Collective."""
+        self._collective.barrier()
+        self._tensors.close()
+        self._collective.barrier()
+
+    def leave(self) -> None:
+        """The same after a failure, alone."""
+        self._tensors.close()

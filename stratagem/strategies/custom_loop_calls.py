@@ -36,11 +36,6 @@ class CustomLoopCalls(ABC):
 
     @property
     @abstractmethod
-    def devices(self) -> tuple[str, ...]:
-        """The devices of this process."""
-
-    @property
-    @abstractmethod
     def num_replicas_in_sync(self) -> int:
         """How many replicas train together."""
 
@@ -98,7 +93,7 @@ class CustomLoopCalls(ABC):
                 "prepare was given a model without its optimizer; call prepare(model, optimizer), "
                 "or prepare(loader) for a loader by itself."
             )
-        if self.settings.pipeline is not None and len(self.devices) > 1 and not dry_run.wanted():
+        if self.settings.pipeline is not None and replica.count > 1 and not dry_run.wanted():
             return prepare_staged(replica, self.settings.pipeline, model, optimizer, loader)
         if elastic:
             self._let_begin_again(loader)

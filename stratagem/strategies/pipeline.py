@@ -11,11 +11,14 @@ import torch
 
 from stratagem.arguments import by_name
 from stratagem.cluster.environment import detect
+from stratagem.cluster.spec import Place
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.schedules import SCHEDULES
+from stratagem.strategies.mirrored import devices_here, refuse_role
 from stratagem.strategies.strategy import Strategy
-from stratagem.training import devices as device_names
+from stratagem.training import cross_device
 from stratagem.training.agreement import Patience
+from stratagem.training.cross_device import CrossDeviceOps, RingAllReduce, SharedMemoryAllReduce
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Pipeline, Settings
 
@@ -27,7 +30,6 @@ ELSEWHERE = {
     "chunks": "it is microbatches=, or columns= for chunks of time",
     "num_microbatches": "it is microbatches=",
     "n_microbatches": "it is microbatches=",
-    "cluster": "stages are processes of one machine",
 }
 
 
@@ -35,7 +37,9 @@ class PipelineStrategy(Strategy):
     """A model split by layers over devices, with the result of one device.
 
     Args:
-        devices: one a stage, as in `["cpu:0", "cpu:1"]`: processes of this machine.
+        devices: one a stage, as in `["cpu:0", "cpu:1"]`: processes of this machine. With a cluster
+            in the environment (TF_CONFIG, torchrun, Slurm, ...) those of every task are stages, in
+            the order of the tasks; None takes each task's own.
         microbatches: pieces of a batch that go through the stages one behind the other; "auto"
             measures and takes the fastest number.
         schedule: "1f1b", "gpipe" or "interleaved" (two parts of the model on each device).
@@ -48,13 +52,17 @@ class PipelineStrategy(Strategy):
             batches and takes the fastest.
         memory: bytes that a stage may take for its parameters and activations.
         data: pipelines beside each other, as `sg.Mesh` has them; the devices are those of all.
+        cross_device_ops: None takes the usual way: shared memory on the CPUs of one machine,
+            messages ("ring": Gloo's) between machines. "ring" sends messages on one, too.
+        cluster: a `Place` to use instead of the one in the environment.
         patience: how long to wait for a stage.
+        insecure: train over a network without STRATAGEM_SECRET; see docs/security.md.
     """
 
     @partial(by_name, elsewhere=ELSEWHERE)
     def __init__(
         self,
-        devices: Sequence[str | torch.device],
+        devices: Sequence[str | torch.device] | None = None,
         microbatches: int | str = "auto",
         schedule: str = "1f1b",
         split: Sequence[str] | str = "auto",
@@ -63,10 +71,14 @@ class PipelineStrategy(Strategy):
         columns: int | str | None = None,
         memory: float | None = None,
         data: int = 1,
+        cross_device_ops: CrossDeviceOps | str | None = None,
+        cluster: Place | None = None,
         patience: Patience | None = None,
+        insecure: bool = False,
     ) -> None:
-        found = device_names.resolve(devices)
-        refuse_elsewhere(found, "a pipeline runs on")
+        place = cluster if cluster is not None else detect(os.environ)
+        found, total = stage_devices(devices, place)
+        op = _named_op(cross_device_ops)
         if schedule not in SCHEDULES:
             raise UsageError(
                 f"schedule={schedule!r} is not known; choose one of "
@@ -77,7 +89,7 @@ class PipelineStrategy(Strategy):
                 f'batch_norm={batch_norm!r} is not known; it is "microbatch", or left out.'
             )
         if data != 1:
-            _check_data(data, len(found), columns)
+            _check_data(data, total, columns)
         if columns is not None:
             _check_columns(columns, microbatches, schedule, split)
         pipeline = Pipeline(
@@ -90,9 +102,41 @@ class PipelineStrategy(Strategy):
             0 if isinstance(columns, str) else columns,
             data,
         )
-        settings = Settings(pipeline=pipeline)
-        patience = patience or Patience(answer=5.0)
-        super().__init__(ReplicaGroup(found, settings, None, patience), settings)
+        settings = Settings(op, pipeline=pipeline)
+        alone = len(found) == total
+        patience = patience or (Patience(answer=5.0) if alone else Patience())
+        group = ReplicaGroup(found, settings, place, patience, insecure=insecure)
+        super().__init__(group, settings)
+
+
+def stage_devices(
+    devices: Sequence[str | torch.device] | None, place: Place | None
+) -> tuple[tuple[str, ...], int]:
+    """The stages of this process, and how many there are in all if every task has as many."""
+    refuse_role(place, "pipeline")
+    tasks = 1 if place is None else len(place.spec.training_tasks())
+    if devices is None and tasks == 1:
+        raise UsageError(
+            'a pipeline on one machine has a stage on every device; name them, as in ["cpu:0", '
+            '"cpu:1"], or start several workers: `stratagem run --workers 2 train.py`.'
+        )
+    found = devices_here(devices, place)
+    if any(not name.startswith("cpu") for name in found):
+        raise NotDistributable(
+            "a pipeline runs on CPUs so far, and the devices are "
+            f'{", ".join(found)}; name ["cpu:0", "cpu:1"], or use a MirroredStrategy on GPUs.'
+        )
+    return found, tasks * len(found)
+
+
+def _named_op(choice: CrossDeviceOps | str | None) -> CrossDeviceOps | str | None:
+    op = cross_device.named(choice)
+    if op not in (None, RingAllReduce(), SharedMemoryAllReduce()):
+        raise UsageError(
+            f"a pipeline has no cross_device_ops={choice!r}; choose one of 'shared_memory', "
+            "'ring', or leave it out."
+        )
+    return op
 
 
 def refuse_elsewhere(found: Sequence[str], what: str) -> None:

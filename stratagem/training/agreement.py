@@ -176,6 +176,7 @@ def _settle(
             "wire": f"wire={chosen.wire or 'float32'!r}",
             "sync": f"sync={chosen.sync or 'EveryStep()'}",
             "sync_batchnorm": f"sync_batchnorm={chosen.sync_batchnorm!r}",
+            "model": repr(chosen.pipeline),
         },
         party.patience.arrive,
     )
@@ -190,6 +191,7 @@ _ALIKE = {
     "wire": ("send gradients in the same type", "wire"),
     "sync": ("meet in the same steps", "sync"),
     "sync_batchnorm": ("normalise batches in the same way", "sync_batchnorm"),
+    "model": ("split the model in the same way", "pipeline"),
 }
 
 

@@ -25,8 +25,8 @@ from stratagem.training.column_plan import ColumnOp, ColumnPlan
 from stratagem.training.layer_costs import run_node
 from stratagem.training.stage import Inputs, Judge
 from stratagem.training.stage_parts import reseed
-from stratagem.wire.shared_memory import SharedMemoryCollective
-from stratagem.wire.slots import SlotChannel, channel_words
+from stratagem.wire.collective import Collective
+from stratagem.wire.tree_channel import open_channels
 
 _SLOTS = 4
 #: random numbers of what runs once are apart from those of chunks
@@ -47,20 +47,16 @@ class _Chunk:
 
 
 class ColumnChannels:
-    """Slots from each device to the next, and to the last, both ways. Made collectively."""
+    """Channels from each device to the next, and to the last, both ways. Made collectively."""
 
-    def __init__(self, devices: int, collective: SharedMemoryCollective) -> None:
-        size, last = channel_words(_SLOTS), devices - 1
-        pairs = [(d, d + 1, "chunks") for d in range(last)] + [
-            (d, last, "rest") for d in range(last)
-        ]
-        words = collective.table(2 * len(pairs) * size, torch.int64, rows=1).words()[0]
-        self.forward: dict[tuple[int, str], SlotChannel] = {}
-        self.backward: dict[tuple[int, str], SlotChannel] = {}
-        for i, (source, to, kind) in enumerate(pairs):
-            first, second = (words[(2 * i + j) * size :][:size] for j in (0, 1))
-            self.forward[source, kind] = SlotChannel(collective, first, source, to, _SLOTS)
-            self.backward[source, kind] = SlotChannel(collective, second, to, source, _SLOTS)
+    def __init__(self, devices: int, collective: Collective) -> None:
+        last = devices - 1
+        ways = [(d, "chunks") for d in range(last)] + [(d, "rest") for d in range(last)]
+        pairs = [(d, d + 1 if kind == "chunks" else last) for d, kind in ways]
+        there = open_channels(collective, pairs, _SLOTS)
+        back = open_channels(collective, [(to, source) for source, to in pairs], _SLOTS)
+        self.forward = dict(zip(ways, there, strict=True))
+        self.backward = dict(zip(ways, back, strict=True))
 
 
 class ColumnStage:

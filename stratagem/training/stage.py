@@ -20,8 +20,8 @@ from stratagem.rules.schedules import Op
 from stratagem.training.gradient_placement import AddedGradients
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.stage_parts import StagePart, program
-from stratagem.wire.shared_memory import SharedMemoryCollective
-from stratagem.wire.slots import SlotChannel, channel_words
+from stratagem.wire.collective import Collective
+from stratagem.wire.tree_channel import open_channels
 
 #: the inputs of one microbatch, by their place
 Inputs = Sequence[Any]
@@ -41,24 +41,16 @@ class Kept:
 
 
 class StageChannels:
-    """Slots between the parts of all devices. Made collectively."""
+    """Channels between the parts of all devices. Made collectively."""
 
-    def __init__(
-        self, parts: Sequence[StagePart], devices: int, collective: SharedMemoryCollective
-    ) -> None:
-        pairs = [(part.index, to) for part in parts for to in part.sends]
+    def __init__(self, parts: Sequence[StagePart], devices: int, collective: Collective) -> None:
+        ways = [(part.index, to) for part in parts for to in part.sends]
         self.devices = devices
         slots = 2 * len(parts) + 2
-        size = channel_words(slots)
-        words = collective.table(max(len(pairs), 1) * 2 * size, torch.int64, rows=1).words()[0]
-        self.forward: dict[tuple[int, int], SlotChannel] = {}
-        self.backward: dict[tuple[int, int], SlotChannel] = {}
-        for i, (source, to) in enumerate(pairs):
-            at, there = source % devices, to % devices
-            first = words[2 * i * size : (2 * i + 1) * size]
-            second = words[(2 * i + 1) * size : (2 * i + 2) * size]
-            self.forward[source, to] = SlotChannel(collective, first, at, there, slots)
-            self.backward[to, source] = SlotChannel(collective, second, there, at, slots)
+        there = open_channels(collective, [(s % devices, t % devices) for s, t in ways], slots)
+        back = open_channels(collective, [(t % devices, s % devices) for s, t in ways], slots)
+        self.forward = dict(zip(ways, there, strict=True))
+        self.backward = {(t, s): channel for (s, t), channel in zip(ways, back, strict=True)}
 
 
 class Stage:

@@ -29,8 +29,8 @@ from stratagem.training.stage_parts import cut, tensors_of
 from stratagem.training.stage_plan import check_layers, make_plan, prove, prove_rows, say_plan
 from stratagem.training.tied_gradients import TiedGradients, devices_of, refuse_strays
 from stratagem.wire.shared_memory import SharedMemoryCollective
-from stratagem.wire.slots import SlotChannel, channel_words
 from stratagem.wire.tree import broadcast_tree, gather_tree
+from stratagem.wire.tree_channel import TreeChannel, open_channels
 
 
 @dataclass
@@ -57,8 +57,8 @@ class StageSplit:
     owned: list[int]
     ties: TiedGradients
     #: of whole outputs and their gradients, between the first device and the last
-    outputs: SlotChannel
-    gradients: SlotChannel
+    outputs: TreeChannel
+    gradients: TreeChannel
 
 
 @dataclass
@@ -136,8 +136,7 @@ class StagePasses:
         used = devices_of(users)
         rank, last = self._collective.rank, (len(parts) - 1) % count
         channels = StageChannels(parts, count, self._collective)
-        size = channel_words(1)
-        words = self._collective.table(2 * size, torch.int64, rows=1).words()[0]
+        outputs, gradients = open_channels(self._collective, [(last, 0), (0, last)], 1)
         split = StageSplit(
             mode,
             Stage(graph, parts, rank, channels, self._cast),
@@ -145,8 +144,8 @@ class StagePasses:
             {place for part in parts if part.index % count for place in part.inputs},
             [i for i, p in enumerate(self._params) if used.get(p, [0])[0] == rank],
             TiedGradients(self._collective, self._params, used),
-            SlotChannel(self._collective, words[:size], last, 0, 1),
-            SlotChannel(self._collective, words[size:], 0, last, 1),
+            outputs,
+            gradients,
         )
         self._splits.append(split)
         if self._state is None:

@@ -32,6 +32,7 @@ from stratagem.training.settings import Pipeline
 from stratagem.training.stage_passes import Mode, StagePasses, joined, with_tensors
 from stratagem.training.stage_plan import check_optimizer
 from stratagem.training.step_figures import figures_of
+from stratagem.wire.shared_memory import SharedMemoryCollective
 
 
 class _Head(torch.autograd.Function):
@@ -290,6 +291,16 @@ def prepare_staged(
         raise NotDistributable(
             "a loop of your own runs through one pipeline, in microbatches; leave columns= and "
             "data= (or the mesh) out, or use sg.Model(...).fit."
+        )
+    if current_call() is None:
+        raise UsageError(
+            "a loop over the stages of a pipeline runs on the first of them, which ends the "
+            "others' calls; put it into a function, and call strategy.run(train)."
+        )
+    if not isinstance(replica.collective, SharedMemoryCollective):
+        raise NotDistributable(
+            "a loop of your own leads stages on the CPUs of one machine, by shared memory, and "
+            "these are on other hosts or devices; use sg.Model(...).fit."
         )
     if _led:
         raise NotDistributable(

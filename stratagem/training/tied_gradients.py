@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-import torch
 from torch import Tensor
 
 from stratagem.errors import NotDistributable
-from stratagem.wire.shared_memory import SharedMemoryCollective
-from stratagem.wire.slots import SlotChannel, channel_words
+from stratagem.wire.collective import Collective
+from stratagem.wire.tree_channel import TreeChannel, open_channels
 
 
 def devices_of(users: Sequence[Iterable[Tensor]]) -> dict[Tensor, list[int]]:
@@ -29,21 +28,19 @@ class TiedGradients:
 
     def __init__(
         self,
-        collective: SharedMemoryCollective,
+        collective: Collective,
         params: Sequence[Tensor],
         used: dict[Tensor, list[int]],
     ) -> None:
         self._rank = collective.rank
         tied = [(p, used[p]) for p in params if len(used.get(p, ())) > 1]
         pairs = sorted({(user, users[0]) for _, users in tied for user in users[1:]})
-        size = channel_words(2)
-        words = collective.table(max(len(pairs), 1) * size, torch.int64, rows=1).words()[0]
-        self._ties: list[tuple[SlotChannel, list[Tensor]]] = []
-        for i, (user, owner) in enumerate(pairs):
+        self._ties: list[tuple[TreeChannel, list[Tensor]]] = []
+        for channel in open_channels(collective, pairs, 2):
+            user, owner = channel.sender, channel.receiver
             theirs = [p for p, users in tied if users[0] == owner and user in users]
             if self._rank in (user, owner):
-                block = words[i * size : (i + 1) * size]
-                self._ties.append((SlotChannel(collective, block, user, owner, 2), theirs))
+                self._ties.append((channel, theirs))
 
     def send(self) -> None:
         """Have every owner add up what the others have."""
@@ -56,7 +53,7 @@ class TiedGradients:
             if channel.receiver == self._rank:
                 for param, gradient in zip(params, channel.take(), strict=True):
                     if gradient is not None:
-                        gradient = gradient.clone()
+                        gradient = gradient.to(param.device, copy=True)
                         param.grad = gradient if param.grad is None else param.grad + gradient
                 channel.release()
 

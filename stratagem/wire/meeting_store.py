@@ -32,6 +32,10 @@ class MeetingStore(_Base):  # type: ignore[misc]
         self._name = name
         self._limit = limit
 
+    def within(self, name: str) -> MeetingStore:
+        """Another over the same membership, for some of the members."""
+        return MeetingStore(self._membership, f"{self._name}/{name}", self._limit)
+
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"
 

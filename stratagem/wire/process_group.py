@@ -27,7 +27,7 @@ from stratagem.errors import DeviceError
 from stratagem.figures.meter import METER
 from stratagem.wire import link_time
 from stratagem.wire.collective import Pending
-from stratagem.wire.lateness import Lateness, Limit
+from stratagem.wire.lateness import AGAIN, FIRST, Lateness, Limit, say_late
 from stratagem.wire.point_to_point import BackgroundWork, pass_on, sum_half
 from stratagem.wire.port_filter import listening, shut
 
@@ -65,13 +65,14 @@ class ProcessGroup:
     ) -> None:
         self.rank, self.size = rank, size
         self._backend, self._watch = backend, meeting.watch
-        self._turn = self._tag = 0
+        self._turn = self._tag = self._reserved = 0
+        self._late = meeting.late
         #: what Gloo has begun and may not have ended
         self._works: deque[Any] = deque()
         self._store = meeting.store  # torch's prefix does not keep a Python object alive
         store = c10d.PrefixStore(name, meeting.store)
-        names = [meeting.names[r] for r in members or range(len(meeting.names))]
-        self._lateness = Lateness(store, rank, names, meeting.late)
+        self._names = [meeting.names[r] for r in members or range(len(meeting.names))]
+        self._lateness = Lateness(store, rank, self._names, meeting.late)
         if backend == "nccl":
             options = nccl_options(meeting.limit)
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -88,7 +89,8 @@ class ProcessGroup:
             _release()
             weakref.finalize(self, _let_go, self._group, self._works)
 
-    def _begin(self, work: Any) -> Any:
+    def begin(self, work: Any) -> Any:
+        """Know of work that has begun, so that this group outlives it."""
         if self._backend == "gloo":
             while self._works and self._works[0].is_completed():
                 self._works.popleft()
@@ -122,7 +124,7 @@ class ProcessGroup:
         work.wait()
 
     def _do(self, work: Any) -> None:
-        self.wait(self._begin(work))
+        self.wait(self.begin(work))
 
     def sum(self, flat: Tensor) -> Pending:
         """Add up over the group, in place."""
@@ -131,14 +133,14 @@ class ProcessGroup:
         METER.bytes += flat.nbytes
         if flat.dtype in HALF and self._backend == "gloo" and flat.device.type == "cpu":
             self._tag = (self._tag + 2) % _TAGS
-            errand = self._begin(BackgroundWork(sum_half, self._group, self.rank, flat, self._tag))
+            errand = self.begin(BackgroundWork(sum_half, self._group, self.rank, flat, self._tag))
             return Pending(lambda: self.wait(errand))
         if flat.dtype in HALF:
             self._sum_half(flat)
             return Pending()
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
-        work = self._begin(self._group.allreduce([flat], options))
+        work = self.begin(self._group.allreduce([flat], options))
         return Pending(lambda: self.wait(work))
 
     def _sum_half(self, flat: Tensor) -> None:
@@ -190,7 +192,7 @@ class ProcessGroup:
         """Everybody's flat part, one behind the other in `whole`."""
         METER.bytes += part.nbytes
         parts = list(whole.view(self.size, -1).unbind(0))
-        work = self._begin(self._group.allgather([parts], [part.reshape(-1)]))
+        work = self.begin(self._group.allgather([parts], [part.reshape(-1)]))
         return Pending(lambda: self.wait(work))
 
     def sum_into(self, part: Tensor, whole: Tensor) -> Pending:
@@ -198,7 +200,7 @@ class ProcessGroup:
         METER.bytes += whole.nbytes
         received = torch.empty_like(whole)
         options = dist.AllToAllOptions()
-        work = self._begin(self._group.alltoall_base(received, whole, [], [], options))
+        work = self.begin(self._group.alltoall_base(received, whole, [], [], options))
 
         def finish() -> None:
             self.wait(work)
@@ -223,6 +225,41 @@ class ProcessGroup:
         sources = list(zip(senders, found, strict=True))
         self._do(BackgroundWork(pass_on, self._group, flat, receivers, sources, self._tag))
         return found
+
+    # --- single messages; Gloo only --------------------------------------------------------------
+
+    def reserve_tags(self, count: int) -> int:
+        """The first of so many tags of channels. Every member reserves as many, in the same
+        order."""
+        first = _TAGS + self._reserved
+        self._reserved = (self._reserved + count) % (_TAGS // 2)
+        return first
+
+    def send(self, data: Tensor, to: int, tag: int) -> None:
+        """Send to one member, and wait until it has it; not to be interrupted."""
+        self._group.send([data], to, tag).wait()
+
+    def receive(self, into: Tensor, source: int, tag: int) -> None:
+        """Fill a tensor with what one member sends; not to be interrupted."""
+        self._group.recv([into], source, tag).wait()
+
+    def wait_for(self, work: BackgroundWork, member: int) -> None:
+        """Wait for what one member owes, with an eye on it."""
+        started, said = time.monotonic(), FIRST
+        while not work.is_completed():
+            try:
+                work.wait(_GLANCE)
+            except RuntimeError:
+                if work.is_completed():
+                    break
+                waited = time.monotonic() - started
+                self._watch(waited)
+                if self._late is not None and waited >= self._late.seconds:
+                    self._late.give_up(self._names[member], waited)
+                if waited >= said:
+                    said = waited + AGAIN
+                    say_late(self._names[member], waited)
+        work.wait()
 
     def abort(self) -> None:
         """Give the group up while a peer may still owe it something. (Gloo has no such thing.)"""

@@ -41,6 +41,8 @@ class TorchCollective(Collective):
         self.flat = ProcessGroup("flat", rank, size, backend, meeting)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="stratagem-reduce")
         self._last: Future[None] | None = None
+        #: collectives of some of its members, by their ranks
+        self.parts: dict[tuple[int, ...], TorchCollective] = {}
         membership.on_trouble(lambda _: self._abort())
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -159,6 +161,8 @@ class TorchCollective(Collective):
         if self.backend == "nccl":
             self._abort()
         self._aside.shutdown(wait=False, cancel_futures=True)
+        for part in self.parts.values():
+            part.close()
 
 
 class OneDeviceCollective(TorchCollective):

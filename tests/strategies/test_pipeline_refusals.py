@@ -134,9 +134,15 @@ def test_settings(options: dict[str, Any], words: str) -> None:
 
 def test_a_cluster_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+    with pytest.raises(sg.UsageError, match="name them, as in"):
+        sg.PipelineStrategy()
     monkeypatch.setenv("TF_CONFIG", tasks)
     with pytest.raises(sg.NotDistributable, match="the environment describes a cluster"):
-        sg.PipelineStrategy(cpus(2))
+        sg.TensorParallelStrategy(cpus(2))
+    with pytest.raises(sg.UsageError, match="needs 6 devices, and there are 2 tasks with 2 each"):
+        sg.Mesh(data=3, stage=2, devices=cpus(2))
+    with pytest.raises(sg.UsageError, match="no cross_device_ops='nccl'"):
+        sg.PipelineStrategy(cross_device_ops="nccl")
 
 
 def test_custom_loops() -> None:

@@ -232,15 +232,19 @@ def _schedules(model: Any) -> tuple[int, ...]:
 def perform(mine: tuple[Call, OnReplicas] | None, seat: FollowerModel | None) -> Any:
     """On every replica: lead, or listen to the one that leads."""
     replica = current_replica()
-    if mine is not None and replica.is_chief:
-        call, side = mine
-        return side.lead(call)
     # another worker's first replica has its model already
     steps = mine[1].steps if mine is not None else _seated(seat, replica)
     assert steps is not None
-    with keras.device(device_name(replica)):
-        (told,) = CommandLoop(replica.collective).serve(steps.verbs)
-    return from_chief(told, steps.adapter.model)
+    try:
+        if mine is not None and replica.is_chief:
+            call, side = mine
+            return side.lead(call)
+        with keras.device(device_name(replica)):
+            (told,) = CommandLoop(replica.collective).serve(steps.verbs)
+        return from_chief(told, steps.adapter.model)
+    except BaseException:
+        steps.break_off()
+        raise
 
 
 def _seated(seat: FollowerModel | None, replica: Replica) -> ReplicaSteps:

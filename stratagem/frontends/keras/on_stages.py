@@ -1,15 +1,17 @@
 """A Keras model on the stages of a pipeline, with the result of one device.
 
-Every process has the model, its weights and the optimizer's slots in shared memory, and runs its
-own layers on one microbatch after another. Each steps the optimizer on its own variables. The last
-stage has the loss and the metrics. Tests and predictions need no pipeline: each process takes a
-share of the rows through the whole model, as replicas do.
+Every process has the model, and runs its own layers on one microbatch after another. Weights and
+the optimizer's slots lie in shared memory; between machines each has those of its layers. Each
+steps the optimizer on its own variables. The last stage has the loss and the metrics. Tests and
+predictions need no pipeline: each process takes a share of the rows through the whole model, as
+replicas do.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -21,12 +23,12 @@ from stratagem.frontends.keras.adapter import kept, own_variables, trainable
 from stratagem.frontends.keras.driver import Call
 from stratagem.frontends.keras.model_graph import functional, layer_graph
 from stratagem.frontends.keras.on_replicas import OnReplicas
-from stratagem.frontends.keras.owned_update import refuse_optimizer, slots, square, update
+from stratagem.frontends.keras.owned_update import refuse_optimizer, square, update
 from stratagem.frontends.keras.replica_steps import ReplicaSteps
 from stratagem.frontends.keras.stage_batch import StageBatch
+from stratagem.frontends.keras.stage_variables import PartedVariables, SharedVariables
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.rules.schedules import SCHEDULES
-from stratagem.state.shared_model import SharedTensors
 from stratagem.state.write_tracker import WriteTracker
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.replica import Replica
@@ -35,6 +37,7 @@ from stratagem.training.stage import Stage, StageChannels
 from stratagem.training.stage_parts import cut, tensors_of
 from stratagem.training.stage_plan import StagePlan, check_layers, make_plan, say_plan
 from stratagem.training.tied_gradients import TiedGradients, devices_of
+from stratagem.wire.collective import Collective
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
@@ -53,6 +56,13 @@ class OnStages(OnReplicas):
             check(self._driver.model, settings.pipeline, group.size)
         return super().start(call)
 
+    def step(self, name: str, data: Any, total: int) -> Any:
+        result = super().step(name, data, total)
+        if name == "train_step" and self._driver.needs.steps:
+            self._tell("average")  # callbacks find all weights here
+            self.adapter.mark()
+        return result
+
     def shares(self, step: str) -> tuple[int, bool]:
         """Rows of one microbatch may look at each other; tests and predictions share rows out."""
         whole = step == "train_step" and self._driver.strategy.settings.whole_batches
@@ -67,14 +77,13 @@ class StageSteps(ReplicaSteps):
         assert settings.pipeline is not None
         self._pipeline: Pipeline = settings.pipeline
         self._stage: Stage | None = None
-        self._shared: SharedTensors | None = None
+        self._home: SharedVariables | PartedVariables | None = None
         self._microbatches = 1
+        self.verbs["take"] = self.take
 
     @property
-    def _collective(self) -> SharedMemoryCollective:
-        collective = self.adapter.replica.collective
-        assert isinstance(collective, SharedMemoryCollective)
-        return collective
+    def _collective(self) -> Collective:
+        return self.adapter.replica.collective
 
     def become(self, told: dict[str, Any]) -> None:
         self.adapter.become(told)
@@ -85,16 +94,35 @@ class StageSteps(ReplicaSteps):
             self._stage = None
         self._trainable = trained
 
+    def take(self, written: list[tuple[int, Tensor]]) -> None:
+        """Values that were changed on the chief, for all."""
+        self._bring_home()
+        self.adapter.take(written)
+
     def average(self) -> None:
-        """There is one of everything; all have written to it."""
+        """Have everybody find what all have written."""
+        self._bring_home()
         self._collective.barrier()
+
+    def together(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        self._bring_home()
+        return super().together(act, *arguments)
+
+    def _bring_home(self) -> None:
+        if self._home is not None:
+            self._home.bring_home()
+
+    def break_off(self) -> None:
+        self._stage = None
+        if self._home is not None:
+            self._home.break_off()
 
     def close(self) -> None:
         super().close()
         self._stage = None
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+        if self._home is not None:
+            self._home.close()
+            self._home = None
 
     # --- coming together --------------------------------------------------------------------
 
@@ -103,10 +131,12 @@ class StageSteps(ReplicaSteps):
         model, replica = self.adapter.model, self.adapter.replica
         model._symbolic_build(data_batch=data)  # metrics, also where nothing is counted
         self._trainable = trainable(model)
-        if self._shared is None:
-            weights = [v.value for v in model.weights]
-            held = [*weights, *model.buffers(), *slots(model.optimizer)]
-            self._shared = SharedTensors(held, self._collective)
+        self._bring_home()
+        if self._home is None:
+            shared = isinstance(self._collective, SharedMemoryCollective)
+            form: Any = SharedVariables if shared else PartedVariables
+            self._home = form(model, self._collective)
+        assert self._home is not None
         graph = layer_graph(model)
         check(model, self._pipeline, replica.count, graph)
         mine = None
@@ -124,6 +154,7 @@ class StageSteps(ReplicaSteps):
             v for v in model.trainable_variables if used.get(v.value, [0])[0] == replica.index
         ]
         self._ties = TiedGradients(self._collective, params, used)
+        self._home.own(used)
         self._state = WriteTracker(kept(model))
         channels = StageChannels(parts, replica.count, self._collective)
         return Stage(graph, parts, replica.index, channels)
@@ -156,6 +187,8 @@ class StageSteps(ReplicaSteps):
         adapter.mode(True)
         if self._stage is None:
             self._stage = self._begin(data, total)
+        assert self._home is not None
+        self._home.leave_home()
         adapter.part.begin(total, total)
         adapter.model.zero_grad()
         batch = StageBatch(adapter.model, replica, data, total, self._microbatches)
@@ -193,9 +226,8 @@ class StageSteps(ReplicaSteps):
             batch.count_metrics()
         update(optimizer, grads, self._owned, math.sqrt(sum(each for _, _, each, _ in told)))
         model.zero_grad()
-        assert self._shared is not None
-        self._shared.take_back()
-        self._collective.barrier()
+        assert self._home is not None
+        self._home.updated()
 
     def _check_owned(self) -> None:
         """Refuse a gradient that would be lost, of a variable that no layer here has."""
@@ -237,6 +269,11 @@ def _any(grads: list[Tensor | None]) -> bool:
 
 def check(model: Any, pipeline: Pipeline, devices: int, graph: LayerGraph | None = None) -> None:
     """Refuse what a pipeline cannot do as one device does; without its shapes, only the rest."""
+    if pipeline.data > 1:
+        raise NotDistributable(
+            "rows of pipelines train torch modules so far, and this is a Keras model; use one "
+            "PipelineStrategy, or give sg.Model a torch module of the same layers."
+        )
     if pipeline.columns is not None:
         raise NotDistributable(
             "columns cut torch's recurrent modules, and this is a Keras model; leave columns out."

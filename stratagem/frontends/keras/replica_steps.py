@@ -174,6 +174,9 @@ class ReplicaSteps:
         if not adapter.replica.is_chief:
             take_progress(adapter.model, own_of(saved, adapter.replica), adapter.replica)
 
+    def break_off(self) -> None:
+        """A call has failed."""
+
     def close(self) -> None:
         """Take the hooks away."""
         if self.committer is not None:

@@ -1,0 +1,204 @@
+"""A model of which every process has its own layers only, where memory is not shared.
+
+    at home     everybody has all parameters and buffers, the first process all states of the
+                optimizer: before a training, at the end of an epoch, when somebody is to look
+    else        each has what its layers use, and the states of what it owns; the rest is given back
+
+A tensor that several processes use is updated by its owner, who sends it to the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stratagem.errors import NotDistributable
+from stratagem.wire.collective import Collective
+from stratagem.wire.tree import broadcast_tree
+from stratagem.wire.tree_channel import TreeChannel, open_channels
+
+log = logging.getLogger("stratagem")
+
+
+class PartedTensors:
+    """Parameters, buffers and the like, alike everywhere at the start. Made collectively."""
+
+    def __init__(self, given: Iterable[Tensor], collective: Collective) -> None:
+        self._collective = collective
+        self._tensors = list(dict.fromkeys(given))
+        self._shapes = [t.shape for t in self._tensors]
+        self._users: list[Sequence[int]] = [range(collective.size)] * len(self._tensors)
+        self._ties: list[tuple[TreeChannel, list[Tensor]]] = []
+        self.at_home = True
+
+    def own(self, used: dict[Tensor, list[int]]) -> None:
+        """From now on: who uses each tensor, its owner first. At home. Collective."""
+        everybody = range(self._collective.size)
+        self._users = [used.get(t, everybody) for t in self._tensors]
+        tied = [
+            (t, users)
+            for t, users in zip(self._tensors, self._users, strict=True)
+            if len(users) > 1 and users is not everybody
+        ]
+        pairs = sorted({(users[0], user) for _, users in tied for user in users[1:]})
+        self._ties = [
+            (channel, [t for t, users in tied if _shared(users, channel)])
+            for channel in open_channels(self._collective, pairs, 2)
+            if self._collective.rank in (channel.sender, channel.receiver)
+        ]
+        self._mark()
+
+    def _mark(self) -> None:
+        self._versions = [[t._version for t in tied] for _, tied in self._ties]
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        """After an update: have those that use a tensor see what its owner made of it."""
+        rank, ties = self._collective.rank, list(zip(self._ties, self._versions, strict=True))
+        for (channel, tied), before in ties:
+            if channel.sender == rank:
+                pairs = zip(tied, before, strict=True)
+                kept = [not t.requires_grad and t._version == version for t, version in pairs]
+                told = zip(tied, kept, strict=True)
+                channel.post([None if same else t.detach() for t, same in told])
+        for (channel, tied), before in ties:
+            if channel.receiver == rank:
+                for tensor, version, value in zip(tied, before, channel.take(), strict=True):
+                    _refuse_two_writers(tensor, version)
+                    if value is not None:
+                        tensor.copy_(value)
+                channel.release()
+        self._mark()
+
+    def leave_home(self) -> bool:
+        """Give back the memory of what no layer here uses; whether it was there."""
+        left, self.at_home = self.at_home, False
+        if left:
+            for tensor, users in zip(self._tensors, self._users, strict=True):
+                if self._collective.rank not in users:
+                    tensor.data = tensor.data.new_empty(0)
+        return left
+
+    @torch.no_grad()
+    def bring_home(self) -> bool:
+        """Everything everywhere; whether it was away. Collective."""
+        if self.at_home:
+            return False
+        rank, self.at_home = self._collective.rank, True
+        for owner in range(self._collective.size):
+            theirs = [
+                t for t, users in zip(self._tensors, self._users, strict=True) if users[0] == owner
+            ]
+            mine = [t.detach() for t in theirs] if owner == rank else None
+            told = broadcast_tree(self._collective, mine, owner)
+            if owner != rank:
+                for tensor, value in zip(theirs, told, strict=True):
+                    if tensor.shape == value.shape:
+                        tensor.copy_(value)
+                    else:
+                        tensor.data = value.to(tensor.device)
+        self._mark()
+        return True
+
+    def leave(self) -> None:
+        """After a failure, alone: what the others had is not to be had any more."""
+        if self.at_home:
+            return
+        self.at_home = True
+        for tensor, shape, users in zip(self._tensors, self._shapes, self._users, strict=True):
+            if self._collective.rank not in users:
+                unknown = float("nan") if tensor.is_floating_point() else 0
+                tensor.data = tensor.data.new_full(shape, unknown)
+        log.error(
+            "the training ended while every stage had its own layers only, so those of the other "
+            "stages are lost here (their parameters are NaN); go on from a checkpoint: fit(..., "
+            "checkpoint=, resume=True), or model.load."
+        )
+
+
+def _refuse_two_writers(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise NotDistributable(
+            f"a state of shape {tuple(tensor.shape)} is written by layers of two stages, which "
+            "have it each for itself; have these layers on one stage (split=[...])."
+        )
+
+
+def _shared(users: Sequence[int], channel: TreeChannel) -> bool:
+    return users[0] == channel.sender and channel.receiver in users[1:]
+
+
+class PartedModel:
+    """Those of a module, with the state of its optimizer. Made collectively."""
+
+    def __init__(
+        self, tensors: Iterable[Tensor], optimizer: Optimizer, collective: Collective
+    ) -> None:
+        self._tensors = PartedTensors(tensors, collective)
+        self._optimizer, self._leads = optimizer, collective.rank == 0
+        self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        self._owned: set[Tensor] = set()
+        others = [(rank, 0) for rank in range(1, collective.size)]
+        channels = open_channels(collective, others, 2)
+        self._channels = [c for c in channels if self._leads or c.sender == collective.rank]
+
+    def own(self, owned: set[Tensor], used: dict[Tensor, list[int]]) -> None:
+        """From now on: the parameters that are stepped here, and who uses each tensor, its owner
+        first. At home. Collective."""
+        self._owned = owned
+        self._tensors.own(used)
+
+    def updated(self) -> None:
+        """After an update. Collective."""
+        self._tensors.updated()
+
+    def leave_home(self) -> None:
+        """Each process has its own from now on."""
+        if self._tensors.leave_home():
+            for param in self._params:
+                if param not in self._owned:
+                    self._optimizer.state.pop(param, None)
+
+    def bring_home(self) -> None:
+        """Parameters and buffers everywhere, the optimizer's state on the first. Collective."""
+        if not self._tensors.bring_home():
+            return
+        for channel in self._channels:
+            if not self._leads:
+                channel.post(self._own_state())
+                continue
+            for index, state in channel.take():
+                param = self._params[index]
+                self._optimizer.state[param] = {
+                    name: v.to(param.device) if _is_like(v, param) else v
+                    for name, v in state.items()
+                }
+            channel.release()
+
+    def _own_state(self) -> list[Any]:
+        state = self._optimizer.state
+        return [
+            (i, dict(state[p]))
+            for i, p in enumerate(self._params)
+            if p in self._owned and p in state
+        ]
+
+    def take_back(self) -> None:
+        """Somebody has changed weights, at home: they are taken from there."""
+
+    def close(self) -> None:
+        """Have everything as it is without other processes. Collective."""
+        self.bring_home()
+
+    def leave(self) -> None:
+        """The same after a failure, alone."""
+        self._tensors.leave()
+
+
+def _is_like(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape

@@ -1,0 +1,288 @@
+"""A pipeline whose stages share no memory: messages between tasks of a cluster, and between hosts.
+
+Every stage has its own layers only while it trains. The reference is one device.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import torch
+import torch.nn.functional as F
+
+import stratagem as sg
+from stratagem.state.parted_model import PartedTensors
+from stratagem.wire.tree_channel import open_channels
+from tests.clock import in_time
+from tests.frontends.keras.test_stages import apart, numbers, trained
+from tests.frontends.keras.test_stages import deep as keras_deep
+from tests.hosts import Hosts, needs_hosts
+from tests.launch.run_processes import Launcher
+from tests.replicas.scripts import nursery
+from tests.strategies.test_multi_worker import SOON, Cluster, end_well
+from tests.strategies.test_pipeline import Knotted, adam, deep, doubles, fitted
+from tests.support import by_hand, cpus, distance, moved
+
+pytestmark = pytest.mark.timeout(120)
+
+HEAD = """
+import os, signal
+import torch
+import torch.nn.functional as F
+import stratagem as sg
+from tests.strategies.test_pipeline import adam, deep, doubles, fitted
+from tests.support import by_hand, distance
+"""
+
+#: any rows, a last batch of one; both tasks have the model in the end, the chief has the history
+TRAIN = """
+x, y = doubles(22)
+one = by_hand(deep(), adam, F.cross_entropy, x, y, batch=7)
+model = fitted(strategy, deep(), x, y, optimizer=adam, batch=7, metrics=["accuracy"])
+far = distance(one, model.module)
+scores = model.evaluate(x, y, verbose=0)
+loss = float(F.cross_entropy(one(x), y).detach())
+guessed = torch.equal(model.predict(x).argmax(1), one(x).argmax(1))
+close = abs(scores["loss"] - loss) < 1e-9 and guessed
+print("exact", far < 1e-12, close, len(model.history.history["loss"]), flush=True)
+"""
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Cluster]:
+    yield Cluster(nursery(), tmp_path)
+    nursery().clear()
+
+
+@pytest.fixture(scope="module")
+def apart_pair() -> Iterator[sg.PipelineStrategy]:
+    with sg.PipelineStrategy(cpus(2), 3, cross_device_ops="ring") as made:
+        yield made
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def test_messages_carry_their_shape_and_keep_their_order(
+    apart_pair: sg.PipelineStrategy,
+) -> None:
+    """Both sides send before they read, of any size; also to themselves."""
+
+    def swap() -> list[Any]:
+        replica = sg.current_replica()
+        there, back, own = open_channels(replica.collective, [(0, 1), (1, 0), (0, 0)], 2)
+        mine, theirs = (there, back) if replica.index == 0 else (back, there)
+        for size in (3, 0, 300_000):
+            mine.post({"x": torch.full((size, 2), float(replica.index)), "n": size})
+        found = [theirs.take() for _ in range(3)]
+        if replica.index == 0:
+            own.post([torch.ones(2)])
+            assert own.take()[0].sum() == 2
+        assert all((told["x"] == 1 - replica.index).all() for told in found)
+        return [(told["n"], tuple(told["x"].shape)) for told in found]
+
+    expected = [(3, (3, 2)), (0, (0, 2)), (300_000, (300_000, 2))]
+    assert apart_pair.run(swap) == [expected, expected]
+
+
+# --- the same answer ------------------------------------------------------------------------------
+
+
+def test_every_number_of_rows(apart_pair: sg.PipelineStrategy, monkeypatch: Any) -> None:
+    """And the chief has no more than its own layers meanwhile."""
+    held: set[tuple[int, ...]] = set()
+    plain = PartedTensors.leave_home
+
+    def leave(self: PartedTensors) -> bool:
+        left = plain(self)
+        held.add(tuple(t.numel() for t in self._tensors))
+        return left
+
+    monkeypatch.setattr(PartedTensors, "leave_home", leave)
+    module = deep()
+    for rows in range(1, 8):
+        x, y = doubles(7 + rows)
+        one = by_hand(module, adam, F.cross_entropy, x, y, batch=7, epochs=1)
+        model = fitted(apart_pair, module, x, y, optimizer=adam, batch=7, epochs=1)
+        assert distance(one, model.module) < 1e-12, rows
+        assert moved(module, one)
+    whole = sum(p.numel() for p in module.parameters())
+    assert held and all(0 < sum(each) < whole for each in held)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_skips_and_ties(apart_pair: sg.PipelineStrategy, schedule: str) -> None:
+    """A tied weight is used on two stages, and updated on one of them."""
+    module = Knotted().double()
+    dice = torch.Generator().manual_seed(0)
+    x, y = torch.randint(0, 11, (2, 23, 5), generator=dice)
+    one = by_hand(module, adam, F.cross_entropy, x, y, batch=9, epochs=3)
+    with sg.PipelineStrategy(cpus(2), 4, schedule, cross_device_ops="ring") as on:
+        model = fitted(on, module, x, y, optimizer=adam, batch=9, epochs=1)
+        model.fit(x, y, batch_size=9, epochs=2, shuffle=False, verbose=0)  # with all states
+    assert distance(one, model.module) < 1e-12
+    assert moved(module, one)
+
+
+def test_a_keras_model(apart_pair: sg.PipelineStrategy) -> None:
+    """Weights and slots come home for validation, callbacks, another call."""
+    x, y = numbers(22)
+
+    class Halve(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            for variable in self.model.trainable_variables:
+                variable.assign(variable * 0.99)
+
+    models = []
+    for on in (None, apart_pair):
+        model, _ = trained(on, keras_deep, x, y, optimizer=keras.optimizers.Adam)
+        model.fit(x, y, batch_size=7, verbose=0, shuffle=False, validation_data=(x, y))
+        model.fit(x, y, batch_size=7, verbose=0, shuffle=False, callbacks=[Halve()])
+        models.append(model)
+    assert apart(*models) < 1e-6
+    slots = zip(*(each.optimizer.variables for each in models), strict=True)
+    assert max(float((a.value - b.value).abs().max()) for a, b in slots) < 1e-6
+
+
+def test_a_failure_leaves_no_old_layers(
+    apart_pair: sg.PipelineStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the other stage had is lost, and nobody takes the first weights for trained ones."""
+    x, y = doubles(22)
+
+    def judge(output: Any, target: Any) -> Any:
+        if bool((target == 3).any()) and judge.calls > 3:  # type: ignore[attr-defined]
+            raise ValueError("enough")
+        judge.calls += 1  # type: ignore[attr-defined]
+        return F.cross_entropy(output, target)
+
+    judge.calls = 0  # type: ignore[attr-defined]
+    model = sg.Model(deep(), apart_pair)
+    model.compile(optimizer=adam, loss=judge, check=False)
+    with caplog.at_level(logging.ERROR), pytest.raises(sg.ReplicaFailed, match="enough"):
+        model.fit(x, y, batch_size=7, verbose=0)
+    assert "go on from a checkpoint" in caplog.text
+    lost = [bool(p.isnan().any()) for p in model.module.parameters()]
+    assert lost[-1] and not lost[0]
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def test_workers_of_stratagem_run(tmp_path: Path) -> None:
+    """`sg.PipelineStrategy()` in a script that is started twice; one task a stage."""
+    launcher = Launcher(tmp_path)
+    script = f'{HEAD}strategy = sg.PipelineStrategy(cross_device_ops="ring"){TRAIN}'
+    try:
+        child = launcher(script, "--workers", "2", PYTHONPATH=str(Path(__file__).parents[2]))
+        out, err = child.communicate(timeout=100)
+    finally:
+        launcher.end()
+    assert child.returncode == 0, err
+    assert out.count("exact True True 2") == 2, out
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_stage_is_killed(two: Cluster, dead: int) -> None:
+    everybody = two.all(
+        f"""
+        from tests.strategies.test_pipeline import adam, deep, doubles, fitted
+
+        class Bomb(torch.nn.Module):
+            calls = 0
+            def forward(self, x):
+                if float(x.detach().sum()) != 0.0:  # so it is not traced
+                    self.calls += 1
+                if me == {dead} and self.calls > 40:
+                    print("now", flush=True)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return x
+
+        module = deep()
+        module.insert({[1, -1][dead]}, Bomb())
+        x, y = doubles(40)
+        strategy = sg.PipelineStrategy(None, 2, cross_device_ops="ring")
+        try:
+            fitted(strategy, module, x, y, epochs=20)
+        except sg.ReplicaLost as error:
+            explain(error)
+        """
+    )
+    survivor = everybody[1 - dead]
+    assert everybody[dead].ends() == -signal.SIGKILL
+    in_time(survivor.says(f"raised ReplicaLost about worker {dead} ::"), SOON)
+    assert survivor.ends() == 0
+
+
+def test_tasks_that_split_differently_are_refused(two: Cluster) -> None:
+    everybody = two.all(
+        """
+        try:
+            sg.PipelineStrategy(None, 2 + me)
+        except sg.ClusterError as error:
+            print("refused", error)
+        """
+    )
+    end_well(everybody)
+    assert all("do not split the model in the same way" in each.out for each in everybody)
+
+
+# --- hosts ----------------------------------------------------------------------------------------
+
+KERAS = """
+import os
+os.environ["KERAS_BACKEND"] = "torch"
+import keras
+from tests.frontends.keras.test_stages import apart, deep, numbers, trained
+import stratagem as sg
+strategy = sg.PipelineStrategy(microbatches=3)
+x, y = numbers(22)
+one, _ = trained(None, deep, x, y, optimizer=keras.optimizers.Adam)
+model, _ = trained(strategy, deep, x, y, optimizer=keras.optimizers.Adam)
+print("exact", apart(one, model) < 1e-6)
+"""
+
+SCRIPTS = {
+    "torch": (2, f"{HEAD}strategy = sg.PipelineStrategy(){TRAIN}", "exact True True 2"),
+    "mesh": (
+        4,
+        f"{HEAD}strategy = sg.Mesh(data=2, stage=2, microbatches=2){TRAIN}",
+        "exact True True 2",
+    ),
+    "keras": (2, KERAS, "exact True"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@needs_hosts
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_hosts(tmp_path: Path, name: str) -> None:
+    """Two tasks a host for the mesh, so that columns lie across the hosts."""
+    count, script, words = SCRIPTS[name]
+    (tmp_path / "train.py").write_text(script)
+    with Hosts(2) as hosts:
+        workers = [f"{hosts.address(i * 2 // count)}:{2222 + i}" for i in range(count)]
+        running = [
+            hosts.start(
+                i * 2 // count,
+                sys.executable,
+                tmp_path / "train.py",
+                STRATAGEM_SECRET="of a test",
+                OMP_NUM_THREADS="1",
+                TF_CONFIG=json.dumps(
+                    {"cluster": {"worker": workers}, "task": {"type": "worker", "index": i}}
+                ),
+            )
+            for i in range(count)
+        ]
+        said = [each.communicate(timeout=180)[0].splitlines()[-1] for each in running]
+    assert said == [words] * count
