@@ -19,7 +19,7 @@ from stratagem.training.loop_journal import journal_of
 from stratagem.training.prepare import Prepared, prepare, prepare_loader
 from stratagem.training.replica import Replica, current_call
 from stratagem.training.settings import Settings
-from stratagem.training.staged_loop import prepare_staged
+from stratagem.training.staged_loop import led, prepare_staged
 
 #: a folder of checkpoints, or a plan for them
 Resume = str | os.PathLike[str] | Checkpoints | None
@@ -93,7 +93,9 @@ class CustomLoopCalls(ABC):
                 "prepare was given a model without its optimizer; call prepare(model, optimizer), "
                 "or prepare(loader) for a loader by itself."
             )
-        if self.settings.pipeline is not None and replica.count > 1 and not dry_run.wanted():
+        staged = self.settings.pipeline is not None and (replica.count > 1 or led() is not None)
+        if staged and not dry_run.wanted():
+            assert self.settings.pipeline is not None
             return prepare_staged(replica, self.settings.pipeline, model, optimizer, loader)
         if elastic:
             self._let_begin_again(loader)

@@ -292,6 +292,11 @@ def prepare_staged(
             "a loop of your own runs through one pipeline, in microbatches; leave columns= and "
             "data= (or the mesh) out, or use sg.Model(...).fit."
         )
+    if _led:
+        raise NotDistributable(
+            "a pipeline has one model in a loop of your own, and this is the second; call it from "
+            "the first one's forward, or use a MirroredStrategy."
+        )
     if current_call() is None:
         raise UsageError(
             "a loop over the stages of a pipeline runs on the first of them, which ends the "
@@ -301,11 +306,6 @@ def prepare_staged(
         raise NotDistributable(
             "a loop of your own leads stages on the CPUs of one machine, by shared memory, and "
             "these are on other hosts or devices; use sg.Model(...).fit."
-        )
-    if _led:
-        raise NotDistributable(
-            "a pipeline has one model in a loop of your own, and this is the second; call it from "
-            "the first one's forward, or use a MirroredStrategy."
         )
     check_optimizer(optimizer)
     check_parameters(model, optimizer)
