@@ -57,6 +57,16 @@ def test_dead_links_are_seen(tmp_path: Path) -> None:
     assert dead_links(page) == ["c.md", "b.md#no-heading", "#b"]
 
 
+def test_tests_that_a_page_names_exist() -> None:
+    """`test_a.py::test_b`, in tests/strategies, or in tests/frontends and tests by their folder."""
+    homes = [ROOT / "tests" / folder for folder in ("strategies", "frontends", ".")]
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs/model-parallel.md").read_text())
+    assert len(named) > 20
+    for file, name in named:
+        (found,) = (home / file for home in homes if (home / file).exists())
+        assert f"\ndef {name}(" in found.read_text(), f"{file}::{name}"
+
+
 def test_every_page_is_in_the_list_of_pages() -> None:
     listed = (ROOT / "docs" / "index.md").read_text()
     pages = [page.name for page in (ROOT / "docs").glob("*.md")]

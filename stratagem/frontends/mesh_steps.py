@@ -93,8 +93,8 @@ class MeshStaged(Staged):
         return found
 
     def take(self, portion: Portion, last: bool) -> None:
-        self._batch = portion
-        super().take(_share_of(portion, self._row_count, self._row), last)
+        self._batch = self.here(portion)
+        super().take(_share_of(self._batch, self._row_count, self._row), last)
 
     def _pieces(self, portion: Portion) -> MicroBatches:
         return RowShare(self._batch, portion, self._microbatches, self.recipe)

@@ -31,6 +31,7 @@ from stratagem.training import setup
 from stratagem.training.column_plan import plan_columns
 from stratagem.training.columns import ColumnChannels, ColumnStage
 from stratagem.training.layer_graph import LayerGraph, trace
+from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline, Settings
 from stratagem.training.stage import Stage, StageChannels
@@ -133,7 +134,7 @@ class Staged(OneDevice):
         for part in parts:
             users[part.index % count] |= tensors_of(graph, part)
         channels = StageChannels(parts, count, collective)
-        return Stage(graph, parts, rank, channels, self.autocast), users
+        return Stage(graph, parts, rank, channels, self.autocast, self.device), users
 
     def _agreed(self, graph: LayerGraph, portion: Portion) -> list[Any]:
         """How many microbatches, and the first layers of the parts. Collective."""
@@ -182,7 +183,15 @@ class Staged(OneDevice):
 
     # --- one step ---------------------------------------------------------------------------
 
+    def here(self, portion: Portion) -> Portion:
+        """The same rows on this device."""
+        if not self._elsewhere:
+            return portion
+        x, y, weight = to_device((portion.x, portion.y, portion.weight), self.device)
+        return Portion(x, y, weight, portion.examples, portion.total)
+
     def take(self, portion: Portion, last: bool) -> None:
+        portion = self.here(portion)
         modes = [part.training for part in self.module.modules()]
         if self._stage is None or modes != self._modes:  # a forward is traced as it is now
             if self._stage is not None:  # another cut may give a device what it did not own

@@ -175,7 +175,7 @@ class PartedModel:
             for index, state in channel.take():
                 param = self._params[index]
                 self._optimizer.state[param] = {
-                    name: v.to(param.device) if _is_like(v, param) else v
+                    name: v.to(param.device) if name != "step" and _is_like(v, param) else v
                     for name, v in state.items()
                 }
             channel.release()

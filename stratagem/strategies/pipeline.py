@@ -18,7 +18,12 @@ from stratagem.strategies.mirrored import devices_here, refuse_role
 from stratagem.strategies.strategy import Strategy
 from stratagem.training import cross_device
 from stratagem.training.agreement import Patience
-from stratagem.training.cross_device import CrossDeviceOps, RingAllReduce, SharedMemoryAllReduce
+from stratagem.training.cross_device import (
+    CrossDeviceOps,
+    NcclAllReduce,
+    RingAllReduce,
+    SharedMemoryAllReduce,
+)
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Pipeline, Settings
 
@@ -91,7 +96,7 @@ class PipelineStrategy(Strategy):
         if data != 1:
             _check_data(data, total, columns)
         if columns is not None:
-            _check_columns(columns, microbatches, schedule, split)
+            _check_columns(columns, microbatches, schedule, split, found)
         pipeline = Pipeline(
             _count(1 if columns is not None else microbatches),
             schedule,
@@ -121,20 +126,20 @@ def stage_devices(
             '"cpu:1"], or start several workers: `stratagem run --workers 2 train.py`.'
         )
     found = devices_here(devices, place)
-    if any(not name.startswith("cpu") for name in found):
+    if any(not name.startswith(("cpu", "cuda")) for name in found):
         raise NotDistributable(
-            "a pipeline runs on CPUs so far, and the devices are "
-            f'{", ".join(found)}; name ["cpu:0", "cpu:1"], or use a MirroredStrategy on GPUs.'
+            f"a pipeline runs on CPUs and NVIDIA's GPUs, and the devices are {', '.join(found)}; "
+            'name ["cpu:0", "cpu:1"], or use a MirroredStrategy.'
         )
     return found, tasks * len(found)
 
 
 def _named_op(choice: CrossDeviceOps | str | None) -> CrossDeviceOps | str | None:
     op = cross_device.named(choice)
-    if op not in (None, RingAllReduce(), SharedMemoryAllReduce()):
+    if op not in (None, RingAllReduce(), SharedMemoryAllReduce(), NcclAllReduce()):
         raise UsageError(
             f"a pipeline has no cross_device_ops={choice!r}; choose one of 'shared_memory', "
-            "'ring', or leave it out."
+            "'ring', 'nccl', or leave it out."
         )
     return op
 
@@ -164,7 +169,14 @@ def _check_data(data: Any, devices: int, columns: Any) -> None:
         raise UsageError("data= shares batches out, and columns= cuts sequences; use one of them.")
 
 
-def _check_columns(columns: Any, microbatches: Any, schedule: str, split: Any) -> None:
+def _check_columns(
+    columns: Any, microbatches: Any, schedule: str, split: Any, devices: Sequence[str]
+) -> None:
+    if any(not name.startswith("cpu") for name in devices):
+        raise NotDistributable(
+            f"columns run on CPUs so far, and the devices are {', '.join(devices)}; leave columns "
+            "out, or name CPUs."
+        )
     whole = isinstance(columns, int) and not isinstance(columns, bool) and columns >= 1
     if not whole and columns != "auto":
         raise UsageError(

@@ -17,6 +17,7 @@ from stratagem.data.shares import map_parts, tensors_in
 from stratagem.rules.layer_split import LayerCost
 from stratagem.training.layer_graph import Layer, LayerGraph
 from stratagem.training.stage_parts import StagePart, tensors_of
+from stratagem.wire.device_kinds import kind_of
 
 _ROUNDS = 2
 #: bytes of an optimizer's state for each byte of a parameter, and of the gradient
@@ -43,6 +44,8 @@ class LayerMeter:
     def __init__(self, graph: LayerGraph) -> None:
         self._graph = graph
         self._places = {node: i for i, node in enumerate(graph.inputs)}
+        held = [*graph.module.parameters(), *graph.module.buffers()]
+        self._place = held[0].device if held else torch.device("cpu")
 
     def measure(self, inputs: Sequence[Any]) -> list[LayerCost]:
         """The cost of each layer; the fastest of a few rounds counts."""
@@ -105,6 +108,7 @@ class LayerMeter:
                 known[node] = _leaves(values[node])
             return known[node]
 
+        place = self._place
         kept = 0
 
         def pack(tensor: Tensor) -> Tensor:
@@ -116,11 +120,13 @@ class LayerMeter:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             for node in layer.nodes:
                 known[node] = run_node(self._graph.module, node, get)
+        kind_of(place).synchronize(place)
         forward = time.perf_counter() - started
         roots = [t for n in layer.nodes for t in tensors_in(known[n]) if t.requires_grad]
         roots = [t for t in roots if t.is_floating_point()]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        kind_of(place).synchronize(place)
         seconds = time.perf_counter() - started
         for param in self._graph.module.parameters():
             param.grad = None

@@ -63,8 +63,10 @@ class Stage:
         device: int,
         channels: StageChannels,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        place: torch.device | None = None,
     ) -> None:
-        self._autocast = autocast
+        """`place`: where its layers lie; None: on the CPU."""
+        self._autocast, self._place = autocast, place or torch.device("cpu")
         self._parts, self._channels, self._last = parts, channels, len(parts) - 1
         self._programs: dict[int, fx.GraphModule] = {
             part.index: program(graph, part, last=part.index == self._last)
@@ -102,7 +104,7 @@ class Stage:
             channel = self._channels.forward[source, part.index]
             told = channel.take()
             leaves[source] = []
-            values = _entered(told["values"], iter(told["trained"]), leaves[source])
+            values = self._entered(told["values"], iter(told["trained"]), leaves[source])
             channel.release()
             received += values
             seed = told["seed"]
@@ -130,7 +132,7 @@ class Stage:
             for tensor, gradient in zip(tensors, channel.take(), strict=True):
                 if gradient is not None:
                     roots.append(tensor)
-                    gradients.append(gradient.clone())
+                    gradients.append(gradient.to(self._place, copy=True))
             channel.release()
         if kept.loss is not None and kept.loss.requires_grad:
             roots.append(kept.loss)
@@ -141,13 +143,12 @@ class Stage:
             told = [leaf.grad for leaf in leaves]
             self._channels.backward[part.index, source].post(told)
 
-
-def _entered(tree: Any, trained: Any, leaves: list[Tensor]) -> Any:
-    """Values out of a slot, in memory of their own; those that are trained begin a graph."""
-    if not isinstance(tree, Tensor):
-        return map_parts(lambda part: _entered(part, trained, leaves), tree)
-    if not next(trained):
-        return tree.clone()
-    leaf = tree.requires_grad_()
-    leaves.append(leaf)
-    return leaf.clone()  # no leaf, so that a layer may write into it
+    def _entered(self, tree: Any, trained: Any, leaves: list[Tensor]) -> Any:
+        """Values of a message, in memory of their own; those that are trained begin a graph."""
+        if not isinstance(tree, Tensor):
+            return map_parts(lambda part: self._entered(part, trained, leaves), tree)
+        if not next(trained):
+            return tree.to(self._place, copy=True)
+        leaf = tree.to(self._place).requires_grad_()
+        leaves.append(leaf)
+        return leaf.clone()  # no leaf, so that a layer may write into it

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from stratagem.data.streams import mixed
 from stratagem.training.layer_graph import LayerGraph
+from stratagem.wire.device_kinds import seed_gpu_in_use
 
 
 @dataclass
@@ -72,7 +73,9 @@ def cut(graph: LayerGraph, firsts: Sequence[int]) -> list[StagePart]:
 
 def reseed(seed: int, layer: int) -> None:
     """Random numbers of a layer follow from those of the microbatch, wherever it is cut."""
-    torch.default_generator.manual_seed(mixed(seed, layer))
+    number = mixed(seed, layer)
+    torch.default_generator.manual_seed(number)
+    seed_gpu_in_use(number)
 
 
 def program(graph: LayerGraph, part: StagePart, *, last: bool) -> fx.GraphModule:

@@ -226,6 +226,12 @@ def gpu_in_use() -> list[int]:
     return list(_in_use)
 
 
+def seed_gpu_in_use(number: int) -> None:
+    """Have the generator of this process's GPU begin there, if it has one."""
+    for index in _in_use:
+        torch.cuda.default_generators[index].manual_seed(number)
+
+
 def load_tpu() -> Any:
     """torch.tpu; raises where there can be none."""
     try:

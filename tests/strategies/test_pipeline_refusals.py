@@ -141,8 +141,8 @@ def test_a_cluster_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         sg.TensorParallelStrategy(cpus(2))
     with pytest.raises(sg.UsageError, match="needs 6 devices, and there are 2 tasks with 2 each"):
         sg.Mesh(data=3, stage=2, devices=cpus(2))
-    with pytest.raises(sg.UsageError, match="no cross_device_ops='nccl'"):
-        sg.PipelineStrategy(cross_device_ops="nccl")
+    with pytest.raises(sg.UsageError, match="no cross_device_ops='hierarchical'"):
+        sg.PipelineStrategy(cross_device_ops="hierarchical")
 
 
 def test_custom_loops() -> None:

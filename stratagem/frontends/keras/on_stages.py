@@ -53,6 +53,11 @@ class OnStages(OnReplicas):
         if call.trains:
             group, settings = self._driver.strategy.replica_group, self._driver.strategy.settings
             assert settings.pipeline is not None
+            if any(not name.startswith("cpu") for name in group.devices):
+                raise NotDistributable(
+                    f"stages of Keras models run on CPUs so far, and the devices here are "
+                    f"{', '.join(group.devices)}; name CPUs, or use a MirroredStrategy."
+                )
             check(self._driver.model, settings.pipeline, group.size)
         return super().start(call)
 
@@ -113,7 +118,7 @@ class StageSteps(ReplicaSteps):
             self._home.bring_home()
 
     def break_off(self) -> None:
-        self._stage = None
+        """The stage stays: another may be about to map its memory."""
         if self._home is not None:
             self._home.break_off()
 
