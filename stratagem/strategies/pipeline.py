@@ -45,7 +45,7 @@ class PipelineStrategy(Strategy):
             without it a model that has one is refused, unless microbatches=1.
         columns: cut stacks of LSTM, GRU or RNN layers, and their sequences into so many chunks of
             time, instead of batches into microbatches; "auto" tries several numbers on the first
-            batches and takes the fastest.
+            batches, and pieces by rows as well unless microbatches=1, and takes the fastest.
         memory: bytes that a stage may take for its parameters and activations.
         data: pipelines beside each other, as `sg.Mesh` has them; the devices are those of all.
         patience: how long to wait for a stage.
@@ -89,6 +89,7 @@ class PipelineStrategy(Strategy):
             _PARTS if schedule == "interleaved" else 1,
             0 if isinstance(columns, str) else columns,
             data,
+            by_rows=columns == microbatches == "auto",
         )
         settings = Settings(pipeline=pipeline)
         patience = patience or Patience(answer=5.0)
