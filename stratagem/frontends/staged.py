@@ -24,6 +24,7 @@ from stratagem.frontends.microbatches import MicroBatches
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import OneDevice
+from stratagem.rules.chunk_choice import ChunkChoice
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.parted_model import PartedModel
 from stratagem.state.shared_model import SharedModel
@@ -160,7 +161,8 @@ class Staged(OneDevice):
         self._last_device = count - 1
         channels = ColumnChannels(count, self._collective)
         users = [plan.tensors(device) for device in range(count)]
-        return ColumnStage(plan, rank, chunks, channels, self.autocast), users
+        choice = ChunkChoice(count, chunks or None, rows=self._pipeline.by_rows)
+        return ColumnStage(plan, rank, choice, channels, self.autocast), users
 
     def _plan(self, graph: LayerGraph, portion: Portion) -> StagePlan:
         modes = tuple(part.training for part in self.module.modules())

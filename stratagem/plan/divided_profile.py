@@ -49,7 +49,6 @@ def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
     )
 
 
-@torch.no_grad()
 def _shapes(graph: LayerGraph, given: Sequence[Any]) -> dict[fx.Node, torch.Size]:
     with dry_run(*graph.module.modules()):
         return shapes_of(graph, given)

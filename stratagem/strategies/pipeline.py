@@ -54,7 +54,7 @@ class PipelineStrategy(Strategy):
             without it a model that has one is refused, unless microbatches=1.
         columns: cut stacks of LSTM, GRU or RNN layers, and their sequences into so many chunks of
             time, instead of batches into microbatches; "auto" tries several numbers on the first
-            batches and takes the fastest.
+            batches, and pieces by rows as well unless microbatches=1, and takes the fastest.
         memory: bytes that a stage may take for its parameters and activations.
         data: pipelines beside each other, as `sg.Mesh` has them; the devices are those of all.
         cross_device_ops: None takes the usual way: shared memory on the CPUs of one machine,
@@ -106,6 +106,7 @@ class PipelineStrategy(Strategy):
             _PARTS if schedule == "interleaved" else 1,
             0 if isinstance(columns, str) else columns,
             data,
+            by_rows=columns == microbatches == "auto",
         )
         settings = Settings(op, pipeline=pipeline)
         alone = len(found) == total

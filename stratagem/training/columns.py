@@ -1,5 +1,7 @@
 """One device of a stack of recurrent layers in columns: chunks of time forward, then backward.
 
+Chunks may be pieces by rows as well, each with the whole sequence: these leave each other no state.
+
 Every chunk has a graph of its own. What comes from another device, and the state that the chunk
 before has left, are its leaves; backward takes their gradients from the next device and from the
 chunk behind. The result is that of the whole sequence.
@@ -7,6 +9,7 @@ chunk behind. The result is that of the whole sequence.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from stratagem.data.shares import share, tensors_in
 from stratagem.errors import NotDistributable
-from stratagem.rules.chunk_choice import ChunkChoice
+from stratagem.rules.chunk_choice import ChunkChoice, Chunks
 from stratagem.rules.schedules import Op, waves
 from stratagem.training.column_plan import ColumnOp, ColumnPlan
 from stratagem.training.layer_costs import run_node
@@ -28,7 +31,11 @@ from stratagem.training.stage_parts import reseed
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree_channel import open_channels
 
+log = logging.getLogger("stratagem")
+
 _SLOTS = 4
+#: the axis of rows in the state of a recurrent layer
+_ROWS_OF_STATE = 1
 #: random numbers of what runs once are apart from those of chunks
 _WHOLE = 1 << 19
 #: the state of a layer, (h,) or (h, c)
@@ -66,12 +73,11 @@ class ColumnStage:
         self,
         plan: ColumnPlan,
         device: int,
-        chunks: int,
+        choice: ChunkChoice,
         channels: ColumnChannels,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._plan, self._device = plan, device
-        self._choice = ChunkChoice(plan.devices, chunks or None)
+        self._plan, self._device, self._choice = plan, device, choice
         self._channels, self._autocast = channels, autocast
         self._last = device == plan.devices - 1
         self._ops = plan.of(device)
@@ -101,7 +107,8 @@ class ColumnStage:
                 gradients = self._turn(loss)
         self._end(gradients)
         self._chunks.clear()
-        self._choice.took(time.perf_counter() - started)
+        if self._choice.took(time.perf_counter() - started):
+            log.warning("columns: %s are the fastest", self._choice.best)
 
     # --- forward ----------------------------------------------------------------------------
 
@@ -112,8 +119,9 @@ class ColumnStage:
             told = self._inbox.take()
             self._seed = told["seed"]
             self._inbox.release()
-            self._pass_on(told["length"], told["count"])
-            return self._cut(told["length"], told["count"])
+            chunks = Chunks(told["number"], told["by_rows"])
+            self._pass_on(told["length"], chunks)
+            return self._cut(told["length"], chunks)
         self._run_whole(self._plan.before, inputs)
         entry = self._values.get(self._plan.entry)
         if entry is None:
@@ -123,19 +131,22 @@ class ColumnStage:
                 "columns cut a tensor of (rows, time, features), and the recurrent layers are "
                 f"given a {type(entry).__name__}; pad the sequences, or use microbatches instead."
             )
-        self._entry, length = entry, entry.shape[self._plan.axis]
-        count = self._choice.begin(length)
-        self._pass_on(length, count)
-        return self._cut(length, count)
+        self._entry, axis = entry, self._plan.axis
+        chunks = self._choice.begin(entry.shape[axis], entry.shape[1 - axis])
+        length = entry.shape[1 - axis if chunks.by_rows else axis]
+        self._pass_on(length, chunks)
+        return self._cut(length, chunks)
 
-    def _pass_on(self, length: int, count: int) -> None:
+    def _pass_on(self, length: int, chunks: Chunks) -> None:
         if not self._last:
-            told = {"seed": self._seed, "length": length, "count": count}
+            told = {"seed": self._seed, "length": length, **chunks._asdict()}
             self._channels.forward[self._device, "chunks"].post(told)
 
-    def _cut(self, length: int, count: int) -> int:
-        self._cuts = [share(length, count, k) for k in range(count)]
-        return count
+    def _cut(self, length: int, chunks: Chunks) -> int:
+        self._by_rows = chunks.by_rows
+        self._axis = 1 - self._plan.axis if chunks.by_rows else self._plan.axis
+        self._cuts = [share(length, chunks.number, k) for k in range(chunks.number)]
+        return chunks.number
 
     def _chunk(self, k: int) -> None:
         chunk = self._chunks[k] = _Chunk(self._received(k))
@@ -152,7 +163,7 @@ class ColumnStage:
     def _received(self, k: int) -> list[Tensor]:
         if self._device == 0:
             start, end = self._cuts[k]
-            piece = self._entry.detach().narrow(self._plan.axis, start, end - start)
+            piece = self._entry.detach().narrow(self._axis, start, end - start)
             return [piece.requires_grad_(self._entry.requires_grad)]
         told = self._inbox.take()
         pairs = zip(told["values"], told["trained"], strict=True)
@@ -169,7 +180,7 @@ class ColumnStage:
             )
             return found
         before = self._states.get(op.name)
-        if before is None:
+        if before is None or self._by_rows:
             output, state = op.layer(values[op.inputs[0]])
         else:
             began = tuple(t.detach().requires_grad_(t.requires_grad) for t in before)
@@ -185,11 +196,18 @@ class ColumnStage:
     def _rest(self) -> list[Any]:
         """What the last device needs beside chunks: states that were left, earlier values."""
         stacks = self._plan.states
-        mine: list[Any] = [list(self._states[op.name]) for op in self._ops if op.stack in stacks]
+        mine: list[Any] = [self._state(op.name) for op in self._ops if op.stack in stacks]
         self._left = len(list(tensors_in(mine)))
         if self._device == 0:
             mine += [self._values[node] for node in self._plan.carried()]
         return mine
+
+    def _state(self, name: str) -> list[Tensor]:
+        """What a layer has left in the end: of all rows."""
+        if not self._by_rows:
+            return list(self._states[name])
+        parts = zip(*(chunk.left[name] for chunk in self._chunks.values()), strict=True)
+        return [torch.cat(each, _ROWS_OF_STATE) for each in parts]
 
     def _finish(self, inputs: Inputs, judge: Judge) -> Tensor | None:
         """On the last device: everything behind the columns, on the whole sequence."""
@@ -202,7 +220,7 @@ class ColumnStage:
             return None
         plan = self._plan
         whole = {
-            name: _leaf(torch.cat([c.sent[i].detach() for c in self._chunks.values()], plan.axis))
+            name: _leaf(torch.cat([c.sent[i].detach() for c in self._chunks.values()], self._axis))
             for i, name in enumerate(self._live)
         }
         self._whole = [whole[name] for name in self._live]
@@ -297,7 +315,9 @@ class ColumnStage:
         for name, left in chunk.left.items():
             if behind is not None and name in behind.began:
                 pairs += zip(left, (t.grad for t in behind.began[name]), strict=True)
-        if behind is None:
+        if self._by_rows:
+            pairs += self._left_by(k, rest)
+        elif behind is None:
             pairs += zip(self._told[: self._left], rest[: self._left], strict=True)
         pairs = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
         if pairs:
@@ -310,11 +330,22 @@ class ColumnStage:
             del self._chunks[k + 1]
         self._first_gradient(k, chunk)
 
+    def _left_by(self, k: int, rest: list[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+        """The states that a piece of the rows has left, and their gradients."""
+        stacks, (start, end) = self._plan.states, self._cuts[k]
+        names = [op.name for op in self._ops if op.stack in stacks]
+        left = [tensor for name in names for tensor in self._chunks[k].left[name]]
+        cut = [
+            None if g is None else g.narrow(_ROWS_OF_STATE, start, end - start)
+            for g in rest[: self._left]
+        ]
+        return list(zip(left, cut, strict=True))
+
     def _gradients(self, k: int) -> list[Tensor | None]:
         if self._last:
             start, end = self._cuts[k]
             return [
-                None if w.grad is None else w.grad.narrow(self._plan.axis, start, end - start)
+                None if w.grad is None else w.grad.narrow(self._axis, start, end - start)
                 for w in self._whole
             ]
         channel = self._channels.backward[self._device, "chunks"]
@@ -335,7 +366,7 @@ class ColumnStage:
             return
         pairs: list[tuple[Tensor, Tensor | None]] = []
         if self._entered:
-            pairs.append((self._entry, torch.cat(self._entered, self._plan.axis)))
+            pairs.append((self._entry, torch.cat(self._entered, self._axis)))
         pairs += zip(self._told[self._left :], rest[self._left :], strict=True)
         pairs = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
         if pairs:

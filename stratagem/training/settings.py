@@ -45,6 +45,8 @@ class Pipeline:
     columns: int | None = None
     #: pipelines beside each other, each with a share of every batch
     data: int = 1
+    #: whether pieces by rows are tried beside chunks of time
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)

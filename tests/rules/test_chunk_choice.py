@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.rules.chunk_choice import ChunkChoice
+from stratagem.rules.chunk_choice import ChunkChoice, Chunks
 
 
 def test_a_number_that_is_given_stays() -> None:
     choice = ChunkChoice(2, 8)
     found = []
     for length in (3, 20, 8, 0):
-        found.append(choice.begin(length))
+        found.append(choice.begin(length).number)
         choice.took(1.0)
     assert found == [3, 8, 8, 1]
 
@@ -25,7 +25,8 @@ def test_all_are_tried_twice_and_the_fastest_stays(
 ) -> None:
     choice, seen = ChunkChoice(devices), list[int]()
     for step in range(30):
-        count = choice.begin(length)
+        count, by_rows = choice.begin(length, 9)
+        assert not by_rows
         assert 1 <= count <= length
         seen.append(count)
         # the very first batch is slow for other reasons
@@ -40,7 +41,23 @@ def test_all_are_tried_twice_and_the_fastest_stays(
 def test_a_last_batch_of_another_length_is_not_counted() -> None:
     choice = ChunkChoice(2)
     for length in [32, *[16, 32] * 8]:
-        count = choice.begin(length)
+        count = choice.begin(length).number
         # on short sequences everything is fast
         choice.took(0.01 * count if length == 16 else 1 / count)
-    assert choice.begin(32) == 16 and choice.begin(3) == 3
+    assert choice.begin(32).number == 16 and choice.begin(3).number == 3
+
+
+@given(st.integers(2, 4), st.integers(1, 40), st.integers(1, 20), st.booleans())
+def test_pieces_by_rows_are_tried_as_well(
+    devices: int, length: int, rows: int, better: bool
+) -> None:
+    choice, seen = ChunkChoice(devices, rows=True), list[Chunks]()
+    for _ in range(30):
+        seen.append(choice.begin(length, rows))
+        assert 1 <= seen[-1].number <= (rows if seen[-1].by_rows else length)
+        choice.took(1.0 if seen[-1].by_rows is better else 2.0)
+    by_rows = {n * devices for n in (1, 2, 4)} & set(range(rows + 1))
+    assert {c.number for c in seen if c.by_rows} == by_rows
+    if by_rows and length >= devices:
+        assert seen[-1].by_rows is better
+        assert choice.begin(length, 1) == (Chunks(1, True) if better else seen[-1])

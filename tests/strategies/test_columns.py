@@ -134,13 +134,24 @@ def test_what_has_no_columns() -> None:
         sg.PipelineStrategy(cpus(2), columns=0)
 
 
-def test_the_number_of_chunks_is_tried_out() -> None:
+def test_chunks_of_time_and_pieces_by_rows_are_tried_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """While numbers are tried, and after: the weights of one device."""
-    x, y = rows("all")
-    module = Stack(nn.LSTM, "all").double()
-    one = by_hand(module, adam, F.cross_entropy, x, y, batch=2)
     with sg.PipelineStrategy(cpus(2), columns="auto") as strategy:
-        model = sg.Model(Stack(nn.LSTM, "all").double(), strategy)
-        model.compile(optimizer=adam, loss="cross_entropy")
-        model.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0)
-    assert distance(one, model.module) < 1e-12 and moved(module, one)
+        for kind, reads, times, options in (
+            (nn.LSTM, "all", (1, 2), {}),
+            (nn.LSTM, "state", (), {}),  # by rows alone
+            (nn.RNN, "last", (), {"first": False, "residual": True}),
+        ):
+            monkeypatch.setattr("stratagem.rules.chunk_choice._TIME", times)
+            x, y = rows(reads)
+            module = Stack(kind, reads, **options).double()
+            one = by_hand(module, adam, F.cross_entropy, x, y, batch=5, epochs=4)
+            model = sg.Model(Stack(kind, reads, **options).double(), strategy)
+            model.compile(optimizer=adam, loss="cross_entropy")
+            caplog.clear()
+            model.fit(x, y, batch_size=5, epochs=4, shuffle=False, verbose=0)
+            assert distance(one, model.module) < 1e-12, (kind, reads)
+            assert moved(module, one)
+            assert "by rows are the fastest" in caplog.text or times
