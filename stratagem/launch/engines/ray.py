@@ -50,8 +50,9 @@ class Ray:
         name = _name(request, job)
         (job.path / "script").write_text(self.describe(request, job))
         job.sent("ray", name, request)
-        told = {"env_vars": {**request.environ, "STRATAGEM_JOB": json.dumps(_told(request))}}
-        job.write("runtime_env.json", told)
+        told = {**request.environ, "STRATAGEM_JOB": json.dumps(_told(request))}
+        left_out = list(request.settings.get("excludes", ()))
+        job.write("runtime_env.json", {"env_vars": told, "excludes": left_out})
         try:
             done = subprocess.run(
                 _command(request, name, job), capture_output=True, text=True, timeout=300
