@@ -249,6 +249,7 @@ class RaySite(Site):
             dashboard = f"--dashboard-port={self._port}"
             self._node("--head", f"--port={head}", dashboard, f"--temp-dir={self._temp}")
             wait_for(self._answers, 120)
+            wait_for(lambda: self._count() == 1, 120)
             self._node(f"--address=127.0.0.1:{head}", "--node-ip-address=127.0.0.2")
             # as it comes it clears what jobs before it have in the folder that both share
             wait_for(lambda: self._count() == 2, 120)
@@ -279,7 +280,7 @@ class RaySite(Site):
 
     def _count(self) -> int:
         """How many nodes there are."""
-        assert self._nodes[1].poll() is None, (self.folder / "ray.log").read_text()
+        assert self._nodes[-1].poll() is None, (self.folder / "ray.log").read_text()
         with urlopen(f"http://127.0.0.1:{self._port}/nodes?view=summary", timeout=20) as answer:
             return len(json.load(answer)["data"]["summary"])
 

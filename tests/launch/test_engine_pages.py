@@ -7,8 +7,10 @@ needs machines that the tests do not have (installing, building an image) is mar
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -115,3 +117,29 @@ def prepare(where: Any) -> None:
         (project / "stratagem.toml").write_text(settings + endpoint)
     if folder := {"ray": "shared", "kubernetes": "models"}.get(where.name):
         (project / folder).mkdir()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_page_about_tpus(tmp_path: Path) -> None:
+    """With the stand-in, whose TPUs are the CPU."""
+    ours = "sg.TPUStrategy(sg.TPUClusterResolver())"
+    assert f"`strategy = {ours}`" in (ROOT / "docs" / "tpu.md").read_text()
+    script = train_script().replace("sg.MultiWorkerMirroredStrategy()", ours)
+    (tmp_path / "train.py").write_text(script)
+    ((commands, shown),) = steps("tpu.md")
+    assert commands == ["python train.py"]
+    told = {"STAND_IN_TPUS": "4", "STAND_IN_CLAIMS": str(tmp_path / "claims")}
+    path = f"{ROOT / 'tests' / 'stand_ins'}:{ROOT}"
+    child = subprocess.Popen(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, **told, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    code, said = finished(child, 250)
+    there = plain(shown, tmp_path)
+    assert code == 0 and there.pop("...") and not there - plain(said, tmp_path), said
+    assert (tmp_path / "digits.safetensors").exists()
