@@ -100,7 +100,14 @@ class Pod:
         environ["STRATAGEM_BLAME"] = str(self._message)
         python, *command = container["command"]
         assert python == "python"
-        words = ["env", f"--chdir={cwd}", sys.executable, *command, *container["args"]]
+        claims = {
+            each["name"]: str(cwd / each["persistentVolumeClaim"]["claimName"])
+            for each in part.spec["template"]["spec"].get("volumes", ())
+        }
+        args = container["args"]
+        for each in container.get("volumeMounts", ()):  # a claim is a folder of the project
+            args = [a.replace(f"{each['mountPath']}/", f"{claims[each['name']]}/") for a in args]
+        words = ["env", f"--chdir={cwd}", sys.executable, *command, *args]
         self.process = hosts.start(
             self.host, *words, JOB_COMPLETION_INDEX=str(part.index), PYTHONPATH=str(ROOT), **environ
         )
@@ -148,6 +155,8 @@ class KubernetesServer:
         self.attempts: dict[str, int] = {}
         #: kinds that may not be created, and how many answers are to be cut off
         self.forbidden: set[str] = set()
+        #: kinds of which the next is never answered, since whoever asked is killed
+        self.held: set[str] = set()
         self.drop = 0
         self._lock = threading.RLock()
         server = self
@@ -195,6 +204,10 @@ class KubernetesServer:
         if match is None:
             raise Refusal(404, "NotFound", f"the server could not find {parts.path}")
         kind, name = match["kind"], match["name"]
+        if method == "POST" and kind in self.held:
+            self.held.remove(kind)
+            time.sleep(8)
+            raise Refusal(504, "Timeout", "too late: whoever asked is no more")
         with self._lock:
             self._control()
             if kind == "pods":
@@ -329,9 +342,9 @@ def _now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def bind_names(hosts: Hosts, count: int, names: Path) -> None:
-    """Have hosts 1 to `count` read that file for names."""
+def bind_names(hosts: Hosts, count: int, names: Path, first: int = 1) -> None:
+    """Have so many hosts read that file for names."""
     names.write_text("127.0.0.1 localhost\n")
-    for i in range(1, count + 1):
+    for i in range(first, first + count):
         words = [*hosts.inside(i), "mount", "--bind", str(names), "/etc/hosts"]
         subprocess.run(words, check=True, capture_output=True, timeout=20)

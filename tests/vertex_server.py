@@ -75,8 +75,9 @@ class Replicas:
         given = {each["name"]: each["value"] for each in container.get("env", ())}
         given = {key: text.replace("/gcs/", f"{folder}/gcs/", 1) for key, text in given.items()}
         (folder / "replicas").mkdir(exist_ok=True)
+        args = [arg.replace("/gcs/", f"{folder}/gcs/", 1) for arg in container.get("args", ())]
         child = subprocess.Popen(
-            [sys.executable, *container["command"][1:], *container.get("args", ())],
+            [sys.executable, *container["command"][1:], *args],
             cwd=folder / "project",
             env={**os.environ, **given, "CLUSTER_SPEC": json.dumps(told)},
             text=True,

@@ -59,6 +59,7 @@ _KNOWN: dict[str, type | tuple[type, ...]] = {
     "context": str,
     "ray_address": str,
     "kind": str,
+    "volume": str,
     "restarts": int,
     "project": str,
     "region": str,
@@ -69,7 +70,16 @@ _KNOWN: dict[str, type | tuple[type, ...]] = {
 }
 
 _VERTEX = ("project", "region", "machine_type", "accelerator", "bucket", "vertex_endpoint")
-_ENGINES_OWN = ("image", "namespace", "context", "kind", "ray_address", "restarts", *_VERTEX)
+_ENGINES_OWN = (
+    "image",
+    "namespace",
+    "context",
+    "kind",
+    "volume",
+    "ray_address",
+    "restarts",
+    *_VERTEX,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", metavar="NAME", help="on which cluster of kubectl's (kubernetes)")
     add("--ray-address", metavar="URL", help="of the cluster: http://head:8265 (ray)")
     add("--kind", metavar="KIND", help="job, jobset or trainjob (kubernetes)")
+    add("--volume", metavar="CLAIM=/PATH", help="a claim that all pods mount (kubernetes)")
     add(
         "--restarts",
         type=whole(0),
@@ -123,12 +134,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Send the job; 0, or its own exit code with --follow."""
-    settings = {**_from_file(Path.cwd()), **_given(args)}
+    settings = {**settings_of(Path.cwd()), **_given(args)}
     name = settings.get("on")
     if name is None:
         raise UsageError(f"where to? As in: --on {' or --on '.join(ENGINES)}")
     chosen = engine(name)
-    request = chosen.prepare(_request(args, settings))
+    request = chosen.prepare(make_request(_words(args), settings))
     job = JobFolder.create(request.name)
     try:
         if args.dry_run:
@@ -160,7 +171,7 @@ def _show_plan(name: str, request: JobRequest) -> None:
     print(f"  {words} in {where}{gpus}", flush=True)
 
 
-def _from_file(folder: Path) -> dict[str, Any]:
+def settings_of(folder: Path) -> dict[str, Any]:
     """The settings of the project, if there are any."""
     file = next((at / FILE for at in (folder, *folder.parents) if (at / FILE).is_file()), None)
     if file is None:
@@ -184,8 +195,8 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _request(args: argparse.Namespace, settings: dict[str, Any]) -> JobRequest:
-    words = _words(args)
+def make_request(words: tuple[str, ...], settings: dict[str, Any]) -> JobRequest:
+    """The job that runs a script, or -m and a module, with these options."""
     if settings.get("restarts") and settings["on"] not in ("ray", "kubernetes"):
         raise UsageError(
             "--restarts is for ray and kubernetes: Slurm puts jobs back into the queue by itself, "

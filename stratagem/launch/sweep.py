@@ -10,6 +10,7 @@ examples:
   stratagem sweep train.py --lr 1e-4..1e-1:log --units 64,128 --trials 20 --metric val_accuracy:max
   stratagem sweep train.py --depth 2..6 --units 64,128 --sampler grid --metric val_loss:min
   stratagem sweep train.py --lr 1e-4..1e-1:log --metric val_loss --out runs/lr -- --seed 3
+  stratagem sweep --on slurm --slots 8 train.py --lr 1e-4..1e-1:log --metric val_loss
   stratagem sweep --resume --out runs/lr                   go on where it was
   stratagem sweep --resume --out runs/lr --trials 40       and with 20 more trials
 """
@@ -22,12 +23,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stratagem.cluster.environment import cores
 from stratagem.errors import UsageError
 from stratagem.launch.cli import whole
 from stratagem.launch.run import command, visible
+from stratagem.launch.submit import settings_of
 from stratagem.launch.sweep_folder import SweepFolder
 from stratagem.launch.sweep_settings import (
     SAMPLERS,
@@ -36,6 +38,7 @@ from stratagem.launch.sweep_settings import (
     count_trials,
     read_metric,
 )
+from stratagem.launch.trial_jobs import TrialJobs
 from stratagem.launch.trial_slots import slots
 
 
@@ -64,6 +67,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="trials at a time; auto: as many as there are devices for (auto)",
     )
     add("--prune", action="store_const", const=True, help="end trials that are far behind")
+    add("--on", metavar="ENGINE", help="each trial is a job: slurm, ssh or ray (this machine)")
+    add("--workers", type=whole(1), metavar="W", help="of each such job (1)")
+    add("--gpus-per-worker", type=whole(0), metavar="G", help="of each such job (0)")
+    add("--hosts", metavar="LIST", help="as for stratagem submit (ssh)")
     add("--out", metavar="DIR", help="the sweep's folder (runs/sweep-SCRIPT)")
     add("--resume", action="store_const", const=True, help="go on with the sweep of that folder")
 
@@ -128,13 +135,18 @@ def main(args: argparse.Namespace) -> int:
             f"{folder.path} has a sweep already; go on with it by --resume, or choose another --out"
         )
     asked = _settings(args, words, begun)
-    places = slots(args.slots, asked.replicas, visible(os.environ), cores())
+    jobs = TrialJobs(asked.submit, args.slots, folder.path) if asked.submit else None
+    if jobs is not None:
+        jobs.check(asked.command)
+        places = jobs.places
+    else:
+        places = slots(args.slots, asked.replicas, visible(os.environ), cores())
     folder.lock()
     try:
         folder.begin(asked)
         from stratagem.launch.sweep_loop import SweepLoop  # imports Optuna
 
-        loop = SweepLoop(asked, folder, places, list(options.takes))
+        loop = SweepLoop(asked, folder, places, list(options.takes), jobs)
         loop.run()
         print("\n".join(loop.summary()), flush=True)
     finally:
@@ -166,6 +178,7 @@ def _settings(
     if begun is not None and not words:
         _check_place(begun)
         said = {name: vars(args)[name] for name in ("keep", "replicas", "sampler", "seed", "prune")}
+        said["submit"] = _submit(args) or None
         if args.metric:
             said["metric"], said["larger"] = read_metric(args.metric)
         told = {name: value for name, value in said.items() if value is not None}
@@ -180,6 +193,20 @@ def _settings(
             made = replace(made, trials=begun.trials)
         _no_fewer(made, begun)
     return made
+
+
+def _submit(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of `stratagem submit` for the trials' jobs; none where they run on this machine."""
+    names = ("on", "workers", "gpus_per_worker", "hosts")
+    given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    if given and "on" not in given:
+        raise UsageError("where to? As in: --on slurm, with --workers, --gpus-per-worker, --hosts")
+    if given and args.replicas:
+        raise UsageError(
+            f"a job on {given['on']} has workers: say --workers and --gpus-per-worker instead of "
+            "--replicas-per-trial"
+        )
+    return {**settings_of(Path.cwd()), **given} if given else {}
 
 
 def _check_place(begun: SweepSettings) -> None:
@@ -212,6 +239,7 @@ def _new(args: argparse.Namespace, words: Sequence[str]) -> SweepSettings:
         seed=args.seed or 0,
         prune=bool(args.prune),
         where=os.getcwd(),
+        submit=_submit(args),
     )
     axes, _ = made.space
     if not axes:

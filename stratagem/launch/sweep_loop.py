@@ -23,6 +23,7 @@ from stratagem.launch.sweep_report import summary, unknown_flag, without_metric,
 from stratagem.launch.sweep_settings import SweepSettings
 from stratagem.launch.sweep_study import SweepStudy
 from stratagem.launch.sweep_view import SweepView, TrialRow
+from stratagem.launch.trial_jobs import TrialJobs
 from stratagem.launch.trial_slots import Slot, TrialSlots
 from stratagem.training.termination import EXIT_CODE
 
@@ -41,11 +42,13 @@ class SweepLoop:
         folder: SweepFolder,
         slots: Sequence[Slot],
         options: Sequence[str] = (),
+        jobs: TrialJobs | None = None,
     ) -> None:
-        """`options` are those of the command, for one that is spelt wrong."""
+        """`options` are those of the command, for one that is spelt wrong; `jobs`: where trials run
+        that are not to run here."""
         self._settings, self._folder, self._options = settings, folder, options
         self.study = SweepStudy(settings, folder.journal)
-        self._places = list(slots)
+        self._places, self._jobs = list(slots), jobs
         self._todo = self.study.unfinished()
         self._again = set(self._todo)
         self._tries: Counter[int] = Counter()
@@ -62,7 +65,7 @@ class SweepLoop:
         with SignalQueue() as inbox, ExitStack() as stack:
             name = f"stratagem-{os.getpid()}-"
             scratch = Path(stack.enter_context(TemporaryDirectory(prefix=name)))
-            self._slots = TrialSlots(self._places, scratch)
+            self._slots = self._jobs or TrialSlots(self._places, scratch)
             stack.callback(self._slots.close)
             stack.enter_context(self.view)
             self._keep()
@@ -90,6 +93,12 @@ class SweepLoop:
 
     def _start(self, number: int) -> None:
         flags = self.study.flags(number)
+        if number in self._again and not self._tries[number]:
+            found = self._slots.find(number, self._folder.trial(number))
+            if found is not None:
+                self._tries[number] += 1
+                self.view.began(TrialRow(number, flags, slot=found.number), again=False)
+                return
         _, fixed = self._settings.space
         ranged = [word for flag, value in flags.items() for word in (flag, value)]
         if any(value.startswith("-") for value in flags.values()):  # a negative number is no flag

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class SweepSettings:
     prune: bool
     #: where the script runs
     where: str
+    #: options of `stratagem submit`, where trials are jobs
+    submit: dict[str, Any] = field(default_factory=dict)
 
     @property
     def space(self) -> tuple[list[Axis], list[str]]:

@@ -21,7 +21,7 @@ class TPUStrategy(MirroredStrategy):
         resolver: `sg.TPUClusterResolver()`, which is also what is taken without one.
         wire, sync_batchnorm, patience, insecure: as of `MirroredStrategy`.
 
-    It has never run on a TPU; see docs/engines.md.
+    It has never run on a TPU; see docs/tpu.md.
     """
 
     @by_name

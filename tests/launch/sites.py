@@ -40,17 +40,52 @@ note(f"pid-{me}", os.getpid())
 """
 
 
-class _OnHosts:
+class Site:
+    """A folder with a project, and commands that are run there as its user would."""
+
     folder: Path
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Run a command of stratagem."""
+        return self.run_there([sys.executable, "-m", "stratagem", *words])
+
+    def shell(self, line: str) -> subprocess.Popen[str]:
+        """Run a line of a page."""
+        bin_ = self.folder / "bin"
+        bin_.mkdir(exist_ok=True)
+        python = Path(sys.executable).parent
+        program(bin_ / "stratagem", f'exec {python}/python -m stratagem "$@"')
+        return self.run_there(["bash", "-c", f"PATH={bin_}:{python}:$PATH; {line}"])
+
+    def run_there(self, command: list[str]) -> subprocess.Popen[str]:
+        raise NotImplementedError
+
+    def here(self, command: list[str], **environ: str) -> subprocess.Popen[str]:
+        """Run something on this machine, in the project."""
+        return subprocess.Popen(
+            command,
+            cwd=self.folder / "project",
+            env={**os.environ, **environ},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def program(file: Path, text: str) -> None:
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+
+
+class _OnHosts(Site):
     hosts: Hosts
     environ: dict[str, str]
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def run_there(self, command: list[str]) -> subprocess.Popen[str]:
         at = ["env", f"--chdir={self.folder / 'project'}"]  # whoever enters a host is in its root
-        command = [*at, sys.executable, "-m", "stratagem", *words]
-        return self.hosts.start(
-            0, *command, STRATAGEM_JOBS=str(self.folder / "jobs"), **self.environ
-        )
+        jobs = str(self.folder / "jobs")
+        return self.hosts.start(0, *at, *command, STRATAGEM_JOBS=jobs, **self.environ)
 
 
 class SlurmSite(_OnHosts):
@@ -97,9 +132,12 @@ class SshSite(_OnHosts):
             "StrictModes no\nPidFile none\nPasswordAuthentication no\nPermitRootLogin yes\n"
             f"SetEnv PYTHONPATH={ROOT} OMP_NUM_THREADS=1\n"
         )
-        hosts = "".join(f"Host node{i}\n HostName {self.hosts.address(i)}\n" for i in (1, 2))
+        names = self.folder / "names"
+        bind_names(self.hosts, 3, names, first=0)
+        with names.open("a") as file:
+            file.writelines(f"{self.hosts.address(i)} node{i}\n" for i in (1, 2))
         (self._keys / "ssh").write_text(
-            f"{hosts}Host *\n IdentityFile {self._keys}/user\n StrictHostKeyChecking no\n"
+            f"Host *\n IdentityFile {self._keys}/user\n StrictHostKeyChecking no\n"
             f" UserKnownHostsFile {self._keys}/known\n LogLevel ERROR\n"
         )
         sshd = shutil.which("sshd") or "/usr/sbin/sshd"
@@ -119,11 +157,16 @@ class SshSite(_OnHosts):
         nodes = ",".join(f"node{i}={self.hosts.address(i)}" for i in (1, 2))
         return ["--on", "ssh", "--hosts", nodes, "--ssh", f"ssh -F {self._keys}/ssh"]
 
+    def shell(self, line: str) -> subprocess.Popen[str]:
+        (self.folder / "bin").mkdir(exist_ok=True)
+        program(self.folder / "bin" / "ssh", f'exec /usr/bin/ssh -F {self._keys}/ssh "$@"')
+        return super().shell(line)
+
     def close(self) -> None:
         self.hosts.close()
 
 
-class KubernetesSite:
+class KubernetesSite(Site):
     """A server that speaks the API and runs pods on hosts; real kubectl on this machine."""
 
     name = "kubernetes"
@@ -132,9 +175,8 @@ class KubernetesSite:
         self.folder = folder
         (folder / "bin").mkdir()
         # the server has no schemas to check manifests with
-        wrapper = '#!/bin/sh\n[ "$1" = create ] && set -- "$@" --validate=false\nexec {} "$@"\n'
-        (folder / "bin" / "kubectl").write_text(wrapper.format(shutil.which("kubectl")))
-        (folder / "bin" / "kubectl").chmod(0o755)
+        wrapper = '[ "$1" = create ] && set -- "$@" --validate=false\nexec {} "$@"'
+        program(folder / "bin" / "kubectl", wrapper.format(shutil.which("kubectl")))
         self.hosts = Hosts(5)
         try:
             bind_names(self.hosts, 4, folder / "names")
@@ -162,22 +204,14 @@ class KubernetesSite:
     def options(self) -> list[str]:
         return ["--on", "kubernetes", "--image", "here"]
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        environ = {
-            "STRATAGEM_JOBS": str(self.folder / "jobs"),
-            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
-            "KUBECONFIG": str(self.folder / "config"),
-            "HOME": str(self.folder),
-            "PYTHONPATH": str(ROOT),
-        }
-        return subprocess.Popen(
-            [sys.executable, "-m", "stratagem", *words],
-            cwd=self.folder / "project",
-            env={**os.environ, **environ},
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+    def run_there(self, command: list[str]) -> subprocess.Popen[str]:
+        return self.here(
+            command,
+            STRATAGEM_JOBS=str(self.folder / "jobs"),
+            PATH=f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            KUBECONFIG=str(self.folder / "config"),
+            HOME=str(self.folder),
+            PYTHONPATH=str(ROOT),
         )
 
     def lose(self, task: str) -> None:
@@ -192,7 +226,7 @@ class KubernetesSite:
         self.hosts.close()
 
 
-class RaySite:
+class RaySite(Site):
     """Two nodes of a real Ray, which lies in the folder STRATAGEM_TEST_RAY."""
 
     name = "ray"
@@ -215,6 +249,7 @@ class RaySite:
             dashboard = f"--dashboard-port={self._port}"
             self._node("--head", f"--port={head}", dashboard, f"--temp-dir={self._temp}")
             wait_for(self._answers, 120)
+            wait_for(lambda: self._count() == 1, 120)
             self._node(f"--address=127.0.0.1:{head}", "--node-ip-address=127.0.0.2")
             # as it comes it clears what jobs before it have in the folder that both share
             wait_for(lambda: self._count() == 2, 120)
@@ -245,30 +280,19 @@ class RaySite:
 
     def _count(self) -> int:
         """How many nodes there are."""
-        assert self._nodes[1].poll() is None, (self.folder / "ray.log").read_text()
+        assert self._nodes[-1].poll() is None, (self.folder / "ray.log").read_text()
         with urlopen(f"http://127.0.0.1:{self._port}/nodes?view=summary", timeout=20) as answer:
             return len(json.load(answer)["data"]["summary"])
 
     def options(self) -> list[str]:
         return ["--on", "ray"]
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        return self._python("-m", "stratagem", *words)
+    def run_there(self, command: list[str]) -> subprocess.Popen[str]:
+        return self.here(command, **self._environ)
 
     def python(self, code: str, *words: str) -> subprocess.Popen[str]:
         """A script without a file, as a notebook is."""
-        return self._python("-c", code, *words)
-
-    def _python(self, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, *words],
-            cwd=self.folder / "project",
-            env={**os.environ, **self._environ},
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        return self.run_there([sys.executable, "-c", code, *words])
 
     def lose(self, task: str) -> None:
         """Kill the actor above a task, which is of this machine's processes."""
@@ -285,7 +309,7 @@ class RaySite:
         shutil.rmtree(self._temp, ignore_errors=True)
 
 
-class VertexSite:
+class VertexSite(Site):
     """A loopback server, which speaks as Vertex AI and Cloud Logging do, and Google's clients."""
 
     name = "vertex"
@@ -299,19 +323,10 @@ class VertexSite:
             "OMP_NUM_THREADS": "1",
             "STRATAGEM_JOBS": str(folder / "jobs"),
         }
-        self._server = self._python(ROOT, "tests.vertex_server", str(self.port), str(folder))
+        server = [sys.executable, "-m", "tests.vertex_server", str(self.port), str(folder)]
+        self._server = self.here(server, **self.environ)
         assert self._server.stdout is not None
         assert self._server.stdout.readline() == "serving\n"
-
-    def _python(self, where: Path, *words: str, **more: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", *words],
-            cwd=where,
-            env={**os.environ, **self.environ, **more},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
 
     def options(self, **more: str) -> list[str]:
         given = {"project": "p", "region": "r", "image": "i:1", "bucket": "gs://b/jobs", **more}
@@ -319,8 +334,8 @@ class VertexSite:
         options = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value]
         return ["--on", "vertex", *options]
 
-    def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
-        return self._python(self.folder / "project", "stratagem", *words, **more)
+    def run_there(self, command: list[str], **more: str) -> subprocess.Popen[str]:
+        return self.here(command, **{**self.environ, **more})
 
     def close(self) -> None:
         self._server.terminate()

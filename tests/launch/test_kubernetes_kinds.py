@@ -16,7 +16,7 @@ from stratagem.launch.engines.kubernetes_kinds import attempt_of, kind_of, manif
 from stratagem.launch.job_request import JobRequest
 
 ALL: dict[str, dict[str, Any]] = {
-    "job": {"workers": 2, "ps": 1, "evaluator": True, "minutes": 5},
+    "job": {"workers": 2, "ps": 1, "evaluator": True, "minutes": 5, "more": {"volume": "a=/b"}},
     "jobset": {"workers": 2, "ps": 1, "evaluator": True, "minutes": 5, "gpus": 2},
     "trainjob": {"workers": 2, "minutes": 5, "gpus": 2},
 }
@@ -92,6 +92,7 @@ def test_which_task_a_pod_is() -> None:
         ("job", {"restarts": 1}, {}, "--restarts needs --kind jobset"),
         ("trainjob", {}, {"ps": 1}, "a TrainJob has workers only"),
         ("trainjob", {"restarts": 1}, {}, "its runtime's affair"),
+        ("trainjob", {"volume": "a=/b"}, {}, "its runtime's affair"),
         ("deployment", {}, {}, "there are job, jobset, trainjob"),
     ],
 )

@@ -55,6 +55,10 @@ def with_program(project: Path, name: str, text: str = "exit 1") -> None:
         ("submit --on slurm", "which script?"),
         ("submit --on kubernetes train.py", "there is no kubectl on this machine"),
         ("submit --on ray train.py", "there is no `ray` on this machine"),
+        (
+            "submit --on vertex --project p --region r --image i train.py",
+            "Vertex AI needs Google's client",
+        ),
         ("submit --on slurm --time 5x train.py", "--time '5x' is no time: write 30m, 2h or 1d"),
         ("submit --on slurm --name No_Label train.py", "'No_Label' is no name for a job"),
         ("submit --on slurm train.py a\nb", "no room for arguments with line breaks"),
@@ -95,6 +99,8 @@ def test_what_kubernetes_needs(project: Path, capsys: pytest.CaptureFixture[str]
     assert main([*start, "train.py"]) == 2
     assert "which image?" in capsys.readouterr().err
     image = ["--image", "a:1"]
+    assert main([*start, *image, "--volume", "models", "train.py"]) == 2
+    assert "as in --volume models=/models" in capsys.readouterr().err
     assert main([*start, *image, "--gpus-per-worker", "1", "--ps", "1", "train.py"]) == 2
     assert "all tasks have the same resources" in capsys.readouterr().err
     assert main([*start, *image, "train.py"]) == 2

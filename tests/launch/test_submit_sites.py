@@ -211,6 +211,8 @@ x, y = torch.randn(96, 8), torch.randint(0, 3, (96,))
 class Slow(sg.callbacks.Callback):
     def on_batch_end(self, batch, logs=None):
         note(f"step-{me}", time.time())
+        with open(f"{sys.argv[1]}-steps-{me}", "a") as steps:
+            steps.write("x")
         time.sleep(float(sys.argv[2]))
 
 strategy = sg.MultiWorkerMirroredStrategy()
@@ -268,6 +270,82 @@ def test_a_place_that_is_lost_is_taken_anew(there: Any) -> None:
         load_file(there.folder / f"{each}-end.safetensors") for each in ("quiet", "lost")
     )
     assert all(torch.equal(a, lost[key]) for key, a in quiet.items())
+
+
+@needs_hosts
+def test_a_job_that_was_cut_off_goes_on_when_it_is_submitted_again(there: Any) -> None:
+    """Where nobody puts it back into a queue: over ssh, on Vertex AI."""
+    if there.name not in ("ssh", "vertex"):
+        pytest.skip("there it is begun again without being asked")
+    script(there, RESUMED)
+    job = ["submit", *there.options(), "--workers", "2"]
+    code, said = finished(there.start(*job, "--follow", "train.py", "quiet", "0"))
+    assert code == 0, said
+    (there.folder / "step-worker-0").unlink(missing_ok=True)
+    handle, _ = submitted(there, "--workers", "2", "train.py", "cut", "0.8")
+    wait_for(lambda: (there.folder / "step-worker-0").exists(), 60)
+    if there.name == "ssh":
+        _kill_supervisor(there)
+    else:
+        assert finished(there.start("cancel", handle))[0] == 0
+    wait_for(lambda: nothing_left(there), 40)
+    assert not (there.folder / "cut-end.safetensors").exists()
+    before = (there.folder / "cut-steps-worker-0").stat().st_size
+    code, said = finished(there.start(*job, "--follow", "train.py", "cut", "0"))
+    assert code == 0, said
+    assert 0 < before < 36 == (there.folder / "cut-steps-worker-0").stat().st_size
+    quiet, cut = (load_file(there.folder / f"{each}-end.safetensors") for each in ("quiet", "cut"))
+    assert all(torch.equal(a, cut[key]) for key, a in quiet.items())
+
+
+@needs_hosts
+def test_more_gpus_than_a_node_has(there: Any) -> None:
+    script(there, "")
+    if there.name == "kubernetes":
+        pytest.skip("a cluster may grow; status says what a pod waits for (test_submit.py)")
+    gpus = "3" if there.name == "vertex" else "1"
+    more = ["--accelerator=NVIDIA_TESLA_T4"] if there.name == "vertex" else []
+    words = ["submit", *there.options(), *more, "--gpus-per-worker", gpus, "train.py"]
+    code, said = finished(there.start(*words))
+    remedy = {
+        "slurm": "sbatch refused the job: sbatch: error: .*(gres|configuration)",
+        "ssh": "node1 has 0 GPUs, and its workers need 1: fewer --gpus-per-worker, or more hosts",
+        "ray": "no node of Ray at .* has 1 GPUs .the most is 0.: fewer --gpus-per-worker",
+        "vertex": "has 1, 2, 4, 8 or 16 GPUs, not 3",
+    }[there.name]
+    assert code == 2 and re.search(remedy, said.splitlines()[-1]), said
+    assert not (there.folder / "pid-worker-0").exists()
+
+
+@needs_hosts
+def test_a_script_that_is_not_there(there: Any) -> None:
+    """Before anything is started; what is in an image only the job itself can tell."""
+    script(there, "")
+    code, said = finished(there.start("submit", *there.options(), "--follow", "nothing.py"))
+    if there.name in ("kubernetes", "vertex"):
+        assert code == 2 and "worker 0 failed first: exit code 2" in said, said
+        assert "can't open file" in said.splitlines()[-1]
+        return
+    assert code == 2 and "there is no script 'nothing.py' in" in said.splitlines()[-1], said
+    assert ("on node1: copy it there, or say --folder" in said) == (there.name == "ssh")
+
+
+@needs_hosts
+def test_a_client_that_is_killed_while_it_submits(there: Any) -> None:
+    if there.name != "kubernetes":
+        pytest.skip("there it is one thing that is sent")
+    script(there, "")
+    there.server.held = {"secrets"}
+    client = there.start("submit", *there.options(), "train.py")
+    wait_for(lambda: not there.server.held, 30)
+    client.kill()
+    client.wait()
+    listed = finished(there.start("jobs"))[1].splitlines()[-1]
+    assert "waiting: suspended, as if whoever submitted it was killed" in listed
+    handle = listed.split()[0]
+    assert finished(there.start("cancel", handle))[0] == 0
+    assert not [key for key in there.server.objects if key[1] == handle.partition(":")[2]]
+    assert not (there.folder / "pid-worker-0").exists()
 
 
 NOTEBOOK = """
@@ -331,15 +409,19 @@ def test_a_supervisor_that_is_killed_leaves_nobody(there: Any) -> None:
     script(there, "time.sleep(200)\n")
     handle, _ = submitted(there, "--workers", "2", "train.py")
     begun(there, "worker-0", "worker-1")
+    _kill_supervisor(there)
+    wait_for(lambda: nothing_left(there), 30)
+    code, said = finished(there.start("status", handle))
+    assert code == 1 and "its supervisor was killed" in said, said
+
+
+def _kill_supervisor(there: Any) -> None:
     (pid,) = (
         int(entry.name)
         for entry in Path("/proc").glob("[0-9]*")
         if f"stratagem.launch.engines.ssh {there.folder}" in " ".join(_words(entry))
     )
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: nothing_left(there), 30)
-    code, said = finished(there.start("status", handle))
-    assert code == 1 and "its supervisor was killed" in said, said
 
 
 def _words(process: Path) -> list[str]:

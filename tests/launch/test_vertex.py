@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,8 @@ def there(tmp_path_factory: Any) -> Iterator[VertexSite]:
     made.close()
 
 
-def say(there: VertexSite, *words: str, **environ: str) -> tuple[int, str]:
-    return finished(there.start(*words, **environ), 120)
+def say(there: VertexSite, *words: str) -> tuple[int, str]:
+    return finished(there.start(*words), 120)
 
 
 def submit(there: VertexSite, *words: str, **more: str) -> tuple[int, str]:
@@ -181,8 +182,8 @@ def test_without_the_client_for_logs_the_command_is_named(there: VertexSite) -> 
     hidden.mkdir(parents=True)
     (hidden / "__init__.py").write_text("raise ImportError('no logging here')\n")
     path = f"{there.folder / 'hidden'}:{there.environ['PYTHONPATH']}"
-    words = ["submit", *there.options(), "--follow", "train.py"]
-    code, said = finished(there.start(*words, PYTHONPATH=path), 120)
+    words = ["-m", "stratagem", "submit", *there.options(), "--follow", "train.py"]
+    code, said = finished(there.run_there([sys.executable, *words], PYTHONPATH=path), 120)
     assert code == 0, said
     assert "gcloud ai custom-jobs stream-logs" in said and "--project=p --region=r shows" in said
     assert "(pip install google-cloud-logging brings them here)" in said

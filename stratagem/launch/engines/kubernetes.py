@@ -8,6 +8,7 @@ are brought into the job's folder when somebody asks, since Kubernetes forgets t
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -22,6 +23,7 @@ from stratagem.launch.verdict import write_end
 
 _TAIL = 10  # lines that explain a failure
 _CANCELLED = 143
+_VOLUME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?=/\S+")
 
 
 class Kubernetes:
@@ -33,6 +35,12 @@ class Kubernetes:
         if not request.settings.get("image"):
             raise UsageError(
                 "which image? As in: --image registry/digits:1, with the script and stratagem in it"
+            )
+        volume = request.settings.get("volume", "claim=/models")
+        if not _VOLUME.fullmatch(volume):
+            raise UsageError(
+                f"--volume {volume}: write the name of a PersistentVolumeClaim and where pods find "
+                "it, as in --volume models=/models"
             )
         kind_of(request).check(request)
         return request
@@ -71,8 +79,11 @@ class Kubernetes:
         if not found.strip():
             job.ended(_CANCELLED, "somebody has deleted it")
             return job.end() or JobState("ended")
-        waits = self._bring(job)
-        status = json.loads(found).get("status", {})
+        waits, made = self._bring(job), json.loads(found)
+        if made["spec"].get("suspend") and not any(map(job.task, request.tasks())):
+            why = "suspended, as if whoever submitted it was killed before all was sent"
+            return JobState("waiting", text=f"{why}: stratagem cancel {job.handle}")
+        status = made.get("status", {})
         conditions = {c["type"] for c in status.get("conditions", ()) if c["status"] == "True"}
         if conditions & {"Complete", "Completed", "Failed"}:
             write_end(job, int("Failed" in conditions))

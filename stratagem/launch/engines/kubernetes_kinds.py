@@ -113,10 +113,10 @@ class TrainJobKind(JobSetKind):
     def check(self, request: JobRequest) -> None:
         if request.ps or request.evaluator:
             raise UsageError("a TrainJob has workers only: say --kind jobset for --ps, --evaluator")
-        if request.folder or request.settings.get("restarts"):
+        if request.folder or any(request.settings.get(key) for key in ("restarts", "volume")):
             raise UsageError(
-                "the folder and the restarts of a TrainJob are its runtime's affair: leave "
-                "--folder and --restarts out, or say --kind jobset"
+                "folder, volume and restarts of a TrainJob are its runtime's affair: leave "
+                "--folder, --volume and --restarts out, or say --kind jobset"
             )
 
     def address(self, name: str, task: Task, number: int) -> str:
@@ -216,6 +216,11 @@ def _job_spec(request: JobRequest, count: int, variables: list[Any], gpus: int) 
             },
         },
     }
+    if volume := request.settings.get("volume"):
+        claim, _, path = str(volume).partition("=")
+        container["volumeMounts"] = [{"name": "shared", "mountPath": path}]
+        source = {"name": "shared", "persistentVolumeClaim": {"claimName": claim}}
+        spec["template"]["spec"]["volumes"] = [source]
     if request.minutes is not None:
         spec["activeDeadlineSeconds"] = 60 * request.minutes
     return spec

@@ -40,6 +40,8 @@ class Ray:
         if script != "-m" and not (Path(request.folder) / script).is_file():
             raise UsageError(f"there is no script {script!r} in {request.folder}")
         _ask(request, "/api/version")
+        if request.gpus:
+            _check_gpus(request)
         return request
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
@@ -50,8 +52,9 @@ class Ray:
         name = _name(request, job)
         (job.path / "script").write_text(self.describe(request, job))
         job.sent("ray", name, request)
-        told = {"env_vars": {**request.environ, "STRATAGEM_JOB": json.dumps(_told(request))}}
-        job.write("runtime_env.json", told)
+        told = {**request.environ, "STRATAGEM_JOB": json.dumps(_told(request))}
+        left_out = list(request.settings.get("excludes", ()))
+        job.write("runtime_env.json", {"env_vars": told, "excludes": left_out})
         try:
             done = subprocess.run(
                 _command(request, name, job), capture_output=True, text=True, timeout=300
@@ -132,6 +135,21 @@ def _name(request: JobRequest, job: JobFolder) -> str:
 def _address(request: JobRequest) -> str:
     chosen = request.settings.get("ray_address") or os.environ.get(_ADDRESS)
     return str(chosen or "http://127.0.0.1:8265").rstrip("/")
+
+
+def _check_gpus(request: JobRequest) -> None:
+    """Refuse what would wait for ever: no node has so many, and the cluster does not grow."""
+    report = _ask(request, "/api/cluster_status")["data"]["clusterStatus"]["autoscalerReport"]
+    kinds = report["nodeTypeMapping"] or {}
+    if any(kind != f"node_{name}" for name, kind in kinds.items()):  # not started by hand
+        return
+    nodes = _ask(request, "/nodes?view=summary")["data"]["summary"]
+    most = max(int(node["raylet"]["resourcesTotal"].get("GPU", 0)) for node in nodes)
+    if most < request.gpus:
+        raise UsageError(
+            f"no node of Ray at {_address(request)} has {request.gpus} GPUs (the most is {most}): "
+            "fewer --gpus-per-worker, or more --workers"
+        )
 
 
 def _told(request: JobRequest) -> dict[str, Any]:

@@ -94,7 +94,9 @@ class Slurm:
         return name
 
     def state(self, job: JobFolder) -> JobState:
-        name = str(job.told["name"])
+        name = str(job.told["name"]) or self._found(job)
+        if not name:
+            return JobState("ended", text="whoever submitted it was killed before it was sent")
         done = _call(["squeue", "--noheader", f"--jobs={name}", "--format=%T %r"])
         found = done.stdout.split("\n")[0].split()
         known = found and found[0] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
@@ -109,6 +111,18 @@ class Slurm:
         if end is not None:
             return end
         return JobState("ended", text=f"it left no word: {job.path / 'batch.log'} may say why")
+
+    def _found(self, job: JobFolder) -> str:
+        """The number of a job that was sent by somebody who was killed before it was written down;
+        Slurm knows its script."""
+        listed = _call(["squeue", "--noheader", "--me", "--format=%i %o"])
+        if listed.returncode:
+            raise UsageError(f"squeue cannot tell: {_last_line(listed.stderr)}")
+        pairs = (line.partition(" ") for line in listed.stdout.splitlines())
+        name = next((i for i, _, script in pairs if script == str(job.path / "script")), "")
+        if name:
+            job.sent("slurm", name.partition("+")[0], job.request)
+        return str(job.told["name"])  # which it may have written down itself by now
 
     def cancel(self, job: JobFolder) -> None:
         job.write("cancelled.json", {})  # so that what saves is not put back into the queue
