@@ -98,6 +98,9 @@ _EXHAUSTIVE = re.compile(
 _SLOW = re.compile(
     "|".join(
         (
+            r"test_captured.py::test_a_captured_step.*(class weights|two losses|validation|scaled)",
+            r"test_captured.py::test_(what_callbacks.*(weights|rate)|a_number|between_two|servers)",
+            r"test_captured.py::test_the_step_stays.*(half|own_activation|more4|more5)",
             r"test_ray_cluster.py::test_a_(place_that_is_lost|worker_that_fails_is_named)",
             r"test_tpu.py::test_refusals.*nccl",
             r"keras/test_compressed.py::test_a_keras_model_trains_with_the_same_records",
