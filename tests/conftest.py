@@ -98,6 +98,9 @@ _EXHAUSTIVE = re.compile(
 _SLOW = re.compile(
     "|".join(
         (
+            r"test_captured.py::test_a_captured_step.*(class weights|two losses|validation|scaled)",
+            r"test_captured.py::test_(what_callbacks.*(weights|rate)|a_number|between_two|servers)",
+            r"test_captured.py::test_the_step_stays.*(half|own_activation|more4|more5)",
             r"test_ray_cluster.py::test_a_(place_that_is_lost|worker_that_fails_is_named)",
             r"test_tpu.py::test_refusals.*nccl",
             r"test_compressed_pushes.py::test_fit_is_what_the_formula_says(?!\[2-dgc-0\])",

@@ -15,20 +15,24 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import venv
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 #: batch, steps of an epoch
 SIZES = {"tiny": (32, 300), "cnn": (100, 15), "large": (128, 12)}
 EPOCHS = 3
-PACKAGES = ("tensorflow==2.21.0", "keras==3.15.1")
+#: of the peers' environments
+PACKAGES = {
+    "tensorflow": ("tensorflow==2.21.0", "keras==3.15.1"),
+    "jax": ("jax==0.10.2", "keras==3.15.1"),
+}
 TIMEOUT = 600
 
 
@@ -74,6 +78,8 @@ def scope(arm: Arm) -> Any:
         import stratagem as sg
 
         return sg.MirroredStrategy([f"cpu:{i}" for i in range(arm.replicas)]).scope()
+    if arm.backend == "jax":
+        return nullcontext()  # it uses all cores
     import tensorflow as tf
 
     # one pool of threads for all replicas of the process
@@ -168,6 +174,8 @@ def one_replica(name: str, args: Any, pythons: dict[str, str]) -> dict[str, Any]
     if "tensorflow" in pythons:
         arms["tf"] = Arm("tensorflow", "plain", name, batch, 1, args.threads)
         arms["tf mirrored"] = Arm("tensorflow", "mirrored", name, batch, 1, args.threads)
+    if "jax" in pythons:
+        arms["jax"] = Arm("jax", "plain", name, batch, 1, args.threads)
     found = rounds(arms, args.rounds, pythons)
     line = f"{name:8}{batch:7}" + "".join(f"{median(found, a):13.2f}" for a in arms)
     line += f"{median(found, 'ours', 'plain'):13.3f}"
@@ -183,6 +191,9 @@ def one_replica(name: str, args: Any, pythons: dict[str, str]) -> dict[str, Any]
         line += f"{median(found, 'tf mirrored', 'tf'):13.3f}{median(found, 'ours', 'tf'):13.3f}"
         row["tf mirrored/tf"] = median(found, "tf mirrored", "tf")
         row["ours/tf"] = median(found, "ours", "tf")
+    if "jax" in arms:
+        line += f"{median(found, 'ours', 'jax'):13.3f}"
+        row["ours/jax"] = median(found, "ours", "jax")
     print(line, flush=True)
     return row
 
@@ -226,15 +237,13 @@ def two_replicas(batch: int, args: Any, pythons: dict[str, str]) -> list[dict[st
     return rows
 
 
-def tensorflow_in(folder: Path) -> str:
+def peer_in(folder: Path, backend: str) -> str:
     """An interpreter of its own, made unless it is there."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
-        subprocess.run(
-            [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *PACKAGES],
-            check=True,
-        )
+        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*install, *PACKAGES[backend]], check=True)
     return str(python)
 
 
@@ -248,13 +257,14 @@ def main() -> None:
     parser.add_argument("--batches", default="100,200", help="global batches of part two")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=cores, help="of all replicas together")
-    parser.add_argument(
-        "--tensorflow",
-        nargs="?",
-        const="",
-        metavar="FOLDER",
-        help="also TensorFlow, in an environment made there, or made for this run",
-    )
+    for backend in PACKAGES:
+        parser.add_argument(
+            f"--{backend}",
+            nargs="?",
+            const="",
+            metavar="FOLDER",
+            help="also Keras on it, in an environment made there, or made for this run",
+        )
     parser.add_argument("--json")
     parser.add_argument("--child", nargs=len(Arm._fields))
     args = parser.parse_args()
@@ -263,14 +273,12 @@ def main() -> None:
         print(run(Arm(backend, kind, model, *map(int, numbers))))
         return
     pythons = {"torch": sys.executable}
-    passing = tempfile.mkdtemp(prefix="keras_fit_") if args.tensorflow == "" else None
-    try:
-        if args.tensorflow is not None:
-            pythons["tensorflow"] = tensorflow_in(Path(passing or args.tensorflow))
+    with tempfile.TemporaryDirectory(prefix="keras_fit_") as passing:
+        for backend in PACKAGES:
+            folder = getattr(args, backend)
+            if folder is not None:
+                pythons[backend] = peer_in(Path(folder or f"{passing}/{backend}"), backend)
         rows = everything(args, cores, pythons)
-    finally:
-        if passing is not None:
-            shutil.rmtree(passing, ignore_errors=True)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(rows, file, indent=1)
@@ -280,8 +288,7 @@ def everything(args: Any, cores: int, pythons: dict[str, str]) -> list[dict[str,
     from importlib.metadata import version
 
     said = f"keras {version('keras')}, torch {version('torch')}"
-    if "tensorflow" in pythons:
-        said += f", {PACKAGES[0]}"
+    said += "".join(f", {PACKAGES[backend][0]}" for backend in PACKAGES if backend in pythons)
     print(
         f"{platform.machine()}, {cores} cores, {said}; steps a second, median of {args.rounds} "
         "rounds"
@@ -294,8 +301,10 @@ def everything(args: Any, cores: int, pythons: dict[str, str]) -> list[dict[str,
             "plain",
             "ours",
             *(["tf", "tf mirrored"] if with_tf else []),
+            *(["jax"] if "jax" in pythons else []),
             "ours/plain",
             *(["tf mirr./tf", "ours/tf"] if with_tf else []),
+            *(["ours/jax"] if "jax" in pythons else []),
         ]
         print(
             f"\none replica, {args.threads} threads\n{'model':8}{'batch':>7}"

@@ -7,6 +7,7 @@ each listed name that the installed torch does not have.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -110,6 +111,42 @@ def parametrized(original: type[nn.Module], names: Sequence[str]) -> nn.Module:
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target."""
     torch._foreach_copy_(targets, sources)
+
+
+def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    """The operators of a function of tensors, backward ones too, as a module of torch.fx."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function)(*inputs)
+
+
+def scripted(graph: Any, inputs: Sequence[Tensor]) -> Any:
+    """A program of the operators of a module of torch.fx, which runs without Python."""
+    graph.graph.eliminate_dead_code()
+    for node in graph.graph.nodes:
+        switches = any(isinstance(a, list) and type(a[0]) is bool for a in node.args if a)
+        if switches and isinstance(node.target, OpOverload):  # torch.jit.trace cannot read these
+            node.target = _called(node.target, sorted({user.args[1] for user in node.users}))
+    graph.recompile()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # it goes, some day; what follows it needs a C++ compiler
+        trace: Any = torch.jit.trace
+        return trace(lambda *each: tuple(graph(*each)), tuple(inputs), check_trace=False)
+
+
+def _called(operator: OpOverload, wanted: Sequence[int]) -> Any:
+    """An operator with several results, some of them switched off, as a function of TorchScript."""
+    kinds = [str(each.type) for each in operator._schema.arguments]
+    given = ", ".join(f"a{i}: {kind}" for i, kind in enumerate(kinds))
+    call = f"torch.ops.{operator.overloadpacket}({', '.join(f'a{i}' for i in range(len(kinds)))})"
+    results = "".join(f"found[{i}], " for i in wanted)
+    source = f"def called({given}):\n    found = {call}\n    return ({results})\n"
+    unit = torch.jit.CompilationUnit(source)
+
+    def called(*given: Any) -> Any:
+        return dict(zip(wanted, unit.called(*given), strict=True))
+
+    return called
 
 
 def norms(tensors: list[Tensor], order: float) -> list[Tensor]:

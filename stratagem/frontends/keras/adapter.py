@@ -23,6 +23,7 @@ from stratagem.data.shares import rows, share
 from stratagem.data.streams import generator_states
 from stratagem.frontends.change_tracker import adopt
 from stratagem.frontends.keras import attributes
+from stratagem.frontends.keras.captured_step import CapturedStep
 from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
 from stratagem.frontends.keras.model_pickle import optimizers
 from stratagem.frontends.keras.step_logs import (
@@ -48,6 +49,7 @@ class KerasAdapter:
         self.model, self.part, self.updates = model, part, updates
         self.replica: Replica = part.replica
         self.optimizers = optimizers(model)
+        self.captured = CapturedStep(model)
         #: for steps whose logs are the user's own
         self.sources = {
             step: Sources(model) for step in ("train_step", "test_step") if has_own(model, step)
@@ -132,6 +134,7 @@ class KerasAdapter:
 
     def follow(self, changes: Sequence[Any], trainable: Sequence[bool] | None = None) -> None:
         """Take over attributes that were changed on the chief, and what is trained from now on."""
+        self.captured.stale = True
         if self.replica.is_chief:
             return
         adopt(attributes.objects(self.model), list(changes))
@@ -161,7 +164,10 @@ class KerasAdapter:
                 held.enter_context(whole_activity(self.model, part))
             if not part.share.examples:
                 held.enter_context(_unheard(self.model))
-            self.last = self.own(step)(mine)
+            if step == "train_step" and sources is None and part.share.examples:
+                self.last = self.captured(mine, (part.share.examples, part.share.total))
+            else:
+                self.last = self.own(step)(mine)
         return self.last
 
     def here(self, data: Any) -> Any:

@@ -37,6 +37,7 @@ from stratagem.frontends.hooks import refuse_on_parameters
 from stratagem.frontends.keras.adapter import KerasAdapter, device_name, replica_progress
 from stratagem.frontends.keras.backups import exact_backups
 from stratagem.frontends.keras.callback_needs import ONE_STEP, CallbackNeeds, public_names
+from stratagem.frontends.keras.captured_step import CapturedStep
 from stratagem.frontends.keras.dry_run_fit import rehearse
 from stratagem.frontends.keras.model_pickle import number_of, optimizers
 from stratagem.frontends.keras.row_check import CheckSchedule, check_step
@@ -139,6 +140,8 @@ class Driver:
         self.needs = CallbackNeeds()
         #: whether it is tried that rows do not depend on each other, and which batches
         self.checks, self.schedule = checks_rows(), CheckSchedule(model)
+        #: where this process trains alone
+        self._captured = CapturedStep(model)
         self._calls = 0
         #: when the last training step was over, and how long this process had waited then
         self._left: tuple[float, float] | None = None
@@ -212,7 +215,8 @@ class Driver:
     def begin(self, call: Call) -> Any:
         """A call of the user's."""
         if not self.side.takes(call):
-            with keras.device(device_name(self.strategy.replica_group.start())):
+            device = keras.device(device_name(self.strategy.replica_group.start()))
+            with device, self._captured.during(between_steps=call.needs.steps):
                 return call.run()
         _refuse(self.model)
         if call.trains:
@@ -238,7 +242,8 @@ class Driver:
 
     def step(self, name: str, data: Any) -> Any:
         if not self.leading or self.in_step or name not in self.side.plays:
-            return self.own(name)(data)
+            captured = self._captured.is_open and name == "train_step"
+            return self._captured(data) if captured else self.own(name)(data)
         self._count_loading(name)
         data = keras.tree.map_structure(_as_tensor, data)
         total = _rows_of(data)
@@ -321,7 +326,7 @@ class Driver:
             self.side.settle(counts=counts, state=state)
 
     def reset_metrics(self) -> None:
-        self._left = None  # an epoch begins, or a validation
+        self._left, self._captured.stale = None, True  # an epoch begins, or a validation
         METER.passes += 1
         if self._listening():
             self.side.reset()

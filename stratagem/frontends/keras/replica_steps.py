@@ -55,7 +55,7 @@ class ReplicaSteps:
             "test": partial(self.together, adapter.test),
             "predict": partial(self.together, adapter.predict),
             "logs": adapter.logs,
-            "reset": adapter.metrics.begin,
+            "reset": self.reset,
             "drain": adapter.drain,
             "average": self.average,
             "progress": self.progress,
@@ -78,6 +78,11 @@ class ReplicaSteps:
             self._kept = gather_tree(self.adapter.replica.collective, mine)
             self.close()
         self._trainable = trained
+
+    def reset(self) -> None:
+        """An epoch begins, and callbacks may have changed something."""
+        self.adapter.metrics.begin()
+        self.adapter.captured.stale = True
 
     def train(self, data: Any, total: int) -> Any:
         adapter = self.adapter
