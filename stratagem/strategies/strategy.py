@@ -27,7 +27,6 @@ from stratagem.training.devices import place
 from stratagem.training.loop_calls import backward_counted, mean_of_batch, rows_of_share
 from stratagem.training.loop_checkpoints import check_loader, resumable
 from stratagem.training.loop_journal import LoopJournal, journal_of
-from stratagem.training.lossy_wire import refuse_elastic
 from stratagem.training.prepare import Prepared, prepare, prepare_loader
 from stratagem.training.replica import (
     Replica,
@@ -221,7 +220,6 @@ class Strategy:
                 "or prepare(loader) for a loader by itself."
             )
         if elastic:
-            refuse_elastic(self.settings, "custom loops")
             self._let_begin_again(loader)
         found = prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
         if resume is None and not elastic:
