@@ -25,7 +25,12 @@ Kept = dict[str, dict[str, Tensor]]
 
 
 class Memory:
-    """What is kept for one flat gradient: `kept` counts, `draft` becomes it if the step does."""
+    """What is kept for one flat gradient: `kept` counts, `draft` becomes it if the step does.
+
+    Where a step may have to be done again, `before` is what was kept before the last one.
+    """
+
+    before: dict[str, Tensor] | None = None
 
     def __init__(self, flat: Tensor, layout: Layout, names: Sequence[str]) -> None:
         self.flat, self.layout = flat, layout
@@ -39,9 +44,22 @@ class Memory:
         """The step is over: keep its drafts, or what was there before it."""
         if spoilt:
             self.flat.fill_(float("nan"))
-        else:
+            for name, earlier in (self.before or {}).items():
+                earlier.copy_(self.kept[name])
+        elif self.before is None:
             self.kept, self.draft = self.draft, self.kept
+        else:
+            self.before, self.kept, self.draft = self.kept, self.draft, self.before
         self.spoilt = False
+
+    def remember(self) -> None:
+        """Have `undo` go back a step."""
+        self.before = {name: torch.zeros_like(flat) for name, flat in self.kept.items()}
+
+    def undo(self) -> None:
+        """The last step is to be done again."""
+        assert self.before is not None
+        self.kept = self.before
 
 
 class Feedback(Reducer):
@@ -55,6 +73,8 @@ class Feedback(Reducer):
     whole = True
     #: what is kept for each number of a gradient
     keeps: tuple[str, ...] = ("residual",)
+    #: whether the last step can be undone, which takes memory for one more gradient
+    undoes = False
 
     def __init__(self, collective: Collective, record: Compression) -> None:
         self.collective, self.record = collective, record
@@ -69,7 +89,9 @@ class Feedback(Reducer):
         return self.collective.buffer(count, dtype, device)
 
     def lay_out(self, flat: Tensor, layout: Layout) -> None:
-        self._memories[flat.data_ptr()] = self.memory(flat, layout)
+        made = self._memories[flat.data_ptr()] = self.memory(flat, layout)
+        if self.undoes:
+            made.remember()
 
     def memory(self, flat: Tensor, layout: Layout) -> Memory:
         return Memory(flat, layout, self.keeps)
@@ -95,11 +117,32 @@ class Feedback(Reducer):
     def end_step(self) -> None:
         spoilt = any(memory.spoilt for memory in self._memories.values())
         for memory in self._memories.values():
-            self.settle(memory, spoilt)
+            memory.settle(spoilt)
         self.steps += 1
 
-    def settle(self, memory: Memory, spoilt: bool) -> None:
-        memory.settle(spoilt)
+    # --- replicas that leave and join ------------------------------------------------------------
+
+    def state_at(self, steps: int) -> dict[str, Any]:
+        """What was kept after so many steps, the last or the one before; nothing after others."""
+        if steps == self.steps - 1:
+            for memory in self._memories.values():
+                memory.undo()
+            self.steps = steps
+        return self.state() if steps == self.steps else {}
+
+    def rejoin(self, steps: int, mine: Kept, everybody: Sequence[Kept]) -> None:
+        """Go on after so many steps with what this replica had kept, among others than before.
+
+        What was kept of sums is added up over those who are left, and each takes the slice that it
+        adds up from now on. What is the same on all comes from whoever has it.
+        """
+        self.steps = steps
+        sums = [kept["of_sums"] for kept in everybody if "of_sums" in kept]
+        total = {n: torch.stack([each[n] for each in sums]).sum(0) for n in (sums or [{}])[0]}
+        factors = [kept["factors"] for kept in everybody if "factors" in kept]
+        alike: Kept = {"of_sums": total, "factors": factors[0] if factors else {}}
+        for memory in self._memories.values():
+            self.restore(memory, {**mine, **alike})
 
     # --- checkpoints --------------------------------------------------------------------------
 

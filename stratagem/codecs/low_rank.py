@@ -70,7 +70,17 @@ class FactorMemory(Memory):
             at += count
         like = self.kept["residual"]
         self.factors = [_first(matrix, like) for matrix in self.matrices]
-        self.new_factors = self.factors
+        self.new_factors = self.earlier_factors = self.factors
+
+    def settle(self, spoilt: bool) -> None:
+        super().settle(spoilt)
+        self.earlier_factors = self.factors
+        if not spoilt:
+            self.factors = self.new_factors
+
+    def undo(self) -> None:
+        super().undo()
+        self.factors = self.new_factors = self.earlier_factors
 
 
 class LowRank(Feedback):
@@ -134,12 +144,6 @@ class LowRank(Feedback):
             memory.flat[start:end].copy_(others[at : at + end - start])
             draft[start:end].zero_()
             at += end - start
-
-    def settle(self, memory: Memory, spoilt: bool) -> None:
-        assert isinstance(memory, FactorMemory)
-        memory.settle(spoilt)
-        if not spoilt:
-            memory.factors = memory.new_factors
 
     # --- checkpoints --------------------------------------------------------------------------
 

@@ -47,8 +47,18 @@ class SliceMemory(Memory):
 
     def settle(self, spoilt: bool) -> None:
         super().settle(spoilt)
+        if self.before is not None:
+            self.of_sum_before.copy_(self.of_sum)
         if not spoilt:
             self.of_sum, self.draft_of_sum = self.draft_of_sum, self.of_sum
+
+    def remember(self) -> None:
+        super().remember()
+        self.of_sum_before = torch.zeros_like(self.of_sum)
+
+    def undo(self) -> None:
+        super().undo()
+        self.of_sum = self.of_sum_before
 
 
 class TwoSided(Feedback):

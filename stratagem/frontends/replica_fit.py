@@ -31,7 +31,7 @@ from stratagem.frontends.staged import Staged
 from stratagem.frontends.step_choice import choose
 from stratagem.frontends.steps import Sliced, Step
 from stratagem.state.optimizer_recipe import group_settings
-from stratagem.training import setup
+from stratagem.training import lossy_wire, setup
 from stratagem.training.replica import Replica, alone, current_replica
 from stratagem.training.step_figures import figures_of
 from stratagem.wire.shared_memory import SharedMemoryCollective
@@ -43,6 +43,8 @@ def fit(job: Fit) -> None:
     replica = current_replica()
     move(job.module, job.optimizer, replica.device)
     job.recipe.metrics.to(replica.device)
+    if job.journal is None or not job.journal.restarts:
+        lossy_wire.begin_anew()
     align(job.module, replica)
     align_loss(job.recipe.loss, replica)
     if job.journal is not None and replica.count > 1:
@@ -185,6 +187,7 @@ class ReplicaSide:
         """Keep what this training goes on from, when replicas have come together again."""
         job, replica, begun = self.job, self.replica, self.job.source.journal.begun
         found = journal.interrupt(job.recipe.metrics, self.tally, begun)
+        lossy_wire.break_off(self.step.keeper)
         if found is not None and replica.is_chief:
             scaler = None if self.step.scaler is None else self.step.scaler.state_dict()
             data = replica_progress.data_progress(job, replica)

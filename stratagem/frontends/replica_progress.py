@@ -10,7 +10,7 @@ from typing import Any
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.steps import Step
-from stratagem.training.lossy_wire import load_kept
+from stratagem.training.lossy_wire import load_kept, rejoin
 from stratagem.training.replica import Replica, alone
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
 from stratagem.wire.tree import broadcast_tree, gather_tree
@@ -67,6 +67,8 @@ def go_on(
     tally.load_state(told["tally"], replica.device)
     if step.scaler is not None and told["scaler"] is not None:
         step.scaler.load_state_dict(told["scaler"])
+    if "updates" in told:  # in the processes that it broke off in
+        rejoin(step.keeper, replica)
     load_kept(step.keeper, [each.get("residuals", {}) for each in told["replicas"]])
     own = own_of(told["replicas"], replica)
     if told["replicas"]:

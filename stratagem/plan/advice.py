@@ -87,7 +87,7 @@ def why_not(plan: Plan, each: Prediction) -> str:
         return f"{best.rate / each.rate:.2g}x slower{many}"
     if cfg.asynchronous:
         return "gradients of older weights"
-    if cfg.lossy:
+    if cfg.inexact:
         return "not exact"
     if each.rate <= best.rate / CLOSE:
         return f"no faster, and not as simple{many}"
@@ -253,7 +253,8 @@ def _constructor(cfg: Configuration, device: str, per_host: int) -> str:
         return f"sg.ShardedStrategy({here if cfg.hosts == 1 or named else ''})"
     many = [f"devices={here}"] if named else []
     how = ['"hierarchical"'] if cfg.hierarchical else []
-    return f"sg.MultiWorkerMirroredStrategy({', '.join([*how, *many, *wire])})"
+    sync = [f"sync=sg.DiLoCo({cfg.every})"] if cfg.every > 1 else []
+    return f"sg.MultiWorkerMirroredStrategy({', '.join([*how, *many, *wire, *sync])})"
 
 
 def _devices(count: int, device: str) -> str:
@@ -283,6 +284,7 @@ def _called(cfg: Configuration) -> str:
     rule = ", asynchronous" if cfg.asynchronous else ""
     wire = f" with {cfg.wire if cfg.lossy else 'bf16'} on the wire" if cfg.wire else ""
     how = ", adding up inside each host first" if cfg.hierarchical else ""
+    how += f", meeting every {cfg.every} steps" if cfg.every > 1 else ""
     pieces = f" ({cfg.schedule}, {cfg.microbatches} microbatches)" if cfg.microbatches else ""
     return f"{cfg.strategy}{pieces}{rule}{wire}{how}"
 

@@ -38,6 +38,8 @@ _SERVERS = 8
 _SIMPLE = {SHARDED: 1, PIPELINE: 2, TENSOR: 2, MESH: 3}
 #: of two that are this close, the smaller and simpler
 CLOSE = 0.95
+#: updates between two meetings, where those are tried: what studies/bytes looks at
+EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,19 @@ class Plan:
     def recommendation(self) -> Prediction:
         """The least that is about as fast as anything, synchronous unless that costs much.
 
-        Where one device has not the memory: the fewest devices that have.
+        Where one device has not the memory: the fewest devices that have. Fewer meetings are shown,
+        not recommended: they are another way to train, with rates of their own.
         """
         if not self.one.fits:
-            return _least_that_fits(self.predictions)
-        in_step = [each for each in self.worth if not each.configuration.asynchronous]
+            return _least_that_fits([e for e in self.predictions if e.configuration.every == 1])
+        worth = [each for each in self.worth if each.configuration.every == 1]
+        in_step = [each for each in worth if not each.configuration.asynchronous]
         if self.profile.restless:
             # Its stragglers are this machine's own: no reason to train another way elsewhere.
             return _cheapest([each for each in in_step if not each.configuration.spares])
         best = max(each.rate for each in in_step)
-        free = max(each.rate for each in self.worth) > best * BETTER
-        return _cheapest(self.worth if free else in_step)
+        free = max(each.rate for each in worth) > best * BETTER
+        return _cheapest(worth if free else in_step)
 
     def placements(self, like: Configuration) -> list[Prediction]:
         """The other ways to place as many replicas, the best first."""
@@ -173,6 +177,7 @@ def candidates(
             if lossy and hosts > 1 and not profile.sparse:
                 for each in profile.codecs:
                     yield Configuration(MULTI_WORKER, hosts, per_host, wire=each.wire)
+                yield Configuration(MULTI_WORKER, hosts, per_host, every=EVERY)
             if n > 1:
                 yield from _divided(profile, hosts, per_host)
             if hosts == 1 and n > 1:
@@ -309,6 +314,6 @@ def _price(of: Prediction) -> tuple[int, int, int, float]:
     """Machines first, then devices, then what is simple, then speed."""
     cfg = of.configuration
     parts = cfg.asynchronous * 4 + cfg.served * 2 + bool(cfg.wire) + cfg.hierarchical
-    parts += 4 * cfg.lossy + _SIMPLE.get(cfg.strategy, 0) + cfg.parts - 1
+    parts += 4 * cfg.inexact + _SIMPLE.get(cfg.strategy, 0) + cfg.parts - 1
     machines = cfg.hosts + (cfg.servers if cfg.hosts > 1 else 0)
     return machines, cfg.replicas, parts + cfg.spares, -of.rate

@@ -61,7 +61,7 @@ class Configuration:
                 f'wire={self.wire!r} is not planned for; use None, "bfloat16", or one of '
                 f"{', '.join(LOSSY)}."
             )
-        if self.every < 1 or ((self.lossy or self.every > 1) and self.strategy != MULTI_WORKER):
+        if self.every < 1 or (self.inexact and self.strategy != MULTI_WORKER):
             raise UsageError(
                 "compressions, and meetings every so many steps, are planned for "
                 "MultiWorkerMirroredStrategy; every is 1 or more."
@@ -103,6 +103,11 @@ class Configuration:
         return self.wire in LOSSY
 
     @property
+    def inexact(self) -> bool:
+        """Whether weights are no longer those of one device: less travels, or less often."""
+        return self.lossy or self.every > 1
+
+    @property
     def parts(self) -> int:
         """Of the model, on each device."""
         return PARTS.get(self.schedule, 1)
@@ -125,7 +130,7 @@ class Configuration:
     def kind(self) -> tuple[str, bool, bool, bool, bool]:
         """Strategy and rule, without how many servers or what travels, but for compressions."""
         free, spares = self.asynchronous, bool(self.spares)
-        return self.strategy, free, spares, self.hierarchical, self.lossy or self.every > 1
+        return self.strategy, free, spares, self.hierarchical, self.inexact
 
     @property
     def family(self) -> str:

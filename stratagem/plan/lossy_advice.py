@@ -28,13 +28,13 @@ class LossyRow:
 
 
 def compared(plan: Plan) -> list[LossyRow]:
-    """The best exact wire and all compressions, where replicas are on several hosts."""
+    """The best exact wire, compressions and fewer meetings, on replicas of several hosts."""
     row = [each for each in plan.predictions if _at(each, _place(plan))]
-    exact = [each for each in row if not each.configuration.lossy]
-    if not exact or not any(each.configuration.lossy for each in row):
+    exact = [each for each in row if not each.configuration.inexact]
+    if not exact or len(exact) == len(row):
         return []
     best = min(exact, key=lambda each: each.step)
-    rows = [best, *(each for each in row if each.configuration.lossy)]
+    rows = [best, *(each for each in row if each.configuration.inexact)]
     encoding = {each.wire: each.seconds for each in plan.profile.codecs}
     return [
         LossyRow(
@@ -52,7 +52,7 @@ def _place(plan: Plan) -> tuple[int, int]:
     cfg = plan.recommendation.configuration
     if cfg.hosts > 1 and cfg.strategy == MULTI_WORKER:
         return cfg.hosts, cfg.per_host
-    placed = [c for c in plan.tried if c.lossy]
+    placed = [c for c in plan.tried if c.inexact]
     most = max(placed, key=lambda c: (c.hosts, c.replicas), default=cfg)
     return most.hosts, most.per_host
 
@@ -64,7 +64,7 @@ def _at(each: Prediction, place: tuple[int, int]) -> bool:
 
 def _part(profile: Profile, cfg: Configuration) -> float:
     if not cfg.lossy or cfg.wire is None:
-        return cfg.travelling
+        return cfg.travelling / cfg.every
     goes = sent(cfg.wire, profile.shapes, profile.itemsize, cfg.replicas)
     return goes.bytes(cfg.replicas) / (2 * (cfg.replicas - 1) / cfg.replicas * profile.dense_bytes)
 
@@ -77,22 +77,30 @@ def lossy_sentence(plan: Plan) -> str:
     if not rows:
         return "Compressions are for replicas on several hosts, and none were planned."
     (exact, *rest), link = rows, say_rate(plan.hardware.link)
-    top = max(rest, key=lambda row: row.gain)
     many = f"{exact.prediction.configuration.replicas} replicas"
+    plain = f"plain {_name(exact.prediction.configuration)}"
+    wires = [row for row in rest if row.prediction.configuration.lossy]
+    seldom = [row for row in rest if row not in wires and row.gain >= 1 / CLOSE]
+    also = [f"{_name(row.prediction.configuration)} {row.gain:.1f}x" for row in seldom]
+    top = max(wires or rest, key=lambda row: row.gain)
     name = _name(top.prediction.configuration)
     if top.gain < 1 / CLOSE:
+        but = f", though fewer meetings would: {also[0]}" if also else ""
         return (
-            f"At {link} nothing of this pays: on {many} the best of them, {name}, is "
-            f"{top.gain:.2f}x as fast as plain {_name(exact.prediction.configuration)}."
+            f"At {link} nothing of this pays{but}: on {many} the best of them, {name}, is "
+            f"{top.gain:.2f}x as fast as {plain}."
         )
+    beside = f" ({also[0]})" if also and name not in also[0] else ""
     return (
-        f"At {link} {name} makes a step of {many} {top.gain:.1f}x as fast as plain "
-        f"{_name(exact.prediction.configuration)}; weights are then no longer those of one device, "
-        "so compare the accuracy (docs/fewer-bytes.md)."
+        f"At {link} {name} makes a step of {many} {top.gain:.1f}x as fast as {plain}{beside}; "
+        "weights are then no longer those of one device, so compare the accuracy "
+        "(docs/fewer-bytes.md, docs/fewer-meetings.md)."
     )
 
 
 def _name(cfg: Configuration) -> str:
+    if cfg.every > 1:
+        return f"sg.DiLoCo({cfg.every})"
     return f"sg.{cfg.wire}" if cfg.lossy else "bf16" if cfg.wire else "fp32"
 
 

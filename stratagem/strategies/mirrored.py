@@ -13,7 +13,6 @@ import torch
 from stratagem.arguments import by_name
 from stratagem.cluster.environment import detect
 from stratagem.cluster.spec import Place
-from stratagem.codecs.compression import Compression
 from stratagem.codecs.topk import TopK
 from stratagem.codecs.wire_choice import Wire, check_wire
 from stratagem.errors import UsageError
@@ -68,10 +67,10 @@ class MirroredStrategy(Strategy):
         min_replicas: int = 1,
     ) -> None:
         check_wire(wire)  # raises at once if there is no such type
-        if elastic and isinstance(wire, Compression):
+        if elastic and isinstance(wire, TopK) and wire.momentum:
             raise UsageError(
-                f"elastic=True does a step again when a replica dies, and what wire={wire!r} "
-                "has kept of its gradients would be lost with it; use one of the two."
+                f"elastic=True may leave one replica, which sends nothing, and wire={wire!r} keeps "
+                "a momentum of what is sent; leave the momentum to the optimizer."
             )
         op = cross_device.named(cross_device_ops)
         settings = Settings(op, wire, sync_batchnorm, elastic=elastic)

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from stratagem.codecs.compression import Compression
+from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.topk import TopK
 from stratagem.errors import NotDistributable
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
+from stratagem.wire.tree import broadcast_tree, gather_tree
 
 log = logging.getLogger("stratagem")
 
@@ -146,6 +148,47 @@ class Keeper:
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on from the states of all replicas."""
         self.reducer.load(states)
+
+
+#: of a training that has broken off in this process: what its wire had kept
+_broken_off: list[Feedback] = []
+
+
+def break_off(keeper: Keeper | None) -> None:
+    """Replicas have left or joined: go on later with what is kept here. One that is left alone
+    sends nothing, and keeps it until there are others."""
+    found = keeper is not None and keeper.reducer
+    if isinstance(found, Feedback) and not _broken_off:  # else it broke off before all were here
+        _broken_off.append(found)
+
+
+def refuse_elastic(settings: Settings, what: str) -> None:
+    """Refuse what does not keep a wire's memory when replicas leave or join."""
+    if settings.elastic and isinstance(settings.wire, Compression):
+        raise NotDistributable(
+            f"with elastic=True, what wire={settings.wire!r} keeps goes on in fit of sg.Model, and "
+            f"not in {what}; use sg.Model, or leave one of the two out."
+        )
+
+
+def begin_anew() -> None:
+    """A training begins that goes on from nothing."""
+    _broken_off.clear()
+
+
+def rejoin(keeper: Keeper | None, replica: Replica) -> None:
+    """Go on among others than before with what was kept when the chief was where it is. Collective.
+
+    Who is new here has kept nothing, and what the dead had kept is lost with them.
+    """
+    if keeper is None or not isinstance(keeper.reducer, Feedback):
+        return
+    mine = _broken_off[0] if _broken_off else None
+    steps = int(broadcast_tree(replica.collective, mine.steps if mine is not None else 0))
+    kept = {} if mine is None else mine.state_at(steps).get("kept", {})
+    shared = {name: kept[name] for name in ("of_sums", "factors") if name in kept}
+    keeper.reducer.rejoin(steps, kept, gather_tree(replica.collective, shared))
+    _broken_off.clear()
 
 
 def load_kept(keeper: Keeper | None, states: Sequence[Mapping[str, Any]]) -> None:

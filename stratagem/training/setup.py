@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
+from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.wire_choice import reducer
 from stratagem.compat.torch_names import NormBase
@@ -233,10 +234,13 @@ def _warn_of(module: nn.Module, apart: list[str]) -> None:
 
 def choose_reducer(params: Sequence[Tensor], replica: Replica, settings: Settings) -> Reducer:
     """The reducer for these gradients; "auto" measures the candidates on their size."""
-    if settings.op != "auto" or replica.count == 1:
-        return reducer(replica.collective, settings.wire)
+    measures = settings.op == "auto" and replica.count > 1
     elements = sum(p.numel() for p in params)
-    return reducer(_fastest(elements, replica), settings.wire)
+    collective = _fastest(elements, replica) if measures else replica.collective
+    made = reducer(collective, settings.wire)
+    if isinstance(made, Feedback):
+        made.undoes = settings.elastic
+    return made
 
 
 def _fastest(elements: int, replica: Replica) -> Collective:

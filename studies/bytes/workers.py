@@ -25,7 +25,7 @@ class ThreadCollective(Collective):
     """One of the threads; counts what a ring over sockets would send, and the time that takes."""
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self._board, self._barrier = rank, len(board), board, barrier
+        self.rank, self.size, self._board, self._barrier = rank, len(board) - 1, board, barrier
         self.bytes, self.seconds = 0.0, 0.0
 
     def _count(self, size: float, messages: int) -> None:
@@ -35,7 +35,7 @@ class ThreadCollective(Collective):
     def _told(self, mine: Any) -> list[Any]:
         self._board[self.rank] = mine
         self._barrier.wait(300)
-        told = list(self._board)
+        told = self._board[:-1]
         self._barrier.wait(300)
         return told
 
@@ -46,7 +46,15 @@ class ThreadCollective(Collective):
         apply_weight(flat, weight)
         others = self.size - 1
         self._count(2 * others / self.size * flat.nbytes, 2 * others)
-        flat.copy_(torch.stack(self._told(flat.clone())).sum(0))
+        self._board[self.rank] = flat
+        if self._barrier.wait(300) == 0:  # one adds up for all: eight sums would be the same
+            total = self._board[-1] = flat.clone()
+            for other in self._board[:-1]:
+                if other is not flat:
+                    total.add_(other)
+        self._barrier.wait(300)
+        flat.copy_(self._board[-1])
+        self._barrier.wait(300)
         return Pending()
 
     def swap(self, rows: Tensor) -> Tensor:
@@ -77,7 +85,7 @@ class ThreadCollective(Collective):
 
 
 def all_at_once(count: int, act: Callable[[ThreadCollective], Any]) -> list[Any]:
-    board: list[Any] = [None] * count
+    board: list[Any] = [None] * (count + 1)  # of each, and of all
     barrier = threading.Barrier(count)
 
     def one(rank: int) -> Any:

@@ -48,10 +48,11 @@ def gradient(seed: int, step: int, rank: int) -> Tensor:
 class Training:
     """One replica's way through some steps."""
 
-    def __init__(self, wire: Compression, circle: Circle) -> None:
+    def __init__(self, wire: Compression, circle: Circle, *, undoes: bool = False) -> None:
         self.rank = circle.rank
         self.reducer = reducer(circle, wire)
         assert isinstance(self.reducer, Feedback)
+        self.reducer.undoes = undoes
         self.flat = self.reducer.buffer(COUNT, torch.float64, torch.device("cpu"))
         self.reducer.lay_out(self.flat, LAYOUT)
 
@@ -64,6 +65,48 @@ class Training:
     def kept(self) -> dict[str, Tensor]:
         found = self.reducer.state()["kept"]
         return {n: torch.cat([p.reshape(-1) for p in by.values()]) for n, by in found.items() if by}
+
+
+@settings(max_examples=20)
+@given(record, st.integers(2, 4), seeds, st.integers(0, 3))
+def test_who_is_ahead_goes_back_a_step_and_the_dead_take_theirs_along(
+    wire: Compression, count: int, seed: int, dead: int
+) -> None:
+    """A step is done again by those who are left, one of whom had made it already."""
+    dead = dead % count
+
+    def before(circle: Circle, ahead: int) -> Feedback:
+        training = Training(wire, circle, undoes=True)
+        for t in range(3 + ahead):
+            training.step(gradient(seed, t, circle.rank))
+        assert isinstance(training.reducer, Feedback)
+        return training.reducer
+
+    plain = together(count, lambda circle: before(circle, 0))
+    ahead = together(count, lambda circle: before(circle, 1))
+    left = [rank for rank in range(count) if rank != dead]
+    mixed = [(ahead if rank % 2 else plain)[rank] for rank in left]
+    kept = [each.state_at(3)["kept"] for each in mixed]
+    for rank, mine in zip(left, kept, strict=True):
+        same = plain[rank].state()["kept"]
+        assert all(torch.equal(mine[n][p], same[n][p]) for n in same for p in same[n])
+
+    def after(circle: Circle) -> dict[str, Any]:
+        training = Training(wire, circle)
+        assert isinstance(training.reducer, Feedback)
+        training.reducer.rejoin(3, kept[circle.rank], kept)
+        return training.reducer.state()
+
+    for number, state in enumerate(together(len(left), after)):
+        assert state["steps"] == 3
+        for name in set(kept[number]) - {"of_sums"}:
+            mine = kept[number][name]
+            assert all(torch.equal(state["kept"][name][p], mine[p]) for p in mine)
+    if len(left) > 1 and "of_sums" in kept[0]:
+        joined = [s["kept"]["of_sums"] for s in together(len(left), after)]
+        for p in kept[0]["of_sums"]:
+            total = torch.stack([each["of_sums"][p] for each in kept]).sum(0)
+            assert torch.allclose(torch.stack([each[p] for each in joined]).sum(0), total)
 
 
 def train(wire: Compression, count: int, seed: int, steps: int, empty: int = -1) -> Any:

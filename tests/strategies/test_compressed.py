@@ -6,11 +6,13 @@ import copy
 import json
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,13 @@ def rows(count: int = ROWS) -> tuple[Tensor, Tensor]:
     return x.double(), y
 
 
-def by_formula(wire: Any, count: int, epochs: int = EPOCHS) -> nn.Module:
-    """The training of `count` replicas in one process."""
+def by_formula(
+    wire: Any,
+    count: int,
+    epochs: int = EPOCHS,
+    before: Callable[[int, Replicas], None] | None = None,
+) -> nn.Module:
+    """The training of `count` replicas in one process; `before` is called before each step."""
     module = copy.deepcopy(mlp().double())
     optimizer = sgd(module.parameters())
     named = list(module.named_parameters())[::-1]  # gradients travel in the order of backward
@@ -65,7 +72,10 @@ def by_formula(wire: Any, count: int, epochs: int = EPOCHS) -> nn.Module:
     for _ in range(epochs):
         for start in range(0, len(x), BATCH):
             a, b = x[start : start + BATCH], y[start : start + BATCH]
-            mine = [_gradient(module, a, b, *share(len(a), count, i)) for i in range(count)]
+            if before is not None:
+                before(replicas.step, replicas)
+            here = range(replicas.count)
+            mine = [_gradient(module, a, b, *share(len(a), len(here), i)) for i in here]
             total, at = replicas.add_up(mine), 0
             for _, p in named:
                 p.grad = total[at : at + p.numel()].view(p.shape).clone()
@@ -235,6 +245,92 @@ def test_a_fit_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert far(found.module, expected.module) == 0.0
 
 
+# --- replicas that die and join ------------------------------------------------------------------
+
+
+class Kill(sg.callbacks.Callback):
+    """Kills a follower after some batches."""
+
+    def __init__(self, made: Any, after: int, which: int) -> None:
+        self.made, self.after, self.which, self.seen = made, after, which, 0
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen += 1
+        if self.seen == self.after:
+            os.kill(self.made.replica_group._pool.followers[self.which].pid, signal.SIGKILL)
+
+
+def test_on_one_machine_the_chief_keeps_what_it_has() -> None:
+    """Followers begin anew together; the step that broke off is done again."""
+
+    def lose(step: int, replicas: Replicas) -> None:
+        if step == 5:
+            for kept in (replicas.e[1], replicas.e[2], replicas.f[len(replicas.f) // 3 :]):
+                kept.zero_()
+
+    expected = by_formula(RECORDS["int8"], 3, before=lose)
+    assert far(expected, by_formula(RECORDS["int8"], 3)) > 1e-9
+    with strategy(3, cross_device_ops="ring", wire=RECORDS["int8"], elastic=True) as made:
+        model = fitted(made, callbacks=[Kill(made, 5, 1)])
+    assert far(model.module, expected) < 1e-12
+
+
+def cluster_of(count: int, source: str, name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Workers that somebody started, with TF_CONFIG."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
+    running = []
+    for index in range(count):
+        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        told = [name, str(folder / f"{index}.pt"), str(index)]
+        environ = os.environ | {"TF_CONFIG": json.dumps(task)}
+        running.append(
+            subprocess.Popen([sys.executable, "-c", source, *told], env=environ, cwd=ROOT)
+        )
+    return running
+
+
+LEAVER = """
+import os, signal, sys, time
+import torch
+import stratagem as sg
+from tests.strategies.test_compressed import RECORDS, fitted
+
+torch.optim.SGD.steps = 0
+plain = torch.optim.SGD.step
+
+def step(self, *given):
+    result = plain(self, *given)
+    torch.optim.SGD.steps += 1
+    if torch.optim.SGD.steps == 5 and sys.argv[3] == "2":
+        time.sleep(1.0)  # the others wait in the next step by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+torch.optim.SGD.step = step
+strategy = sg.MultiWorkerMirroredStrategy(
+    wire=RECORDS[sys.argv[1]], devices=["cpu:0"], elastic=True
+)
+torch.save(list(fitted(strategy).module.state_dict().values()), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("name", ["int8", "topk", "sign", "power"])
+def test_a_worker_that_dies_takes_what_it_kept_along_and_the_others_keep_theirs(
+    name: str, tmp_path: Path
+) -> None:
+    def lose(step: int, replicas: Replicas) -> None:
+        if step == 5 and replicas.count == 3:
+            replicas.f[len(replicas.f) * 2 // 3 :] = 0.0  # the slice that it added up
+            replicas.e, replicas.u, replicas.count = replicas.e[:2], replicas.u[:2], 2
+
+    running = cluster_of(3, LEAVER, name, tmp_path)
+    assert [each.wait(100) for each in running] == [0, 0, -signal.SIGKILL]
+    first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
+    assert all(map(torch.equal, first, second))
+    expected = by_formula(RECORDS[name], 3, before=lose).state_dict().values()
+    assert max(float((a - b).abs().max()) for a, b in zip(first, expected, strict=True)) < 1e-12
+
+
 # --- what cannot be ----------------------------------------------------------------------------
 
 
@@ -255,8 +351,11 @@ def test_what_cannot_go_together_is_refused() -> None:
     alone = pytest.raises(sg.NotDistributable, match="give the momentum to the optimizer")
     with strategy(1, wire=sg.TopK(0.1, momentum=0.9)) as made, alone:
         compiled(made, sgd)
-    with pytest.raises(sg.UsageError, match="elastic=True"):
-        strategy(2, wire=sg.Int8(), elastic=True)
+    with pytest.raises(sg.UsageError, match="elastic=True may leave one"):
+        strategy(2, wire=sg.TopK(0.1, momentum=0.9), elastic=True)
+    refused = pytest.raises(sg.NotDistributable, match="not in custom loops")
+    with strategy(2, wire=sg.Int8(), elastic=True) as made, refused:
+        made.run(twice, made)
     with pytest.raises(sg.UsageError, match="all-reduce"):
         sg.ParameterServerStrategy(sg.LocalCluster(workers=1, ps=1), wire=sg.Int8())  # type: ignore[arg-type]
     with pytest.raises(sg.UsageError, match=r"sg\.Int8"):
@@ -335,13 +434,7 @@ torch.save(list(fitted(strategy).module.state_dict().values()), sys.argv[2])
 
 def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
     """Two processes that somebody started, with TF_CONFIG."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    running = []
-    for index in range(2):
-        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        command = [sys.executable, "-c", WORKER, "int8", str(tmp_path / f"{index}.pt")]
-        environ = os.environ | {"TF_CONFIG": json.dumps(task)}
-        running.append(subprocess.Popen(command, env=environ, cwd=ROOT))
+    running = cluster_of(2, WORKER, "int8", tmp_path)
     assert [each.wait(100) for each in running] == [0, 0]
     first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
     assert all(map(torch.equal, first, second))

@@ -74,7 +74,7 @@ def test_fewer_bytes_and_fewer_meetings() -> None:
     found = {run["row"]: run for run in study.study(True)}
     dense = found["every step"]["bytes"]
     assert dense / found["int8"]["bytes"] == pytest.approx(4, rel=0.02)
-    assert dense / found["local 20"]["bytes"] == pytest.approx(20, rel=0.02)
+    assert dense / found["DiLoCo 20, AdamW"]["bytes"] == pytest.approx(20, rel=0.02)
     assert all(run["check"][0] < 4 for run in found.values())  # of log(128) = 4.85
     assert "times fewer bytes" in study.report(list(found.values()))
 

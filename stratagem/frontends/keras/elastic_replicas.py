@@ -22,6 +22,7 @@ from stratagem.frontends.keras.driver import Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.on_replicas import OnReplicas, perform
 from stratagem.training.elastic import Again
+from stratagem.training.lossy_wire import refuse_elastic
 from stratagem.training.replica import current_replica
 
 
@@ -63,6 +64,7 @@ class ElasticReplicas(OnReplicas):
     """The chief's side, where replicas may leave and join."""
 
     def __init__(self, driver: Driver) -> None:
+        refuse_elastic(driver.strategy.settings, "Keras models")
         super().__init__(driver)
         self._again = Again(self._done)
         self._undo = StepUndo()
