@@ -224,12 +224,7 @@ class Connection(AbstractContextManager["Connection"]):
         self._channel.hang_up()
         self._leave()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _hold_to(self, limit: int) -> None:
