@@ -38,7 +38,7 @@ class AppliedLoss:
     waiting: list[tuple[float, float, int]] = field(default_factory=list)
 
     def fold(self) -> None:
-        """An update was made of all that waits: the loss of its batch, weighted by examples."""
+        """Add the loss of an applied batch, weighted by examples."""
         weight, count, total = 0.0, 0, 0.0
         for loss, w, n in self.waiting:
             weight, count = weight + w, count + n
@@ -109,7 +109,7 @@ class Coordinator:
         self.beside = self.told = torch.empty(0, dtype=torch.uint8)
 
     def open(self, fit: int, plan: TrainingPlan, beside: Tensor) -> None:
-        """The chief begins a fit; every server has the plan and its values."""
+        """Begin the chief's fit; every server has the plan and its values."""
         with self.changed:
             self.check()
             self.plan, self.fit, self.running = plan, fit, True
@@ -125,7 +125,7 @@ class Coordinator:
     # --- who is here ------------------------------------------------------------------------
 
     def join(self, participant: Participant) -> Answer:
-        """A worker takes part from now on, unless the fit has ended since it entered."""
+        """Let a worker take part, unless the fit has ended since the worker entered."""
         with self.changed:
             self.check()
             if participant.fit != self.fit:
@@ -142,7 +142,7 @@ class Coordinator:
             return {}, []
 
     def leave(self, participant: Participant, *, dead: bool = False) -> None:
-        """A worker has gone: its work goes back, and the gates count anew.
+        """Take a worker out: its tickets go back, and the gates count anew.
 
         If it is dead, the other servers hang up as well; else it may take part in the next fit.
         """
@@ -157,7 +157,7 @@ class Coordinator:
             self.changed.notify_all()
 
     def fail(self, failure: ReplicaError) -> None:
-        """Nobody goes on after this; whoever asks is told why."""
+        """End the job; every later request is answered with the error."""
         with self.changed:
             self.failure = self.failure or failure
             self.shard.failure = self.failure
@@ -196,7 +196,7 @@ class Coordinator:
         return isinstance(updates, Synchronous) and not updates.spares
 
     def held_up(self) -> list[tuple[Participant, float]]:
-        """Who has had work in hand while somebody waited for some, and for how long.
+        """Return which workers hold tickets while another worker waits, and for how long.
 
         It does not wait for the lock: nobody is named while an order is carried out.
         """
@@ -260,7 +260,7 @@ class Coordinator:
     def _ticket(
         self, ledger: Ledger, participant: Participant, have: int, since: float
     ) -> Answer | None:
-        """A ticket, if there is one for it, with the newest values."""
+        """Return a ticket for the worker, if there is one, with the newest values."""
         ticket = ledger.take(participant.worker)
         if ticket is None:
             return None
@@ -276,7 +276,7 @@ class Coordinator:
         return header, body
 
     def abandon(self, participant: Participant, serial: int) -> None:
-        """A worker gives a ticket back."""
+        """Take a ticket back from a worker."""
         with self.changed:
             ledger = self.ledger_of(participant)
             if ledger is not None:
@@ -286,7 +286,7 @@ class Coordinator:
                 self.wake(ledger, turn)
 
     def skip(self, participant: Participant, serial: int) -> None:
-        """A worker has gone past a ticket without a gradient: it counts as done."""
+        """Count a ticket as done for which the worker made no gradient."""
         with self.changed:
             ledger = self.ledger_of(participant)
             if ledger is not None:
@@ -367,12 +367,12 @@ class Coordinator:
             return header, body
 
     def wake(self, ledger: Ledger, turn: int) -> None:
-        """Wake those who wait, but only if there is news for them since that turn."""
+        """Wake waiting threads, but only if something has changed since that turn."""
         if ledger.turn != turn or ledger.over:
             self.changed.notify_all()
 
     def settle(self) -> None:
-        """Apply whatever else has become ripe, and tell those whose work is too late now."""
+        """Apply every other complete update, and tell workers whose tickets are too late now."""
         assert self.ledger is not None
         while (update := self.ledger.ripe()) is not None:
             self.commands.apply(update)
