@@ -32,12 +32,12 @@ class Termination:
         self._open = False
 
     def open(self) -> None:
-        """Wait for it from now on, unless that is so already."""
+        """Begin to wait for SIGTERM, unless that is so already."""
         if not self._open:
             self.__enter__()
 
     def close(self) -> None:
-        """Wait for it no more."""
+        """Wait for SIGTERM no more."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Termination:

@@ -169,7 +169,7 @@ class Greeting:
             )
 
     def hang_up(self) -> None:
-        """Have `meet` end soon, in its own thread."""
+        """End `meet` soon, which runs in its own thread."""
         hang_up(self._sock)
 
     def close(self) -> None:

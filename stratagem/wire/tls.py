@@ -95,7 +95,7 @@ def _private_file(content: bytes) -> Iterator[str]:
 
 
 def wrap(sock: socket.socket, secret: bytes, *, server: bool) -> ssl.SSLSocket:
-    """Lay TLS over a connected socket, which is used up; `shake_hands` does the talking."""
+    """Lay TLS over a connected socket, which is used up; `shake_hands` comes next."""
     return context(secret, server).wrap_socket(
         sock, server_side=server, do_handshake_on_connect=False
     )
