@@ -90,6 +90,9 @@ class TrialSlots:
     def running(self) -> list[int]:
         return list(self._running)
 
+    def slot_of(self, number: int) -> Slot:
+        return self._running[number].slot
+
     def start(
         self, number: int, command: Sequence[str], environ: Mapping[str, str], log: Path
     ) -> Slot:

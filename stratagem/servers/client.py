@@ -39,7 +39,7 @@ _FRESH = 0.02  # seconds after which values that came ahead are fetched anew
 
 @dataclass(frozen=True)
 class Assignment:
-    """A ticket, its epoch, and its data where data travels."""
+    """Something to do: a ticket, the epoch that it belongs to, and its data if that travels."""
 
     ticket: Ticket
     epoch: int
@@ -99,7 +99,7 @@ class Client(Transfers):
     # --- a fit ------------------------------------------------------------------------------
 
     def enter(self, fit: int) -> tuple[TrainingPlan, Any] | FitOver:
-        """Wait for the chief to begin the fit; return its plan, and what it has sent beside it."""
+        """Wait for the chief to begin the fit; its plan, and what it has put beside."""
         header, told = self.ask("enter", fit=fit)
         if "plan" not in header:
             return FitOver(told)
@@ -108,7 +108,7 @@ class Client(Transfers):
         return self.plan, told
 
     def join(self, fit: int, params: Sequence[nn.Parameter]) -> FitOver | None:
-        """Take a slot at every server, and move the parameters into memory that servers reach."""
+        """Take a slot at every server, and have the parameters live in memory they can reach."""
         assert self.plan is not None
         self.begin_traffic(WorkerMemory(self.plan, params, near=self.lines.near))
         self.epoch, self._strict = 0, False
@@ -136,7 +136,7 @@ class Client(Transfers):
             end()
 
     def fall(self) -> None:
-        """Abandon the training: the model is the user's own again."""
+        """Nothing comes of the training: the model is the user's own again."""
         self.at_end = self.prepared = None
         if self.at_fall is not None:
             fall, self.at_fall = self.at_fall, None
@@ -150,7 +150,7 @@ class Client(Transfers):
     def next(
         self, feed: Callable[[], None] | None = None, *, wait: bool = True
     ) -> Assignment | EpochOver | FitOver:
-        """Wait for a ticket and the newest values; `feed` deals more batches.
+        """Wait for something to do, with the newest values; `feed` puts more batches up.
 
         Without `wait` the values may still be on their way: `arrive` waits for them.
         """
@@ -164,7 +164,7 @@ class Client(Transfers):
     def next_above(
         self, low: int | None, *, wait: bool = True
     ) -> Assignment | EpochOver | FitOver | None:
-        """As `next`, but None when no more than `low` tickets are left to take.
+        """As `next`, but None when no more than `low` tickets are left for anybody to take.
 
         For a worker that deals and works in turn: nobody else deals while it waits.
         """
@@ -198,7 +198,7 @@ class Client(Transfers):
         return FitOver(told)
 
     def _take(self, told: Mapping[str, Any], frame: Frame) -> Assignment:
-        """Take a ticket, whose values are on their way."""
+        """A ticket has come; its values are on their way."""
         payload = room(int(told.get("payload", 0)), frame)
         if "payload" in told:
             self.lines.read_into(0, [payload], more=True)
@@ -225,7 +225,7 @@ class Client(Transfers):
         examples: int,
         settings: list[dict[str, Any]] | None = None,
     ) -> bool:
-        """Push the gradients in memory; return whether they count."""
+        """Hand in the gradients that lie in memory; whether they count."""
         self.memory.landed()
         used = self.memory.used()
         streamed = self.finish_stream()
@@ -262,11 +262,11 @@ class Client(Transfers):
         self.ask("abandon", serial=ticket.serial)
 
     def want(self, epoch: int) -> None:
-        """Take tickets of this epoch only, for a loop that counts epochs itself."""
+        """From now on work of this very epoch, for a loop that counts them itself."""
         self.epoch, self._strict = epoch - 1, True
 
     def stand_aside(self, epoch: int) -> None:
-        """Take no part until this worker wants tickets of another epoch: no worker waits for it."""
+        """Have nobody wait for this worker until it wants work of another epoch."""
         self.finish_stream()
         self.memory.forget()
         self._ahead = None  # it goes back with this
@@ -283,7 +283,7 @@ class Client(Transfers):
         last: bool,
         payloads: Sequence[Any] = (),
     ) -> int:
-        """Deal batches; return how many tickets are not taken yet."""
+        """Put batches up; returns how many tickets nobody has taken yet."""
         parcels = [encode(payload) for payload in payloads]
         header = {
             "t": "deal",
@@ -296,7 +296,7 @@ class Client(Transfers):
         return int(self.lines.call(0, header, parcels).header["left"])
 
     def gather(self) -> tuple[list[Any], float, int]:
-        """Return every worker's report on the epoch, the sum of the loss, and its examples."""
+        """Every worker's report on the epoch, the loss added up, and over how many examples."""
         frame = self.lines.call(0, {"t": "gather"})
         trees = [room(int(size), frame) for size in frame.header["sizes"]]
         if frame.size:
@@ -309,22 +309,22 @@ class Client(Transfers):
         self.ask("report", tree, epoch=self.epoch)
 
     def set_settings(self, groups: list[dict[str, Any]]) -> None:
-        """Send the optimizer's settings to the servers, unless they have them."""
+        """Have the servers' optimizers follow, unless they know."""
         if groups != self._told:
             self._told = groups
             self.ask("settings", groups=groups)
 
     def finish(self, told: Any) -> None:
-        """End the fit; `told` is sent to the other workers."""
+        """End the fit; `told` is what the others get to hear."""
         self.put_back()
         self.ask("finish", told)
 
     def stats(self) -> Stats | None:
-        """Return what the coordinator has counted; any thread may ask at any time."""
+        """What the coordinator has counted; any thread may ask at any time."""
         return self.lines.stats()
 
     def close(self, *, goodbye: bool = True) -> None:
-        """Leave the job; without a goodbye if the servers are gone or need not be waited for."""
+        """Leave the job; without a goodbye the servers are gone, or nobody is to wait for them."""
         if goodbye:
             self.finish_stream()
         else:

@@ -27,7 +27,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Clip:
-    """How the gradient of an update is clipped."""
+    """How the gradient of an update is cut down, whatever it was added up from."""
 
     norm: float | None = None
     value: float | None = None
@@ -63,7 +63,7 @@ class TrainingPlan:
 
     @cached_property
     def codec(self) -> Codec:
-        """How gradients and values are encoded on sockets."""
+        """How gradients and values travel over sockets."""
         return codec_for(self.wire, self.dtype)
 
     @property
@@ -141,7 +141,7 @@ def holders_of(shard: int, servers: int, backups: int) -> list[int]:
 
 
 def sends_at_once(workers: int, servers: int, *, in_step: bool) -> int:
-    """Return to how many workers each server sends values at a time.
+    """To how many workers each of the servers sends values at a time.
 
     A worker reads from all servers at once, so it takes as many workers as servers to fill a
     server's line. Those who are in step wait for the last: no few are to come after all others.

@@ -88,7 +88,7 @@ class WorkerMemory:
     def incoming(
         self, server: int, told: Mapping[str, Any]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Return where the bytes of a server's answer go, and what to do when they are there."""
+        """Where the bytes of a server's answer go, and what is left to do when they are there."""
         extents, codec = self.plan.layout.extents[server], self.plan.codec
         if told.get("all"):
             targets = [self.values[e.lo : e.hi] for e in extents]
@@ -112,7 +112,7 @@ class WorkerMemory:
         return into, lambda: _move(codec, moves)
 
     def arrived(self) -> None:
-        """Copy values that have come to parameters on another device."""
+        """Values are in memory: parameters that live on another device get a copy."""
         if self._elsewhere:
             with torch.no_grad():
                 for param, view in zip(self.params, self._views, strict=True):
@@ -121,13 +121,13 @@ class WorkerMemory:
     # --- gradients --------------------------------------------------------------------------
 
     def homes(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Return the variables that leave in one piece, and where their gradients leave from."""
+        """Variables that leave in one piece, as they are, and where their gradients leave from."""
         for param, slots in zip(self.params, self._slots, strict=True):
             if len(slots) == 1 and param.dtype is self.plan.dtype and not self._codec.lossy:
                 yield param, slots[0][1].view(param.shape)
 
     def take(self, index: int) -> None:
-        """Copy one variable's gradient into the outbox."""
+        """Bring one variable's gradient into the outbox."""
         grad = self.params[index].grad
         if grad is None:
             return
@@ -172,7 +172,7 @@ class WorkerMemory:
             self.take(index)
 
     def used(self) -> list[bool] | None:
-        """Return which variables have a gradient; None if all do."""
+        """Which variables have a gradient; None if all do."""
         used = [p.grad is not None for p in self.params]
         return None if all(used) else used
 
@@ -182,18 +182,18 @@ class WorkerMemory:
         return any(self._rows)
 
     def begin(self) -> None:
-        """Begin a new gradient, of which nothing is there yet."""
+        """A new gradient will be made; nothing of it is there yet."""
         with self._news:
             self._ready = [False] * len(self.params)
 
     def complete(self) -> None:
-        """End backward: do not wait for variables without a gradient."""
+        """Backward has ended: variables without a gradient are waited for no longer."""
         with self._news:
             self._ready = [True] * len(self.params)
             self._news.notify_all()
 
     def parts(self, server: int) -> Iterator[Tensor]:
-        """Yield a server's gradients in the order in which they are made, each as soon as it is."""
+        """The server's gradients in the order in which they are made, each as soon as it is."""
         extents, at, sent = self.plan.layout.extents[server], 0, 0
         for number, e in enumerate(extents):
             with self._news:
@@ -223,7 +223,7 @@ class WorkerMemory:
         return [[number, len(numbers)] for number, (numbers, _) in rows.items()], body
 
     def forget(self) -> None:
-        """Forget a gradient that is not pushed, so that nothing of it goes with the next one."""
+        """What was taken of a gradient that is not handed in must not go with the next one."""
         for rows in self._rows:
             rows.clear()
 
@@ -273,7 +273,7 @@ def _short(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def _pin(tensors: Sequence[Tensor], kind: DeviceKind) -> list[Tensor]:
-    """Lock memory, so that a GPU copies at full speed; return the tensors that could be locked."""
+    """Lock memory, so that a GPU copies to and from it at full speed; those that could be."""
     pinned = kind.pin(tensors)
     if kind.name == "cuda" and len(pinned) < len(tensors):
         log.info("some memory could not be pinned; copies will be slower")
