@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,50 +18,15 @@ from torch import Tensor
 
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.rules.ledger import Ledger
-from stratagem.rules.tickets import Push
+from stratagem.rules.tickets import Push, Verdict
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.commands import Commands, OtherShard, OwnShard
+from stratagem.servers.epoch import Epoch
 from stratagem.servers.holders import Holders
 from stratagem.servers.participants import Participant, Participants
 from stratagem.servers.training_plan import TrainingPlan
 
 Answer = tuple[dict[str, Any], list[Tensor]]
-
-
-@dataclass
-class AppliedLoss:
-    """The loss over all examples whose gradients were applied."""
-
-    total: float = 0.0
-    examples: int = 0
-    waiting: list[tuple[float, float, int]] = field(default_factory=list)
-
-    def fold(self) -> None:
-        """Add the loss of an applied batch, weighted by examples."""
-        weight, count, total = 0.0, 0, 0.0
-        for loss, w, n in self.waiting:
-            weight, count = weight + w, count + n
-            total += loss * w if w else 0.0  # where nothing weighs, its loss may be no number
-        if weight and count:
-            self.total += total / weight * count
-            self.examples += count
-        self.waiting = []
-
-
-@dataclass
-class Epoch:
-    """One pass of the chief over its batches."""
-
-    number: int = 0
-    #: whether all its batches have been put up
-    dealt: bool = False
-    #: by a ticket's serial: the examples to go with it, where the chief hands them out
-    payloads: dict[int, Tensor] = field(default_factory=dict)
-    #: by worker: what it has counted
-    reports: dict[int, Tensor] = field(default_factory=dict)
-    #: workers whose last part was dropped again
-    void: set[int] = field(default_factory=set)
-    tally: AppliedLoss = field(default_factory=AppliedLoss)
 
 
 class Coordinator:
@@ -329,25 +293,8 @@ class Coordinator:
                 return {"again": True}, []
             if settings:
                 self.commands.give(["settings", settings])
-            ticket = ledger.holds(push.worker)
-            if ticket is not None and self.participants.aside and self.in_step:
-                self.participants.refuse_alone(push.worker, ticket.first, self.done)
-            turn, update = ledger.turn, None
-            verdict = ledger.push(push)
-            if verdict.kept:
-                assert ticket is not None
-                self.epoch.payloads.pop(ticket.serial, None)  # nobody will ask for it
-                self.done[push.worker] = ticket.first
-                loss, examples = notes
-                self.epoch.tally.waiting.append((float(loss), push.weight, int(examples)))
-                update = ledger.ripe()
-                self.commands.take_in(participant.placement, push, verdict, used, update)
-            if update is not None:
-                self.epoch.tally.fold()
-            if update is not None or not verdict.kept:
-                self.settle()
-            elif ledger.turn != turn or self._late:  # else nobody has become late
-                self._tell_late()
+            turn = ledger.turn
+            verdict = self._decide(ledger, participant, push, notes, used)
             self.wake(ledger, turn)
             header = {
                 "kept": verdict.kept,
@@ -365,6 +312,36 @@ class Coordinator:
                 return header, []
             header["next"], body = found
             return header, body
+
+    def _decide(
+        self,
+        ledger: Ledger,
+        participant: Participant,
+        push: Push,
+        notes: Sequence[Any],
+        used: list[bool] | None,
+    ) -> Verdict:
+        """Keep or drop a gradient, and apply the updates that it completes."""
+        ticket = ledger.holds(push.worker)
+        if ticket is not None and self.participants.aside and self.in_step:
+            self.participants.refuse_alone(push.worker, ticket.first, self.done)
+        turn, update = ledger.turn, None
+        verdict = ledger.push(push)
+        if verdict.kept:
+            assert ticket is not None
+            self.epoch.payloads.pop(ticket.serial, None)  # nobody will ask for it
+            self.done[push.worker] = ticket.first
+            loss, examples = notes
+            self.epoch.tally.waiting.append((float(loss), push.weight, int(examples)))
+            update = ledger.ripe()
+            self.commands.take_in(participant.placement, push, verdict, used, update)
+        if update is not None:
+            self.epoch.tally.fold()
+        if update is not None or not verdict.kept:
+            self.settle()
+        elif ledger.turn != turn or self._late:  # else nobody has become late
+            self._tell_late()
+        return verdict
 
     def wake(self, ledger: Ledger, turn: int) -> None:
         """Wake waiting threads, but only if something has changed since that turn."""

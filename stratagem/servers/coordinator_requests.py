@@ -12,7 +12,8 @@ from stratagem.cluster.failure import failed
 from stratagem.errors import NotDistributable, ReplicaLost
 from stratagem.rules.ledger import Ledger
 from stratagem.rules.tickets import Push
-from stratagem.servers.coordinator import Answer, Coordinator, Epoch
+from stratagem.servers.coordinator import Answer, Coordinator
+from stratagem.servers.epoch import Epoch
 from stratagem.servers.participants import Participant
 from stratagem.servers.requests import CHIEF, MEMBER, WORKER, Number, Peer, request, tree
 from stratagem.servers.shard_requests import gradient
