@@ -71,10 +71,6 @@ class TwoSided(Feedback):
     def memory(self, flat: Tensor, layout: Layout) -> SliceMemory:
         return SliceMemory(flat, layout, self.keeps, self.collective.size, self.collective.rank)
 
-    def bytes_sent(self, memory: SliceMemory) -> int:
-        """Return what one replica sends to the others in a step."""
-        return 2 * (self.collective.size - 1) * self._width(memory)
-
     def _width(self, memory: SliceMemory) -> int:
         """Bytes of the longest slice: all are sent as long as that."""
         return width(self.codec, memory.slices, memory.of_sum.itemsize)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 from stratagem.errors import UsageError
@@ -63,12 +62,7 @@ class PrometheusPage:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
 
@@ -123,12 +117,7 @@ class TensorBoardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for writer in self._writers.values():
             writer.close()
 

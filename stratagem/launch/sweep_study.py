@@ -207,26 +207,3 @@ def _value(trial: FrozenTrial) -> float | None:
 
 def _text(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
-
-
-def pruned_of(
-    curves: Sequence[Sequence[float]], larger: bool, keep: int
-) -> tuple[list[int], list[int]]:
-    """Which of these recorded curves pruning would have ended, and which of those were among the
-    `keep` best: what it costs. The curves come one after another."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(direction="maximize" if larger else "minimize", pruner=pruner())
-    ended = []
-    for number, curve in enumerate(curves):
-        trial = study.ask()
-        for epoch, value in enumerate(curve, 1):
-            trial.report(value, epoch)
-            if trial.should_prune():
-                ended.append(number)
-                study.tell(trial, state=TrialState.PRUNED)
-                break
-        else:
-            study.tell(trial, curve[-1])
-    sign = -1.0 if larger else 1.0
-    best = sorted(range(len(curves)), key=lambda n: (sign * curves[n][-1], n))[:keep]
-    return ended, [number for number in ended if number in best]

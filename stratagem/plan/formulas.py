@@ -12,9 +12,8 @@ stragglers        the k-th of n replicas: each measured sample times its chance 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -187,57 +186,3 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-#: constants that are a part of something, and between what they lie
-_PARTS = {"goodput": (0.3, 1.0), "turns": (0.1, 1.0)}
-#: a constant is sought within this factor of where it starts
-_REACH = 30.0
-
-
-def fit(
-    measured: Sequence[tuple[float, Callable[[Calibration], float]]],
-    start: Calibration | None = None,
-    names: Sequence[str] = ("message", "step", "exchange", "goodput", "turns", "half"),
-) -> Calibration:
-    """The constants with the least squares of relative error.
-
-    measured: seconds that a step took, and what predicts it from a calibration.
-
-    One constant after the other is moved by a factor that shrinks: nothing is smooth here, since a
-    step is the longest of several ways.
-    """
-    best = first = start or Calibration()
-    error = _squares(measured, best)
-    factor = 3.0
-    while factor > 1.005:
-        before = error
-        for name in names:
-            for by in (factor, 1 / factor):
-                value = _kept(name, getattr(best, name) * by, getattr(first, name))
-                tried = replace(best, **{name: value})
-                now = _squares(measured, tried)
-                if now < error:
-                    best, error = tried, now
-        if error > before * 0.999:
-            factor = math.sqrt(factor)
-    return best
-
-
-def errors(
-    measured: Sequence[tuple[float, Callable[[Calibration], float]]], with_: Calibration
-) -> list[float]:
-    """Relative errors, signed: more than 0 is predicted too slow."""
-    return [predict(with_) / seconds - 1 for seconds, predict in measured]
-
-
-def _squares(
-    measured: Sequence[tuple[float, Callable[[Calibration], float]]], with_: Calibration
-) -> float:
-    return statistics.fmean(e * e for e in errors(measured, with_)) if measured else 0.0
-
-
-def _kept(name: str, value: float, first: float) -> float:
-    if name in _PARTS:
-        return min(max(value, _PARTS[name][0]), _PARTS[name][1])
-    return min(max(value, first / _REACH), first * _REACH)

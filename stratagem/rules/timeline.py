@@ -12,7 +12,7 @@ With 2 devices, a backward twice as long as a forward, and nothing to hand over:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -134,8 +134,3 @@ def draw(line: Timeline, width: int = 72) -> str:
             cells[first:end] = shown
         rows.append("".join(cells[:width]))
     return "\n".join(f"device {i}  {row}" for i, row in enumerate(rows))
-
-
-def by_part(costs: Sequence[tuple[float, float]]) -> Callable[[Op], float]:
-    """Seconds of an operation from (forward, backward) of each part."""
-    return lambda op: costs[op.part][op.kind == "B"]

@@ -1,4 +1,4 @@
-"""Gradients that a loop of one's own adds up over batches, in step."""
+"""Gradients that a custom loop accumulates over batches, in step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from stratagem.errors import NotDistributable
 
 
 class Accumulation:
-    """What lies in `grad` from batches before.
+    """The gradients of earlier batches, in `grad`.
 
-    Parts of a batch weigh by their examples, and all that is handed in like the part of the last
-    batch: what lies here is brought to that weight.
+    A part of a batch weighs by its examples, and a push weighs like the part of the last batch:
+    earlier gradients are scaled to that weight.
     """
 
     def __init__(self, params: Sequence[Tensor], parts: int) -> None:
@@ -22,7 +22,7 @@ class Accumulation:
         self._here, self._share = False, 1.0
 
     def begin(self, examples: int, total: int) -> None:
-        """The part of the next batch has so many examples of so many."""
+        """Begin the next batch: this worker has `examples` of its `total`."""
         if self._parts == 1:
             return
         share = examples / max(total, 1)
@@ -40,13 +40,13 @@ class Accumulation:
 
     @property
     def is_here(self) -> bool:
-        """Whether something lies here from batches before."""
+        """Whether there are gradients of earlier batches."""
         return self._here
 
     def keep(self) -> None:
-        """There was no step: what there is stays."""
+        """Keep the gradients: the loop made no step."""
         self._here = any(param.grad is not None for param in self._params)
 
     def drop(self) -> None:
-        """It was handed in."""
+        """Forget the gradients: they were pushed."""
         self._here = False

@@ -1,4 +1,4 @@
-"""Batches that the chief reads, and deals out far enough ahead that nobody waits."""
+"""Batches that the chief reads, and deals out so far ahead that no worker waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Cut = Callable[[int], list[dict[str, Any]]]
 
 
 class BatchSource:
-    """An iterator of batches on its way to the workers."""
+    """Deals the batches of an iterator out to the workers."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class BatchSource:
 
 
 def read(loader: DataLoader[Any], indices: list[int]) -> Any:
-    """The batch of these rows, as the loader would make it; by whoever trains on it."""
+    """Make the batch of these rows as the loader would, on the worker that trains on it."""
     collate: Any = loader.collate_fn
     dataset: Any = loader.dataset
     if getattr(dataset, "__getitems__", None) is not None:
@@ -83,7 +83,7 @@ def read(loader: DataLoader[Any], indices: list[int]) -> Any:
 
 
 def say_who_reads(loader: DataLoader[Any]) -> None:
-    """Whoever trains on rows, and not the processes that the loader was to have for that."""
+    """Log that workers read their own rows, without the processes of the loader."""
     if loader.num_workers and not is_stream(loader):
         log.warning(
             "with parameter servers every worker reads the rows of its batches itself, while "
@@ -105,7 +105,7 @@ class IndexSource:
         self._drawn: list[list[torch.Tensor]] = []
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass."""
+        """Iterate over one pass."""
         loader = self._loader
         self._journal.begin(dice_of(loader))
         if not (self._begun and loader.persistent_workers):
@@ -127,7 +127,7 @@ class IndexSource:
 
 
 def parts_of_indices(batch: Any) -> Cut:
-    """Indices travel; who gets them fetches the examples."""
+    """Indices travel; the worker that gets them fetches the examples."""
     indices = [int(i) for i in batch]
 
     def cut(parts: int) -> list[dict[str, Any]]:

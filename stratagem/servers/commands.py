@@ -1,4 +1,4 @@
-"""The commands that every server is given: the same, and in the same order."""
+"""The commands that every server gets: the same ones in the same order."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class OwnShard(Protocol):
         """Return the plan of the fit that is under way, or was last."""
 
     def obey(self, order: Order) -> Any:
-        """Carry an order out."""
+        """Carry out an order."""
 
     def fetch(self, placement: str, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
-        """The newest values, for a worker that has version `have`."""
+        """Return the newest values, for a worker that has version `have`."""
 
 
 class OtherShard(Protocol):
     """Another server, as the coordinator commands it."""
 
     def order(self, order: Order) -> None:
-        """Send an order off; it is carried out after all before it."""
+        """Send an order; the server carries it out after all earlier ones."""
 
     def answer(self) -> float:
-        """The number that the last order asked for."""
+        """Return the number that the last order asked for."""
 
 
 class Commands:
@@ -60,7 +60,7 @@ class Commands:
         self._gaps = [(each, each.step_norm()) for each in policies if each.needs_gap]
 
     def give(self, order: Order) -> None:
-        """Have it done, now or soon."""
+        """Send an order to every other server, and carry it out here."""
         try:
             self.given += 1
             for server in self._far:
@@ -70,7 +70,7 @@ class Commands:
             raise self._ended(error) from error
 
     def ask(self, order: Order) -> list[float]:
-        """Have it done, and wait for the number that each server answers."""
+        """Send an order, and wait for the number that each server answers."""
         try:
             self.given += 1
             for server in self._far:
@@ -81,7 +81,7 @@ class Commands:
             raise self._ended(error) from error
 
     def _ended(self, error: Exception) -> ReplicaError:
-        """What is carried out by halves makes nonsense of the parameters: the job ends."""
+        """End the job: an order that only some servers carry out spoils the parameters."""
         failure = error
         if not isinstance(failure, ReplicaError):
             failure = failed("ps 0", traceback.format_exc())
@@ -93,7 +93,7 @@ class Commands:
     def take_in(
         self, placement: str, push: Push, verdict: Verdict, used: Any, update: Update | None
     ) -> None:
-        """A gradient that counts, and the update that it makes ripe, if any."""
+        """Add a gradient that counts, and apply the update that it completes, if any."""
         factor = verdict.factor * self._gap_factor(placement) if self._gaps else verdict.factor
         if update is not None and len(update.pushes) == 1 and self._plan.clip.norm is None:
             self.give(["one", placement, factor, update.rate, used])
@@ -104,7 +104,7 @@ class Commands:
             self.apply(update)
 
     def apply(self, update: Update) -> None:
-        """Make an update of what was added up, clipped by the norm over all shards."""
+        """Apply the sum of gradients as an update, clipped by the norm over all shards."""
         scale = 1.0 / update.divisor if update.divisor else 0.0
         limit = self._plan.clip.norm
         if limit is not None:

@@ -31,7 +31,7 @@ log = logging.getLogger("stratagem")
 
 
 class Connections(ShardLines):
-    """The lines of one worker, its heartbeat, and a line for whoever wants to see the books."""
+    """The lines of one worker, its heartbeat, and a line for questions about statistics."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Connections(ShardLines):
     # --- talking ------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Hear what the coordinator has said unasked."""
+        """Read what the coordinator has said unasked."""
         coordinator = self._lines[0][0].connection
         while coordinator.readable():
             try:
@@ -86,10 +86,9 @@ class Connections(ShardLines):
         self._check()
 
     def stats(self) -> Stats | None:
-        """The books; any thread may ask at any time.
+        """Return the coordinator's statistics; any thread may ask at any time.
 
-        On a connection of its own, made at the start: a job that runs must not depend on a new
-        one, for which it would queue behind whoever else knocks.
+        The connection is made at the start: a new one might queue behind others.
         """
         assert self._visit is not None
         with self._asking:
@@ -130,14 +129,14 @@ class Connections(ShardLines):
             self._visit.close()
 
     def _cut_off(self, trouble: ReplicaError) -> None:
-        """The job cannot go on: say so, and wake whoever waits for a server."""
+        """Say that the job cannot go on, and wake every thread that waits for a server."""
         knows = isinstance(trouble, ReplicaFailed) and trouble.who == self._name
         if not (knows or (self.resumes and is_server_lost(trouble))):
             log.warning("%s", headline(trouble))
         self.hang_up()
 
     def interrupt(self, error: BaseException) -> None:
-        """From another thread: have whatever waits here end with this error."""
+        """From another thread: end every wait here with this error."""
         if isinstance(error, ReplicaError):
             self.heartbeat.fall(error)
         else:
@@ -151,6 +150,6 @@ class Connections(ShardLines):
     # --- several holders of a shard -------------------------------------------------------------
 
     def _why(self, i: int) -> ReplicaError:
-        """A connection ended: the heartbeat may know better whose fault it was."""
+        """Return why a connection ended; the heartbeat may know better than the connection."""
         self.fell = True
         return self.heartbeat.explain(KNOWS_BETTER) or server_lost(f"ps {i}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,50 +18,15 @@ from torch import Tensor
 
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.rules.ledger import Ledger
-from stratagem.rules.tickets import Push
+from stratagem.rules.tickets import Push, Verdict
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.commands import Commands, OtherShard, OwnShard
+from stratagem.servers.epoch import Epoch
 from stratagem.servers.holders import Holders
 from stratagem.servers.participants import Participant, Participants
 from stratagem.servers.training_plan import TrainingPlan
 
 Answer = tuple[dict[str, Any], list[Tensor]]
-
-
-@dataclass
-class AppliedLoss:
-    """The loss over all examples whose gradients were applied."""
-
-    total: float = 0.0
-    examples: int = 0
-    waiting: list[tuple[float, float, int]] = field(default_factory=list)
-
-    def fold(self) -> None:
-        """An update was made of all that waits: the loss of its batch, weighted by examples."""
-        weight, count, total = 0.0, 0, 0.0
-        for loss, w, n in self.waiting:
-            weight, count = weight + w, count + n
-            total += loss * w if w else 0.0  # where nothing weighs, its loss may be no number
-        if weight and count:
-            self.total += total / weight * count
-            self.examples += count
-        self.waiting = []
-
-
-@dataclass
-class Epoch:
-    """One pass of the chief over its batches."""
-
-    number: int = 0
-    #: whether all its batches have been put up
-    dealt: bool = False
-    #: by a ticket's serial: the examples to go with it, where the chief hands them out
-    payloads: dict[int, Tensor] = field(default_factory=dict)
-    #: by worker: what it has counted
-    reports: dict[int, Tensor] = field(default_factory=dict)
-    #: workers whose last part was dropped again
-    void: set[int] = field(default_factory=set)
-    tally: AppliedLoss = field(default_factory=AppliedLoss)
 
 
 class Coordinator:
@@ -109,7 +73,7 @@ class Coordinator:
         self.beside = self.told = torch.empty(0, dtype=torch.uint8)
 
     def open(self, fit: int, plan: TrainingPlan, beside: Tensor) -> None:
-        """The chief begins a fit; every server has the plan and its values."""
+        """Begin the chief's fit; every server has the plan and its values."""
         with self.changed:
             self.check()
             self.plan, self.fit, self.running = plan, fit, True
@@ -125,7 +89,7 @@ class Coordinator:
     # --- who is here ------------------------------------------------------------------------
 
     def join(self, participant: Participant) -> Answer:
-        """A worker takes part from now on, unless the fit has ended since it entered."""
+        """Let a worker take part, unless the fit has ended since the worker entered."""
         with self.changed:
             self.check()
             if participant.fit != self.fit:
@@ -142,7 +106,7 @@ class Coordinator:
             return {}, []
 
     def leave(self, participant: Participant, *, dead: bool = False) -> None:
-        """A worker has gone: its work goes back, and the gates count anew.
+        """Take a worker out: its tickets go back, and the gates count anew.
 
         If it is dead, the other servers hang up as well; else it may take part in the next fit.
         """
@@ -157,7 +121,7 @@ class Coordinator:
             self.changed.notify_all()
 
     def fail(self, failure: ReplicaError) -> None:
-        """Nobody goes on after this; whoever asks is told why."""
+        """End the job; every later request is answered with the error."""
         with self.changed:
             self.failure = self.failure or failure
             self.shard.failure = self.failure
@@ -196,7 +160,7 @@ class Coordinator:
         return isinstance(updates, Synchronous) and not updates.spares
 
     def held_up(self) -> list[tuple[Participant, float]]:
-        """Who has had work in hand while somebody waited for some, and for how long.
+        """Return which workers hold tickets while another worker waits, and for how long.
 
         It does not wait for the lock: nobody is named while an order is carried out.
         """
@@ -260,7 +224,7 @@ class Coordinator:
     def _ticket(
         self, ledger: Ledger, participant: Participant, have: int, since: float
     ) -> Answer | None:
-        """A ticket, if there is one for it, with the newest values."""
+        """Return a ticket for the worker, if there is one, with the newest values."""
         ticket = ledger.take(participant.worker)
         if ticket is None:
             return None
@@ -276,7 +240,7 @@ class Coordinator:
         return header, body
 
     def abandon(self, participant: Participant, serial: int) -> None:
-        """A worker gives a ticket back."""
+        """Take a ticket back from a worker."""
         with self.changed:
             ledger = self.ledger_of(participant)
             if ledger is not None:
@@ -286,7 +250,7 @@ class Coordinator:
                 self.wake(ledger, turn)
 
     def skip(self, participant: Participant, serial: int) -> None:
-        """A worker has gone past a ticket without a gradient: it counts as done."""
+        """Count a ticket as done for which the worker made no gradient."""
         with self.changed:
             ledger = self.ledger_of(participant)
             if ledger is not None:
@@ -329,25 +293,8 @@ class Coordinator:
                 return {"again": True}, []
             if settings:
                 self.commands.give(["settings", settings])
-            ticket = ledger.holds(push.worker)
-            if ticket is not None and self.participants.aside and self.in_step:
-                self.participants.refuse_alone(push.worker, ticket.first, self.done)
-            turn, update = ledger.turn, None
-            verdict = ledger.push(push)
-            if verdict.kept:
-                assert ticket is not None
-                self.epoch.payloads.pop(ticket.serial, None)  # nobody will ask for it
-                self.done[push.worker] = ticket.first
-                loss, examples = notes
-                self.epoch.tally.waiting.append((float(loss), push.weight, int(examples)))
-                update = ledger.ripe()
-                self.commands.take_in(participant.placement, push, verdict, used, update)
-            if update is not None:
-                self.epoch.tally.fold()
-            if update is not None or not verdict.kept:
-                self.settle()
-            elif ledger.turn != turn or self._late:  # else nobody has become late
-                self._tell_late()
+            turn = ledger.turn
+            verdict = self._decide(ledger, participant, push, notes, used)
             self.wake(ledger, turn)
             header = {
                 "kept": verdict.kept,
@@ -366,13 +313,43 @@ class Coordinator:
             header["next"], body = found
             return header, body
 
+    def _decide(
+        self,
+        ledger: Ledger,
+        participant: Participant,
+        push: Push,
+        notes: Sequence[Any],
+        used: list[bool] | None,
+    ) -> Verdict:
+        """Keep or drop a gradient, and apply the updates that it completes."""
+        ticket = ledger.holds(push.worker)
+        if ticket is not None and self.participants.aside and self.in_step:
+            self.participants.refuse_alone(push.worker, ticket.first, self.done)
+        turn, update = ledger.turn, None
+        verdict = ledger.push(push)
+        if verdict.kept:
+            assert ticket is not None
+            self.epoch.payloads.pop(ticket.serial, None)  # nobody will ask for it
+            self.done[push.worker] = ticket.first
+            loss, examples = notes
+            self.epoch.tally.waiting.append((float(loss), push.weight, int(examples)))
+            update = ledger.ripe()
+            self.commands.take_in(participant.placement, push, verdict, used, update)
+        if update is not None:
+            self.epoch.tally.fold()
+        if update is not None or not verdict.kept:
+            self.settle()
+        elif ledger.turn != turn or self._late:  # else nobody has become late
+            self._tell_late()
+        return verdict
+
     def wake(self, ledger: Ledger, turn: int) -> None:
-        """Wake those who wait, but only if there is news for them since that turn."""
+        """Wake waiting threads, but only if something has changed since that turn."""
         if ledger.turn != turn or ledger.over:
             self.changed.notify_all()
 
     def settle(self) -> None:
-        """Apply whatever else has become ripe, and tell those whose work is too late now."""
+        """Apply every other complete update, and tell workers whose tickets are too late now."""
         assert self.ledger is not None
         while (update := self.ledger.ripe()) is not None:
             self.commands.apply(update)

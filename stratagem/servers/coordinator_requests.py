@@ -1,4 +1,4 @@
-"""What the coordinator answers besides: requests about the training as a whole."""
+"""The coordinator's requests: about the training as a whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from stratagem.cluster.failure import failed
 from stratagem.errors import NotDistributable, ReplicaLost
 from stratagem.rules.ledger import Ledger
 from stratagem.rules.tickets import Push
-from stratagem.servers.coordinator import Answer, Coordinator, Epoch
+from stratagem.servers.coordinator import Answer, Coordinator
+from stratagem.servers.epoch import Epoch
 from stratagem.servers.participants import Participant
 from stratagem.servers.requests import CHIEF, MEMBER, WORKER, Number, Peer, request, tree
 from stratagem.servers.shard_requests import gradient
@@ -28,7 +29,7 @@ request("skip", MEMBER, serial=int)(Coordinator.skip)
 
 @request("clear", CHIEF)
 def clear(coordinator: Coordinator, peer: Peer) -> None:
-    """Before another fit: the last one's workers have its values, and its orders are done."""
+    """Before another fit: wait until the last fit's workers have its values."""
     with coordinator.changed:
         coordinator.running = False
         if peer.participant is not None:
@@ -70,7 +71,7 @@ def enter(coordinator: Coordinator, peer: Peer, fit: int) -> Answer:
 
 @request("join", WORKER, fit=int)
 def join(coordinator: Coordinator, peer: Peer, fit: int) -> Answer:
-    """Take part in a fit; whoever had this worker's place before counts no more."""
+    """Take part in a fit; an earlier process in this worker's place counts no more."""
     peer.participant = Participant(
         peer.worker, peer.name, peer.token, peer.offer, fit, chief=peer.chief
     )
@@ -98,7 +99,7 @@ def leave(coordinator: Coordinator, peer: Peer) -> None:
 
 @request("retire", MEMBER)
 def retire(coordinator: Coordinator, participant: Participant) -> Answer:
-    """Take no more work: wait for the end of the fit, to fetch what comes of it."""
+    """Take no more tickets: wait for the end of the fit, to fetch its last values."""
     with coordinator.changed:
         if (ledger := coordinator.ledger_of(participant)) is not None:
             coordinator.participants.retired.add(participant)
@@ -112,7 +113,7 @@ def retire(coordinator: Coordinator, participant: Participant) -> Answer:
 
 @request("finish", CHIEF, body=tree)
 def finish(coordinator: Coordinator, peer: Peer | None, body: Tensor) -> None:
-    """End the fit; `body` is what the other workers get to hear.
+    """End the fit; `body` is sent to the other workers.
 
     In step that is after the batch which the chief has done its part of.
     """
@@ -130,7 +131,7 @@ def finish(coordinator: Coordinator, peer: Peer | None, body: Tensor) -> None:
 
 @request("failed", WORKER, text=str)
 def fail(coordinator: Coordinator, peer: Peer, text: str) -> None:
-    """A worker has raised an exception: the job ends."""
+    """End the job: a worker has raised an exception."""
     coordinator.end_job(failed(peer.name, text))
 
 
@@ -154,7 +155,7 @@ def deal(
     last: bool,
     body: Sequence[Tensor] = (),
 ) -> dict[str, Any]:
-    """Put batches up: `runs` of (how many, in how many parts each), from number `first` on."""
+    """Deal batches: `runs` of (how many, in how many parts each), from number `first` on."""
     with coordinator.changed:
         ledger, participants = coordinator.open_ledger(), coordinator.participants
         if epoch > coordinator.epoch.number:
@@ -210,9 +211,9 @@ def next_ticket(
 
 
 def _gathering(coordinator: Coordinator, participant: Participant) -> bool:
-    """Whether a training in step has just begun and somebody is still on the way to it.
+    """Whether a training in step has just begun and an expected worker has not come yet.
 
-    Else who is first does the others' parts too, and its loop makes several steps an update.
+    Without waiting, the first worker would do the parts of all, with several steps an update.
     """
     counts = coordinator.ledger_of(participant) is not None
     return (

@@ -1,4 +1,4 @@
-"""The evaluator: takes no part in the training, and wants to know when it is over."""
+"""The evaluator's task: takes no part in the training, and learns when it is over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EvaluatorLink:
 
 @dataclass(eq=False)
 class EvaluatorReplica(Replica):
-    """The evaluator's replica: whoever asks before writing a checkpoint is told not to."""
+    """The evaluator's replica, which is not the chief and so writes no checkpoint."""
 
     @property
     def is_chief(self) -> bool:

@@ -1,4 +1,4 @@
-"""A task's heartbeat: the coordinator hears that it lives, and it hears of all others.
+"""A task's heartbeat: the coordinator learns that the task lives, the task what goes wrong.
 
 The silence of the coordinator is reckoned by cluster/heartbeat.py, as it is between replicas.
 """
@@ -26,8 +26,8 @@ _COORDINATOR = "ps 0"
 class HeartbeatThread:
     """Beats on a connection of its own.
 
-    `trouble` is set when the job cannot go on, and `on_trouble` called with it, once: whoever
-    waits for a server that will not answer has to be woken.
+    When the job cannot go on, `trouble` is set and `on_trouble` called with it, once, to wake
+    threads that wait for a server.
     """
 
     def __init__(
@@ -63,27 +63,27 @@ class HeartbeatThread:
         self._figures = line
 
     def mute(self) -> None:
-        """From now on the end of the coordinator is no news."""
+        """Ignore the end of the coordinator from now on."""
         self._stopping.set()
 
     def last_words(self, error: ReplicaError) -> None:
-        """Say why this task ends."""
+        """Tell the coordinator why this task ends."""
         self.tell({"dying": error_note(error)})
 
     def tell(self, note: Mapping[str, Any]) -> None:
-        """Say something to the coordinator between two beats."""
+        """Send the coordinator a note between two beats."""
         try:
             self._connection.send(note)
         except OSError as problem:
             log.info("the coordinator did not hear %s: %s", list(note), problem)
 
     def explain(self, seconds: float) -> ReplicaError | None:
-        """What is wrong, if that is known within so many seconds."""
+        """Return the trouble, if it is known within so many seconds."""
         self._known.wait(seconds)
         return self.trouble
 
     def fall(self, trouble: ReplicaError) -> None:
-        """The job cannot go on; what is told first counts."""
+        """Set the trouble that ends the job; the first one counts."""
         with self._falling:
             if self.trouble is not None or self._stopping.is_set():
                 return

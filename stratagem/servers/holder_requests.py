@@ -1,4 +1,4 @@
-"""What the coordinator answers about the servers: which of them hold which shard."""
+"""The coordinator's requests about servers: which of them hold which shard."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class FarServer:
             raise server_lost(self.name) from problem
 
     def answer(self) -> float:
-        """The last number that it was asked for."""
+        """Return the number that the last order asked for."""
         value = 0.0
         while self.owed:
             value = self._read()
@@ -83,7 +83,7 @@ class HeldShard:
         self._lose = lose
 
     def order(self, order: Order) -> None:
-        """Send an order off to every holder."""
+        """Send an order to every holder."""
         for holder in list(self.holders):
             self._try(holder, partial(holder.order, order))
             holder.owed += order[0] in ASKS
@@ -145,7 +145,7 @@ class Holders:
         return found
 
     def cover(self, backups: int) -> None:
-        """Have so many other servers hold each shard; before the fit that it is for."""
+        """Before a fit: have so many other servers hold each shard."""
         self.backups = max(self.backups, backups)
         for shard, held in self.shards.items():
             have = {each.server for each in held.holders} | self.gone
@@ -167,7 +167,7 @@ class Holders:
                     each.connection.close()
 
     def drop(self, server: int) -> list[int]:
-        """Do without a server; returns the shards that nobody holds any more."""
+        """Do without a server; return the shards that no server holds any more."""
         self.gone.add(server)
         alone = self.alone(server)
         for shard, held in self.shards.items():
@@ -176,7 +176,7 @@ class Holders:
         return alone
 
     def alone(self, server: int) -> list[int]:
-        """The shards that nobody else holds."""
+        """Return the shards that no other server holds."""
         return [
             shard
             for shard, held in self.shards.items()
@@ -196,12 +196,12 @@ class Holders:
         return True
 
     def close(self) -> None:
-        """Command nobody any more."""
+        """Close the connections to all servers."""
         for server in range(len(self.addresses)):
             self.hang_up(server)
 
     def heir(self, shard: int) -> str:
-        """The server that a shard is read from."""
+        """Return the name of the server that a shard is read from."""
         return self.shards[shard].holders[0].name
 
     def connect_again(self, server: int) -> dict[int, FarServer]:
@@ -211,9 +211,9 @@ class Holders:
         return dict(zip(mine, self._reach([(server, shard) for shard in mine]), strict=True))
 
     def take_back(self, server: int, lines: dict[int, FarServer]) -> None:
-        """Have a server hold its shards again: copies of what the others have right now.
+        """Have a server hold its shards again, as copies of the other holders'.
 
-        Whatever is ordered from here on it is ordered, too, and does once it has the copy.
+        The server gets every later order, and carries it out once it has the copy.
         """
         for shard, far in lines.items():
             held = self.shards[shard]
@@ -230,7 +230,7 @@ class Holders:
         self.since[server] = self.generation
 
     def is_ready(self, server: int, shard: int) -> None:
-        """A server that came back has what it is to hold."""
+        """Note that a server which came back has its shards."""
         for each in self.shards[shard].holders:
             if each.server == server:
                 each.ready = True

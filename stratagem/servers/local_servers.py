@@ -1,4 +1,4 @@
-"""The servers of a local cluster: processes, started again where others hold the same."""
+"""The servers of a local cluster: processes, started again where others hold their shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("stratagem")
 
 
 class LocalServers:
-    """One child for each."""
+    """One child process for each server."""
 
     def __init__(self) -> None:
         self.pools: list[Pool] = []
@@ -30,7 +30,7 @@ class LocalServers:
             self.pools[i].submit(serve, [(i, *self._told)], patiently)
 
     def look(self) -> None:
-        """Raise if one has not come up: it will not."""
+        """Raise if a server ended before it came up."""
         for i, pool in enumerate(self.pools):
             one = pool.followers[0]
             if select.select([one.control], [], [], 0)[0]:
@@ -42,7 +42,7 @@ class LocalServers:
                 )
 
     def tend(self) -> None:
-        """Start one again that has died, but the first: others hold its shards, and give them."""
+        """Start a dead server again, but the first: other servers send it its shards."""
         for i, pool in enumerate(self.pools):
             one = pool.followers[0]
             ended = i > 0 and bool(select.select([one.control], [], [], 0)[0])
@@ -51,7 +51,7 @@ class LocalServers:
                 self._start_again(i)
 
     def revive(self) -> None:
-        """Start every one again that does not serve any more."""
+        """Start every server again that does not serve any more."""
         for i, pool in enumerate(self.pools):
             one = pool.followers[0]
             if select.select([one.control], [], [], 0)[0]:

@@ -1,4 +1,4 @@
-"""The other workers of a local cluster: processes that are hired, called, watched and replaced.
+"""The other workers of a local cluster: processes that are started, called, watched and replaced.
 
 A call goes on here beside the caller's own part of it. A child that ends in the middle of it is
 replaced at once: the new one gets the same call, and takes part from there.
@@ -29,7 +29,7 @@ _IN_VAIN = 20  # replacements in a row that did not hand in a single gradient
 
 @dataclass
 class LocalWorker:
-    """A child that works: the process, and what is still to come of it."""
+    """A worker's process, and the answer that it still owes."""
 
     index: int
     name: str
@@ -53,11 +53,11 @@ class LocalWorker:
 
 
 class _Called(Exception):
-    """The call is over; what was being done beside it is done no more."""
+    """The call is over; the thread beside it ends."""
 
 
 class LocalWorkers:
-    """All of them, at one call after the other."""
+    """All other workers, at one call after the other."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class LocalWorkers:
             self.members.append(LocalWorker(i, f"worker {i}", self._start(i, None)))
 
     def begin(self, call: tuple[Any, ...]) -> None:
-        """Have all of them run this, from now on beside whatever is done here."""
+        """Have all workers run this call, beside the caller's own part."""
         self.error, self._done = None, threading.Event()
         if not self.members and self._tend is None:
             return
@@ -101,7 +101,7 @@ class LocalWorkers:
         self._overseer.start()
 
     def leave_alone(self) -> None:
-        """What was to be done here is done: nobody is watched any more."""
+        """Stop watching the workers: the caller's own part is done."""
         self._done.set()
         if self._overseer is not None:
             self._overseer.join()
@@ -119,7 +119,7 @@ class LocalWorkers:
         return [child.value for child in self.members]
 
     def move(self, worker: Client) -> None:
-        """Have all of them take their places again, at servers that this process has met anew.
+        """Have all workers connect again to the servers, which this process has met anew.
 
         Those that do not come out of the call which has ended are replaced.
         """
@@ -144,7 +144,7 @@ class LocalWorkers:
     # --- beside the call --------------------------------------------------------------------
 
     def _wait_for_all(self) -> None:
-        """Let everybody begin together; but who takes long comes later."""
+        """Let all workers begin together; a slow one comes later."""
         until = time.monotonic() + _TOGETHER
         while time.monotonic() < until and not all(child.called for child in self.members):
             self._look(patiently)
@@ -165,7 +165,7 @@ class LocalWorkers:
             raise _Called
 
     def _look(self, watch: Callable[[], None], *, spare_the_silent: bool = True) -> None:
-        """Take a tenth of a second to see what the children do."""
+        """Wait up to a tenth of a second for answers or deaths of children."""
         if self._tend is not None:
             self._tend()
         for child in self.members:
@@ -235,7 +235,7 @@ class LocalWorkers:
 
 
 def patiently() -> None:
-    """A child that lives is waited for."""
+    """Wait for a child as long as it lives."""
 
 
 def _failure(name: str, answer: follower.CallResult) -> BaseException:
@@ -245,5 +245,5 @@ def _failure(name: str, answer: follower.CallResult) -> BaseException:
 
 
 def _was_dropped(child: LocalWorker, answer: follower.CallResult) -> bool:
-    """Whether a child says of itself that the others have gone on without it."""
+    """Whether a child says that the job goes on without it."""
     return isinstance(answer.error, ReplicaError) and answer.error.who == child.name

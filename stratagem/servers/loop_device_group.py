@@ -1,9 +1,9 @@
-"""One's own loop on several devices of one worker: they share every ticket.
+"""A custom loop on several devices of one worker, which share every ticket.
 
-    the first    has the tickets (loop.py); tells the others what comes, and gives them the values
-    the others   compute their share of the rows; their step() hands nothing in
+    first device    has the tickets (ticket_loop.py); sends payloads and values to the others
+    other devices   compute their share of the rows; their step() pushes nothing
 
-Every backward leaves the gradient of the whole ticket on each of them.
+Every backward leaves the gradient of the whole ticket on each device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LoopDeviceGroup:
         self.commands = CommandLoop(replica.collective)
 
     def share(self, payload: Any) -> tuple[Any, int]:
-        """With the first's values, this device's rows of a ticket, and how many there are."""
+        """Take the first device's values; return this device's rows of a ticket, and how many."""
         setup.spread(self._params, self._replica)
         whole = payload.get("indices")
         total = rows_of(payload["rows"]) if whole is None else len(whole)
@@ -58,20 +58,20 @@ class LoopDeviceGroup:
         return read(self._loader, whole[start:end]), total
 
     def average(self) -> None:
-        """The mean of everybody's running statistics."""
+        """Average the running statistics of all devices."""
         setup.average_buffers(self._model, self._replica)
 
     def align(self) -> None:
-        """Everything that the first has."""
+        """Take all values of the first device."""
         setup.align(self._model, self._replica)
 
     @property
     def in_trouble(self) -> bool:
-        """Whether one of them has failed."""
+        """Whether a device has failed."""
         return self._replica.membership.trouble is not None
 
     def remove(self) -> None:
-        """The training is over."""
+        """Remove the hooks: the training is over."""
         part_gradients(self._model)
 
 
@@ -80,7 +80,7 @@ _present: GroupLoader | None = None
 
 
 class GroupLoader:
-    """Iterates over this device's shares of the tickets that the first one is dealt."""
+    """Iterates over this device's shares of the first device's tickets."""
 
     def __init__(
         self, replica: Replica, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]
@@ -135,7 +135,7 @@ class GroupLoader:
         return verb, arguments
 
     def hand_in(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before a step: the first hands the gradients in, so that the step itself finds none."""
+        """Before a step: drop the gradients, which the first device pushes."""
         if not self._held:
             raise UsageError(
                 "optimizer.step() was called outside of the loop over the prepared loader, or a "
@@ -147,7 +147,7 @@ class GroupLoader:
             param.grad = None
 
     def end(self) -> None:
-        """The first one ends the training, and has what came of it."""
+        """Take the last values: the first device has ended the training."""
         self._ended = True
         self._hook.remove()
         self._group.remove()
@@ -155,7 +155,7 @@ class GroupLoader:
 
 
 def end_assistance() -> None:
-    """As another device: the loop is done, or another one begins."""
+    """As another device: end the loop, or leave it for the next one."""
     global _present
     ended, _present = _present, None
     if ended is not None:

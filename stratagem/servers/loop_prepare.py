@@ -33,9 +33,9 @@ def prepare_served(
     loader: Any,
     loss_reduction: str | None,
 ) -> Prepared:
-    """Have `optimizer.step` hand gradients in, and the loader deal out batches.
+    """Have `optimizer.step` push gradients, and the loader deal out batches.
 
-    `worker` is None on the devices of one that are not its first.
+    `worker` is None on all devices of a worker but the first.
     """
     _check(model, optimizer, loader)
     reader = read_losses(replica, loss_reduction)
@@ -83,7 +83,7 @@ def _check(model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Servers update what the optimizer has; everything else would stand still."""
+    """Refuse parameters that the optimizer does not have: servers would not update them."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:

@@ -11,7 +11,7 @@ from stratagem.servers.session import Session
 
 
 class LoopSession(Session):
-    """Gradients are what they are when the loop calls `step`: it may have clipped them."""
+    """Pushes gradients as they are when the loop calls `step`, which may have clipped them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         #: by variable: the gradient that backward left, and how often it had been written to
@@ -31,18 +31,18 @@ class LoopSession(Session):
         self._made[index] = grad, 0 if grad is None else grad._version
 
     def made(self) -> None:
-        """Several devices have added up their gradients: what they have now is backward's."""
+        """Note the sum of several devices' gradients as what backward has made."""
         for index, param in enumerate(self.params):
             self._note(index, param)
 
     def collect(self) -> None:
-        """Bring all gradients to where servers find them."""
+        """Copy all gradients to where servers find them."""
         if self.plan.parts > 1:
             self._check_whole()
         self.worker.memory.take_all()
 
     def _check_whole(self) -> None:
-        """A part of a batch must not be clipped by itself."""
+        """Refuse a part of a batch that was clipped by itself."""
         for index, param in enumerate(self.params):
             grad = param.grad
             made, version = self._made.get(index, (None, 0))

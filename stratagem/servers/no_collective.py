@@ -1,4 +1,4 @@
-"""Workers of parameter servers go their own ways: there is no collective of all of them."""
+"""Workers of parameter servers have no collective."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NoCollective(Collective):
 
 
 def in_group(replica: Replica) -> bool:
-    """Whether it is one of several devices of one worker, which work together."""
+    """Whether the replica is one of several devices of one worker."""
     return replica.count > 1 and not isinstance(replica.collective, NoCollective)
 
 

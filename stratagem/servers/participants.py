@@ -70,7 +70,7 @@ class Participants:
         self.aside.discard(participant.worker)
 
     def refuse(self, participant: Participant) -> NoReturn:
-        """One that was given up, or whose place another process has taken."""
+        """Refuse a worker that was given up, or whose place another process has taken."""
         raise ReplicaLost(
             f"{participant.name} counts no more: it was silent too long, or another process has "
             "taken its place. Start it again to take part.",
@@ -78,7 +78,7 @@ class Participants:
         )
 
     def on_the_way(self, now: float, alive: Callable[[], set[int]]) -> bool:
-        """Whether the fit has just begun, and somebody who is expected has not come yet.
+        """Whether the fit has just begun, and an expected worker has not come yet.
 
         `alive` tells whose processes are here.
         """
@@ -98,7 +98,7 @@ class Participants:
         return bool(busy)
 
     def say_who_is_missing(self, now: float) -> None:
-        """Once a fit, if somebody who is expected has not come."""
+        """Log once a fit which expected workers have not come."""
         missing, waited = self._expected - self._came, now - self._opened
         if missing and not self._said and waited >= GATHERING:
             self._said = True
@@ -111,11 +111,11 @@ class Participants:
 
     @property
     def awake(self) -> bool:
-        """Whether anybody here is heard of."""
+        """Whether any worker is heard."""
         return any(not participant.silent for participant in self.here.values())
 
     def working(self) -> list[Participant]:
-        """Who is here, and neither has retired nor stands aside."""
+        """Return the workers that neither have retired nor stand aside."""
         return [
             participant
             for worker, participant in self.here.items()
@@ -123,18 +123,18 @@ class Participants:
         ]
 
     def nobody_works(self, ledger: Ledger, chief: Participant | None) -> bool:
-        """Whether all but the chief have left their loops, and nobody holds a ticket."""
+        """Whether all workers but the chief have left their loops, and none holds a ticket."""
         return not [p for p in self.working() if p is not chief] and not ledger.states.held
 
     def come_back(self, ledger: Ledger, worker: int) -> None:
-        """Give a worker tickets again that stood aside, unless it has retired."""
+        """Give a worker that stood aside tickets again, unless it has retired."""
         self.aside.discard(worker)
         participant = self.here.get(worker)
         if participant is not None and participant not in self.retired:
             ledger.join(worker)
 
     def refuse_alone(self, worker: int, batch: int, done: dict[int, int]) -> None:
-        """In step nobody goes on where another has left: one device would do either."""
+        """Refuse to go on, in step, where another worker has left its loop."""
         left = [each for each in self.aside if each != worker and done.get(each, -1) < batch]
         if left:
             raise NotDistributable(

@@ -1,4 +1,4 @@
-"""Who is connected to a server: workers, heartbeats of tasks, and whoever watches.
+"""Who is connected to a server: workers, heartbeats of tasks, and the evaluator.
 
 The silence of heartbeats is reckoned by cluster/heartbeat.py, as it is between replicas.
 """
@@ -46,7 +46,7 @@ class Peers:
         peer.connection.close()
 
     def present(self, role: str | None = None, token: str | None = None) -> list[Peer]:
-        """Return those of a role, or of a process, or all."""
+        """Return the peers of a role, or of a process, or all."""
         with self._lock:
             return [
                 peer
@@ -62,7 +62,7 @@ class Peers:
     # --- heartbeats ---------------------------------------------------------------------------
 
     def heard(self, heartbeat: Peer) -> None:
-        """A heartbeat has come."""
+        """Note a heartbeat."""
         with self._lock:
             ended = self._heartbeats.heard(heartbeat, time.monotonic())
         if ended is not None:
@@ -70,12 +70,12 @@ class Peers:
             self.say(f"{heartbeat.name} is heard again")
 
     def overslept(self, seconds: float) -> None:
-        """This process itself was stopped: nobody else was silent meanwhile."""
+        """Take this process' own pause off all silences."""
         with self._lock:
             self._heartbeats.overslept(seconds, time.monotonic())
 
     def look(self, give_up: Callable[[Peer, str], None]) -> None:
-        """Name who is silent, give up who is silent too long."""
+        """Name silent peers, give up those that are silent too long."""
         with self._lock:
             silences: list[Silence[Peer]] = self._heartbeats.check(time.monotonic())
         for silence in silences:
@@ -95,7 +95,7 @@ class Peers:
     # --- what they are told -------------------------------------------------------------------
 
     def say(self, text: str, more: Mapping[str, Any] | None = None) -> None:
-        """Have the chief say it, too: that is where a person looks."""
+        """Log a sentence here and on the chief, where a person looks."""
         log.warning("%s", text)
         silent = [peer.name for peer in self.present("heartbeat") if peer.silent]
         self.tell({"say": text, "silent": silent, **(more or {})}, chief=True)
@@ -107,7 +107,7 @@ class Peers:
                 peer.tell(note)
 
     def dismiss(self, token: str, why: ReplicaError | None = None) -> None:
-        """A process counts no more; it is told why when it listens again."""
+        """Hang up on a process, and tell it why."""
         peers = self.present(token=token)
         for peer in sorted(peers, key=lambda peer: peer.role != "heartbeat"):
             peer.dismissed, peer.silent = True, False

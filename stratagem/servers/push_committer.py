@@ -30,7 +30,7 @@ class PushCommitter:
         self._examples = 0
 
     def begin(self, ticket: Ticket, examples: int) -> None:
-        """The next commit is of this ticket, which has so many examples."""
+        """Make the next commit one of this ticket, which has so many examples."""
         self._ticket, self._examples = ticket, examples
 
     def commit(self, notes: Sequence[float | Tensor]) -> Commit:
@@ -45,13 +45,13 @@ class PushCommitter:
         return Commit(counted, (above, below))
 
     def abandon(self) -> None:
-        """The gradient would come too late, and is not finished."""
+        """Give the ticket back: its gradient would come too late."""
         assert self._ticket is not None
         self.session.worker.abandon(self._ticket)
         self._ticket = None
 
     def sync(self) -> None:
-        """The newest values, before they are used."""
+        """Wait for the newest values."""
         self.session.worker.arrive()
 
     def close(self) -> None:

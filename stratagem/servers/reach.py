@@ -79,7 +79,7 @@ def meet(
 
 
 def _gone(address: Address, asking: list[Connection]) -> set[int]:
-    """Who is gone, as far as the coordinator has said by now; `asking` is the line to it."""
+    """Return which servers the coordinator says are gone; `asking` is the line to it."""
     question = {"t": "holders", "generation": -1, "lost": []}
     try:
         if not asking:
@@ -96,7 +96,7 @@ def _gone(address: Address, asking: list[Connection]) -> set[int]:
 
 
 def room(size: int, frame: Frame) -> Tensor:
-    """Memory for a part of a frame's body, which cannot be larger than that."""
+    """Allocate memory for a part of a frame's body, which cannot be larger than the body."""
     if not 0 <= size <= frame.size:
         raise WireError(f"a part of {size} bytes was announced in a body of {frame.size}")
     return torch.empty(size, dtype=torch.uint8)
@@ -151,7 +151,7 @@ def _greet(
     patience: Wait,
     welcomes: dict[str, Mapping[str, Any]] | None,
 ) -> bool:
-    """Tell each who it is; False if one does not welcome it, which is taken out."""
+    """Send `hello` to each server; False if one does not answer, which is taken out."""
     if welcomes is None:
         for connection in found.values():
             connection.send(hello)

@@ -1,4 +1,4 @@
-"""A server is lost that nobody else holds: the job goes back to its last checkpoint.
+"""The only holder of a shard is lost: the job goes back to its last checkpoint.
 
     ps 1 dies            its process alone is started again
     the other servers    forget everything, and serve anew in the same processes

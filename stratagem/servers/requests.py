@@ -59,7 +59,7 @@ class Peer:
 
     @classmethod
     def of(cls, connection: Connection, hello: Mapping[str, Any], shard: int) -> Peer:
-        """Who says this; it has come for `shard`, unless it says for which."""
+        """Read from its first note who a peer is; it comes for `shard` unless it names another."""
         return cls(
             connection,
             str(hello.get("hello")),
@@ -173,5 +173,5 @@ def answer(parts: Mapping[str, Any], peer: Peer, frame: Frame) -> Answer:
 
 
 def tree(_: Any, peer: Peer, frame: Frame) -> Tensor:
-    """The body as bytes, which nobody here looks into."""
+    """Return the body as bytes, which the server does not parse."""
     return peer.connection.read(TREE_LIMIT)

@@ -89,7 +89,7 @@ class Server:
     # --- the job ------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Serve until the chief has said that the job is done; raises why it cannot be done."""
+        """Serve until the chief says that the job is done; raise why it cannot go on."""
         listener = Listener(self.addresses[self.index], self.secret, self.name, self._welcome)
         try:
             self._meet_the_others()
@@ -116,7 +116,7 @@ class Server:
             raise self.failure
 
     def _meet_the_others(self) -> None:
-        """The coordinator reaches the others to command them; they reach it to be felt."""
+        """Connect: the coordinator to the other servers for orders, they to it for heartbeats."""
         tasks = [(f"ps {i}", address) for i, address in enumerate(self.addresses)]
         limit = self.patience.arrive
         if self.index == 0:
@@ -171,12 +171,12 @@ class Server:
         return not left or time.monotonic() > self._ending + linger
 
     def _end(self) -> None:
-        """The job has ended well; the chief need not have come here since this server is back."""
+        """End the job well, also where the chief has not come back to this server."""
         with self._lock:
             self._ending = self._ending or time.monotonic()
 
     def _fail(self, failure: ReplicaError) -> None:
-        """The job cannot go on: tell everybody, and end."""
+        """Tell all peers why the job cannot go on, and end."""
         with self._lock:
             if self._ending is not None:
                 return
@@ -198,7 +198,7 @@ class Server:
     # --- peers --------------------------------------------------------------------------------
 
     def _welcome(self, connection: Connection) -> None:
-        """In a thread of its own: hear who it is, then serve it until it goes."""
+        """In a thread of its own: read who the peer is, then serve it until it goes."""
         try:
             frame = connection.receive()
         except OSError as problem:
@@ -261,7 +261,7 @@ class Server:
         self._gone(peer, why)
 
     def _gone(self, peer: Peer, why: str) -> None:
-        """A worker's connection has ended, or ought to have."""
+        """Take out a worker whose connection has ended, or ought to have."""
         coordinator = self.coordinator
         if coordinator is not None and peer.participant is not None:
             coordinator.leave(peer.participant, dead=not peer.said_bye)
@@ -289,7 +289,7 @@ class Server:
             self.peers.say(f"{peer.name} is gone ({why}); the others go on without it")
 
     def _let_watch(self, peer: Peer) -> None:
-        """The evaluator stays until the job is over: the end of the connection tells it."""
+        """Keep the evaluator's connection until the job is over; its end says so."""
         while peer.connection.receive() is not None:
             continue
 
@@ -322,13 +322,13 @@ class Server:
                 self._heartbeat.tell({"holds": shard})
 
     def _receive_copy(self, peer: Peer) -> None:
-        """Another holder has sent what it has of a shard."""
+        """Take another holder's copy of a shard."""
         self.shards.receive_copy(peer.shard, peer.connection)
 
     # --- heartbeats ---------------------------------------------------------------------------
 
     def _beat(self, peer: Peer) -> None:
-        """A task's heartbeat: a word every half second, both ways."""
+        """Serve a task's heartbeat: a note every half second, both ways."""
         if peer.server >= 0 and self._takeover is not None:
             self._takeover.heartbeat(peer.server)
         try:
@@ -359,7 +359,7 @@ class Server:
             other.connection.close()
 
     def _look_at_work(self, coordinator: Coordinator) -> None:
-        """Name who lives, but keeps others waiting; give up who does so too long."""
+        """Name live workers that keep others waiting; give up those that do so too long."""
         limit, late = self.patience.step, coordinator.held_up()
         for participant, seconds in late:
             if seconds >= limit:

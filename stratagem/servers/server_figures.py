@@ -10,7 +10,7 @@ from stratagem.servers.shard import Shard
 
 
 class ServerFigures:
-    """Written by the thread that stays while a server serves."""
+    """Lines of figures, written by the thread that stays while a server serves."""
 
     def __init__(self, task: str) -> None:
         self._recorder = recorder(task)
@@ -33,7 +33,7 @@ class ServerFigures:
         )
 
     def _staleness(self, coordinator: Coordinator | None) -> float | None:
-        """The mean over what was pushed since the last line; the coordinator alone knows."""
+        """Return the mean staleness of pushes since the last line; the coordinator alone knows."""
         if coordinator is None or coordinator.ledger is None:
             return None
         with coordinator.changed:

@@ -1,4 +1,4 @@
-"""Everything that servers have, as a worker opens, reads and replaces it."""
+"""Whole shards, as a worker opens, reads and replaces them."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ class ServerState:
             self.lines.call_all(i, header, body)
 
     def put_back(self) -> None:
-        """Have somebody else do what was to be done next here."""
+        """Give the next ticket back to the coordinator."""
         if self._ahead is not None:
             work, self._ahead = self._ahead, None
             self.ask("abandon", serial=work.ticket.serial)
 
     def assign(self, params: Sequence[Tensor], only: Sequence[int] | None = None) -> None:
-        """Put other values into the servers: somebody has changed them here.
+        """Put values into the servers that were changed here.
 
-        `only` these: of others the servers may have newer values.
+        `only` these: the servers may have newer values of the others.
         """
         self.put_back()  # it came with values that are not these
         self._everywhere(lambda: self._assign(params, only), self.fits - 1)
@@ -120,7 +120,7 @@ class ServerState:
             self.lines.call_all(i, {"t": "assign", "pieces": pieces}, body)
 
     def snapshot(self) -> tuple[int, list[Tensor], list[Any]]:
-        """One version of everything: its number, values and optimizer states by server."""
+        """Read one version: its number, values, and optimizer states by server."""
         self._snapshots += 1
         number = self._snapshots * (OF_WORKER + 1) + self.index  # nobody else's
         after = int(self.lines.call(0, {"t": "snapshot", "number": number}).header["after"])
@@ -148,7 +148,7 @@ class ServerState:
     # --- which servers hold what ------------------------------------------------------------
 
     def renew(self, fit: int | None = None) -> list[tuple[int, Line]]:
-        """Ask the coordinator who holds what; take a slot for a fit where there is none yet."""
+        """Ask the coordinator who holds which shard; take a slot for a fit at new holders."""
         lost = self.lines.take_lost()
         told = self.ask("holders", generation=self._generation, lost=lost)[0]
         self._generation = int(told["generation"])
@@ -161,7 +161,7 @@ class ServerState:
         return new
 
     def _everywhere(self, send: Callable[[], None], fit: int | None = None) -> None:
-        """Send something to all servers, and again if one has come back meanwhile."""
+        """Send to all servers, and again if one has come back meanwhile."""
         send()
         assert self.plan is not None
         while self.plan.backups:

@@ -36,7 +36,7 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 class Late(Exception):
-    """The others have gone on: the gradient that is being computed would be dropped."""
+    """The other workers have gone on: the gradient that is being computed would be dropped."""
 
 
 class Session:
@@ -106,7 +106,7 @@ class Session:
         ]
 
     def _fall(self) -> None:
-        """After a failure: the model is the user's own again, with the values that it has."""
+        """After a failure: give the model back to the user, with its present values."""
         for handle in self._handles:
             handle.remove()
         self.forget_gradients()
@@ -126,7 +126,7 @@ class Session:
         self.beside = [*fixed, *self.module.buffers()]
 
     def _arrive(self, beside: Sequence[Tensor]) -> None:
-        """As another worker: become like the chief, with random numbers of one's own."""
+        """As another worker: take the chief's tensors, and random numbers of its own."""
         copy_into(self.beside, beside)
         torch.manual_seed((self.plan.seed + _MIX * self.worker.index) % 2**63)
 
@@ -150,11 +150,11 @@ class Session:
         self.optimizer.state.update(frozen)
 
     def _read_last(self) -> None:
-        """As the chief: what came of the training, into the user's own objects."""
+        """As the chief: read the last values and optimizer state into the user's objects."""
         self.read_state()
 
     def settings(self) -> list[dict[str, Any]]:
-        """The optimizer's settings, as servers take them."""
+        """Return the optimizer's settings, as servers take them."""
         return [settings_of(group) for group in self.optimizer.param_groups]
 
     # --- the same for all -------------------------------------------------------------------------
@@ -215,19 +215,19 @@ class Session:
             param.grad = None
 
     def send_state(self, changes: Mapping[int, Mapping[str, Any]]) -> None:
-        """Somebody has put these in the place of the optimizer's state, by variable."""
+        """Send the servers changes of the optimizer's state, by variable."""
         _, _, states = self.worker.snapshot()
         whole = {**_by_variable(states, self.plan), **changes}
         self.worker.assign_states(_by_server(whole, self.plan))
 
     def read_state(self, *, values: bool = True) -> int:
-        """One version of values and optimizer state, into the user's own objects."""
+        """Read one version of values and optimizer state into the user's objects."""
         return self._take_snapshot(*self.worker.snapshot(), values=values)
 
     def rescue(self, seconds: float = 5.0) -> bool:
-        """As the chief, when an error ends the training here: the same, if servers answer soon.
+        """As the chief, after an error: `read_state`, if servers answer soon.
 
-        Beside this thread, since one that was interrupted in mid-sentence may wait for ever.
+        In another thread, since an interrupted request may wait for ever.
         """
         found: list[tuple[int, list[Tensor], list[Any]]] = []
 
@@ -272,7 +272,7 @@ class Session:
         self.forget_gradients()
 
     def take_last(self, over: FitOver) -> Any:
-        """As another worker: what the chief has said at the end."""
+        """As another worker: take what the chief has sent at the end."""
         told, beside = over.told if over.told is not None else (None, None)
         if beside is not None:
             copy_into(self.beside, beside)

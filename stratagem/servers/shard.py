@@ -35,7 +35,7 @@ _FEW = 2  # workers, for which a server itself writes the rows that have changed
 
 @dataclass
 class WorkerSlot:
-    """What one worker has laid down here, and how it gets values."""
+    """One worker's gradients here, and how it gets values."""
 
     #: this server's pieces in the fit that the slot belongs to, and how numbers travel there
     views: Sequence[Tensor]
@@ -104,7 +104,7 @@ class Shard:
             self.changed.notify_all()
 
     def assign(self, values: Tensor, pieces: Sequence[int]) -> None:
-        """Other values of some pieces, from outside of the training."""
+        """Take other values of some pieces, from outside of the training."""
         with self.changed:
             self.training()
             views = [self.store.views[piece] for piece in pieces]
@@ -161,7 +161,7 @@ class Shard:
             self.slots[placement] = slot
 
     def fetch(self, placement: str, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
-        """The answer for a worker that has version `have`: a header, and what to send with it."""
+        """Answer a worker that has version `have`: a header, and what to send with it."""
         with self.changed:
             self.wait_until(lambda: self.done >= after or placement not in self.slots)
             if placement not in self.slots:
@@ -181,7 +181,7 @@ class Shard:
         return header, body
 
     def _news(self, slot: WorkerSlot, have: int, header: dict[str, Any]) -> list[Tensor]:
-        """What has changed since version `have`: into the worker's memory, or to be sent."""
+        """Write what has changed since version `have` into the worker's memory, or return it."""
         if not self.store.views:
             return []  # there are more servers than pieces
         changes = self.store.changed_since(have)
@@ -212,7 +212,7 @@ class Shard:
         return body
 
     def _publish(self) -> Tensor:
-        """All values in memory of their own, made once a version however many ask."""
+        """Copy all values, once a version however many workers ask."""
         if self._published is None or self._published[0] != self.store.version:
             # sent when others may be at it again, so in memory of its own
             encoded = self.training().codec.encode(self.store.values)
@@ -220,20 +220,20 @@ class Shard:
         return self._published[1]
 
     def _try_threads(self, plan: TrainingPlan) -> None:
-        """How many make updates, unless it is known from a fit like this one. Nothing but time may
-        depend on it, so an optimizer that adds up whole variables gets one."""
+        """Begin to try numbers of threads, unless the best is known from a fit like this one. An
+        optimizer that adds up whole variables gets one thread: more would change its sums."""
         numbers = choices(self._cores or 1) if elementwise(plan.recipe) else [1]
         fit = (numbers, plan.workers, plan.updates, plan.layout.count)
         if fit != self._tried:
             self._tried, self._trial = fit, ThreadTrial(numbers)
 
     def _take(self, threads: int) -> None:
-        """So many threads from here on. torch counts them for each thread of ours by itself."""
+        """Use so many threads from here on; torch counts them for each Python thread."""
         if self._cores is not None and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Until something is so, which orders bring about."""
+        """Wait until orders have made a condition true."""
         with self.changed:
             while not ready():
                 self.training()
@@ -250,7 +250,7 @@ class Shard:
     # --- what the coordinator orders ------------------------------------------------------------
 
     def obey(self, order: Order) -> Any:
-        """Carry out one order; returns its number, for those that ask for one."""
+        """Carry out one order; return its number, for orders that ask for one."""
         with self.changed:
             # Sums come out the same every time only if as many threads add them up.
             self._take(self._trial.threads if order[0] in _BY_ELEMENT else 1)
@@ -271,7 +271,7 @@ class Shard:
         slot.rows = []
 
     def _one(self, placement: str, factor: float, rate: float, used: Sequence[bool] | None) -> None:
-        """A push that makes an update by itself."""
+        """Apply a push that makes an update by itself."""
         slot = self.slots[placement]
         clip = self.training().clip.value
         with self._measured():
@@ -299,7 +299,7 @@ class Shard:
         self.stepped = self.store.distance_squared(before)
 
     def _compensated(self, slot: WorkerSlot) -> tuple[Tensor, Codec]:
-        """The dense gradient, as a policy for delays makes it, and what it is encoded by."""
+        """Return the dense gradient, compensated for delay if a policy does so, and its codec."""
         gradient, codec = slot.gradient[: slot.filled], slot.dense
         for policy in self._policies:
             if policy.needs_then and slot.then is not None:
@@ -311,7 +311,7 @@ class Shard:
         return gradient, codec
 
     def _used(self, used: Sequence[bool] | None, slot: WorkerSlot) -> list[bool] | None:
-        """By piece: whether its variable has a dense gradient."""
+        """Return by piece whether its variable has a dense gradient."""
         sparse = {piece for piece, _, _ in slot.rows}
         if used is None and not sparse:
             return None
@@ -339,7 +339,7 @@ def shares_memory(shard: Shard) -> bool:
 
 
 def _set_aside(shard: Shard, number: int) -> None:
-    """Keep a snapshot; a worker's last one has been fetched, from here or another holder."""
+    """Keep a snapshot; a worker's earlier one has been fetched."""
     worker = number & OF_WORKER
     shard.snapshots = {n: s for n, s in shard.snapshots.items() if n & OF_WORKER != worker}
     shard.snapshots[number] = shard.store.snapshot()

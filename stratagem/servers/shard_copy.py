@@ -39,7 +39,7 @@ def copy_of(shard: Shard) -> tuple[dict[str, Any], list[Tensor]]:
 def send_copy(
     copy: tuple[dict[str, Any], list[Tensor]], shard: int, address: str, secret: bytes, limit: float
 ) -> None:
-    """Bring it to the server at this address, and wait until that has it."""
+    """Send a copy to the server at this address, and wait until it has it."""
     hello = {"hello": "source", "name": f"the holder of shard {shard}", "shard": shard}
     (connection,) = reach([(f"ps of shard {shard}", address)], secret, hello, limit)
     with connection:
@@ -48,7 +48,7 @@ def send_copy(
 
 
 def take_copy(shard: Shard, connection: Connection) -> None:
-    """Become what another holder is."""
+    """Take over another holder's copy."""
     frame = connection.receive()
     if frame is None:
         raise ConnectionResetError("the holder hung up before it had sent its copy")
@@ -88,7 +88,7 @@ class HeldHere:
             return self._shards[number]
 
     def fail(self, failure: ReplicaError) -> None:
-        """Nobody goes on after this."""
+        """End all waits with this error."""
         with self._lock:
             for shard in self._shards.values():
                 shard.failure = failure
@@ -110,11 +110,11 @@ class HeldHere:
             return self._copied.setdefault(number, threading.Event())
 
     def receive_copy(self, number: int, connection: Connection) -> None:
-        """Another holder has sent what it has."""
+        """Take another holder's copy of a shard."""
         take_copy(self.of(number), connection)
         self._arrived(number).set()
 
     def await_copy(self, number: int, over: Callable[[], bool]) -> None:
-        """Until a copy is here; nothing comes any more when it is `over`."""
+        """Wait for a copy; none comes any more when the job is `over`."""
         while not self._arrived(number).wait(0.5) and not over():
             continue

@@ -26,7 +26,7 @@ class LineLost(Exception):
 
 
 class ShardLines:
-    """What is asked of the holders of shards, and told to them."""
+    """Requests to the holders of shards, and their answers."""
 
     address: Address
     heartbeat: HeartbeatThread
@@ -52,7 +52,7 @@ class ShardLines:
         return len(self._lines)
 
     def call(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> Frame:
-        """Ask about a shard; the answer."""
+        """Send a request about a shard; return the answer."""
         while True:
             self.write(i, header, body)
             try:
@@ -65,7 +65,7 @@ class ShardLines:
             continue
 
     def _write(self, i: int, line: Line, header: Mapping[str, Any], body: Sequence[Tensor]) -> bool:
-        """Send over one line; False if it is lost, but not the shard."""
+        """Send over one line; False if the line is lost but another holder is left."""
         self._check()
         try:
             line.connection.send(header, body)
@@ -96,7 +96,7 @@ class ShardLines:
             return frame
 
     def read_into(self, i: int, into: Sequence[Tensor], *, more: bool = False) -> None:
-        """The body of the last answer, or a part of it."""
+        """Read the body of the last answer, or a part of it."""
         line = self._lines[i][0]
         try:
             line.connection.read_into(into, more=more)
@@ -113,29 +113,29 @@ class ShardLines:
     # --- several holders of a shard -------------------------------------------------------------
 
     def of(self, i: int) -> list[Line]:
-        """All lines to a shard, that over which it is asked first."""
+        """Return all lines to a shard, the one for questions first."""
         return list(self._lines[i])
 
     def write_to(
         self, i: int, lines: Sequence[Line], header: Mapping[str, Any], body: Sequence[Tensor] = ()
     ) -> list[tuple[int, Line]]:
-        """Send over these lines; those whose answer, which says nothing, is to be waited for."""
+        """Send over these lines; return the lines whose empty answer must be waited for."""
         return [(i, line) for line in lines if self._write(i, line, header, body)]
 
     def finish(self, i: int, line: Line) -> None:
-        """Wait for an answer that says nothing."""
+        """Wait for an empty answer."""
         try:
             self._receive(i, line)
         except LineLost:
             return
 
     def call_all(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> None:
-        """Tell all that hold a shard something which has no answer."""
+        """Send all holders of a shard a request whose answer is empty."""
         for sent in self.write_to(i, self.of(i), header, body):
             self.finish(*sent)
 
     def stream(self, i: int, line: Line, header: dict[str, Any], size: int, parts: Any) -> None:
-        """Send a body whose parts come one by one; the answer says nothing."""
+        """Send a body whose parts come one by one; the answer is empty."""
         try:
             line.connection.stream(header, size, parts)
         except OSError as problem:
@@ -152,7 +152,8 @@ class ShardLines:
         yield
 
     def _forget(self, i: int, line: Line) -> Exception:
-        """A line has ended: LineLost if another server holds the shard, else why the job ends."""
+        """Forget a line that has ended; raise LineLost if another server holds the shard, else why
+        the job ends."""
         line.connection.close()
         if self.heartbeat.trouble is None and any(other is not line for other in self._lines[i]):
             self._lines[i] = [other for other in self._lines[i] if other is not line]
@@ -161,7 +162,7 @@ class ShardLines:
         return self._why(i)
 
     def take_lost(self) -> list[int]:
-        """The servers that were not reached any more, since this was last asked."""
+        """Return the servers that were lost since the last call."""
         lost, self._lost = self._lost, set()
         return sorted(lost)
 
@@ -190,7 +191,7 @@ class ShardLines:
         return new
 
     def _reach(self, shard: int, server: int, generation: int) -> Line | None:
-        """A line to a server that holds a shard besides its own; None: it is gone already."""
+        """Connect to a server that holds another's shard; None if the server is gone."""
         task = (f"ps {server}", self.address.servers[server])
         hello = {"hello": "copy", "shard": shard, **self._hello}
         try:

@@ -1,4 +1,4 @@
-"""What any server answers: requests about its own shard of the parameters."""
+"""The requests of every server: about its shard of the parameters."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def attach(shard: Shard, peer: Peer, fit: int, memory: str | None) -> None:
 
 @_request("stage", WORKER, body=gradient)
 def stage(shard: Shard, peer: Peer, body: None) -> None:
-    """A gradient has come; the coordinator says what becomes of it."""
+    """Keep a gradient; the coordinator decides about it."""
 
 
 @_request("settled", WORKER, after=int)

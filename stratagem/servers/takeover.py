@@ -33,7 +33,7 @@ class Takeover:
         return server in self.holders.gone or (server > 0 and not self.holders.alone(server))
 
     def lose(self, server: int) -> bool:
-        """Do without a server: others hold its shards, or the job ends; whether it goes on."""
+        """Do without a server if others hold its shards, else end the job; return which."""
         holders, name = self.holders, f"ps {server}"
         holders.hang_up(server)  # wakes a thread that waits for it, lock in hand
         with self._changed:
@@ -59,7 +59,7 @@ class Takeover:
         return True
 
     def heartbeat(self, server: int) -> None:
-        """A server is here: at the start of the job, or because it was started again."""
+        """Note a server that has come, at the start of the job or started again."""
         here = [peer for peer in self._peers.present("heartbeat") if peer.server == server]
         if len(here) > 1:  # the one before is dead, which nobody has noticed yet
             self.lose(server)
@@ -82,6 +82,6 @@ class Takeover:
         self._peers.say(f"ps {server} is back, and gets its share of the parameters")
 
     def is_ready(self, server: int, shard: int) -> None:
-        """A server that came back has what it is to hold."""
+        """Note that a server which came back has its shards."""
         with self._changed:
             self.holders.is_ready(server, shard)

@@ -31,19 +31,19 @@ _present: Client | None = None
 
 
 def current_worker() -> Client:
-    """The worker that this process is."""
+    """Return the worker that this process is."""
     if _present is None:
         raise UsageError("this process is no worker of a strategy with parameter servers.")
     return _present
 
 
 def present() -> Client | None:
-    """The same, or nobody."""
+    """Return the worker that this process is, or None."""
     return _present
 
 
 def become(worker: Client | None) -> Client | None:
-    """This process is `worker` from now on; returns what it was before."""
+    """Make this process `worker`; return the worker that it was before."""
     global _present
     before, _present = _present, worker
     return before
@@ -62,7 +62,7 @@ def replica_of(index: int, size: int, device: str, name: str) -> Replica:
 
 
 def serve(index: int, address: Address, patience: Patience, device: str, cores: int) -> None:
-    """In a child: be a server until the job ends. What it has to say the chief says."""
+    """In a child: be a server until the job ends; the chief reports its errors."""
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.ERROR)
     place = index, address.servers, address.secret, patience, device_of(device), cores
@@ -89,7 +89,7 @@ def sit_down(
 
 
 def report_failure(worker: Client, text: str) -> None:
-    """Tell the other tasks why this worker stops, if they do not know better."""
+    """Tell the other tasks why this worker stops, unless they know the cause."""
     try:
         worker.finish_stream()
         worker.ask("failed", text=text)
@@ -98,7 +98,7 @@ def report_failure(worker: Client, text: str) -> None:
 
 
 def run_in_group(chief: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """On each device of a worker."""
+    """Run on each device of a worker."""
     current_replica().with_chief = chief
     worker = _present
     before = None if worker is None else worker.prepared
@@ -122,7 +122,7 @@ def run(
     dtype: torch.dtype,
     dice: RngStates,
 ) -> Any:
-    """In a child: what the client runs."""
+    """In a child: run what the client runs."""
     torch.set_default_dtype(dtype)
     worker = current_worker()
     dice.throw(worker.index)

@@ -40,7 +40,7 @@ class ThreadTrial:
         self.threads = self._plan[0] if self._plan else self._numbers[0]
 
     def made(self) -> None:
-        """An update is made."""
+        """Note that an update was made."""
         if not self._plan:
             return
         now = self._clock()

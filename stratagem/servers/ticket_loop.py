@@ -140,7 +140,7 @@ class TicketLoader:
             self._reader.beyond = total / max(examples, 1)
 
     def _end_pass(self, worked: bool) -> None:
-        """The epoch is over: everybody has the last values, and the mean of all statistics."""
+        """End the epoch: all workers take the last values, and the mean of the statistics."""
         session, worker = self.session, self.session.worker
         self._writes.check_state()
         self._tell("pass over")
@@ -201,7 +201,7 @@ class TicketLoader:
         return BatchSource(session.worker, self._epoch, map(parts_of_indices, self._indices), parts)
 
     def _batch(self, payload: Any) -> tuple[Any, int]:
-        """What this device has to do of a ticket, and the ticket's examples."""
+        """Return this device's rows of a ticket, and the number of the ticket's examples."""
         if self._group is not None:
             self._group.commands.tell("batch", payload)
             return self._group.share(payload)
@@ -211,7 +211,7 @@ class TicketLoader:
         return whole, max(count_rows(whole), 0)
 
     def hand_in(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before a step: the gradients go to the servers, so that the step itself finds none."""
+        """Before a step: push the gradients, so that the step itself finds none."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise NotDistributable(
                 "optimizer.step() was given a closure, and servers cannot evaluate the loss; call "
@@ -235,7 +235,7 @@ class TicketLoader:
         self._writes.pushed()
 
     def _weight_of_row(self) -> float:
-        """What the loss is divided by for each row, where others do parts of the same batch."""
+        """Return what the loss is divided by for each row, where workers share a batch."""
         weight = self._reader.weight_of_batch()
         if self.session.plan.parts == 1:
             return 1.0
@@ -248,7 +248,7 @@ class TicketLoader:
         return weight
 
     def bring_state(self, optimizer: Optimizer) -> None:
-        """Before its state is saved: that of the servers, and the values that belong to it.
+        """Before the optimizer's state is saved: read it, and its values, from the servers.
 
         While a batch is in hand the values stay: gradients are being made with them.
         """
@@ -256,13 +256,13 @@ class TicketLoader:
         self._writes.brought(values=self._held is None)
 
     def _end_as(self, over: FitOver) -> None:
-        """The chief has ended the training: end with what came of it."""
+        """Take the last values: the chief has ended the training."""
         self._over = True
         self.session.worker.refresh()
         self.session.take_last(over)
 
     def close(self) -> None:
-        """The training ends for the chief, and so for all; another waits for that."""
+        """End the training as the chief; another worker waits for that."""
         worker = self.session.worker
         if self._refusal is None and not self._over:
             self._writes.send()

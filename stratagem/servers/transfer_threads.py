@@ -26,14 +26,14 @@ class TransferThread:
         self._thread.start()
 
     def send(self, errand: Callable[[], None]) -> None:
-        """Have it run beside what the caller does."""
+        """Run an errand beside the caller."""
         with self._lock:
             self._open += 1
             self._idle.clear()
         self._errands.put(errand)
 
     def wait(self) -> None:
-        """Until every errand is done."""
+        """Wait until every errand is done."""
         self._idle.wait()
         problem, self._problem = self._problem, None
         if problem is not None:
@@ -74,7 +74,7 @@ class TransferThreads:
         self._begun = True
 
     def carry(self, line: Hashable, errand: Callable[[], None]) -> None:
-        """Have something done, after all else that is done over this line."""
+        """Run an errand after all earlier ones over this line."""
         if not self._begun:
             errand()
             return
@@ -83,7 +83,7 @@ class TransferThreads:
         self._threads[line].send(errand)
 
     def wait(self) -> None:
-        """Until all is done; brings back what went wrong with something."""
+        """Wait until all errands are done; raise the error of one that failed."""
         for thread in list(self._threads.values()):
             thread.wait()
 

@@ -50,7 +50,7 @@ class Transfers(ServerState):
         self._streamed: set[int] = set()
 
     def begin_traffic(self, memory: WorkerMemory) -> None:
-        """A training begins: nothing has travelled yet."""
+        """Begin a training: nothing has travelled yet."""
         self.memory = memory
         #: by server: the version of the values here; and after which order to ask for newer ones
         self._have = [-1] * len(self.lines)
@@ -71,7 +71,7 @@ class Transfers(ServerState):
 
     @property
     def is_late(self) -> bool:
-        """Whether the others have gone on without the gradient that is being computed here."""
+        """Whether the other workers have gone on without the gradient that is computed here."""
         self.lines.listen()
         return self.lines.news > self.version
 
@@ -147,7 +147,7 @@ class Transfers(ServerState):
         return streamed
 
     def _stage_header(self) -> dict[str, Any]:
-        """A server that values are not fetched from may still need what lies there."""
+        """Return the header of a gradient for a server that values are not fetched from."""
         assert self.plan is not None
         return {"t": "stage", "after": self._dealt} if self.plan.backups else {"t": "stage"}
 
@@ -180,7 +180,7 @@ class Transfers(ServerState):
         return asked
 
     def _lay_down_again(self) -> None:
-        """A server has come back that holds a shard, too: bring it what was sent to the others."""
+        """Send a server that has come back the gradient that the other holders have."""
         for i, line in self.renew(self.fits - 1):
             if i not in self._laid:
                 self._laid[i] = self.memory.outgoing(i)

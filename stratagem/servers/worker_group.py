@@ -123,7 +123,7 @@ class WorkerGroup:
             return self._replica
 
     def _refuse_if_forked(self) -> None:
-        """What was started belongs to the process that did so; what was not, to this one."""
+        """Refuse a forked process: servers and workers belong to the process that started them."""
         if os.getpid() == self._owner:
             return
         if self._replica is not None:
@@ -162,7 +162,7 @@ class WorkerGroup:
         return address
 
     def _hire(self, index: int, pool: Pool | None) -> Pool:
-        """Have a child take its place, a new one or this; its answer is not waited for."""
+        """Have a child (`pool`, or a new one) become a worker, without waiting for its answer."""
         assert self.worker is not None
         pool = pool or Pool([f"worker {index}"])
         device = self.devices[index % len(self.devices)]
@@ -174,7 +174,7 @@ class WorkerGroup:
         return pool
 
     def _threads(self) -> int:
-        """Threads a worker, so that those of one machine do not fight; 0 leaves torch alone."""
+        """Return the threads of a worker, which share the cores; 0 leaves torch's number."""
         if self.cluster is None or not all(d.startswith("cpu") for d in self.devices):
             return 0
         return max(1, cores() // self.cluster.workers)
@@ -216,7 +216,7 @@ class WorkerGroup:
         sent: Sent,
         again: Again | None,
     ) -> list[Any]:
-        """Call; where a server is lost, once more at servers that are met anew."""
+        """Call; where a server is lost, call once more after meeting the servers anew."""
         while True:
             assert self.worker is not None
             told = sent() if callable(sent) else sent
@@ -263,7 +263,7 @@ class WorkerGroup:
     # --- coming apart -----------------------------------------------------------------------
 
     def _fall(self, error: BaseException) -> BaseException:
-        """End everything after a failure; the next call starts afresh. Returns what to raise."""
+        """End everything after a failure; the next call starts afresh. Return what to raise."""
         if self.worker is not None:
             self.worker.fall()
         better = _blamed(error, self._children, self._servers)
@@ -295,7 +295,7 @@ class WorkerGroup:
             self._children.move(self.worker)
 
     def stats(self) -> Stats:
-        """The books of the training that is under way, or was last; any thread may ask."""
+        """The statistics of the current or last training; any thread may ask."""
         worker = self.worker
         found = worker.stats() if worker is not None else None
         return found or self._last or Stats()
@@ -334,7 +334,7 @@ class WorkerGroup:
 
 
 def _let_go(worker: Client) -> None:
-    """End the servers of a strategy that was dropped without `close`, and say nothing of it."""
+    """End the servers of a strategy that was dropped without `close`, silently."""
     worker.lines.heartbeat.mute()
     worker.lines.hang_up()
 
@@ -346,7 +346,7 @@ def _size(place: Place | None) -> int:
 def _blamed(
     error: BaseException, children: LocalWorkers | None, servers: LocalServers
 ) -> BaseException:
-    """What is behind an error, as far as anybody here has seen."""
+    """Return the cause of an error, as far as a process here has seen it."""
     seen = None if children is None else children.error
     better = seen if isinstance(error, ReplicaError) and seen is not None else error
     if isinstance(better, ReplicaError | OSError) and servers.pools:
@@ -355,7 +355,7 @@ def _blamed(
 
 
 def _part(worker: Client, why: BaseException) -> None:
-    """Leave the servers that are left, which serve anew; the model is the user's own."""
+    """Leave the remaining servers, which serve anew; the model is the user's own."""
     assert isinstance(why, ReplicaError)
     worker.lines.heartbeat.last_words(why)  # it may be known here alone
     worker.fall()
@@ -363,7 +363,7 @@ def _part(worker: Client, why: BaseException) -> None:
 
 
 def _lost_a_device(group: ReplicaGroup | None, error: BaseException) -> bool:
-    """Whether a device of this worker has died: it goes, as a worker of one device would."""
+    """Whether a device of this worker has died, and the worker with it."""
     if group is None or not isinstance(error, ReplicaLost | ReplicaStalled):
         return False
     return error.who.startswith("replica ")
@@ -376,7 +376,7 @@ def _call_group(
     args: tuple[Any, ...],
     sent: tuple[Any, ...],
 ) -> list[Any]:
-    """On all devices of this worker, which work together."""
+    """Run on all devices of this worker."""
     before = set_called(None)
     try:
         return group.call(run_in_group, (chief, function, args), (chief, function, sent))

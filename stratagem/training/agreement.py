@@ -62,7 +62,7 @@ class AgreeingProcess:
         return form(place.spec, place.task, secret=self._secret(place), **limits)
 
     def generations(self, least: int) -> Generations | None:
-        """The same for a job that tasks may leave and join; None where there is no other task."""
+        """Meet the tasks of an elastic job; None where there is no other task."""
         if self.place is None or len(self.place.spec.training_tasks()) == 1:
             return None
         return Generations(
@@ -79,7 +79,7 @@ class AgreeingProcess:
         return secret_for(place.spec, ports, insecure=self.insecure)
 
     def interface(self) -> str:
-        """The address of this host through which the others of the cluster reach it."""
+        """The address at which the other hosts of the cluster reach this host."""
         if self.place is None or len(self.place.spec.training_tasks()) == 1:
             return "127.0.0.1"
         host, _, port = self.place.chief_address.rpartition(":")
@@ -107,7 +107,7 @@ class Offer:
 
 
 def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer]:
-    """Tell each other what each process brings; the chief offers the meeting places. Collective.
+    """Exchange what each process brings; the chief offers the meeting places. Collective.
 
     The offer must be kept until every replica has taken its seat.
     """
@@ -165,7 +165,7 @@ def _offer(party: AgreeingProcess, op: CrossDeviceOps, size: int) -> Offer:
 def _settle(
     party: AgreeingProcess, cluster: Membership, op: CrossDeviceOps, offer: Offer
 ) -> dict[str, object]:
-    """The chief's offer, once it is clear that everybody means to add up in the same way."""
+    """Return the chief's offer, after checking that all processes want the same all-reduce."""
     chosen = party.settings
     offers = cluster.exchange(
         {
@@ -196,7 +196,7 @@ _ALIKE = {
 
 
 def _same(choices: list[str], members: Sequence[Member], what: str, option: str) -> None:
-    """Refuse what would have every task wait at another door."""
+    """Refuse tasks whose settings differ."""
     if len(set(choices)) > 1:
         both = zip(members, choices, strict=True)
         each = ", ".join(f"{member.name} {choice}" for member, choice in both)
@@ -204,7 +204,7 @@ def _same(choices: list[str], members: Sequence[Member], what: str, option: str)
 
 
 def _threads(ground: Ground, replicas_here: int) -> int:
-    """Threads a replica, so that CPU replicas of one machine do not fight; 0 leaves torch alone."""
+    """Return the threads of a CPU replica, which share the cores; 0 leaves torch's number."""
     if ground.kinds != {"cpu"} or replicas_here == 1:
         return 0
     return max(1, cores() // replicas_here)

@@ -12,7 +12,7 @@ from stratagem.training.termination import Termination
 
 
 class CheckpointAgreement:
-    """Of one training, on everybody who runs its loop; the chief alone needs a plan."""
+    """When one training saves, on every process of its loop; the chief alone needs a plan."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class CheckpointAgreement:
         agree: Callable[[Any], list[Any]],
         termination: Termination | None = None,
     ) -> None:
-        """`termination`: one that has been waiting for SIGTERM in an earlier try."""
+        """`termination`: of an earlier try, which has been waiting for SIGTERM."""
         self.termination = Termination() if termination is None else termination
         #: the step at which to look again
         self.next = step + 1

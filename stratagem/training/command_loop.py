@@ -19,7 +19,7 @@ class CommandLoop:
         self._collective = collective
 
     def tell(self, verb: str, *arguments: Any) -> None:
-        """As the leader: have the others do this now."""
+        """As the leader: have the other members do this now."""
         broadcast_tree(self._collective, [verb, list(arguments)])
 
     def hear(self) -> tuple[str, list[Any]]:
@@ -28,7 +28,7 @@ class CommandLoop:
         return verb, arguments
 
     def serve(self, verbs: Mapping[str, Callable[..., Any]]) -> list[Any]:
-        """As another member: do what the leader says until it ends; returns what it said then."""
+        """As another member: do what the leader says until it ends; return what it said then."""
         while True:
             verb, arguments = self.hear()
             if verb == END:

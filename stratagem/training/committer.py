@@ -31,7 +31,7 @@ class Committer(Protocol):
     armed: bool
 
     def commit(self, notes: Sequence[float | Tensor]) -> Commit:
-        """After backward: hand in this step's gradients, with numerator and denominator of the
+        """After backward: commit this step's gradients, with numerator and denominator of the
         loss. Where the parameters are updated on each replica, every `p.grad` holds the gradient
         of the global batch afterwards."""
 

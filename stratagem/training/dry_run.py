@@ -1,8 +1,8 @@
 """A training tried out, step by step, in place of running it.
 
-Whoever wants to see what a script trains, and not to train it, opens `instead_of_fit`; the next
-`fit` hands over a Rehearsal and goes no further. Meanwhile strategies start nobody: a script that
-runs a loop of its own on several replicas runs it once, here.
+The planner opens `instead_of_fit` to see what a script trains; the next `fit` hands over a DryRun
+and goes no further. Meanwhile strategies start no process: a custom loop on several replicas runs
+once, in this process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _front_ends: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
 def wanted() -> bool:
-    """Whether `fit` is to hand over a rehearsal instead of training."""
+    """Whether `fit` is to hand over a dry run instead of training."""
     return bool(_taker)
 
 
@@ -73,19 +73,19 @@ def deal(parts: int) -> None:
 
 
 def dealt() -> int:
-    """What `deal` was told last."""
+    """Return what `deal` was given last."""
     return _parts[0]
 
 
 def hand_over(dry_run: DryRun) -> NoReturn:
-    """Give the rehearsal to whoever waits for it, and end the script."""
+    """Give the dry run to the planner, and end the script."""
     _taker[-1](dry_run)
     raise DryRunHandedOver
 
 
 @contextmanager
 def instead_of_fit(take: Callable[[DryRun], None]) -> Iterator[None]:
-    """While open, `fit` hands over a rehearsal, and raises `Handed`."""
+    """While open, `fit` hands over a dry run, and raises `DryRunHandedOver`."""
     with ExitStack() as held:
         for enter in _front_ends:
             held.enter_context(enter())

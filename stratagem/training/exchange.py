@@ -49,7 +49,7 @@ def open_exchange(
 class GradientExchange(Keeper):
     """The committer that all-reduces: hooks on the parameters of one replica's module.
 
-    Somebody has to keep it. A strategy of another kind overrides `finish` or `sync`.
+    The caller must keep a reference. A strategy of another kind overrides `finish` or `sync`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class GradientExchange(Keeper):
         self._switch.on = on
 
     def _ready(self, param: Tensor) -> None:
-        """A gradient is finished: into its bucket, and off with the buckets that are full."""
+        """Copy a finished gradient into its bucket, and reduce the buckets that are full."""
         if not self._open:
             if self.reducer.moves:
                 self._refuse_second_pass(param)
@@ -195,7 +195,7 @@ class GradientExchange(Keeper):
             gradients.sub_(before).div_(total).add_(before)
 
     def has(self, param: Tensor) -> bool:
-        """Whether it adds up the gradients of this parameter."""
+        """Whether this exchange adds up the gradients of a parameter."""
         return param in self._index
 
     def keep_earlier(self) -> None:
@@ -205,13 +205,13 @@ class GradientExchange(Keeper):
             self._earlier = [b.flat[: self.buckets.length(b)].clone() for b in self.buckets.buckets]
 
     def verify(self) -> None:
-        """Look at what has not been looked at since a while."""
+        """Check the readings of losses that have not been checked for a while."""
         if self._unread is not None and self._reader is not None:
             unread, self._unread = self._unread, None
             self._reader.settle(unread.tolist())
 
     def send(self, buckets: list[Any]) -> None:
-        """Have these buckets, which are full, on their way; `finish` waits for them."""
+        """Begin to reduce full buckets; `finish` waits for them."""
         weight = self.replica.share.weight
         for bucket in buckets:
             self._under_way.append(self.reducer.reduce(bucket.flat, weight))
@@ -252,10 +252,10 @@ class GradientExchange(Keeper):
         return Commit(True, self.finish(notes))
 
     def sync(self) -> None:
-        """Nothing: every replica has made the same update."""
+        """Do nothing: every replica has made the same update."""
 
     def finish(self, notes: Sequence[float | Tensor]) -> Tensor:
-        """Reduce whatever has not left yet and wait for all; returns the notes added up."""
+        """All-reduce the remaining buckets and wait for all; return the sum of the notes."""
         self.stage(notes)
         buckets = self.buckets
         self.send(buckets.rest())
@@ -269,7 +269,7 @@ class GradientExchange(Keeper):
         return self.finished_with()
 
     def finished_with(self) -> Tensor:
-        """The buckets and their tail hold what all replicas have; returns the notes."""
+        """End the step: the buckets hold the sums of all replicas; return the notes."""
         self.finished += 1
         if not all(self._fired):
             self.settle_unused(self.buckets.used.tolist())
@@ -297,7 +297,7 @@ class GradientExchange(Keeper):
 
 
 def write_notes(into: Tensor, notes: Sequence[float | Tensor]) -> None:
-    """Numbers, or tensors of one, into a committer's notes."""
+    """Write numbers, or tensors of one, into a committer's notes."""
     if any(isinstance(note, Tensor) for note in notes):
         for i, note in enumerate(notes):
             into[i] = note
@@ -320,7 +320,7 @@ class _Switch:
 
 
 def _weakly(ready: Callable[[Tensor], None], switch: _Switch) -> Callable[[Tensor], None]:
-    """A hook that does not keep its exchange: torch's parameters would keep it for ever."""
+    """Return a hook that holds its exchange weakly: torch's parameters would keep it for ever."""
     found = weakref.WeakMethod(ready)
 
     def hook(param: Tensor) -> None:

@@ -39,19 +39,19 @@ _READS = 4  # of an item: by so many, chance is told from what is always so
 
 
 def check(replica: Replica, call: str, look: Look) -> None:
-    """Refuse where replicas call the same with something else. Collective."""
+    """Refuse where replicas make the same call with other arguments. Collective."""
     compare(call, gather_tree(replica.collective, [replica.name, call, look]))
 
 
 def tell(call: str, look: Look | None) -> list[Any]:
-    """Every replica's look; None for those that run no script of their own. Collective."""
+    """Gather every replica's look; None for replicas that run no script. Collective."""
     replica = current_replica()
     told = gather_tree(replica.collective, [replica.name, call, look])
     return [each for each in told if each[2] is not None]
 
 
 def compare(call: str, told: list[Any]) -> None:
-    """Raise if one was not given what the first was."""
+    """Raise if a replica's arguments differ from the first one's."""
     (first, verb, ours), *others = told
     for name, other, theirs in others:
         if other != verb:
@@ -89,7 +89,7 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 
 def check_trained(replica: Replica, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse to go on where replicas have come to other weights or settings. Collective."""
+    """Refuse to go on where replicas have different weights or settings. Collective."""
     trained = {
         name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()
     }

@@ -52,7 +52,7 @@ class PlacedGradients:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the module's forward."""
+        """Stand around the module's forward."""
         layers = self._layers() if self._homes else []
         for layer in layers:
             vars(layer)["forward"] = _forward(self, layer)
@@ -162,18 +162,18 @@ class AddedGradients(PlacedGradients):
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Whether it is of one of torch's own types."""
+    """Whether a module is of one of torch's own types."""
     return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether calling it runs the code of its type alone."""
+    """Whether calling a module runs the code of its type alone."""
     own = vars(module)
     return "forward" not in own and not any(own.get(hooks) for hooks in MODULE_HOOKS)
 
 
 def is_unseen(params: Iterable[Tensor]) -> bool:
-    """Whether nobody but the exchange has asked to be called when a gradient is there.
+    """Whether only the exchange has hooks on gradients.
 
     Hooks of any parameter count: it may be another's gradient that they look at.
     """

@@ -54,20 +54,20 @@ def sit_down(placement: Placement, members: tuple[Member, ...], give_up: float) 
 def run_call(
     function: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype, dice: RngStates
 ) -> Any:
-    """In a follower: what the caller runs, with its type of numbers, and dice of one's own."""
+    """In a follower: run what the caller runs, with its default type and own random numbers."""
     torch.set_default_dtype(dtype)
     dice.throw(current_replica().index)
     return function(*args)
 
 
 def epitaph(member: Member, status: int | None) -> str:
-    """What is said of a follower that ended with this status."""
+    """Return the sentence about a follower that ended with this status."""
     how, hint = how_it_ended(status)
     return f"{member} {how} while the others were working. {hint} The strategy can be used again."
 
 
 def failure(name: str, answer: follower.CallResult) -> ReplicaFailed:
-    """What to raise where a follower has raised something."""
+    """Return the error to raise where a follower has raised one."""
     return ReplicaFailed(
         f"{name} raised an exception; the other replicas were stopped. Its traceback:\n\n"
         f"{answer.text}",
@@ -76,7 +76,7 @@ def failure(name: str, answer: follower.CallResult) -> ReplicaFailed:
 
 
 def checked(pool: Pool, answers: list[follower.CallResult]) -> list[Any]:
-    """What a call has come to on each follower; the first failure is raised."""
+    """Return the result of a call on each follower; raise the first failure."""
     for one, answer in zip(pool.followers, answers, strict=True):
         if isinstance(answer.error, ReplicaError):
             raise answer.error  # it only passes on what happened to another

@@ -1,4 +1,4 @@
-"""What custom loops are told, once: where a replica does something else than one device would."""
+"""Warnings for custom loops, once each: where a replica differs from one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _told: weakref.WeakSet[Replica] = weakref.WeakSet()
 
 
 def tell_without_loader(replica: Replica, loss: float | None) -> None:
-    """At the first step of a loop whose batches nobody has cut. Collective."""
+    """Warn at the first step of a loop whose batches are not divided. Collective."""
     losses = gather_tree(replica.collective, loss)
     if not replica.is_chief:
         return
@@ -43,7 +43,7 @@ def tell_without_loader(replica: Replica, loss: float | None) -> None:
 
 
 def tell_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
-    """Of a model whose layers normalise over the rows that a replica has, not over the batch."""
+    """Warn of layers that normalise over a replica's rows, not over the batch."""
     layer = next((part for part in model.modules() if isinstance(part, BatchNorm)), None)
     if layer is not None and layer.training and replica.is_chief:
         log.warning(
@@ -55,13 +55,13 @@ def tell_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
 
 
 def was_read(replica: Replica, mine: int, total: int) -> None:
-    """A loader that was prepared by itself was read to its end, and nothing was trained."""
+    """Note that a loader without a model was read to its end, and nothing was trained."""
     if replica.count > 1 and replica not in _told:
         _unsummed[replica] = mine, total, replica.meetings
 
 
 def tell_unsummed(replica: Replica) -> None:
-    """By now what was counted over a loader would have been added up."""
+    """Warn of counts over a loader that were not summed over replicas."""
     found = _unsummed.pop(replica, None)
     if found is None or replica in _told or replica.meetings > found[2]:
         return
@@ -77,7 +77,7 @@ def tell_unsummed(replica: Replica) -> None:
 
 
 def explain(error: BaseException) -> None:
-    """Say so where a share of one row may be what an error comes from."""
+    """Add to an error that a share of one row may be its cause."""
     replica = current_replica()
     share = replica.share
     if isinstance(error, StratagemError) or not isinstance(error, Exception):

@@ -31,7 +31,7 @@ MEAN = Outer(lr=1.0, momentum=0.0)
 
 
 class LocalUpdates(GradientExchange):
-    """Gradients stay here; weights meet as `every` says."""
+    """Keeps gradients on their replica; weights meet as `every` says."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class LocalUpdates(GradientExchange):
             reader.scale = self._scale
 
     def _scale(self) -> float:
-        """What this replica's mean is multiplied by, so that the mean over replicas is right."""
+        """Return the factor of this replica's mean that makes the mean over replicas right."""
         if self.cadence.together:
             return 1.0
         scale = self.replica.count * self.replica.share.weight
@@ -97,7 +97,7 @@ class LocalUpdates(GradientExchange):
         return self.finished_with()
 
     def _divide(self, total: Tensor) -> None:
-        """A share of which no target counts adds nothing, whatever its loss has become."""
+        """Divide the gradients; a share of which no target counts adds nothing."""
         if not self.cadence.together:
             for i, bucket in enumerate(self.buckets.buckets):
                 gradients = bucket.flat[: self.buckets.length(bucket)]
@@ -128,7 +128,7 @@ class LocalUpdates(GradientExchange):
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Bring all replicas together now, if they have gone apart. Collective."""
+        """Bring the weights of all replicas together, if they have gone apart. Collective."""
         self._agree()
         for fragment, updates in zip(self.fragments, self.cadence.unmet, strict=True):
             if updates:
@@ -154,7 +154,7 @@ class LocalUpdates(GradientExchange):
         self.meetings += 1
 
     def _mix(self, gossip: Gossip, turn: int) -> None:
-        """Take a part of the neighbours' weights, and give them of these."""
+        """Mix the weights with those of the neighbours."""
         rank, size = self.replica.collective.rank, self.replica.collective.size
         weights = gossip.weights(rank, size, turn)
         receivers = gossip.receivers(rank, size, turn)

@@ -126,7 +126,7 @@ class ResumableLoader(Around):
 
 
 class LoopCheckpoints:
-    """Those of one custom loop, on every replica."""
+    """The checkpoints of one custom loop, on every replica."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class LoopCheckpoints:
                 self._writer.wait()
 
     def _begin(self) -> None:
-        """The epochs that are left begin."""
+        """Begin the epochs that are left."""
         if self.elastic:
             _refuse_forgotten(self.optimizer, self.things)
         self._keep()
@@ -197,7 +197,7 @@ class LoopCheckpoints:
             self._agreement.schedule.saved(*self._memory.last_saved)
 
     def _terminable(self) -> AbstractContextManager[Any]:
-        """SIGTERM is waited for; where the loop may be begun again, for as long as its call is."""
+        """Wait for SIGTERM; where the loop may be begun again, as long as its call lasts."""
         memory = journal_of(self.replica)
         if self._agreement is None:
             return nullcontext()
@@ -207,7 +207,7 @@ class LoopCheckpoints:
         return nullcontext()
 
     def begin_pass(self) -> None:
-        """A pass over the loader begins, one for each epoch."""
+        """Begin a pass over the loader, one for each epoch."""
         if not self._open or self._passed:
             raise UsageError(
                 "a loader that was prepared with resume=..., or with elastic=True, is read once in "
@@ -217,11 +217,11 @@ class LoopCheckpoints:
         self._passed = True
 
     def give(self) -> None:
-        """A batch is given to the loop."""
+        """Note that the loop has a batch."""
         self._waiting = True
 
     def after_batch(self) -> None:
-        """The loop is done with a batch."""
+        """Count a batch that the loop is done with."""
         self.batch, self.step = self.batch + 1, self.step + 1
         if (journal := journal_of(self.replica)) is not None:
             journal.steps = self.step
@@ -233,8 +233,7 @@ class LoopCheckpoints:
     # --- saving -------------------------------------------------------------------------------
 
     def _look(self, *, end_of_epoch: bool = False) -> bool:
-        """Save if that is due, and end where somebody was asked to; returns whether it was saved.
-        Collective."""
+        """Save if that is due, and end after SIGTERM; return whether it was saved. Collective."""
         agreement = self._agreement
         if agreement is None:
             self._keep()
@@ -382,7 +381,7 @@ def _read(state: Any) -> Any:
 
 
 def _state(thing: Any) -> Any:
-    """What goes on of something that a loop remembers."""
+    """Return the state of an object that a loop remembers."""
     return thing if isinstance(thing, list | dict) else thing.state_dict()
 
 

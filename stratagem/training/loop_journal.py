@@ -43,7 +43,7 @@ class LoopJournal:
         self._kept: dict[str, Any] | None = None
 
     def begin(self, replica: Replica) -> None:
-        """The function is called, with random numbers as they were at the first time."""
+        """Begin a call of the function, with the random numbers of its first call."""
         self.restarts += 1
         if self._random is None:
             self._random = generator_states(replica.device)
@@ -54,7 +54,7 @@ class LoopJournal:
         _journals[replica] = self
 
     def open(self) -> None:
-        """A model is prepared: from here on the loop can be begun again."""
+        """Note that a model is prepared: from here on the loop can be begun again."""
         if self._prepared:
             raise UsageError(
                 "with elastic=True a function prepares one model, whose loader counts the batches; "
@@ -65,7 +65,7 @@ class LoopJournal:
         self.again.let_join()
 
     def keep(self, model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]) -> None:
-        """On the chief: the loop goes on from here if it breaks off."""
+        """On the chief: keep where the loop goes on if it breaks off."""
         state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
         self._kept = _copied({**state, **progress}, self._kept)
         self.steps = int(progress["step"])
@@ -80,7 +80,7 @@ class LoopJournal:
         return {**kept, "restarts": self.restarts}
 
     def close(self) -> None:
-        """The call is over."""
+        """End the call."""
         self.termination.close()
 
 
@@ -88,7 +88,7 @@ _journals: weakref.WeakKeyDictionary[Replica, LoopJournal] = weakref.WeakKeyDict
 
 
 def journal_of(replica: Replica) -> LoopJournal | None:
-    """Return that of the call which this replica runs; None on followers, and without elastic."""
+    """Return the journal of this replica's call; None on followers, and without elastic."""
     return _journals.get(replica)
 
 

@@ -1,4 +1,4 @@
-"""What a wire that leaves something out can go with, and what is said of it."""
+"""Lossy compressions: which optimizers and scalers they go with, and what is said of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _said: set[Any] = set()
 
 
 def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> None:
-    """Refuse an optimizer that such a wire leads astray, and say what is no longer exact."""
+    """Refuse an optimizer that a lossy wire leads astray, and say what is no longer exact."""
     wire = settings.wire
     _tell_of_sync(settings, replica)
     if not isinstance(wire, Compression):

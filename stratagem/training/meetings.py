@@ -16,19 +16,19 @@ _told: weakref.WeakSet[Replica] = weakref.WeakSet()
 
 
 def add(replica: Replica, keeper: Keeper) -> None:
-    """A model was prepared."""
+    """Add a prepared model."""
     _apart.setdefault(replica, []).append(keeper)
 
 
 def remove(keeper: Keeper) -> None:
-    """A model is prepared no more."""
+    """Remove a model that is prepared no more."""
     for keepers in _apart.values():
         if keeper in keepers:
             keepers.remove(keeper)
 
 
 def forget(replica: Replica) -> None:
-    """Another call of strategy.run: its models are other ones."""
+    """Forget the models of earlier calls of strategy.run."""
     _apart.pop(replica, None)
     _told.discard(replica)
 
@@ -40,7 +40,7 @@ def meet(replica: Replica) -> None:
 
 
 def tell_apart(replica: Replica, when: str) -> None:
-    """Say once that somebody takes weights which only one replica has."""
+    """Warn once that weights are read which only one replica has."""
     keepers = _apart.get(replica, ())
     made = next((keeper.made_with for keeper in keepers if keeper.apart), None)
     if made is not None and replica.is_chief and replica not in _told:

@@ -1,4 +1,4 @@
-"""A seat: everything a replica must know to take its place among the others."""
+"""A replica's placement: everything that it must know to connect to the other replicas."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ class Placement:
         return tuple(dict.fromkeys([self.op, *possible(self.ground)]))
 
     def of(self, rank: int) -> Placement:
-        """The same table, another chair."""
+        """Return the placement of another replica of the same group."""
         return replace(self, rank=rank)
 
 
 class WaitWatcher:
-    """Looks up while a replica waits for another: trouble is raised, lateness is said aloud."""
+    """Called while a replica waits for another: raises trouble, and logs lateness."""
 
     def __init__(self, membership: Membership, names: tuple[str, ...], limit: Limit) -> None:
         self._membership = membership
@@ -98,7 +98,7 @@ class WaitWatcher:
 
 
 class _Eye:
-    """Looks up while a process group waits.
+    """Called while a process group waits.
 
     A member that has left may still have bytes on their way, so its absence counts only after a
     while.
@@ -116,7 +116,7 @@ class _Eye:
 
 
 def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.device) -> T:
-    """Run what waits inside torch, deaf to Ctrl-C and to dead peers, in a thread of its own."""
+    """Run a wait inside torch, which ignores Ctrl-C and dead peers, in a thread of its own."""
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -138,7 +138,7 @@ def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.
 
 
 def sit(placement: Placement, membership: Membership) -> Replica:
-    """Take the seat: connect to the others. Collective."""
+    """Connect to the other replicas. Collective."""
     name = placement.devices[placement.rank]
     with kind_of(name).seat(place(name), placement.rank, placement.size) as device:
         limit_memory(device)

@@ -1,4 +1,4 @@
-"""One's own training loop, distributed: hooks on the model, shares from the loader."""
+"""A custom training loop, distributed: hooks on the model, shares from the loader."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def join_gradients(
     look: fingerprint.Look,
     reader: LossReader,
 ) -> GradientExchange:
-    """From now on `backward` leaves the gradient of all replicas' shares. Collective."""
+    """Have `backward` leave the gradient of all replicas' shares. Collective."""
     _check_optimizer(model, optimizer)
     check_optimizer(settings, optimizer, replica)
     setup.refuse_renormed(model)
@@ -127,13 +127,13 @@ def join_gradients(
 
 
 def committer_of(model: nn.Module) -> GradientExchange | None:
-    """Where the gradients of a prepared model go; None where they do not travel."""
+    """Return the committer of a prepared model; None where gradients do not travel."""
     exchanges = _kept.get(model)
     return exchanges[-1] if exchanges else None
 
 
 def part_gradients(model: nn.Module) -> None:
-    """From now on `backward` leaves what it leaves on one device."""
+    """Have `backward` leave this replica's own gradient again."""
     _undo.pop(model, lambda: None)()
     for models in _loaderless.values():
         models[:] = [each for each in models if each() is not model]
@@ -158,7 +158,7 @@ def _average_loaderless(replica: Replica) -> None:
 
 
 def prepare_loader(replica: Replica, loader: Any) -> Any:
-    """A loader of shares that belongs to no model: for validation, say. Collective."""
+    """Return a loader of shares without a model: for validation, say. Collective."""
     if replica.count == 1:
         _be_here(replica)
     else:
@@ -192,7 +192,7 @@ def _synced(found: weakref.ref[GradientExchange]) -> Callable[..., None]:
 
 
 def _refuse_scaler(optimizer: Any, *_: Any) -> None:
-    """A GradScaler skips steps of one replica, and the others would wait for it for ever."""
+    """Refuse a GradScaler that skips steps of one replica: the others would wait for ever."""
     if getattr(optimizer, "found_inf", None) is not None:
         raise NotDistributable(
             "with sync= each replica would find a scale of its own for GradScaler, and skip steps "
@@ -292,7 +292,7 @@ def _on_device(loader: Any, replica: Replica) -> Any:
 
 
 def to_device(tree: Any, device: Any) -> Any:
-    """Every tensor of a batch on `device`."""
+    """Move every tensor of a batch to `device`."""
     if type(tree) is Tensor and tree.device == device:  # as mostly, where data stays there
         return tree
     if hasattr(tree, "to"):

@@ -35,14 +35,14 @@ class Share:
     announced: bool = False
 
     def set(self, examples: int, total: int, weight: float | None = None) -> None:
-        """A new batch; the weight is the share of the examples unless given."""
+        """Begin a batch; the weight is the share of the examples unless given."""
         self.examples, self.total, self.announced = examples, total, True
         if weight is None:
             weight = examples / total if total else 0.0
         self.weight = weight
 
     def forget(self, count: int) -> None:
-        """No batch is in hand: each of `count` replicas weighs the same."""
+        """Without a batch: each of `count` replicas weighs the same."""
         self.set(1, count)
         self.announced = False
 
@@ -99,12 +99,12 @@ class Replica:
 
     @property
     def leads(self) -> bool:
-        """Whether it is the first of those that it works together with."""
+        """Whether this replica is the first of its group."""
         return self.index == 0
 
     @property
     def is_chief(self) -> bool:
-        """Whether it writes checkpoints and logs."""
+        """Whether this replica writes checkpoints and logs."""
         return self.leads and self.with_chief
 
     @property
@@ -134,7 +134,7 @@ class Replica:
 
 
 def as_tensor(value: object) -> Tensor:
-    """What is to be reduced or gathered, as a tensor."""
+    """Return a value to be reduced or gathered as a tensor."""
     try:
         return torch.as_tensor(value)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -192,7 +192,7 @@ def current_replica() -> Replica:
 
 
 def alone(replica: Replica) -> Replica:
-    """The same device, without the others."""
+    """Return a lone replica on the same device."""
     return Replica(0, 1, replica.device, replica.name, Alone(), Membership.alone())
 
 
@@ -215,7 +215,7 @@ def turn() -> AbstractContextManager[object]:
 
 
 def _new_turn() -> None:
-    """In a forked child nobody has it, whatever the parent's threads did."""
+    """Free the turn in a forked child, whatever the parent's threads did."""
     global _turn
     _turn = threading.RLock()
 
@@ -232,7 +232,7 @@ def set_called(replica: Replica | None) -> Replica | None:
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Around what strategy.run was given."""
+    """Stand around the function that strategy.run was given."""
     global _runs_user_code
     before, _runs_user_code = _runs_user_code, True
     try:
@@ -247,10 +247,10 @@ def in_user_code() -> bool:
 
 
 def be(replica: Replica) -> None:
-    """This process is `replica` from now on, outside of calls as well."""
+    """Make this process `replica`, outside of calls as well."""
     _own.append(weakref.ref(replica))
 
 
 def be_no_more(replica: Replica) -> None:
-    """Take `be` back; this process is what it was before, or a lone replica."""
+    """Take `be` back: this process is the replica that it was before, or a lone one."""
     _own[:] = [each for each in _own if each() not in (None, replica)]

@@ -15,7 +15,7 @@ from stratagem.training.replica import Replica
 
 
 def own_state(replica: Replica, buffers: Sequence[Tensor]) -> dict[str, Any]:
-    """Return copies of this replica's; a lone one's buffers are in the checkpoint already."""
+    """Return copies of this replica's state; a lone one's buffers are in the checkpoint already."""
     copies = [b.detach().cpu().clone() for b in buffers] if replica.count > 1 else []
     return {"random": generator_states(replica.device), "buffers": copies}
 
@@ -29,7 +29,7 @@ def own_of(saved: Sequence[Any], replica: Replica) -> Any:
 
 
 def set_random(replica: Replica, random: dict[str, Any] | None) -> None:
-    """What this replica draws goes on; where there was none like it, it has begun by itself."""
+    """Go on with this replica's random numbers; one that is new keeps its own."""
     if random is None:
         return
     if replica.streams is not None:

@@ -18,7 +18,7 @@ _plain = torch.save
 
 
 def save_whole_files() -> None:
-    """From now on."""
+    """Have `torch.save` write whole files from now on."""
     torch.save = _save
 
 
@@ -39,5 +39,5 @@ def _save(obj: Any, f: Any, *args: Any, **options: Any) -> None:
 
 
 def _is_special(path: str | os.PathLike[str]) -> bool:
-    """Whether it is no file: a device, say, which cannot be replaced."""
+    """Whether a path is no plain file but a device, say, which cannot be replaced."""
     return os.path.exists(path) and not os.path.isfile(path)

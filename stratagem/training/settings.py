@@ -59,7 +59,7 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is reduced how, once the replicas are up."""
+    """How gradients are reduced, once the replicas are up."""
 
     #: as the user gave it: None (the usual one), "auto" (measure), or an operation
     op: CrossDeviceOps | str | None = None

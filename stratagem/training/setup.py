@@ -1,4 +1,4 @@
-"""What replicas settle before they train together: equal weights, own dice, the reducer."""
+"""What replicas settle before they train together: equal weights, random numbers, the reducer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def align(module: nn.Module, replica: Replica) -> None:
 
 
 def spread(tensors: Sequence[Tensor], replica: Replica) -> None:
-    """The first replica's values, on every one. Collective."""
+    """Give every replica the first one's values. Collective."""
     told = broadcast_tree(replica.collective, [t.detach() for t in tensors])
     if not replica.leads:
         with torch.no_grad():
@@ -107,7 +107,7 @@ def refuse_frequencies(module: nn.Module) -> None:
 
 
 def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Without the repetitions of `expand`, in which one number stands for many."""
+    """Return a tensor without the repetitions of `expand`."""
     strides = (tensor if like is None else like).stride()
     for dim, stride in enumerate(strides):
         if stride == 0 and tensor.shape[dim] > 1:
@@ -130,7 +130,7 @@ def roll_own_dice(replica: Replica, generation: int = 0) -> None:
 
 
 def roll_dice_of_devices(replica: Replica) -> None:
-    """The same for the devices of one worker of servers: other numbers than any other worker's."""
+    """As `roll_own_dice`, for the devices of one worker: numbers unlike any other worker's."""
     base = broadcast_tree(replica.collective, torch.initial_seed() & (2**62 - 1))
     if not replica.leads:
         torch.manual_seed(mixed(base, DEVICES * replica.index))
@@ -192,7 +192,7 @@ def _iterated(module: nn.Module) -> list[Tensor]:
 
 
 def _own_counts(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers of whole numbers, but for those of torch's norms: batches, which the chief knows."""
+    """Return buffers of whole numbers, but those of torch's norms, which count batches."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, part in module.named_modules()
@@ -207,7 +207,7 @@ def _frozen(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _written(module: nn.Module) -> dict[str, Tensor]:
-    """Frozen parameters that somebody has written to since they were aligned."""
+    """Return frozen parameters that were written to since they were aligned."""
     before = _versions.get(module, {})
     return {
         name: p for name, p in _frozen(module).items() if p._version != before.get(name, p._version)
@@ -215,13 +215,13 @@ def _written(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _apart(everybody: list[dict[str, list[int]]]) -> list[str]:
-    """What is not the same on all replicas, given their digests."""
+    """Return the tensors whose digests differ between replicas."""
     names = dict.fromkeys(name for digests in everybody for name in digests)
     return [name for name in names if any(d.get(name) != everybody[0].get(name) for d in everybody)]
 
 
 def _warn_of(module: nn.Module, apart: list[str]) -> None:
-    """Say, once a model, what differs."""
+    """Warn, once a model, of what differs."""
     if apart and module not in _warned:
         _warned.add(module)
         log.warning(

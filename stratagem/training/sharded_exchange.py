@@ -61,7 +61,7 @@ class ShardedExchange(GradientExchange):
         super().__init__(named, replica, OneSum(self.sums), **options)
 
     def begin_step(self) -> None:
-        """The gradients of an update begin."""
+        """Begin the gradients of an update."""
         self.sums.begin_step()
         self._had.clear()
 
@@ -89,11 +89,11 @@ class ShardedExchange(GradientExchange):
         param.grad = None
 
     def used(self) -> list[bool]:
-        """Of every parameter, whether it has a gradient here."""
+        """Return for every parameter whether it has a gradient here."""
         return [i in self._had for i in range(len(self._names))]
 
     def end_pass(self) -> None:
-        """A backward pass is over, or this replica had no rows for it. Collective."""
+        """End a backward pass, also where this replica had no rows. Collective."""
         for index, param in enumerate(self.buckets.params):
             if param.grad is not None:  # that somebody has put there
                 self._take(index)

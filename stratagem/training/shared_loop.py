@@ -49,7 +49,7 @@ def refuse_loop(replica: Replica, optimizer: Optimizer) -> None:
 
 
 class SharedUpdate:
-    """Stands around `optimizer.step`. Made collectively."""
+    """Runs around `optimizer.step`. Made collectively."""
 
     def __init__(self, replica: Replica, optimizer: Optimizer) -> None:
         collective = replica.collective
@@ -93,5 +93,5 @@ class SharedUpdate:
 
 
 def share_update(replica: Replica, optimizer: Optimizer) -> Callable[[], None]:
-    """From now on each replica steps its part; returns what takes that back. Collective."""
+    """Have each replica step its part; return a function that undoes this. Collective."""
     return SharedUpdate(replica, optimizer).close

@@ -27,13 +27,13 @@ Times = tuple[float, float, float, float]
 
 
 class SlowWatch:
-    """The chief's ear: says once of each task that it is slow, and why."""
+    """On the chief: says once of each slow task that it is slow, and why."""
 
     def __init__(self) -> None:
         self._rule, self._lock = SlowRule(), threading.Lock()
 
     def hear(self, line: Mapping[str, Any]) -> None:
-        """A task tells its figures."""
+        """Take the figures of a task."""
         task, sample = str(line.get("task", "")), Sample.from_json(line)
         with self._lock:
             found = self._rule.add(task, sample)
@@ -60,7 +60,7 @@ class StepFigures:
             self._recorder.keep_writing(self._idle)
 
     def step(self, examples: int) -> None:
-        """A step is over, of so many examples of this task's own."""
+        """Count a step of so many of this task's examples."""
         now, meter = time.perf_counter(), METER
         self.steps += 1
         if meter.passes == self._passes:
@@ -111,7 +111,7 @@ class StepFigures:
         self._tell({"task": self.task, **line})
 
     def _idle(self) -> Line:
-        """For seconds in which no step ended: what this task is in the midst of."""
+        """Return what this task is in the midst of, for seconds in which no step ended."""
         meter = METER
         since = meter.since if meter.doing else self._at
         doing = meter.doing or "compute"
@@ -139,7 +139,7 @@ _figures: weakref.WeakKeyDictionary[Replica, StepFigures] = weakref.WeakKeyDicti
 
 
 def figures_of(replica: Replica) -> StepFigures:
-    """Those of a replica that all-reduces with others, or works alone."""
+    """Return the figures of a replica that all-reduces, or works alone."""
     found = _figures.get(replica)
     if found is None:
         membership = replica.membership

@@ -160,7 +160,7 @@ class _Apart(_Dressed):
 
 
 class _Link(NamedTuple):
-    """What such a layer needs; beside the layer, so that no copy takes it along."""
+    """What a prepared layer needs; kept beside the layer, so that no copy takes it along."""
 
     plain: type[BatchNorm]
     replica: Replica
@@ -197,7 +197,7 @@ def install(module: nn.Module, replica: Replica, synced: bool = True) -> Callabl
 
 
 def _remove(layer: nn.Module, link: _Link | None) -> None:
-    """Make it plain, if it still is as `link` says."""
+    """Make a layer plain again, if it still has this link."""
     if link is not None and _links.get(layer) is link:
         layer.__class__ = link.plain
         del _links[layer]
@@ -211,7 +211,7 @@ def _dressed(link: _Link) -> type[BatchNorm]:
 
 
 def _explain_few_rows(error: ValueError, layer: BatchNorm, replica: Replica) -> None:
-    """Raise what a user can act on, if only the share was too small, not the batch."""
+    """Raise an error with a remedy, if only the share was too small, not the batch."""
     share = replica.share
     here = current_replica() is replica
     if not here or share.total < 2 or not str(error).startswith("Expected more than 1 value"):
@@ -225,7 +225,7 @@ def _explain_few_rows(error: ValueError, layer: BatchNorm, replica: Replica) -> 
 
 
 def check_statistics(module: nn.Module) -> None:
-    """Refuse what replicas cannot evaluate as one device does."""
+    """Refuse layers that replicas cannot evaluate as one device does."""
     for layer in module.modules():
         if isinstance(layer, BatchNorm) and layer.running_mean is None:
             raise _no_statistics(layer)

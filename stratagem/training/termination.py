@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 #: EX_TEMPFAIL of sysexits.h: a failure that passes; try again
@@ -32,12 +32,12 @@ class Termination:
         self._open = False
 
     def open(self) -> None:
-        """Wait for it from now on, unless that is so already."""
+        """Begin to wait for SIGTERM, unless that is so already."""
         if not self._open:
             self.__enter__()
 
     def close(self) -> None:
-        """Wait for it no more."""
+        """Wait for SIGTERM no more."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Termination:
@@ -48,12 +48,7 @@ class Termination:
             self._open = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._open:
             signal.signal(signal.SIGTERM, self._before)
             self._open = False

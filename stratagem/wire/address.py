@@ -26,7 +26,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 def local_address() -> str:
-    """A fresh address for processes of this machine; whoever is not told it cannot guess it."""
+    """Return a fresh address for processes of this machine, which cannot be guessed."""
     if _LINUX:
         return f"{_UNIX}@stratagem-{secrets.token_hex(16)}"
     return f"{_UNIX}{tempfile.mkdtemp(prefix=_PRIVATE)}/wire"
@@ -38,7 +38,7 @@ def is_unix(address: str) -> bool:
 
 
 def encrypted(address: str, tls: bool | None) -> bool:
-    """Whether to encrypt: as told, else unless the address is of this machine only."""
+    """Whether to encrypt: as asked for, else unless the address is of this machine only."""
     if is_unix(address):
         _unix_name(address)
         if tls:
@@ -124,7 +124,7 @@ def _unix_name(address: str) -> str:
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for small frames, and a peer whose machine is gone is noticed in the end.
+    """Send small frames without delay, and notice in the end a peer whose machine is gone.
 
     The buffers stay as they are: the kernel sizes them to the network, and fixed ones, up to
     4 MB, were no faster on loopback.

@@ -43,7 +43,7 @@ class Buckets:
         notes_apart: Allocate | None = None,
         may_be_kept: bool = False,
     ) -> None:
-        """`may_be_kept`: whoever keeps a `p.grad` gets a copy before the next one is written."""
+        """`may_be_kept`: a kept `p.grad` becomes a copy before the next one is written."""
         self.params = list(params)
         self.notes_size = notes + len(self.params)
         plan = plan_buckets(self.params, capacity)
@@ -89,13 +89,13 @@ class Buckets:
         return sum(self.params[i].numel() for i in bucket.members)
 
     def begin(self) -> None:
-        """A new backward pass: every bucket waits for all its members."""
+        """Begin a backward pass: every bucket waits for all its members."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
         self._next = 0
 
     def take(self, index: int, param: nn.Parameter) -> None:
-        """Bring a finished gradient into its bucket and make the bucket its home."""
+        """Copy a finished gradient into its bucket and make `p.grad` a view of it."""
         view = self.views[index]
         grad = param.grad
         assert grad is not None
@@ -124,7 +124,7 @@ class Buckets:
             kept.data = kept.clone()
 
     def full(self) -> list[Bucket]:
-        """Buckets that may leave now; always in the same order on every replica.
+        """Return the buckets that may leave now, in the same order on every replica.
 
         The last one stays for `rest`: its notes are known only when backward has ended.
         """
@@ -132,7 +132,7 @@ class Buckets:
         return self._release(lambda bucket: bucket.missing == 0 and bucket is not last)
 
     def rest(self) -> list[Bucket]:
-        """All that have not left yet."""
+        """Return the buckets that have not left yet."""
         return self._release(lambda bucket: True)
 
     def _release(self, may_go: Callable[[Bucket], bool]) -> list[Bucket]:

@@ -5,58 +5,55 @@ from __future__ import annotations
 import os
 import select
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 _PIECES = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 
 
-class Channel(Protocol):
-    """A stream of bytes. One thread may receive while another sends; sends come one at a time."""
+class Channel(ABC):
+    """A stream of bytes over a socket. One thread may receive while another sends; sends come one
+    at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        #: to ask about the connection; not to send or receive
+        self.line = sock
 
     @property
     def closed(self) -> bool:
         """Whether the descriptor is gone."""
+        return self.line.fileno() < 0
 
-    @property
-    def line(self) -> socket.socket:
-        """What it goes through, for whoever asks about the line; not to send or receive."""
-
+    @abstractmethod
     def send(self, pieces: Sequence[memoryview]) -> None:
-        """Send all of it; OSError if the peer is gone."""
+        """Send all pieces; OSError if the peer is gone."""
 
+    @abstractmethod
     def receive(self, pieces: Sequence[memoryview]) -> int:
-        """Fill the pieces; how many bytes came, fewer than wanted only at the stream's end."""
+        """Fill the pieces; return how many bytes came, fewer only at the stream's end."""
 
+    @abstractmethod
     def readable(self, seconds: float) -> bool:
-        """Whether something, or the end, comes within that time."""
+        """Whether a byte, or the end, comes within that time."""
 
     def hang_up(self) -> None:
-        """End the stream both ways, waking whoever waits on it; the descriptor stays."""
+        """End the stream both ways, waking every thread that waits on it; the descriptor stays."""
+        hang_up(self.line)
 
     def close(self) -> None:
-        """Give the descriptor back; nobody may be using the channel any more."""
+        """Give the descriptor back; no thread may be using the channel any more."""
+        self.line.close()
 
 
-class PlainChannel:
+class PlainChannel(Channel):
     """A stream socket as it is, TCP or Unix; it blocks."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
+        super().__init__(sock)
         self._sock = sock
 
-    @property
-    def closed(self) -> bool:
-        """Whether the descriptor is gone."""
-        return self._sock.fileno() < 0
-
-    @property
-    def line(self) -> socket.socket:
-        """What it goes through."""
-        return self._sock
-
     def send(self, pieces: Sequence[memoryview]) -> None:
-        """Send all of it, gathered by the kernel."""
         if len(pieces) == 1:
             self._sock.sendall(pieces[0])
             return
@@ -67,7 +64,6 @@ class PlainChannel:
             done = _advance(left, done, count)
 
     def receive(self, pieces: Sequence[memoryview]) -> int:
-        """Fill the pieces, scattered by the kernel."""
         done = total = 0
         if len(pieces) == 1:  # as most are: no list of buffers for the kernel
             total = self._sock.recv_into(pieces[0], 0, socket.MSG_WAITALL)
@@ -84,16 +80,7 @@ class PlainChannel:
         return total
 
     def readable(self, seconds: float) -> bool:
-        """Whether something, or the end, comes within that time."""
         return wait(self._sock, select.POLLIN, seconds)
-
-    def hang_up(self) -> None:
-        """End the stream both ways."""
-        hang_up(self._sock)
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        self._sock.close()
 
 
 def _advance(pieces: list[memoryview], done: int, count: int) -> int:

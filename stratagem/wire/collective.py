@@ -34,7 +34,7 @@ class Collective(ABC):
         """Zeroed flat storage that `all_reduce` handles best. Collective."""
 
     def release(self, flat: Tensor) -> None:  # noqa: B027
-        """A `buffer` is needed no longer."""
+        """Give a `buffer` back."""
 
     @abstractmethod
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:

@@ -43,7 +43,7 @@ class _ClosedHere(WireError):
 
 
 class _Use:
-    """While somebody is inside, the descriptor stays."""
+    """Keeps the descriptor while a thread uses the connection."""
 
     __slots__ = ("_connection", "_in_frame")
 
@@ -224,12 +224,7 @@ class Connection(AbstractContextManager["Connection"]):
         self._channel.hang_up()
         self._leave()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _hold_to(self, limit: int) -> None:
@@ -254,7 +249,7 @@ class Connection(AbstractContextManager["Connection"]):
             self._users += 1
 
     def _broke(self, problem: BaseException, inside: bool) -> None:
-        """Something went wrong while the channel was in use: say what it means."""
+        """Raise the meaning of an error that came while the channel was in use."""
         if not isinstance(problem, OSError):
             self.close()  # interrupted in a frame: nobody knows where the next one begins
             return
@@ -280,7 +275,7 @@ class Connection(AbstractContextManager["Connection"]):
         self._refuse(f"it hung up in the middle of a frame, after {count} of {wanted} bytes")
 
     def _refuse(self, why: str) -> NoReturn:
-        """Say it once, hang up, and raise."""
+        """Log a refusal once, hang up, and raise."""
         log.warning("refused what %s sent: %s; its connection is closed", self.peer, why)
         self._left = 0
         self.close()

@@ -34,7 +34,7 @@ class DeviceKind:
     queued = False
 
     def count(self) -> int:
-        """How many are here; asking claims none."""
+        """Return how many devices are here, without claiming one."""
         return 1
 
     def has(self, index: int) -> bool:
@@ -45,7 +45,7 @@ class DeviceKind:
         return torch.device(self.name, index)
 
     def identity(self, device: torch.device, name: str) -> str:
-        """What is behind a name on this host."""
+        """Return what is behind a name on this host."""
         return name
 
     def prepare(self, here: int, hosts: int) -> None:
@@ -58,7 +58,7 @@ class DeviceKind:
         yield device
 
     def use(self, device: torch.device) -> None:
-        """Make it this thread's own."""
+        """Make the device this thread's current one."""
 
     def memory(self, device: torch.device) -> float | None:
         """Bytes of memory that the device has of its own."""
@@ -68,14 +68,14 @@ class DeviceKind:
         """Keep to a part of its memory; `fraction` makes it of the whole."""
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until everything that was asked of it is done."""
+        """Wait until all work of the device is done."""
 
     def rng_state(self, device: torch.device) -> Tensor | None:
-        """Where its own generator stands, if it has one beside torch's on the CPU."""
+        """Return the state of the device's own generator, if it has one."""
         return None
 
     def set_rng_state(self, device: torch.device, state: Tensor) -> None:
-        """Have its generator stand there."""
+        """Set the state of the device's generator."""
 
     def mark(self) -> Any:
         """An event of the device's own clock, from now."""
@@ -85,7 +85,7 @@ class DeviceKind:
         return []
 
     def unpin(self, tensors: Sequence[Tensor]) -> None:
-        """Unlock it."""
+        """Unlock memory that `pin` has locked."""
 
 
 class CpuKind(DeviceKind):

@@ -1,4 +1,4 @@
-"""Who is late: those who wait write down how far they are; whoever has not is waited for.
+"""Who is late: waiting replicas write down how far they are; a replica that has not is late.
 
 Gloo does not say whom a collective waits for. Only after some seconds of waiting, and only then,
 the replicas that wait leave a line in the store that they met at.
@@ -18,7 +18,7 @@ FIRST, AGAIN, SETTLE = 5.0, 10.0, 1.0  # seconds: first line, next lines, time f
 
 
 def late_line(who: str, waited: float) -> str:
-    """One line about a replica that lives but has not come."""
+    """Return a line about a replica that lives but has not come."""
     return (
         f"waiting for {who}, {waited:.0f} s: it lives, but has not come to this step; slow data, a "
         "breakpoint, or a loop of another length there? `py-spy dump` shows where it is."
@@ -26,7 +26,7 @@ def late_line(who: str, waited: float) -> str:
 
 
 def say_late(who: str, waited: float) -> None:
-    """Say it here."""
+    """Log a line about a late replica."""
     log.warning("%s", late_line(who, waited))
 
 

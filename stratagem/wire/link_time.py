@@ -36,7 +36,7 @@ def sockets() -> dict[str, int]:
 
 
 def watched(make: Callable[[], T]) -> T:
-    """What `make` returns; the links that it opens are looked at from now on."""
+    """Call `make`, and watch the links that it opens from now on."""
     before = set(sockets())
     made = make()
     for name, fd in sockets().items():
@@ -46,7 +46,7 @@ def watched(make: Callable[[], T]) -> T:
 
 
 def busy() -> float:
-    """The seconds that the busiest link was busy since this was last asked."""
+    """Return the seconds that the busiest link was busy since the last call."""
     if not _known:
         return 0.0
     here, most = sockets(), 0.0

@@ -66,7 +66,7 @@ class OrderedSum:
         self.most_kept = 0
 
     def begin_step(self) -> None:
-        """What is added from now on is another sum; nobody reads the last one any more."""
+        """Begin another sum; no replica reads the last one any more."""
         self._step += 1
 
     def has(self, part: int) -> bool:
@@ -102,7 +102,7 @@ class OrderedSum:
         self._kept_bytes += sum(values.nbytes for _, values in pieces)
 
     def _drain(self) -> None:
-        """Add whatever has its turn."""
+        """Add the chunks whose turn it is."""
         left: list[_Piece] = []
         size = 0
         for chunk, values in self._kept:

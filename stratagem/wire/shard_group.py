@@ -33,7 +33,7 @@ _Store: Any = dist.HashStore  # type: ignore[attr-defined]
 
 
 class ShardWork(_Work):  # type: ignore[misc]
-    """What torch waits for."""
+    """A handle for torch to wait on."""
 
     def __init__(self, collective: TorchCollective, pending: Pending) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ShardWork(_Work):  # type: ignore[misc]
 
 
 class ShardGroup(_Base):  # type: ignore[misc]
-    """What fully_shard asks of a process group."""
+    """The operations that fully_shard asks of a process group."""
 
     def __init__(self, collective: TorchCollective) -> None:
         super().__init__(collective.rank, collective.size)
@@ -120,7 +120,7 @@ def _make(*_: Any) -> ShardGroup:
 
 @contextmanager
 def shard_mesh(collective: TorchCollective, device_type: str) -> Iterator[DeviceMesh]:
-    """The replicas as a mesh of one axis, on which modules can be divided meanwhile."""
+    """Hold the replicas as a mesh of one axis, on which modules can be divided."""
     if dist.is_initialized():
         raise UsageError(
             "torch.distributed has been initialised in this process, and ShardedStrategy needs its "

@@ -105,7 +105,7 @@ class SharedMemoryCollective(Collective):
         self.meet("barrier")
 
     def meet(self, what: str) -> None:
-        """Wait for everybody, and make sure that all came for the same thing."""
+        """Wait for all replicas, and check that all came for the same operation."""
         self._turn += _KINDS
         turn, flags = self._turn, self._flags
         mark = turn + _MEETINGS.index(what)
@@ -155,7 +155,7 @@ class SharedMemoryCollective(Collective):
             METER.end_wait(started)
 
     def _look_up(self, rank: int, ready: Callable[[], bool], waited: float) -> None:
-        """Ask after the peer; one that arrived meanwhile and then left is no trouble of ours."""
+        """Raise if the peer is gone, unless it has arrived before it left."""
         try:
             self._watch(rank, waited)
         except ReplicaError:
@@ -163,11 +163,11 @@ class SharedMemoryCollective(Collective):
                 raise
 
     def look(self, rank: int, waited: float) -> None:
-        """Asked now and then by who waits for a replica: raises if it is gone."""
+        """Called now and then while waiting for a replica: raise if it is gone."""
         self._watch(rank, waited)
 
     def order_writes(self) -> None:
-        """Tensors written before a flag must be seen before it; x86 promises that by itself."""
+        """Make tensors visible that were written before a flag; x86 does so by itself."""
         if not _TOTAL_STORE_ORDER:
             with self._fence:
                 pass
@@ -177,7 +177,7 @@ class SharedMemoryCollective(Collective):
     # --- flat reductions -------------------------------------------------------------------
 
     def table(self, count: int, dtype: torch.dtype, rows: int = 0) -> SharedTable:
-        """A fresh shared table, a row a replica unless told otherwise. Collective."""
+        """Make a shared table, with one row a replica unless `rows` says otherwise. Collective."""
         rows = rows or self.size
         size = SharedTable.size(rows, count, dtype)
         segment = Segment(size) if self.rank == 0 else None
@@ -191,7 +191,7 @@ class SharedMemoryCollective(Collective):
         return SharedTable(segment, rows, count, dtype)
 
     def table_of(self, row: Tensor) -> SharedTable:
-        """The table that a `buffer` is a row of."""
+        """Return the table that a `buffer` is a row of."""
         return self._tables[row.data_ptr()]
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

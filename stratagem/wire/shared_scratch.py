@@ -34,12 +34,12 @@ class SharedScratch:
         self.seen = 0.0
 
     def note(self, tensor: Tensor) -> None:
-        """A value that everybody has alike."""
+        """Note a value that all processes have alike."""
         if tensor.is_floating_point():
             self.seen += float(torch.linalg.vector_norm(tensor.detach(), 1))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of everybody's tensor, in fresh memory."""
+        """Return the sum of all processes' tensors, in fresh memory."""
         rows = self._rows(tensor.numel(), tensor.dtype)
         rows[self.rank].view(tensor.shape).copy_(tensor)
         METER.bytes += tensor.nbytes
@@ -53,7 +53,7 @@ class SharedScratch:
         return total.view(tensor.shape)
 
     def gather(self, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Everybody's part, put together along an axis on which each has its own size."""
+        """Return all processes' parts, concatenated along an axis on which sizes differ."""
         if part.shape[dim] != sizes[self.rank]:
             raise NotDistributable(
                 f"a value that processes divide has {part.shape[dim]} elements of axis {dim} in "

@@ -90,7 +90,7 @@ class SlotChannel:
         return rebuilt(outline, tensor)
 
     def release(self) -> None:
-        """What `take` returned is not read any more."""
+        """Free the slot of the message that `take` returned."""
         self._collective.order_writes()
         self._words[8] += 1
 

@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from stratagem.cluster.acceptor import GREETING, Acceptor
@@ -91,12 +90,7 @@ class Listener:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _greet(self, sock: socket.socket) -> None:
@@ -175,7 +169,7 @@ class Greeting:
             )
 
     def hang_up(self) -> None:
-        """Have `meet` end soon, in its own thread."""
+        """End `meet` soon, which runs in its own thread."""
         hang_up(self._sock)
 
     def close(self) -> None:

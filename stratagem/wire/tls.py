@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 from stratagem.cluster.handshake import Ended, peer_name
 from stratagem.errors import HandshakeError
-from stratagem.wire.channel import hang_up, wait
+from stratagem.wire.channel import Channel, wait
 
 _LINUX = sys.platform == "linux"
 _LABEL = b"stratagem wire certificate 2"
@@ -95,7 +95,7 @@ def _private_file(content: bytes) -> Iterator[str]:
 
 
 def wrap(sock: socket.socket, secret: bytes, *, server: bool) -> ssl.SSLSocket:
-    """Lay TLS over a connected socket, which is used up; `shake_hands` does the talking."""
+    """Lay TLS over a connected socket, which is used up; `shake_hands` comes next."""
     return context(secret, server).wrap_socket(
         sock, server_side=server, do_handshake_on_connect=False
     )
@@ -122,7 +122,7 @@ def shake_hands(sock: ssl.SSLSocket, secret: bytes, *, limit: float) -> None:
         raise HandshakeError(f"{peer_name(sock)} shows a certificate of another job")
 
 
-class TlsChannel:
+class TlsChannel(Channel):
     """An encrypted stream.
 
     OpenSSL lets one thread at a time touch a connection, and a blocking read would keep the
@@ -132,21 +132,12 @@ class TlsChannel:
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         sock.setblocking(False)
+        super().__init__(sock)
         self._sock = sock
         self._engine = threading.Lock()
 
-    @property
-    def closed(self) -> bool:
-        """Whether the descriptor is gone."""
-        return self._sock.fileno() < 0
-
-    @property
-    def line(self) -> socket.socket:
-        """What it goes through."""
-        return self._sock
-
     def send(self, pieces: Sequence[memoryview]) -> None:
-        """Send all of it; what is small travels together, what is large is not copied."""
+        """Small pieces travel together, large ones are not copied."""
         small = bytearray()
         for piece in pieces:
             if len(small) + len(piece) <= _RECORD:
@@ -174,7 +165,6 @@ class TlsChannel:
             wait(self._sock, event)
 
     def receive(self, pieces: Sequence[memoryview]) -> int:
-        """Fill the pieces."""
         total = 0
         for piece in pieces:
             count = self._receive(piece)
@@ -201,16 +191,8 @@ class TlsChannel:
         return got
 
     def readable(self, seconds: float) -> bool:
-        """Whether something comes within that time, or lies decrypted already."""
+        """Whether a byte comes within that time, or lies decrypted already."""
         with self._engine:
             if self._sock.pending():
                 return True
         return wait(self._sock, select.POLLIN, seconds)
-
-    def hang_up(self) -> None:
-        """End the stream both ways."""
-        hang_up(self._sock)
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        self._sock.close()

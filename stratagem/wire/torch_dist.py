@@ -166,7 +166,7 @@ class TorchCollective(Collective):
 
 
 class OneDeviceCollective(TorchCollective):
-    """All to one, and back."""
+    """All send to one member, which adds up and sends back."""
 
     root = 0
 

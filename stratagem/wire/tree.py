@@ -52,7 +52,7 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 
 
 def encode(tree: Tree) -> Tensor:
-    """The tree as one flat uint8 tensor."""
+    """Return the tree as one flat uint8 tensor."""
     written, tensors = outlined(tree)
     outline = json.dumps(written).encode()
     head = torch.frombuffer(bytearray(_HEAD.pack(len(outline)) + outline), dtype=torch.uint8)
@@ -60,7 +60,7 @@ def encode(tree: Tree) -> Tensor:
 
 
 def decode(data: Tensor) -> Tree:
-    """The tree that `encode` made; its tensors are copies on the CPU."""
+    """Return the tree that `encode` was given; its tensors are copies on the CPU."""
     if len(data) < _HEAD.size:
         raise ValueError("a tree's bytes are cut short: no head")
     (length,) = _HEAD.unpack(data[: _HEAD.size].numpy().tobytes())

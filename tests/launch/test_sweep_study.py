@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from optuna.trial import TrialState
 
 from stratagem.errors import UsageError
 from stratagem.launch.search_space import Choices, NumberRange, grid, read
 from stratagem.launch.sweep_settings import SweepSettings, check_flags
-from stratagem.launch.sweep_study import SweepStudy, pruned_of
+from stratagem.launch.sweep_study import SweepStudy, pruner
 from stratagem.launch.sweep_view import SweepView, TrialRow, in_words, time_left
 from stratagem.launch.trial_slots import slots
 
@@ -212,6 +215,29 @@ CURVES = [
     [0.166, 0.209, 0.264, 0.325, 0.433, 0.526, 0.602, 0.647],
     [0.383, 0.315, 0.365, 0.368, 0.363, 0.363, 0.363, 0.375],
 ]
+
+
+def pruned_of(
+    curves: Sequence[Sequence[float]], larger: bool, keep: int
+) -> tuple[list[int], list[int]]:
+    """Which of these recorded curves pruning would have ended, and which of those were among the
+    `keep` best: what it costs. The curves come one after another."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction="maximize" if larger else "minimize", pruner=pruner())
+    ended = []
+    for number, curve in enumerate(curves):
+        trial = study.ask()
+        for epoch, value in enumerate(curve, 1):
+            trial.report(value, epoch)
+            if trial.should_prune():
+                ended.append(number)
+                study.tell(trial, state=TrialState.PRUNED)
+                break
+        else:
+            study.tell(trial, curve[-1])
+    sign = -1.0 if larger else 1.0
+    best = sorted(range(len(curves)), key=lambda n: (sign * curves[n][-1], n))[:keep]
+    return ended, [number for number in ended if number in best]
 
 
 def test_what_pruning_costs_on_recorded_curves() -> None:

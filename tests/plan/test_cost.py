@@ -13,9 +13,6 @@ from stratagem.errors import UsageError
 from stratagem.plan.configuration import CENTRAL, MIRRORED, MULTI_WORKER, SERVERS, Configuration
 from stratagem.plan.cost import predict
 from stratagem.plan.formulas import (
-    Calibration,
-    errors,
-    fit,
     largest_share,
     overlapped,
     ring,
@@ -187,24 +184,6 @@ def test_measured_crowds_are_believed() -> None:
     for n, compute in ((2, 0.04), (4, 0.06), (8, 0.10)):
         said = predict(model, machine, Configuration(per_host=n))
         assert said.parts["compute"] == pytest.approx(compute)
-
-
-def test_fit_finds_the_constants_it_was_made_with() -> None:
-    truth = Calibration(message=1e-3, exchange=5e-3, goodput=0.8, step=2e-3)
-    cases = [
-        (profile(), Hardware(hosts=n, link=link), cfg)
-        for n in (2, 3, 4)
-        for link in (1.25e7, 1.25e8)
-        for cfg in (Configuration(MULTI_WORKER, n), Configuration(SERVERS, n, servers=2))
-    ]
-    measured = [
-        (predict(*case, truth).step, lambda cal, case=case: predict(*case, cal).step)
-        for case in cases
-    ]
-    kept_out = measured[::3]
-    found = fit([each for each in measured if each not in kept_out])
-    assert max(map(abs, errors(kept_out, found))) < 0.03
-    assert max(map(abs, errors(kept_out, Calibration()))) > 0.1
 
 
 @pytest.mark.parametrize(

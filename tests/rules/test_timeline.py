@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.rules.schedules import SCHEDULES, Op, bubble, gpipe, one_f_one_b, run, waves
-from stratagem.rules.timeline import HandOver, Timeline, by_part, draw, timeline
+from stratagem.rules.timeline import HandOver, Timeline, draw, timeline
 
 PARTS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 times = st.floats(0.01, 5.0)
@@ -80,7 +80,7 @@ def test_messages_on_a_link_go_one_behind_the_other() -> None:
 
 
 def test_a_long_backward_is_drawn_longer() -> None:
-    line = timeline(one_f_one_b, 2, 3, 1, by_part([(1.0, 2.0)] * 2))
+    line = timeline(one_f_one_b, 2, 3, 1, lambda op: 2.0 if op.kind == "B" else 1.0)
     assert draw(line, 36).splitlines() == [
         "device 0  F0-F1-......B0====F2-B1====...B2====",
         "device 1  ...F0-B0====F1-B1====F2-B2====......",
