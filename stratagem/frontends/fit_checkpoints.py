@@ -37,6 +37,14 @@ def load(model: Any, checkpoints: Checkpoints) -> dict[str, Any] | None:
     return load_newest(checkpoints, model.module, model.optimizer, "fit")
 
 
+def begin_with(model: Any, job: Fit, *, resume: bool) -> dict[str, Any] | None:
+    """The same, with the order of the data; what a training on the chief goes on from."""
+    found = load(model, job.checkpoints) if resume and job.checkpoints is not None else None
+    if found is not None and found["seed"] is not None:
+        job.source.seed = int(found["seed"])
+    return found
+
+
 class FitCheckpoints:
     """Those of one training, on everybody who runs its loop."""
 
@@ -59,6 +67,8 @@ class FitCheckpoints:
 
     def __enter__(self) -> FitCheckpoints:
         job, plan = self.job, self.job.checkpoints
+        if self._resumed is not None and self._resumed["callbacks"] is not None:
+            self._keep()
         if not job.saves:
             return self
         self._agreement.termination.open()
@@ -75,8 +85,6 @@ class FitCheckpoints:
                 schedule.pace = plan.seconds or math.inf
                 self._agreement.next = schedule.next()
                 segments.ends, segments.rest = self._ends, self._rest
-        if self._resumed is not None and self._resumed["callbacks"] is not None:
-            self._keep()
         return self
 
     def __exit__(
@@ -102,8 +110,9 @@ class FitCheckpoints:
     def epochs(self) -> Iterable[int]:
         """The epochs that are left, once callbacks have begun."""
         job = self.job
+        kept = job.saves or job.succession is not None
         if job.callback_states is None:  # once, also where the training is begun again
-            job.callback_states = CallbackStates(job.callbacks.callbacks if job.saves else ())
+            job.callback_states = CallbackStates(job.callbacks.callbacks if kept else ())
         self._states = job.callback_states
         position, epochs = self._position, self.job.epochs
         if not position["resumes"]:
