@@ -61,7 +61,9 @@ def read_tf_config(text: str, names: Mapping[str, str], where: str, example: str
     if not isinstance(cluster, dict):
         raise fail(f"the cluster must be an object, not {quote(cluster)}")
     spec = ClusterSpec(_by_role(cluster, names, fail), where=where, example=example)
-    return Place(spec, _task(document.get("task"), names, fail), where)
+    hub = document.get("hub")  # where `stratagem run` listens
+    task = _task(document.get("task"), names, fail)
+    return Place(spec, task, where, hub=hub if isinstance(hub, str) else None)
 
 
 def _by_role(cluster: Mapping[str, Any], names: Mapping[str, str], fail: Fail) -> dict[str, Any]:

@@ -7,11 +7,15 @@
 The chief's port stays open for as long as the job runs. Only the chief decides who belongs to a
 generation; a task that was cut off and comes back finds a newer one, and joins as if it were new.
 So there are never two groups that both go on.
+
+Under `stratagem run` that port, and the decision, are the launcher's (generation_hub.py), and the
+chief may die like any other: the first of those who are left is the chief then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import socket
 import threading
@@ -22,6 +26,7 @@ from stratagem.cluster.failure import Failure, Member
 from stratagem.cluster.handshake import send_note
 from stratagem.cluster.heartbeat import GIVE_UP
 from stratagem.cluster.membership import Membership
+from stratagem.cluster.message_router import OUTSIDE
 from stratagem.cluster.rendezvous import Gathering, JobRuns, Visitor
 from stratagem.cluster.sockets import listen
 from stratagem.cluster.spec import ClusterSpec, Task
@@ -31,6 +36,10 @@ log = logging.getLogger("stratagem")
 
 #: seconds for the first task to come back to a chief whose connection was lost: cut off, or dead?
 RETURN = 10.0
+#: under which the chief tells a hub outside what it does, if others may join in it
+CALL = "call/"
+#: what is said of a hub that is no member
+LAUNCHER = "stratagem run"
 
 
 class Generations:
@@ -45,14 +54,28 @@ class Generations:
         limit: float,
         least: int = 1,
         give_up: float = GIVE_UP,
+        hub: str | None = None,
     ) -> None:
+        """`hub` is the address of one outside of the job that says who belongs to a generation."""
         tasks = spec.training_tasks()
         self._members = tuple(Member(str(each), spec.address(each)) for each in tasks)
         self._rank = tasks.index(task)
         self._secret, self._limit, self._give_up = secret, limit, give_up
-        self._door: _Door | None = None
-        if self._rank == 0:
-            self._door = _Door(self._members, secret, least)
+        self._door: Door | None = None
+        self._hub = None if hub is None else Member(LAUNCHER, hub)
+        #: what a hub outside must know, and which generation this task comes from
+        self._terms: dict[str, object] = {"least": least, "limit": limit, "give_up": give_up}
+        self._number: object = None
+        self._current: Membership | None = None
+        self._calls = itertools.count()
+        if self._rank == 0 and hub is None:
+            port = listen(self._members[0].where, self._members[0].name)
+            self._door = Door(self._members, secret, least, port)
+
+    @property
+    def outlives_the_chief(self) -> bool:
+        """Whether the chief may die like any other."""
+        return self._hub is not None
 
     def first(self) -> Membership | None:
         """Wait for all tasks of the cluster; after the limit, those who are here are enough.
@@ -65,7 +88,7 @@ class Generations:
             except JobRuns:
                 return None
         everybody = frozenset(member.name for member in self._members)
-        return self._hub(self._door.gather(everybody, None, self._limit, None))
+        return self._as_hub(self._door.gather(everybody, None, self._limit, None))
 
     def join(self, call: str) -> Membership:
         """Take part in a job that runs, in the call that it is in."""
@@ -75,6 +98,8 @@ class Generations:
         """On the chief: tasks may join while this call runs; None when it is over."""
         if self._door is not None:
             self._door.open(call)
+        elif self._hub is not None and self._current is not None and self._current.rank == 0:
+            self._current.publish(f"{CALL}{self._rank}/{next(self._calls)}", call or "")
 
     def next(
         self, old: Membership, call: str, hurry: Callable[[], bool] = lambda: False
@@ -86,24 +111,20 @@ class Generations:
         if self._door is not None:
             self._door.hurry = hurry
             sockets = self._door.gather(old.still_here, old, self._limit, call)
-            self._say_who_joins(old, sockets)
+            _say_who_joins(old, [self._members[rank] for rank in sorted(sockets)])
             old.leave()
-            return self._hub(sockets)
-        trouble = old.trouble
-        lost = trouble is not None and trouble.rank == 0 and trouble.kind in ("died", "stalled")
+            return self._as_hub(sockets)
+        trouble, host = old.trouble, 0 if self._hub is None else OUTSIDE
+        lost = trouble is not None and trouble.rank == host and trouble.kind in ("died", "stalled")
         try:
-            return self._visit(RETURN if lost else self._limit, call)
+            found = self._visit(RETURN if lost else self._limit, call, hurry)
+            if self._hub is not None and found.rank == 0:
+                _say_who_joins(old, found.members)
+            return found
         finally:
             old.leave()
 
-    def _say_who_joins(self, old: Membership, sockets: Mapping[int, object]) -> None:
-        """Those of whom no trouble has told already."""
-        told = old.trouble.member if old.trouble and old.trouble.kind == "joined" else None
-        for member in (self._members[rank] for rank in sorted(sockets)):
-            if member != told and member.name not in old.still_here:
-                log.warning("%s joins the job", member)
-
-    def _hub(self, sockets: dict[int, socket.socket]) -> Membership:
+    def _as_hub(self, sockets: dict[int, socket.socket]) -> Membership:
         assert self._door is not None
         ranks = [0, *sorted(sockets)]
         members = [self._members[rank] for rank in ranks]
@@ -112,12 +133,23 @@ class Generations:
         self._door.serve(made)
         return made
 
-    def _visit(self, limit: float, call: str | None = None) -> Membership:
-        visitor = Visitor(self._members, self._rank, self._secret, limit, {"call": call})
+    def _visit(
+        self, limit: float, call: str | None = None, hurry: Callable[[], bool] = lambda: False
+    ) -> Membership:
+        more: dict[str, object] = {"call": call}
+        hub = self._hub
+        if hub is not None:
+            more |= {**self._terms, "generation": self._number}
+        asked = None if hub is None else hurry
+        visitor = Visitor(self._members, self._rank, self._secret, limit, more, hub, asked)
         sock = visitor.arrive()
         members = [self._members[rank] for rank in visitor.present]
         rank = visitor.present.index(self._rank)
-        return Membership.spoke(members, rank, sock, give_up=self._give_up)
+        self._number = visitor.generation
+        if hub is None:
+            return Membership.spoke(members, rank, sock, give_up=self._give_up)
+        self._current = Membership(members, rank, {OUTSIDE: sock}, self._give_up, hub)
+        return self._current
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -125,10 +157,20 @@ class Generations:
             self._door.close()
 
 
-class _Door(Gathering):
+def _say_who_joins(old: Membership, members: Sequence[Member]) -> None:
+    """Those of whom no trouble has told already."""
+    told = old.trouble.member if old.trouble and old.trouble.kind == "joined" else None
+    for member in members:
+        if member != told and member.name not in old.still_here:
+            log.warning("%s joins the job", member)
+
+
+class Door(Gathering):
     """The chief's port: whoever knocks while a generation works makes it give way to the next."""
 
-    def __init__(self, members: Sequence[Member], secret: bytes, least: int) -> None:
+    def __init__(
+        self, members: Sequence[Member], secret: bytes, least: int, port: socket.socket
+    ) -> None:
         super().__init__(members, secret, 0.0)
         self._least = least
         self.hurry: Callable[[], bool] = lambda: False
@@ -141,8 +183,8 @@ class _Door(Gathering):
         #: what is being done, if others may join in it
         self._call: str | None = None
         self._first = True
-        port = listen(members[0].where, members[0].name)
-        self._acceptor = Acceptor(port, secret, self._greet, str(members[0]))
+        where = str(members[0]) if self._lowest else LAUNCHER
+        self._acceptor = Acceptor(port, secret, self._greet, where)
         self._acceptor.open()
 
     def gather(  # type: ignore[override]
@@ -165,12 +207,14 @@ class _Door(Gathering):
 
     def _missing(self) -> list[int]:
         names = self._expected if self._old is None else self._expected & self._old.still_here
-        late = [r for r, m in enumerate(self._members) if r and m.name in names]
+        ranks = range(self._lowest, len(self._members))
+        late = [r for r in ranks if self._members[r].name in names]
         missing = [rank for rank in late if rank not in self._present]
         if missing and self._patience.over and self._old is None:
             missing = []  # those who are here are enough, unless they are too few
-        if not missing and 1 + len(self._present) < self._least and not self.hurry():
-            missing = [r for r in range(1, len(self._members)) if r not in self._present]
+        here = self._lowest + len(self._present)  # the chief itself does not come
+        if not missing and here < self._least and not self.hurry():
+            missing = [r for r in ranks if r not in self._present]
             if self._patience.over:
                 members = [self._members[rank] for rank in missing]
                 raise missing_error(members, self._patience.waited)
@@ -233,7 +277,7 @@ class _Door(Gathering):
             self._current = None
         rank = waiting[0][1]["rank"]
         assert isinstance(rank, int)
-        working.announce(Failure(0, self._members[rank], "joined", "it waits at the chief's port"))
+        working.announce(Failure(self._lowest - 1, self._members[rank], "joined", "it waits"))
 
     def close(self) -> None:
         self._open = False

@@ -41,13 +41,15 @@ class Membership:
         rank: int,
         sockets: Mapping[int, socket.socket],
         give_up: float = GIVE_UP,
+        hub: Member | None = None,
     ) -> None:
+        """`hub`: who passes notes on in the first member's stead; its rank is OUTSIDE."""
         self.members = tuple(members)
         self.rank = rank
         self._changed = threading.Condition()
         self._trouble: Failure | None = None
         self._callbacks: list[Callback] = []
-        #: small notes for the hub alone
+        #: small notes for the first member alone
         self.to_hub = HubNotes(rank, self._tell)
         self._left = False
         #: names of those who died, fell silent or came too late, with the first trouble and after
@@ -56,7 +58,7 @@ class Membership:
         self.board = KeyValues(self._changed)
         outlets = RouterOutputs(self._tell, self._hang_up, self._become, self._quiet, self._hear)
         board = MessageRouter(
-            self.members, rank, sockets, self._rounds, self.board, outlets, give_up
+            self.members, rank, hub, sockets, self._rounds, self.board, outlets, give_up
         )
         self._star = Star(sockets, board) if sockets else None
         if self._star is not None:

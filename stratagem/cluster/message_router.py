@@ -13,6 +13,9 @@ from stratagem.cluster.note_gather import KeyValues, Note, NoteGather
 
 log = logging.getLogger("stratagem")
 
+#: the rank of a hub that is no member: `stratagem run`, which outlives every task
+OUTSIDE = -1
+
 
 @dataclass(frozen=True)
 class RouterOutputs:
@@ -22,7 +25,7 @@ class RouterOutputs:
     hang_up: Callable[[int], None]
     trouble: Callable[[Failure], None]
     quiet: Callable[[], bool]  # trouble came, or we left: nothing more to say
-    told: Callable[[Mapping[str, object]], None]  # a note for the hub alone
+    told: Callable[[Mapping[str, object]], None]  # a note for the first member alone
 
 
 class MessageRouter:
@@ -32,6 +35,7 @@ class MessageRouter:
         self,
         members: Sequence[Member],
         rank: int,
+        hub: Member | None,
         watched: Iterable[int],
         rounds: NoteGather,
         board: KeyValues,
@@ -40,6 +44,9 @@ class MessageRouter:
     ) -> None:
         self._members = members
         self._rank = rank
+        self._outside = hub
+        #: whether this one passes on what it hears
+        self._is_hub = rank == (0 if hub is None else OUTSIDE)
         self._rounds = rounds
         self._board = board
         self._out = outlets
@@ -60,17 +67,17 @@ class MessageRouter:
         about = _number(note, "rank")
         if kind == "trouble":
             self._out.trouble(Failure.from_note(note))
-        elif self._rank == 0 and about != rank:
+        elif self._is_hub and about != rank:
             raise ValueError(f"it spoke in the name of rank {about}")
         elif kind == "note":
             self._hear_note(about, note)
         elif kind == "word":
             self._hear_word(about, note)
-        elif kind == "told" and self._rank == 0:
-            self._out.told(_body(note))
+        elif kind == "told":
+            self._hear_told(about, note)
         elif kind == "bye":
             self._hear_bye(about)
-        elif kind in ("silent", "back") and self._rank != 0:
+        elif kind in ("silent", "back") and not self._is_hub:
             self._say(str(kind), about, _number(note, "seconds"))
         else:
             raise ValueError(f"it sent {kind!r}, which this member does not know")
@@ -86,20 +93,33 @@ class MessageRouter:
         self._board.keep(key, word)
         self._pass_on(note, but=rank)
 
+    def _hear_told(self, rank: int, note: Note) -> None:
+        """Notes for the first member, which may come by way of a hub outside."""
+        body = _body(note)
+        if self._rank == 0:
+            self._out.told(body)
+        self._pass_on(note, but=rank)
+
     def _hear_bye(self, rank: int) -> None:
+        if rank == OUTSIDE:
+            self.lost(rank, "it has ended")
+            return
         self._heartbeat.forget(rank)
         self._rounds.depart(rank)
         self._pass_on({"t": "bye", "rank": rank}, but=rank)
         self._out.hang_up(rank)
 
     def _pass_on(self, note: Mapping[str, object], but: int | None = None) -> None:
-        if self._rank == 0:
+        if self._is_hub:
             self._out.tell(note, but)
+
+    def _who(self, rank: int) -> Member:
+        return self._outside if self._outside and rank == OUTSIDE else self._members[rank]
 
     def lost(self, rank: int, why: str) -> None:
         """Take the end of a connection without a goodbye for a death."""
         self._heartbeat.forget(rank)
-        self._out.trouble(Failure(rank, self._members[rank], "died", why))
+        self._out.trouble(Failure(rank, self._who(rank), "died", why))
 
     def overslept(self, seconds: float, now: float) -> None:
         """Blame nobody for a silence in which this process did not run itself."""
@@ -108,7 +128,7 @@ class MessageRouter:
             log.warning(
                 "%s, this process, did not run for %.0f s: stopped, swapped out, or one call kept "
                 "Python's interpreter lock",
-                self._members[self._rank],
+                self._who(self._rank),
                 seconds,
             )
 
@@ -118,7 +138,7 @@ class MessageRouter:
             rank, seconds = silence.rank, round(silence.seconds)
             if silence.over:  # also after a first trouble: others may wait for this one
                 why = f"nothing was heard of it for {seconds} s"
-                self._out.trouble(Failure(rank, self._members[rank], "stalled", why))
+                self._out.trouble(Failure(rank, self._who(rank), "stalled", why))
             elif not self._out.quiet():
                 self._say("silent", rank, seconds)
 
@@ -128,12 +148,12 @@ class MessageRouter:
             log.warning(
                 "%s has not answered for %d s: stopped, swapped out, or cut off; waiting for it, "
                 "giving up in %.0f s",
-                self._members[rank],
+                self._who(rank),
                 seconds,
                 max(0.0, self._give_up - seconds),
             )
         elif rank != self._rank:
-            log.warning("%s answers again, after %d s", self._members[rank], seconds)
+            log.warning("%s answers again, after %d s", self._who(rank), seconds)
         self._pass_on({"t": kind, "rank": rank, "seconds": seconds})
 
 

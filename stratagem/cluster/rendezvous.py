@@ -21,6 +21,7 @@ from stratagem.cluster.handshake import (
 )
 from stratagem.cluster.heartbeat import GIVE_UP, STALL
 from stratagem.cluster.membership import Membership
+from stratagem.cluster.message_router import OUTSIDE
 from stratagem.cluster.sockets import connect, listen
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.cluster.waiting import FIRST, Wait, missing_error, say_missing
@@ -66,6 +67,9 @@ def form(
 class Gathering:
     """The chief's side: knows who is here, says who is missing, gathers a connection to each."""
 
+    #: the lowest rank of those who come
+    _lowest = 1
+
     def __init__(self, members: Sequence[Member], secret: bytes, limit: float) -> None:
         self._members = members
         self._secret = secret
@@ -94,7 +98,7 @@ class Gathering:
                 while self._waits() or self._some_left(selector):
                     self._attend(selector)
             before_go()
-            self._tell({"go": True, "present": sorted(self._present)})
+            self._tell({"go": True, **self._summary()})
             done = True
             return dict(self._present)
         except ReplicaMissing as problem:
@@ -104,6 +108,9 @@ class Gathering:
             if not done:
                 for conn in self._present.values():
                     conn.close()
+
+    def _summary(self) -> dict[str, object]:
+        return {"present": sorted(self._present)}
 
     def _attend(self, selector: selectors.BaseSelector) -> None:
         """One round: whoever came in, whoever hung up, and a word to those who wait."""
@@ -121,7 +128,7 @@ class Gathering:
         missing = self._missing()
         if missing and self._patience.over:
             raise missing_error([self._members[rank] for rank in missing], self._patience.waited)
-        say_missing([self._members[rank] for rank in missing], self._patience)
+        self._say(missing)
         if time.monotonic() >= self._update:
             self._update = time.monotonic() + UPDATE
             self._tell({"missing": missing})
@@ -133,11 +140,15 @@ class Gathering:
             self._left(selector, key.data)
         return bool(gone)
 
+    def _say(self, missing: Sequence[int]) -> None:
+        say_missing([self._members[rank] for rank in missing], self._patience)
+
     def _waits(self) -> bool:
         return bool(self._missing())
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(1, len(self._members)) if rank not in self._present]
+        ranks = range(self._lowest, len(self._members))
+        return [rank for rank in ranks if rank not in self._present]
 
     def _greet(self, conn: socket.socket) -> None:
         """Hear who has proved the secret, in a thread of its own: a slow one holds up nobody."""
@@ -185,7 +196,7 @@ class Gathering:
                 "give every task the same cluster"
             )
         rank = hello.get("rank")
-        if not isinstance(rank, int) or not 0 < rank < len(self._members):
+        if not isinstance(rank, int) or not self._lowest <= rank < len(self._members):
             return f"there is no rank {rank!r} to take, among {len(self._members)} training tasks"
         return None
 
@@ -231,23 +242,33 @@ class Visitor:
         secret: bytes,
         limit: float,
         more: Mapping[str, object] | None = None,
+        hub: Member | None = None,
+        hurry: Callable[[], bool] | None = None,
     ) -> None:
-        """`more` goes with the greeting."""
+        """`more` goes with the greeting.
+
+        `hub`: who is gone to instead of the first member; it is told if `hurry` becomes true.
+        """
         self._members = members
+        self._hub, self._hurry = hub, hurry
+        self._host = 0 if hub is None else OUTSIDE
         self._rank = rank
         self._more = dict(more or {})
         self._secret = secret
         self._limit = limit
         self._patience = Wait(limit, first=FIRST)
         self._refusals = 0
-        #: the ranks of those who are here, once the chief has said so
+        #: the ranks of those who are here, once the chief has said so; which generation they are
         self.present: list[int] = []
+        self.generation: object = None
 
     def arrive(self) -> socket.socket:
         """Return the connection to the chief once the chief says that all are here."""
         while True:
             try:
-                sock = connect(self._members[0].where, min(CONNECT, self._patience.left + RETRY))
+                sock = connect(
+                    self._who(self._host).where, min(CONNECT, self._patience.left + RETRY)
+                )
                 try:
                     return self._enter(sock)
                 except BaseException:
@@ -260,7 +281,7 @@ class Visitor:
                 why, pause = "it refused us", 1.0
             except OSError as problem:
                 why, pause = str(problem), RETRY
-            self._look_around([0], why)
+            self._look_around([self._host], why)
             time.sleep(pause)
 
     def _enter(self, sock: socket.socket) -> socket.socket:
@@ -269,28 +290,35 @@ class Visitor:
         self._refusals = 0
         members = [[member.name, member.where] for member in self._members]
         hello = {"purpose": "train", "rank": self._rank, "members": members, **self._more}
-        send_note(sock, hello, GREETING)
-        missing, heard = [0], time.monotonic()
+        hurried = self._hurry is not None and self._hurry()
+        send_note(sock, hello | {"hurry": hurried} if self._hurry else hello, GREETING)
+        missing, heard = [self._host], time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
             while True:
                 if selector.select(RETRY):
                     note = recv_note(sock, limit=GREETING)
                     if note.get("go"):
-                        self.present = _ranks(note.get("present"), len(self._members))
+                        count, told = len(self._members), note.get("present")
+                        self.present = _ranks(told, count) if self._hub is None else _listed(told)
+                        self.generation = note.get("generation")
                         return sock
                     missing, heard = self._hear(note), time.monotonic()
+                if self._hurry is not None and self._hurry() and not hurried:
+                    raise ConnectionError("this task comes again, in a hurry")
                 silent = time.monotonic() - heard > STALL
                 # The chief gives up at about the same time and knows best for whom: hear it out.
                 extra = 0.0 if silent else GREETING
-                self._look_around(sorted({0, *missing}) if silent else missing, extra=extra)
+                self._look_around(
+                    sorted({self._host, *missing}) if silent else missing, extra=extra
+                )
 
     def _hear(self, note: dict[str, object]) -> list[int]:
         """Return the ranks that the chief misses; raise if it waits no longer, or not for us."""
         if "failed" in note:
             raise ReplicaMissing(str(note["failed"]), str(note.get("who", "")))
         if "refused" in note:
-            chief = self._members[0]
+            chief = self._who(self._host)
             raise ClusterError(
                 f"{chief} refused {self._members[self._rank].name}: {note['refused']}"
             )
@@ -300,17 +328,21 @@ class Visitor:
             raise ConnectionError(str(note["again"]))
         missing = note.get("missing")
         if not isinstance(missing, list):
-            return [0]
+            return [self._host]
         known = range(len(self._members))
         # Ourselves we know to be here, whatever the chief thought when it wrote this.
         return [rank for rank in missing if rank in known and rank != self._rank]
 
     def _look_around(self, missing: Sequence[int], why: str = "", extra: float = 0.0) -> None:
         """Say who is missing, when it is time to; give up when the limit and `extra` are over."""
-        members = [self._members[rank] for rank in missing]
+        members = [self._who(rank) for rank in missing]
         if self._patience.waited >= self._limit + extra:
-            raise missing_error(members or self._members[:1], self._patience.waited, why)
+            members = members or [self._who(self._host)]
+            raise missing_error(members, self._patience.waited, why)
         say_missing(members, self._patience)
+
+    def _who(self, rank: int) -> Member:
+        return self._hub if self._hub and rank == OUTSIDE else self._members[rank]
 
 
 def _hung_up(conn: socket.socket) -> bool:
@@ -321,6 +353,11 @@ def _hung_up(conn: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+def _listed(told: object) -> list[int]:
+    """Ranks in the hub's order."""
+    return [rank for rank in told if isinstance(rank, int)] if isinstance(told, list) else []
 
 
 def _ranks(told: object, count: int) -> list[int]:

@@ -71,10 +71,12 @@ class ClusterSpec:
         """An object of roles, each a list of addresses."""
         return json.dumps(self.jobs)
 
-    def tf_config(self, task: Task) -> str:
+    def tf_config(self, task: Task, hub: str | None = None) -> str:
         """The value of TF_CONFIG for one task; the evaluator need not be in the spec."""
         self._admit(task, "tf_config")
-        return json.dumps({"cluster": self.jobs, "task": {"type": task.type, "index": task.index}})
+        more = {} if hub is None else {"hub": hub}
+        mine = {"type": task.type, "index": task.index}
+        return json.dumps({"cluster": self.jobs, "task": mine, **more})
 
     @property
     def jobs(self) -> dict[str, tuple[str, ...]]:
@@ -130,13 +132,15 @@ class Place:
     """Where this process stands: the cluster, its own task, and what told it so.
 
     `local_rank` is the device slot to take when a launcher started several processes on this
-    machine; None when the process may use every device it sees.
+    machine; None when the process may use every device it sees. `hub` is where the launcher says
+    who belongs to an elastic job; without one the chief does.
     """
 
     spec: ClusterSpec
     task: Task
     source: str
     local_rank: int | None = None
+    hub: str | None = None
 
     def __post_init__(self) -> None:
         self.spec._admit(self.task, self.source)

@@ -72,6 +72,8 @@ class CallbackList:
         self._predict_begin = self._who("on_predict_batch_begin")
         self._predict_end = self._who("on_predict_batch_end")
         self._logs = LastLogs()
+        #: those that do something between two batches
+        self.at_batches = [*self._begin, *self._end]
         #: whether anybody does something between two batches of a validation, or of `predict`
         self.between_tests = bool(self._test_begin + self._test_end)
         self.between_predictions = bool(self._predict_begin + self._predict_end)

@@ -38,13 +38,18 @@ class CallbackStates:
 
     def saved(self) -> list[dict[str, Any]]:
         """Return what each of them remembers, by its kind."""
-        return [
-            {
+        return list(self.by_number().values())
+
+    def by_number(self, which: Sequence[Callback] | None = None) -> dict[int, dict[str, Any]]:
+        """The same of some of them, or of all, by their places among them."""
+        return {
+            number: {
                 "kind": type(each).__name__,
                 "state": {k: v for k, v in _state(each).items() if not _alike(begun.get(k), v)},
             }
-            for each, begun in zip(self._callbacks, self._begun, strict=True)
-        ]
+            for number, (each, begun) in enumerate(zip(self._callbacks, self._begun, strict=True))
+            if which is None or each in which
+        }
 
     def reset(self) -> None:
         """Have them remember what they did when their training began, and no more."""

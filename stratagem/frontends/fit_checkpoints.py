@@ -31,13 +31,15 @@ from stratagem.training.checkpoint_agreement import CheckpointAgreement
 log = logging.getLogger("stratagem")
 
 
-def load(model: Any, job: Fit) -> None:
-    """As the chief: put model and optimizer to the newest checkpoint, and the job to the rest of
-    it; without a checkpoint, `job.resumed` is None."""
-    assert job.checkpoints is not None
-    job.resumed = load_newest(job.checkpoints, model.module, model.optimizer, "fit")
-    if job.resumed is not None and job.resumed["seed"] is not None:
-        job.source.seed = int(job.resumed["seed"])
+def load(model: Any, job: Fit, *, resume: bool = True) -> dict[str, Any] | None:
+    """As the chief: put model, optimizer and the order of the data to the newest checkpoint; return
+    the rest of it, None without one."""
+    if not resume or job.checkpoints is None:
+        return None
+    found = load_newest(job.checkpoints, model.module, model.optimizer, "fit")
+    if found is not None and found["seed"] is not None:
+        job.source.seed = int(found["seed"])
+    return found
 
 
 class FitCheckpoints:
@@ -62,6 +64,8 @@ class FitCheckpoints:
 
     def __enter__(self) -> FitCheckpoints:
         job, plan = self.job, self.job.checkpoints
+        if self._resumed is not None and self._resumed["callbacks"] is not None:
+            self._keep()
         if not job.saves:
             return self
         self._agreement.termination.open()
@@ -78,8 +82,6 @@ class FitCheckpoints:
                 schedule.pace = plan.seconds or math.inf
                 self._agreement.next = schedule.next()
                 segments.ends, segments.rest = self._ends, self._rest
-        if self._resumed is not None and self._resumed["callbacks"] is not None:
-            self._keep()
         return self
 
     def __exit__(
@@ -105,8 +107,9 @@ class FitCheckpoints:
     def epochs(self) -> Iterable[int]:
         """The epochs that are left, once callbacks have begun."""
         job = self.job
+        kept = job.saves or job.succession is not None
         if job.callback_states is None:  # once, also where the training is begun again
-            job.callback_states = CallbackStates(job.callbacks.callbacks if job.saves else ())
+            job.callback_states = CallbackStates(job.callbacks.callbacks if kept else ())
         self._states = job.callback_states
         position, epochs = self._position, self.job.epochs
         if not position["resumes"]:

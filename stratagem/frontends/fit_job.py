@@ -17,6 +17,7 @@ from stratagem.frontends.evaluation import Evaluation
 from stratagem.frontends.fit_journal import FitJournal
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Source
+from stratagem.frontends.succession import Succession
 from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.training import fingerprint
 from stratagem.training.replica import Replica
@@ -62,6 +63,8 @@ class Fit:
     last_saved: tuple[int, float] | None = None
     #: where replicas may leave and join
     journal: FitJournal | None = None
+    #: where another process takes the chief's place when that dies
+    succession: Succession | None = None
     #: whether SIGTERM has ended the training, of which a checkpoint was made
     terminated: bool = False
 
@@ -77,7 +80,14 @@ class Fit:
             resumed=None,
             callback_states=None,
             journal=self.journal and FitJournal(self.journal.restarts),
+            succession=self.succession and Succession(),
         )
+
+    def heed_callbacks(self) -> None:
+        """Note what every replica must know of the callbacks."""
+        given = self.callbacks
+        self.between_steps, self.around_tests = given.between_steps, given.around_tests
+        self.between_tests, self.wants_state = given.between_tests, given.reads_optimizer_state
 
     def once(self, call: str, epoch: int = -1, batch: int = -1) -> bool:
         """Whether this call of callbacks is still to be made."""

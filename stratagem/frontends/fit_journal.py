@@ -11,7 +11,8 @@ what they have counted for it, and each of them has the counts of all.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ class FitJournal:
         #: of the epoch under way, once all its batches are done
         self.logs: dict[str, Any] | None = None
         self._called: set[tuple[str, int, int]] = set()
+        #: the last calls of callbacks: all that may come again for another chief
+        self.recent: deque[tuple[str, int, int]] = deque(maxlen=8)
+        #: whether a callback has ended the training
+        self.stopped = False
         #: metrics of the update under way: this replica's, and what everybody has told
         self._here: MetricSet | None = None
         self._told: list[dict[str, Any]] = []
@@ -52,7 +57,13 @@ class FitJournal:
         if (call, epoch, batch) in self._called:
             return False
         self._called.add((call, epoch, batch))
+        self.recent.append((call, epoch, batch))
         return True
+
+    def take_over(self, called: Iterable[tuple[str, int, int]]) -> None:
+        """Callbacks that have only begun count these calls as made."""
+        self._called = set(called)
+        self.recent = deque(self._called, maxlen=8)
 
     # --- going forward ------------------------------------------------------------------------
 
@@ -120,7 +131,7 @@ class FitJournal:
             "epoch": self.epoch,
             "batch": self.batch,
             "step": self.step,
-            "stopped": False,
+            "stopped": self.stopped,
             "updates": self.updates,
             "begun": begun is not self._earlier_pass,
             "ended": self.logs is not None,

@@ -39,6 +39,10 @@ class FitLoop:
         journal = job.journal
         if journal is not None:
             journal.enter(epoch, first, job.source.journal.begun)
+        if job.succession is not None and job.succession.owes:
+            job.succession.owes = False
+            if job.once("batch_end", epoch, first - 1):
+                job.callbacks.batch_end(first - 1, side.tally)
         started = time.perf_counter()
         for batch, work in enumerate(side.work(number, epoch), first):
             if self._batch_begin(epoch, batch):
@@ -57,6 +61,7 @@ class FitLoop:
         checkpoints.after_epoch(epoch, stop)
         if journal is not None:
             journal.leave()
+            journal.stopped = stop
         return job.terminated or stop
 
     def _end_epoch(self, epoch: int, started: float) -> bool:

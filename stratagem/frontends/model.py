@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from stratagem.frontends.progress_meter import Verbosity, check_verbose, meter_f
 from stratagem.frontends.recipe import Recipe, describe, in_words
 from stratagem.frontends.server_recovery import ServerRecovery
 from stratagem.frontends.sources import Source
+from stratagem.frontends.succession import Succession
 from stratagem.state import checkpoint as files
 from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.strategies.mirrored import single_device
@@ -224,12 +226,13 @@ class Model:
         """Run the job on all replicas, with the chief's callbacks and its progress bar."""
         job.saves = job.checkpoints is not None
         job.goes_back = job.saves and not job.source.once and meets_servers_again(self.strategy)
-        if resume and self.strategy.is_chief:
-            fit_checkpoints.load(self, job)
+        load = partial(fit_checkpoints.load, self, job, resume=resume)
+        job.resumed = load() if self.strategy.is_chief else None
         epochs, steps = job.epochs.stop, asked.fewer(job.source.steps, job.steps_per_epoch)
-        bar = ProgressBar(epochs, steps, verbose) if verbose and self.strategy.is_chief else None
-        known = {"validated": None if job.validation is None else job.validated}
-        history = self._invite(job, callbacks, bar, {"epochs": epochs, "steps": steps, **known})
+        bars = [ProgressBar(epochs, steps, verbose)] if verbose else []
+        known = None if job.validation is None else job.validated
+        params = {"epochs": epochs, "steps": steps, "validated": known}
+        history = self._invite(job, [*callbacks, *bars], load, params)
         check_fit(job, self.strategy)
         self._fits += 1
         go_back = ServerRecovery(self, job).go_back if job.goes_back else None
@@ -239,7 +242,7 @@ class Model:
         finally:
             if job.journal is not None:
                 job.journal.termination.close()
-            if bar is not None:
+            for bar in bars:
                 bar.close()
         if job.terminated:
             log.warning("SIGTERM: the training is saved, and goes on with resume=True")
@@ -252,18 +255,18 @@ class Model:
         self,
         job: Fit,
         callbacks: Sequence[Callback],
-        bar: ProgressBar | None,
+        load: Callable[[], dict[str, Any] | None],
         params: dict[str, Any],
     ) -> History:
         """The chief's callbacks, and what every replica must know of them."""
         self.stop_training, self.history = False, (history := History())
-        given = CallbackList(callbacks, self, params)
-        job.between_steps, job.around_tests = given.between_steps, given.around_tests
-        job.between_tests = given.between_tests
-        job.wants_state = given.reads_optimizer_state
-        all_of_them = [history, *callbacks, *([bar] if bar else [])]
-        invited = all_of_them if self.strategy.is_chief else [history]
-        job.callbacks = CallbackList(invited, self, params)
+        invite = partial(CallbackList, [history, *callbacks], self, params)
+        job.callbacks, leads = invite(), self.strategy.is_chief
+        job.heed_callbacks()
+        if self.strategy.replica_group.leads is not None:
+            job.succession = Succession(invite, load, leads=leads)
+        if not leads:
+            job.callbacks = CallbackList([history], self, params)
         return history
 
     def _attend(

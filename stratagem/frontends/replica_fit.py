@@ -41,6 +41,8 @@ from stratagem.wire.tree import broadcast_tree, gather_tree
 def fit(job: Fit) -> None:
     """Train; the module and the optimizer of every replica end alike."""
     replica = current_replica()
+    if job.succession is not None and replica.is_chief:
+        job.succession.take_over(job)
     move(job.module, job.optimizer, replica.device)
     job.recipe.metrics.to(replica.device)
     if job.journal is None or not job.journal.restarts:
@@ -108,7 +110,9 @@ class ReplicaSide:
         if replica.count > 1 and job.settings.one_copy:
             rows = job.settings.pipeline is not None and job.settings.pipeline.data > 1
             form = Divided if job.settings.tensor else MeshStaged if rows else Staged
+        self._passes_on = False
         self.step: Step = form(job.module, job.optimizer, job.recipe, replica, job.settings)
+        self.step.keeps = replica.is_chief or job.succession is not None
         if job.journal is not None:
             self.step.take_in = job.journal.watch(job.recipe.metrics)
             self.step.before_commit = partial(job.journal.gather, replica)
@@ -137,6 +141,7 @@ class ReplicaSide:
             source.leave(self.replica.ordering)
         read = source.whole if job.settings.one_copy else source.portions
         portions = loading(read(self.replica, epoch))
+        self._passes_on = job.succession is not None and self.replica.count > 1
         for portion in islice(portions, limit and limit - drawn):
             drawn += 1
             if not ahead:
@@ -173,6 +178,9 @@ class ReplicaSide:
             self._figures.step(portion.examples)
             return
         self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
+        if self._passes_on and self.job.succession is not None:
+            self.job.succession.tell_pass(self.job, self.replica, self._data_progress())
+            self._passes_on = False
         if self.step.settled:
             several = self.job.recipe.accumulate > 1
             journal.before_update(self.job.module, self.tally if several else None)
@@ -183,14 +191,19 @@ class ReplicaSide:
             journal.updated(self.job.recipe.metrics, self.replica)
         self._figures.step(portion.examples)
 
+    def _data_progress(self) -> dict[str, Any] | None:
+        chief = self.replica.is_chief
+        return replica_progress.data_progress(self.job, self.replica) if chief else None
+
     def break_off(self, journal: FitJournal) -> None:
         """Keep what this training goes on from, when replicas have come together again."""
         job, replica, begun = self.job, self.replica, self.job.source.journal.begun
         found = journal.interrupt(job.recipe.metrics, self.tally, begun)
         lossy_wire.break_off(self.step.keeper)
-        if found is not None and replica.is_chief:
+        heir = job.succession if job.by_itself else None
+        if found is not None and (replica.is_chief or heir is not None):
             scaler = None if self.step.scaler is None else self.step.scaler.state_dict()
-            data = replica_progress.data_progress(job, replica)
+            data = self._data_progress() or (heir.data(job) if heir is not None else {})
             job.resumed = {**found, **data, "scaler": scaler}
 
     def arrive(self) -> None:
@@ -256,12 +269,16 @@ class ReplicaSide:
                 "groups": [_settings(group) for group in job.optimizer.param_groups],
                 **news(job, written=written),
             }
+            if job.succession is not None:
+                mine["will"] = job.succession.will(job, None if between else self._data_progress())
         told = broadcast_tree(replica.collective, mine)
         for group, settings in zip(job.optimizer.param_groups, told["groups"], strict=True):
             group.update(settings)
         step.follow_settings()
         if told["weights"] is not None:
             self._refuse_apart()
+        if job.succession is not None and not replica.is_chief:
+            job.succession.hear(told["will"])
         heed(job, replica, told)
         return bool(told["stop"])
 

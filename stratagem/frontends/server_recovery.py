@@ -56,7 +56,7 @@ class ServerRecovery:
         event("action", f"the training goes back to {found}")
         if job.callback_states is not None:
             job.callback_states.reset()
-        fit_checkpoints.load(model, job)
+        job.resumed = fit_checkpoints.load(model, job)
         if job.resumed is None:
             raise StratagemError(f"{found} is there no more; start the job again.") from lost
         job.last_saved, job.terminated, model.stop_training = None, False, False

@@ -40,6 +40,7 @@ class Step(Protocol):
     scaler: Any
     #: takes in outputs and targets for the metrics
     take_in: Callable[..., None]
+    keeps: bool  # whether `keep` does anything here
     #: called before an update, where all replicas make one
     before_commit: Callable[[], None]
 
@@ -86,6 +87,7 @@ class OneDevice(TorchAdapter):
         self.tally = LossSum()
         #: takes in outputs and targets for the metrics
         self.take_in: Callable[..., None] = recipe.metrics.update
+        self.keeps = replica.is_chief
         #: called before gradients are added up
         self.before_commit: Callable[[], None] = lambda: None
         self._waiting = 0
@@ -372,7 +374,7 @@ class Sliced(Replicated):
         self.sliced.take_back()
 
     def keep(self) -> None:
-        if self.replica.is_chief:  # whose state all others take
+        if self.keeps:  # the chief, whose state all others take, or who may be the chief next
             self.sliced.keep()
 
     def close(self) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from stratagem.cluster.environment import cores
-from stratagem.cluster.handshake import SECRET_VARIABLE
+from stratagem.cluster.generation_hub import GenerationHub
+from stratagem.cluster.handshake import SECRET_VARIABLE, job_secret
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import UsageError
 from stratagem.figures.recorder import VARIABLE as RECORD_VARIABLE
@@ -82,6 +83,7 @@ def launch(
         supervisor = Supervisor(
             processes, guard, relay, inbox, grace, tracebacks, events.add, starter.restart
         )
+        supervisor.goes_on, supervisor.comes_too_late = starter.goes_on, starter.comes_too_late
         supervisor.run()
         _finish(relay, inbox, hurry=supervisor.stopped is not None)
     if supervisor.first is not None:
@@ -128,6 +130,19 @@ class _Starter:
         self._job, self._guard, self._relay, self._stack = job, guard, relay, stack
         self._folder, self._restarts, self._events = folder, restarts, events
         self.environments = dict(job.environments(base))
+        self._hub = self._open_hub()
+
+    def _open_hub(self) -> GenerationHub | None:
+        """Where the tasks of an elastic job come together, whichever of them may die."""
+        tasks = self._job.spec.training_tasks()
+        if len(tasks) == 1:
+            return None
+        secret = job_secret(self.environments[tasks[0]], self._job.spec.to_json())
+        hub = GenerationHub(self._job.spec, secret)
+        self._stack.callback(hub.close)
+        for task in tasks:
+            self.environments[task]["TF_CONFIG"] = self._job.spec.tf_config(task, hub.address)
+        return hub
 
     def start(self, task: Task) -> Process:
         number = list(self.environments).index(task)
@@ -140,12 +155,22 @@ class _Starter:
         return process
 
     def restart(self, process: Process) -> Process | None:
-        """Start a task again; but the chief, which no job can do without."""
+        """Start a task again; but the chief, where the job cannot do without."""
         task = process.task
-        if not self._restarts or task.type not in ("ps", "worker") or str(task) == "worker 0":
+        needed = str(task) == "worker 0" and not self.goes_on(process)
+        if not self._restarts or task.type not in ("ps", "worker") or needed:
             return None
         self._restarts -= 1
         return self.start(process.task)
+
+    def comes_too_late(self, process: Process) -> bool:
+        """Whether a task was started again and had not joined when the job was over."""
+        name = str(process.task)
+        return self._hub is not None and self._hub.took_part(name) and not self._hub.has(name)
+
+    def goes_on(self, process: Process) -> bool:
+        """Whether an elastic job does without this task."""
+        return self._hub is not None and self._hub.does_without(str(process.task))
 
 
 def _finish(relay: Relay, inbox: SignalQueue, *, hurry: bool) -> None:

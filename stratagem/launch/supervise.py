@@ -108,6 +108,11 @@ class Supervisor:
         `restart` is given a task that was killed, and may start it again; the others go on.
         `told`: seconds, if more than `grace`, for tasks to end after a signal to the launcher.
         """
+        #: whether the job does without a task that was killed, as long as there are others
+        self.goes_on: Callable[[Process], bool] = lambda process: False
+        #: whether one that was started again would wait for others that have done everything
+        self.comes_too_late: Callable[[Process], bool] = lambda process: False
+        self._too_late: set[Process] = set()
         #: those that failed of themselves, in the order in which they ended
         self._failed: list[Process] = []
         self.stopped: signal.Signals | None = None
@@ -177,7 +182,11 @@ class Supervisor:
             return
         code = process.reap()
         self._record("end", process, ending(code) if code else "")
+        if not code:
+            self._end_late_ones()
         if not code or self.stopped is not None or self._escalation.begun:
+            return
+        if process in self._too_late:
             return
         if code < 0 and not self._failed and (again := self._restart(process)) is not None:
             self._relay.note(f"{process.task} was {ending(code)}, and is started again.")
@@ -185,9 +194,23 @@ class Supervisor:
             self._left.append(again)
             again.watch(self._ended)
             return
+        others = any(each.code is None for each in self._left)
+        if code < 0 and not self._failed and others and self.goes_on(process):
+            self._relay.note(f"{process.task} was {ending(code)}; the others go on.")
+            self._record("action", process, "the others go on")
+            return
         self._failed.append(process)
         if len(self._failed) == 1:
             self._let_the_others_end(process, code)
+
+    def _end_late_ones(self) -> None:
+        """A task has done everything: those that were to join in it have nothing to do."""
+        for process in self._left:
+            waits = process.code is None and process not in self._too_late
+            if waits and self.comes_too_late(process):
+                self._relay.note(f"{process.task} comes too late; the job is done.")
+                self._too_late.add(process)
+                process.signal(signal.SIGKILL)
 
     def _let_the_others_end(self, process: Process, code: int) -> None:
         """After the first failure; one that another has caused may be still to come."""

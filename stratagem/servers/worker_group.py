@@ -47,8 +47,9 @@ from stratagem.servers.task_main import (
 from stratagem.tracebacks import described, install
 from stratagem.training.agreement import Patience
 from stratagem.training.elastic import Again
+from stratagem.training.group_followers import forked
 from stratagem.training.replica import Replica, be, be_no_more, called_replica, set_called, turn
-from stratagem.training.replica_group import ReplicaGroup, Sent, forked
+from stratagem.training.replica_group import ReplicaGroup, Sent
 from stratagem.training.settings import Settings
 from stratagem.wire.tcp import local_address
 
@@ -76,6 +77,7 @@ class WorkerGroup:
         self.place, self.cluster, self.patience = place, cluster, patience
         self.parameter_device, self._insecure = parameter_device, insecure
         self._backups = backups
+        self.leads: bool | None = None
         self.size = cluster.workers if cluster is not None else _size(place)
         self.worker: Client | None = None
         self.fits = 0

@@ -99,7 +99,8 @@ class Strategy(CustomLoopCalls):
         inside = called_replica()
         if inside is not None:
             return inside.is_chief
-        return self.replica_group.place is None or self.replica_group.place.is_chief
+        leads, place = self.replica_group.leads, self.replica_group.place
+        return (place is None or place.is_chief) if leads is None else leads
 
     @contextmanager
     def scope(self, *, check: bool = True) -> Iterator[Strategy]:
@@ -132,7 +133,7 @@ class Strategy(CustomLoopCalls):
             return [here(self, lambda _: fn(*args), None)] * len(self.devices)
         if not self.settings.elastic:
             return self.replica_group.call(_with_fresh_share, (fn, args))
-        journal = LoopJournal()
+        journal = LoopJournal(inherited=self.replica_group.leads is not None)
         try:
             return self.replica_group.call(
                 _with_fresh_share, (fn, args, journal), (fn, args), journal.again

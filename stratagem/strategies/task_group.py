@@ -20,6 +20,8 @@ class TaskGroup(Protocol):
     place: Place | None
     #: how many replicas there are in all
     size: int
+    #: whether this process writes checkpoints and logs, where its place in the cluster does not say
+    leads: bool | None
 
     def start(self) -> Replica:
         """Bring everybody up, unless they are; the replica that this process is."""

@@ -72,6 +72,7 @@ class AgreeingProcess:
             limit=self.patience.arrive,
             give_up=self.patience.answer,
             least=least,
+            hub=self.place.hub,
         )
 
     def _secret(self, place: Place) -> bytes:

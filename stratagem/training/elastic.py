@@ -42,6 +42,8 @@ class Again:
     whole: bool = False
     #: whether it is about to end: who is here is enough, however few they are
     hurry: Callable[[], bool] = _never
+    #: whether another process can take the chief's place in it, where the job outlives the chief
+    inherited: bool = False
     #: lets tasks join, once the call can be begun again; set by whoever runs the call
     let_join: Callable[[], None] = _nobody
     #: comes together again in the midst of the call, which this process goes on with while the
@@ -64,10 +66,17 @@ class Tries:
         #: whether it was said that the call is not begun again
         self._over = False
 
-    def left(self, error: BaseException, trouble: Failure | None) -> bool:
+    def left(
+        self, error: BaseException, trouble: Failure | None, *, chief_may_die: bool = False
+    ) -> bool:
         """Whether it is begun again: not after an exception, which would come again, nor where
-        replicas die time after time with nothing done in between."""
-        self._over = self._over or not self._left(error, trouble)
+        replicas die time after time with nothing done in between.
+
+        `chief_may_die`: the job outlives its chief; then a call must be one that another inherits.
+        """
+        chief = trouble is not None and trouble.rank == 0 and trouble.kind in DEPARTURES
+        stays = chief and chief_may_die and not (self._again and self._again.inherited)
+        self._over = self._over or stays or not self._left(error, trouble)
         return not self._over
 
     def _left(self, error: BaseException, trouble: Failure | None) -> bool:

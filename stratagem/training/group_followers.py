@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from stratagem.cluster.membership import Failure, Member, Membership
 from stratagem.data.streams import RngStates
-from stratagem.errors import ReplicaError, ReplicaFailed
+from stratagem.errors import ReplicaError, ReplicaFailed, UsageError
+from stratagem.figures.recorder import event
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool
 from stratagem.replicas.zygote import how_it_ended
@@ -33,6 +36,29 @@ class LocalMembership(Membership):
         while super().await_trouble(0.05) is None and time.monotonic() < until:
             self.cluster.raise_if_gone()
         return self.trouble
+
+
+def open_local(
+    pool: Pool,
+    placement: Placement,
+    devices: Sequence[str],
+    cluster: Membership,
+    give_up: float,
+) -> LocalMembership:
+    """The membership of this process's own replicas; what is said in it is said in the cluster."""
+    members = [Member(placement.names[placement.rank], f"{devices[0]}, pid {os.getpid()}")]
+    sockets: dict[int, socket.socket] = {}
+    for i, one in enumerate(pool.followers, 1):
+        members.append(Member(one.name, f"{devices[i]}, pid {one.pid}"))
+        sockets[i] = one.member
+    local = LocalMembership(members, 0, sockets, give_up)
+    local.cluster, local.to_hub = cluster, cluster.to_hub
+    local.board.on_word(cluster.publish)
+    cluster.board.on_word(local.publish)
+    if len(cluster.members) > 1:
+        cluster.on_trouble(local.announce)
+        local.on_trouble(cluster.announce)
+    return local
 
 
 def sit_down(placement: Placement, members: tuple[Member, ...], give_up: float) -> None:
@@ -83,3 +109,23 @@ def checked(pool: Pool, answers: list[follower.CallResult]) -> list[Any]:
         if answer.failed:
             raise failure(one.name, answer) from answer.error
     return [answer.value for answer in answers]
+
+
+def explained(error: BaseException, cluster: Membership | None) -> BaseException:
+    """What the chief offers, memory say, goes with it: its death is known a moment later."""
+    known = cluster.await_trouble(1.0) if cluster and isinstance(error, OSError) else None
+    return error if known is None else known.error()
+
+
+def record_fault(trouble: Failure) -> None:
+    """Write what has happened to a member into the run's folder."""
+    if trouble.kind != "joined":
+        event("fault", str(trouble.error()), about=trouble.member.name)
+
+
+def forked(whom: str) -> UsageError:
+    """What a forked child is told that calls those whom its parent has started."""
+    return UsageError(
+        f"this process was forked from the one that started the {whom} of this strategy, and they "
+        "listen to that one only; make a strategy in the child, or use this one in the parent."
+    )

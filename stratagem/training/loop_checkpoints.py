@@ -10,7 +10,6 @@ scheduler that is made in between writes to the optimizer.
 
 from __future__ import annotations
 
-import io
 import logging
 import time
 from collections.abc import Iterator
@@ -18,14 +17,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stratagem.data.loader import Around
 from stratagem.data.passes import PassJournal, dice_of
 from stratagem.data.streams import generator_states
-from stratagem.errors import NotDistributable, UsageError
+from stratagem.errors import UsageError
 from stratagem.state import checkpoint
 from stratagem.state.checkpoint_folder import (
     CheckpointFolder,
@@ -37,12 +34,13 @@ from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import meetings, setup
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.loop_journal import LoopJournal, journal_of
+from stratagem.training.loop_things import plain_state, read_state, refuse_forgotten, state_of
 from stratagem.training.lossy_wire import load_kept
 from stratagem.training.prepare import Prepared, committer_of
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
 from stratagem.training.termination import EXIT_CODE
-from stratagem.wire.tree import broadcast_tree, decode, encode, gather_tree
+from stratagem.wire.tree import broadcast_tree, gather_tree
 
 log = logging.getLogger("stratagem")
 
@@ -102,7 +100,7 @@ class ResumableLoader(Around):
                     "load_state_dict, so it cannot be saved; give it both methods, or a list or a "
                     "dict."
                 )
-            _plain(name, _state(thing))
+            plain_state(name, state_of(thing))
         if self._progress is not None:
             self._progress.things |= things
 
@@ -141,6 +139,9 @@ class LoopCheckpoints:
         self.replica, self.plan, self.elastic = replica, plan, elastic
         #: on the chief of an elastic job: what it goes on from
         self._memory: LoopJournal | None = journal_of(replica) if replica.is_chief else None
+        #: where another task may be the chief next: what this chief has told of its data's order
+        self._inherits, self._fresh = False, False
+        self._told: dict[str, Any] | None = None
         self.things: dict[str, Any] = {}
         self.epoch = self.batch = self.step = 0
         self._loader, self._journal = loader, shares.journal
@@ -171,6 +172,7 @@ class LoopCheckpoints:
                     self._passed = False
                     yield self.epoch
                     self.epoch, self.batch = self.epoch + 1, 0
+                    self._hand_over()
                     saved = self._look(end_of_epoch=True)
                 if not saved:
                     self._save()
@@ -182,7 +184,7 @@ class LoopCheckpoints:
     def _begin(self) -> None:
         """Begin the epochs that are left."""
         if self.elastic:
-            _refuse_forgotten(self.optimizer, self.things)
+            refuse_forgotten(self.optimizer, self.things)
         self._keep()
         self._agreement = None
         if self.plan is None:
@@ -192,9 +194,9 @@ class LoopCheckpoints:
         agree = partial(gather_tree, self.replica.collective)
         termination = None if memory is None else memory.termination
         self._agreement = CheckpointAgreement(plan, self.step, agree, termination)
-        if self._memory is not None and self._memory.last_saved is not None:
-            assert self._agreement.schedule is not None
-            self._agreement.schedule.saved(*self._memory.last_saved)
+        last = None if self._memory is None else self._memory.last_saved
+        if self._agreement.schedule is not None and last is not None:
+            self._agreement.schedule.saved(*last)
 
     def _terminable(self) -> AbstractContextManager[Any]:
         """Wait for SIGTERM; where the loop may be begun again, as long as its call lasts."""
@@ -214,10 +216,12 @@ class LoopCheckpoints:
                 "each epoch of `for epoch in loader.epochs(n):`, so that it is known where to go "
                 "on. To look at its data besides, prepare another loader."
             )
-        self._passed = True
+        self._passed = self._fresh = True
 
     def give(self) -> None:
         """Note that the loop has a batch."""
+        if self._fresh:
+            self._hand_over()
         self._waiting = True
 
     def after_batch(self) -> None:
@@ -229,6 +233,14 @@ class LoopCheckpoints:
         if self._agreement is not None and (self.step >= self._agreement.next or self._owed):
             self._look()
         self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
+
+    def _hand_over(self) -> None:
+        """Tell where the data's order stands, if another may be the chief next. Collective."""
+        self._fresh = False
+        if self._inherits and self.replica.count > 1:
+            mine = {**self._order(), "random": generator_states(self.replica.device)}
+            told = broadcast_tree(self.replica.collective, mine if self.replica.is_chief else None)
+            self._told = None if self.replica.is_chief else told
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -265,7 +277,7 @@ class LoopCheckpoints:
         if not replica.is_chief:
             return
         position = {"epoch": self.epoch, "batch": self.batch, "step": self.step}
-        things = {name: _plain(name, _state(each)) for name, each in self.things.items()}
+        things = {name: plain_state(name, state_of(each)) for name, each in self.things.items()}
         progress = {"made_by": "loop", **self._progress(everybody), "things": things}
         taken = checkpoint.snapshot(model, self.optimizer, {"resume": progress}, copy=True)
         self._writer.save(taken, position)
@@ -278,16 +290,22 @@ class LoopCheckpoints:
             "epoch": self.epoch,
             "batch": self.batch,
             "step": self.step,
-            "pass": self._journal.begun,
-            "dice": [each.get_state() for each in dice_of(self._loader)],
+            **self._order(),
             "replicas": replicas,
         }
+
+    def _order(self) -> dict[str, Any]:
+        if self._told is not None:
+            return {"pass": self._told["pass"], "dice": self._told["dice"]}
+        dice = [each.get_state() for each in dice_of(self._loader)]
+        return {"pass": self._journal.begun, "dice": dice}
 
     def _keep(self) -> None:
         """In an elastic job: have the loop go on from here when replicas leave or join."""
         if self._memory is not None and not self._waiting:
-            mine = {"random": generator_states(self.replica.device), "buffers": []}
-            things = {name: _state(each) for name, each in self.things.items()}
+            known = self._told or {"random": generator_states(self.replica.device)}
+            mine = {"random": known["random"], "buffers": []}
+            things = {name: state_of(each) for name, each in self.things.items()}
             progress = {**self._progress([mine]), "things": things}
             self._memory.keep(self.model, self.optimizer, progress)
 
@@ -305,9 +323,12 @@ class LoopCheckpoints:
             saved = saved and {
                 **saved,
                 "groups": [group_settings(group) for group in self.optimizer.param_groups],
-                "things": {name: _read(state) for name, state in saved["things"].items()},
+                "things": {name: read_state(state) for name, state in saved["things"].items()},
             }
-        told = broadcast_tree(replica.collective, saved)
+        heirs = self._memory is not None and self._memory.again.inherited
+        self._inherits, told = broadcast_tree(replica.collective, [heirs, saved])
+        if self._inherits:
+            self._memory = journal_of(replica)
         if told is None:
             return
         self.epoch, self.batch, self.step = (int(told[n]) for n in ("epoch", "batch", "step"))
@@ -358,38 +379,3 @@ class LoopCheckpoints:
         )
         if not begun:
             self._journal.then()  # the loop may draw before the epoch's first batch
-
-
-def _plain(name: str, state: Any) -> Any:
-    """A copy of a state that can be saved and sent: plain kinds, numbers as keys included."""
-    try:
-        return decode(encode(state))
-    except NotDistributable as problem:
-        raise NotDistributable(
-            f"loader.remember({name}=...): what its state_dict returns cannot be saved: {problem}"
-        ) from None
-
-
-def _read(state: Any) -> Any:
-    """A state from this chief's own file; older ones have it as the bytes of a file of torch."""
-    if not isinstance(state, Tensor) or state.dtype != torch.uint8:
-        return state
-    data = state.numpy().tobytes()
-    if not data.startswith(b"PK\x03\x04"):
-        return state
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _state(thing: Any) -> Any:
-    """Return the state of an object that a loop remembers."""
-    return thing if isinstance(thing, list | dict) else thing.state_dict()
-
-
-def _refuse_forgotten(optimizer: Any, things: dict[str, Any]) -> None:
-    """Refuse a schedule that would be stepped twice for a batch that is taken again."""
-    known = any(getattr(thing, "optimizer", None) is optimizer for thing in things.values())
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not known:
-        raise UsageError(
-            "the optimizer has a scheduler, which begins anew when a replica dies, unless it is "
-            "remembered: loader.remember(schedule=schedule) before loader.epochs(n)."
-        )

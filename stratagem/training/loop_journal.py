@@ -29,8 +29,9 @@ _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 class LoopJournal:
     """How far this process has come in one call of `strategy.run`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, inherited: bool = False) -> None:
         self.again = Again(lambda: self.steps, whole=True, hurry=lambda: self.termination.asked)
+        self.again.inherited = inherited
         #: how often the function was begun again
         self.restarts = -1
         #: batches that are in the weights; None before something is prepared

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ import torch
 
 from stratagem import tracebacks
 from stratagem.cluster.generations import Generations
-from stratagem.cluster.membership import Failure, Member, Membership
+from stratagem.cluster.membership import Failure, Membership
 from stratagem.cluster.spec import Place
 from stratagem.data.streams import RngStates
 from stratagem.errors import (
@@ -40,14 +39,17 @@ from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
 from stratagem.training.elastic import Again, Elastic, Tries
 from stratagem.training.group_followers import (
-    LocalMembership,
     checked,
     epitaph,
+    explained,
     failure,
+    forked,
+    open_local,
+    record_fault,
     run_call,
     sit_down,
 )
-from stratagem.training.placement import Placement, sit
+from stratagem.training.placement import sit
 from stratagem.training.replica import (
     Replica,
     be,
@@ -101,6 +103,7 @@ class ReplicaGroup:
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self.size = len(self.devices)
+        self.leads: bool | None = None
         hosts = 1 if place is None else len(place.spec.training_tasks())
         for kind in {device.partition(":")[0] for device in self.devices}:
             kind_of(kind).prepare(len(self.devices), hosts)
@@ -121,9 +124,10 @@ class ReplicaGroup:
                 try:
                     self.replica = self._start()
                 except BaseException as error:
-                    if not isinstance(error, ReplicaError):
+                    known = explained(error, self._cluster if self.outlives_the_chief else None)
+                    if not isinstance(known, ReplicaError):
                         self.report(tracebacks.described(error))
-                    if self._elastic is None or not isinstance(error, ReplicaError):
+                    if self._elastic is None or not isinstance(known, ReplicaError):
                         self.close()
                     raise
                 if self.place is not None and len(self.devices) == 1:
@@ -160,14 +164,15 @@ class ReplicaGroup:
         membership = self._cluster
         if others:
             self._pool = Pool([placement.names[rank] for rank in others])
-            membership = self._local = self._open_local(placement)
             give_up = self.patience.answer
+            one = (self._pool, placement, self.devices, self._cluster)
+            membership = self._local = open_local(*one, give_up)
             self._pool.submit(
                 sit_down,
                 [(placement.of(rank), membership.members, give_up) for rank in others],
                 membership.raise_if_trouble,
             )
-        membership.on_trouble(_record)
+        membership.on_trouble(record_fault)
         replica = sit(placement, membership)
         replica.barrier()  # nobody may let go of what the others are about to map
         if self._pool is not None:
@@ -181,23 +186,20 @@ class ReplicaGroup:
             return self._party.join()
         if self._generations is None:
             self._generations = self._party.generations(self._elastic.least)
-        return self._party.join() if self._generations is None else self._generations.first()
+        if self._generations is None:
+            return self._party.join()
+        return self._led(self._generations.first())
 
-    def _open_local(self, placement: Placement) -> Membership:
-        assert self._pool is not None and self._cluster is not None
-        members = [Member(placement.names[placement.rank], f"{self.devices[0]}, pid {os.getpid()}")]
-        sockets: dict[int, socket.socket] = {}
-        for i, one in enumerate(self._pool.followers, 1):
-            members.append(Member(one.name, f"{self.devices[i]}, pid {one.pid}"))
-            sockets[i] = one.member
-        local = LocalMembership(members, 0, sockets, self.patience.answer)
-        local.cluster, local.to_hub = self._cluster, self._cluster.to_hub
-        local.board.on_word(self._cluster.publish)
-        self._cluster.board.on_word(local.publish)
-        if len(self._cluster.members) > 1:
-            self._cluster.on_trouble(local.announce)
-            local.on_trouble(self._cluster.announce)
-        return local
+    @property
+    def outlives_the_chief(self) -> bool:
+        """Whether another task takes the chief's place when it dies."""
+        return self._generations is not None and self._generations.outlives_the_chief
+
+    def _led(self, cluster: Membership | None) -> Membership | None:
+        """Note whether this process is the chief of a generation."""
+        if self.outlives_the_chief:
+            self.leads = cluster is not None and cluster.rank == 0
+        return cluster
 
     # --- running ----------------------------------------------------------------------------
 
@@ -256,9 +258,10 @@ class ReplicaGroup:
 
     def _go_on(self, error: BaseException, tries: Tries, name: str) -> None:
         """Form the group again after a failure; or raise the failure, if that is the end."""
+        error = explained(error, self._cluster if self.outlives_the_chief else None)
         trouble = self._trouble()
         better = self._fall(error)
-        if tries.left(better, trouble):
+        if tries.left(better, trouble, chief_may_die=self.outlives_the_chief):
             self._regroup(better, name)
         elif better is error:
             raise error
@@ -290,7 +293,7 @@ class ReplicaGroup:
         self._calls += 1
         name = f"call {self._calls}"
         if self._cluster is None:
-            self._cluster = self._generations.join(name)
+            self._cluster = self._led(self._generations.join(name))
         again.let_join = partial(self._generations.open, name)
         return name
 
@@ -302,10 +305,13 @@ class ReplicaGroup:
             return  # by the next call: the replicas are this process's own
         before = set(self._cluster.members)
         try:
-            self._cluster = self._generations.next(self._cluster, name, self._hurry)
+            found = self._generations.next(self._cluster, name, self._hurry)
         except ReplicaMissing as missing:
             raise error from missing
-        for member in set(self._cluster.members) - before:
+        if found.rank == 0 != self._cluster.rank:
+            log.warning("%s is the chief now", found.members[0])
+        self._cluster = self._led(found)
+        for member in set(found.members) - before:
             event("join", f"{member} joins the job", about=member.name)
 
     def _collect(self, mine: Any, *, done: bool) -> list[Any]:
@@ -382,16 +388,3 @@ class ReplicaGroup:
                 self._cluster = None
             self._end()
             self._become(None)
-
-
-def _record(trouble: Failure) -> None:
-    if trouble.kind != "joined":
-        event("fault", str(trouble.error()), about=trouble.member.name)
-
-
-def forked(whom: str) -> UsageError:
-    """Return the error for a forked child that calls its parent's replicas."""
-    return UsageError(
-        f"this process was forked from the one that started the {whom} of this strategy, and they "
-        "listen to that one only; make a strategy in the child, or use this one in the parent."
-    )

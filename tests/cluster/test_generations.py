@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from stratagem.cluster.failure import Member
+from stratagem.cluster.generation_hub import GenerationHub
 from stratagem.cluster.rendezvous import Visitor
+from stratagem.cluster.spec import ClusterSpec
 from stratagem.errors import ClusterError
 from tests.clock import in_time
 from tests.ports import free_ports
@@ -32,15 +34,15 @@ logging.basicConfig(level=logging.INFO, format="%(message)s")
 how = json.loads(sys.argv[1])
 job = Generations(ClusterSpec(how["cluster"]), Task("worker", how["worker"]), secret=b"s",
                   limit=how.get("limit", 20), least=how.get("least", 1),
-                  give_up=how.get("give_up", 60))
+                  give_up=how.get("give_up", 60), hub=how.get("hub"))
 
 def say(**words):
     print(json.dumps(words), flush=True)
 
 try:
     members = job.first() or job.join("work")
-    job.open("work")
     while True:
+        job.open("work")
         names = [member.name for member in members.members]
         say(event="working", rank=members.rank, names=names)
         try:
@@ -52,7 +54,7 @@ try:
             say(event="trouble", kind=members.trouble.kind, text=str(error))
             if how.get("dies") == [how["worker"], "coming"]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            members = job.next(members, "work")
+            members = job.next(members, how.get("calls", {}).get(str(how["worker"]), "work"))
             if how.get("dies") == [how["worker"], "started"]:
                 os.kill(os.getpid(), signal.SIGKILL)
 except ReplicaError as error:
@@ -65,7 +67,7 @@ Start = Callable[[int], Process]
 @pytest.fixture
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     running: list[Process] = []
-    more = getattr(request, "param", {})
+    more = dict(getattr(request, "param", {}))
     how_many = 4 if "dies" in more else 3
     addresses = {"worker": [f"127.0.0.1:{port}" for port in free_ports(how_many)]}
 
@@ -75,9 +77,14 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         return running[-1]
 
     begin.addresses = addresses["worker"]  # type: ignore[attr-defined]
+    hub = GenerationHub(ClusterSpec(addresses), b"s") if more.pop("outside", False) else None
+    if hub is not None:
+        more["hub"], begin.hub = hub.address, hub  # type: ignore[attr-defined]
     yield begin
     for process in running:
         process.end()
+    if hub is not None:
+        hub.close()
 
 
 def works(process: Process, names: list[int], since: float = 0.0) -> float:
@@ -145,6 +152,53 @@ def test_without_the_chief_the_job_ends(start: Start) -> None:
     for task in tasks[1:]:
         _, said = task.expect('"over"', 20)
         assert said["error"] == "ReplicaMissing"
+
+
+@pytest.mark.parametrize("start", [{"outside": True}], indirect=True)
+def test_with_a_hub_outside_the_next_is_the_chief(start: Start) -> None:
+    """One that has only come is never first: it has nothing that others could go on from."""
+    tasks = [start(i) for i in range(3)]
+    hub: GenerationHub = start.hub  # type: ignore[attr-defined]
+    for task in tasks:
+        works(task, [0, 1, 2])
+    when = tasks[0].signal(signal.SIGKILL)
+    for task in tasks[1:]:
+        in_time(works(task, [1, 2], when) - when, 1.0)
+    tasks[0] = start(0)
+    for task in tasks:
+        works(task, [1, 2, 0], when)
+    when = tasks[1].signal(signal.SIGKILL)
+    for task in (tasks[2], tasks[0]):
+        works(task, [2, 0], when)
+    assert hub.does_without("worker 2") and not hub.does_without("worker 3")
+    hub.open(None)  # the chief is in no call that others can go on with
+    assert hub.does_without("worker 0") and not hub.does_without("worker 2")
+
+
+@pytest.mark.parametrize(
+    "start", [{"outside": True, "calls": {"2": "another"}, "limit": 5}], indirect=True
+)
+def test_with_a_hub_outside_one_in_another_call_is_refused(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = [start(i) for i in range(3)]
+    for task in tasks:
+        works(task, [0, 1, 2])
+    when = tasks[0].signal(signal.SIGKILL)
+    works(tasks[1], [1], when)
+    assert "the job is in work, and this task has come to another" in caplog.text
+
+
+@pytest.mark.parametrize("start", [{"outside": True}], indirect=True)
+def test_a_hub_outside_serves_the_next_job_when_nobody_is_left(start: Start) -> None:
+    first = [start(i) for i in range(3)]
+    for task in first:
+        works(task, [0, 1, 2])
+    for task in first:
+        task.signal(signal.SIGKILL)
+    second = [start(i) for i in range(3)]
+    for task in second:
+        works(task, [0, 1, 2])
 
 
 @pytest.mark.parametrize("start", [{"least": 2, "limit": 3}], indirect=True)

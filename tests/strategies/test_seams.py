@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.frontends import steps
 from stratagem.state.sliced import SlicedUpdate
-from stratagem.training.loop_checkpoints import _read
+from stratagem.training.loop_things import read_state
 from tests.support import distance, strategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -125,7 +125,7 @@ def test_a_death_while_slices_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tensor_that_is_remembered_is_no_file() -> None:
     for state in (torch.get_rng_state(), torch.ones(3)):
-        assert _read(state) is state
+        assert read_state(state) is state
 
 
 def test_one_replica_parts_a_model_from_those_that_left() -> None:
