@@ -88,10 +88,10 @@ class CustomLoopCalls(ABC):
                     "strategy.prepare(model, optimizer, loader, resume=...)."
                 )
             return prepare_loader(replica, model)
-        if optimizer is None:
+        if optimizer is None or not hasattr(optimizer, "param_groups"):
             raise UsageError(
-                "prepare was given a model without its optimizer; call prepare(model, optimizer), "
-                "or prepare(loader) for a loader by itself."
+                "prepare was given a model without its optimizer; call prepare(model, optimizer, "
+                "loader) to train; to evaluate, prepare(loader) deals out a loader by itself."
             )
         staged = self.settings.pipeline is not None and (replica.count > 1 or led() is not None)
         if staged and not dry_run.wanted():

@@ -79,7 +79,7 @@ class ServerStrategy(Strategy):
                 "cannot be saved there; use sg.Model and fit(..., checkpoint=..., resume=True), or "
                 "a mirrored strategy."
             )
-        if not isinstance(model, nn.Module) or optimizer is None:
+        if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
             raise UsageError(
                 "with parameter servers prepare takes the model, its optimizer and the loader that "
                 "is trained on: model, optimizer, loader = strategy.prepare(model, optimizer, "

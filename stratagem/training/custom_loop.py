@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ from torch import Tensor
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.digest import digest
 from stratagem.training.hints import tell_without_loader
+from stratagem.training.loss_reading import BY_ROWS, Reading, UsualLoss
 from stratagem.training.loss_terms import Doubt, Term, terms_of
 from stratagem.training.replica import Replica, current_replica, in_user_code
+from stratagem.training.row_axis import only_input
 from stratagem.training.saving import save_whole_files
 from stratagem.wire.tree import gather_tree
 
@@ -36,32 +38,6 @@ REMEDY = (
     "by: strategy.backward(loss, count=n) in place of loss.backward(); or, where the loss is a sum "
     'or a mean over rows all the same, prepare(..., loss_reduction="sum") or "mean".'
 )
-
-
-class Reading(NamedTuple):
-    """What a backward pass of one replica sends; the numbers are added up by share."""
-
-    #: what the gradient was multiplied by at the loss
-    factor: float | Tensor = 1.0
-    #: how far apart the factors of several terms are
-    spread: float | Tensor = 0.0
-    #: where no unit was agreed on: a mark of the number of values in a row, and its square
-    mark: float = 0.0
-
-    #: of the share's value, for each of its rows, where several are averaged
-    weight: float | Tensor = 1.0
-    #: whether replicas may come to a sum that is not 1
-    counts: bool = False
-    #: whether the loss is a sum, and nothing else
-    summed: bool = False
-
-    def notes(self) -> list[float | Tensor]:
-        return [self.factor, self.spread, self.mark, self.mark * self.mark]
-
-
-BY_ROWS = Reading()
-#: how many numbers replicas tell each other
-NOTES = len(BY_ROWS.notes())
 
 
 class Accumulates(Protocol):
@@ -106,6 +82,7 @@ class LossReader:
         #: the loss of the latest pass
         self.loss: weakref.ref[Tensor] | None = None
         self._warned = False
+        self._usual = UsualLoss()
 
     def read(self, losses: Sequence[Tensor], backward: Callable[[], None]) -> None:
         """Run `backward` with the factors on the terms of its losses that make shares add up."""
@@ -140,6 +117,9 @@ class LossReader:
         if self.for_servers and share.examples == share.total:
             return BY_ROWS  # the whole batch
         borrowed = share.announced and not share.examples
+        plain = self.count is None is self.reduction and share.announced and len(losses) == 1
+        if plain and (usual := self._usual.term(losses[0], share.examples, self.passes)):
+            return self._single(*usual, handles)
         if self.count is not None:
             constants: list[Tensor] = []
             terms = [
@@ -158,14 +138,19 @@ class LossReader:
         if borrowed:
             return Reading(counts=True)  # of borrowed rows: they weigh nothing
         if len(names) == 1 == len(terms) and (unit := self._units.get(names[0])) is not None:
-            (only,) = terms  # the usual case
-            weight = only.count / share.examples
-            self._apply([(only, weight / unit)], handles)
-            counts = only.counted or isinstance(weight, Tensor) or weight != unit
-            return Reading(weight / unit, 0.0, 0.0, weight, counts)
+            if plain and not constants:
+                self._usual.learn(losses[0], terms[0], share.examples, unit)
+            return self._single(terms[0], unit, handles)
         found, reading = self._factors(terms, names)
         self._apply(found, handles)
         return reading
+
+    def _single(self, only: Term, unit: float, handles: list[Any]) -> Reading:
+        """Of one mean, whose unit all replicas know."""
+        weight = only.count / self.share.examples
+        self._apply([(only, weight / unit)], handles)
+        counts = only.counted or isinstance(weight, Tensor) or weight != unit
+        return Reading(weight / unit, 0.0, 0.0, weight, counts)
 
     def _is_for_all(self, losses: Sequence[Tensor]) -> bool:
         """Whether a pass reaches a prepared parameter; others may be one replica's alone."""
@@ -267,8 +252,8 @@ class LossReader:
             done[term.node] = factor
             if isinstance(factor, Tensor) or factor != 1.0:
                 handles.append(term.node.register_prehook(_times(factor)))
-            if not isinstance(factor, Tensor) and factor == 0.0:  # by 0 it is no number
-                handles.append(term.node.register_hook(_zeros))
+            if not isinstance(factor, Tensor) and factor == 0.0:
+                handles += _zeroed(term.node)
 
     def _refuse_for_servers(self, term: Term) -> None:
         if self.for_servers and (term.picked or term.full % self.share.examples):
@@ -333,12 +318,21 @@ class LossReader:
 
 
 _DECLARED = "declared"
+_SCALES = ("MulBackward0", "DivBackward0")
 #: of a number that is 1 but for rounding, in fp32
 _TOLERANCE = 1e-6
 
 
 #: spreads whole numbers over 0 .. 1
 _GOLDEN = 0.6180339887498949
+
+
+def _zeroed(node: Any) -> list[Any]:
+    """Nothing counts: what is divided by 0 here or just below is no number, and is to be 0."""
+    handles = [node.register_hook(_zeros)]
+    while (node := only_input(node)) is not None and node.name() in _SCALES:
+        handles.append(node.register_hook(_zeros))
+    return handles
 
 
 def _zeros(gradients: Any, _: Any) -> Any:

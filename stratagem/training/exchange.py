@@ -24,7 +24,8 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.factors import Factors
 from stratagem.training import setup
 from stratagem.training.committer import Commit
-from stratagem.training.custom_loop import NOTES, LossReader
+from stratagem.training.custom_loop import LossReader
+from stratagem.training.loss_reading import NOTES
 from stratagem.training.lossy_wire import Keeper
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings

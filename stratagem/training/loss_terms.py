@@ -218,7 +218,7 @@ class _Reader:
         if node._saved_reduction == 2:
             return self._sum(at, tuple(values.shape), scale)
         if name.startswith("NllLoss"):
-            full, count = node._saved_target.numel(), _read(node._saved_total_weight)
+            full, count = node._saved_target.numel(), read_count(node._saved_total_weight)
             picked = self._axis.is_picked(only_input(node))
             return self._mean(at, count, full, scale, picked=picked, counted=True)
         if name.startswith("Multi"):
@@ -328,5 +328,6 @@ def _is_plain_number(number: Tensor) -> bool:
     return torch.result_type(number, other) is other.dtype
 
 
-def _read(count: Tensor) -> float | Tensor:
+def read_count(count: Tensor) -> float | Tensor:
+    """What only the device knows, where it need not be waited for."""
     return float(count) if count.device.type == "cpu" else count

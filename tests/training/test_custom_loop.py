@@ -72,6 +72,12 @@ def test_one_device_needs_no_count() -> None:
     assert distance(trained, root_of_the_mean(None, says=False)) < 1e-6
 
 
+def test_a_model_without_its_optimizer_is_told() -> None:
+    loader: Any = DataLoader(TensorDataset(*data(12)), batch_size=6)
+    with closing(strategy(1)) as one, pytest.raises(sg.UsageError, match=r"to evaluate, prepare\("):
+        one.prepare(mlp(), loader)
+
+
 # --- no loader, and parts of one ----------------------------------------------------------------
 
 

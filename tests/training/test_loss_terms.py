@@ -6,6 +6,7 @@ The replicas of these tests are readers in one process, whose numbers are added 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 import stratagem as sg
 from stratagem.cluster.membership import Membership
+from stratagem.training import custom_loop
 from stratagem.training.custom_loop import LossReader
 from stratagem.training.loss_terms import Doubt, terms_of
 from stratagem.training.replica import Replica
@@ -52,6 +54,7 @@ WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
 #: all of them means or sums over rows, by one count or another
 TERMS: dict[str, Loss] = {
     "mse": lambda m, r: F.mse_loss(m(r.x), r.v),
+    "mse of some": lambda m, r: F.mse_loss(m(r.x)[r.mask], r.v[r.mask]),
     "mse, summed": lambda m, r: F.mse_loss(m(r.x), r.v, reduction="sum"),
     "mean by hand": lambda m, r: (m(r.x) - r.v).abs().mean(),
     "rows first": lambda m, r: (m(r.x) - r.v).pow(2).mean(0).sum(),
@@ -197,11 +200,47 @@ def test_shares_add_up_to_the_batch_or_the_loss_is_refused(
 @pytest.mark.parametrize("name", TERMS)
 @pytest.mark.parametrize("sizes", [(5, 5), (4, 3, 1), (1, 0, 1)])
 def test_each_loss_by_itself_is_exact(name: str, sizes: tuple[int, ...]) -> None:
-    batch = Rows(sum(sizes), 3)
-    batch.y[0], batch.mask[0] = 1, True
     by = readers(len(sizes))
-    for _ in range(2):
+    for turn in range(7):  # from the fifth on a usual loss is read at once
+        batch = Rows(sum(sizes), 3 + turn)
+        batch.y[0], batch.mask[:: 1 if turn else sum(sizes)] = 1, True
         compare(TERMS[name], batch, sizes, by)
+
+
+@pytest.mark.parametrize("name", ["masked", "masked, then summed"])
+def test_a_share_of_which_no_row_counts_adds_nothing(name: str) -> None:
+    batch, by = Rows(7, 3), readers(2)
+    for mask in (batch.mask.clone(), torch.arange(7) < 4):
+        batch.mask[:] = mask
+        compare(TERMS[name], batch, (4, 3), by)
+
+
+@pytest.mark.parametrize("usual", ["mse", "cross entropy"])
+def test_a_usual_loss_is_read_in_full_ever_less(
+    usual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full: list[int] = []
+
+    def noting(*args: Any, **options: Any) -> Any:
+        full.append(by[0].passes)
+        return terms_of(*args, **options)
+
+    monkeypatch.setattr(custom_loop, "terms_of", noting)
+    by, sizes = readers(2), (4, 3)
+    for turn in range(33):
+        compare(TERMS[usual], Rows(7, turn), sizes, by)
+    assert full[::2] == [1, 2, 3, 4, 8, 16, 32]
+    for name in TERMS:  # another one is right or refused, whatever came before
+        batch = Rows(7, 5)
+        batch.y[0], batch.mask[0] = 1, True
+        with suppress(sg.NotDistributable):
+            compare(TERMS[name], batch, sizes, by)
+        compare(TERMS[usual], batch, sizes, by)
+    mixed = lambda m, r: F.mse_loss(m(r.x) - m(r.x).mean(0), r.v)  # noqa: E731
+    if usual == "mse":
+        with pytest.raises(sg.NotDistributable, match="compares rows"):
+            for _ in range(2 * by[0].passes):
+                in_shares(mixed, Rows(7, 5), sizes, by)
 
 
 @pytest.mark.parametrize(

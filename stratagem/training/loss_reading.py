@@ -1,0 +1,68 @@
+"""What a backward pass of a custom loop tells the other replicas, and how it is read at once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from stratagem.training.loss_terms import Term, read_count
+
+_MEAN = 1  # among torch's reductions
+
+
+class Reading(NamedTuple):
+    """What a backward pass of one replica tells the others; the numbers are added up by share."""
+
+    #: what the gradient was multiplied by at the loss
+    factor: float | Tensor = 1.0
+    #: how far apart the factors of several terms are
+    spread: float | Tensor = 0.0
+    #: where no unit was agreed on: a mark of the number of values in a row, and its square
+    mark: float = 0.0
+
+    #: of the share's value, for each of its rows, where several are averaged
+    weight: float | Tensor = 1.0
+    #: whether replicas may come to a sum that is not 1
+    counts: bool = False
+    #: whether the loss is a sum, and nothing else
+    summed: bool = False
+
+    def notes(self) -> list[float | Tensor]:
+        return [self.factor, self.spread, self.mark, self.mark * self.mark]
+
+
+BY_ROWS = Reading()
+#: how many numbers replicas tell each other
+NOTES = len(BY_ROWS.notes())
+
+
+class UsualLoss:
+    """One of torch's losses, a mean, that a loop has ended in for some passes: it is read without
+    looking further down, but for passes 8, 16, 32, ..., which are read in full."""
+
+    def __init__(self) -> None:
+        #: its name, how many values a row of it has, and in what unit replicas count them
+        self._known: tuple[str, float, float] | None = None
+
+    def learn(self, loss: Tensor, term: Term, rows: int, unit: float) -> None:
+        """A pass was read in full, and this is its only term."""
+        node, name = term.node, term.node.name()
+        plain = node is loss.grad_fn and hasattr(node, "_saved_reduction") and not term.picked
+        known = plain and not name.startswith("Multi")
+        self._known = (name, term.full / rows, unit) if known else None
+
+    def term(self, loss: Tensor, rows: int, passes: int) -> tuple[Term, float] | None:
+        """The only term of a loss over `rows` rows, and its unit; None where it is to be read."""
+        node: Any = loss.grad_fn
+        if self._known is None or passes <= 4 or not passes & (passes - 1) or not rows:
+            return None
+        name, per_row, unit = self._known
+        if node is None or node.name() != name or node._saved_reduction != _MEAN:
+            return None
+        counted = name.startswith("NllLoss")
+        full = (node._saved_target if counted else node._saved_self).numel()
+        if full != per_row * rows:
+            return None
+        count = read_count(node._saved_total_weight) if counted else float(full)
+        return Term(node, "mean", count, full, counted=counted), unit
