@@ -75,7 +75,7 @@ def test_messages_carry_their_shape_and_keep_their_order(
 # --- the same answer ------------------------------------------------------------------------------
 
 
-def test_every_number_of_rows(apart_pair: sg.PipelineStrategy, monkeypatch: Any) -> None:
+def test_numbers_of_rows(apart_pair: sg.PipelineStrategy, monkeypatch: Any) -> None:
     """And the chief has no more than its own layers meanwhile."""
     held: set[tuple[int, ...]] = set()
     plain = PartedTensors.leave_home
@@ -87,7 +87,7 @@ def test_every_number_of_rows(apart_pair: sg.PipelineStrategy, monkeypatch: Any)
 
     monkeypatch.setattr(PartedTensors, "leave_home", leave)
     module = deep()
-    for rows in range(1, 8):
+    for rows in (1, 2, 3, 7):
         x, y = doubles(7 + rows)
         one = by_hand(module, adam, F.cross_entropy, x, y, batch=7, epochs=1)
         model = fitted(apart_pair, module, x, y, optimizer=adam, batch=7, epochs=1)
@@ -107,6 +107,18 @@ def test_skips_and_ties(apart_pair: sg.PipelineStrategy, schedule: str) -> None:
     with sg.PipelineStrategy(cpus(2), 4, schedule, cross_device_ops="ring") as on:
         model = fitted(on, module, x, y, optimizer=adam, batch=9, epochs=1)
         model.fit(x, y, batch_size=9, epochs=2, shuffle=False, verbose=0)  # with all states
+    assert distance(one, model.module) < 1e-12
+    assert moved(module, one)
+
+
+@pytest.mark.slow
+def test_rows_of_pipelines() -> None:
+    """22 rows in batches of 7, the last of one: a row of the mesh has none of it."""
+    module, (x, y) = deep(), doubles(22)
+    one = by_hand(module, adam, F.cross_entropy, x, y, batch=7)
+    patient = sg.Patience(answer=30.0)  # processes are more than cores
+    with sg.Mesh(2, 2, microbatches=2, cross_device_ops="ring", patience=patient) as on:
+        model = fitted(on, module, x, y, optimizer=adam, batch=7)
     assert distance(one, model.module) < 1e-12
     assert moved(module, one)
 
