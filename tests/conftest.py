@@ -98,6 +98,7 @@ _EXHAUSTIVE = re.compile(
 _SLOW = re.compile(
     "|".join(
         (
+            r"test_compiled.py::test_fit_of_a_compiled_module.*replicas",
             r"test_captured.py::test_a_captured_step.*(class weights|two losses|validation|scaled)",
             r"test_captured.py::test_(what_callbacks.*(weights|rate)|a_number|between_two|servers)",
             r"test_captured.py::test_the_step_stays.*(half|own_activation|more4|more5)",

@@ -214,6 +214,11 @@ class Driver:
 
     def begin(self, call: Call) -> Any:
         """A call of the user's."""
+        if self.model.compiled and self.model.jit_compile is True:
+            raise NotDistributable(
+                "jit_compile=True compiles a step that a strategy cannot take part in; compile the "
+                "model with jit_compile=False."
+            )
         if not self.side.takes(call):
             device = keras.device(device_name(self.strategy.replica_group.start()))
             with device, self._captured.during(between_steps=call.needs.steps):
@@ -338,11 +343,6 @@ class Driver:
 
 
 def _refuse(model: Any) -> None:
-    if model.compiled and model.jit_compile is True:
-        raise NotDistributable(
-            "jit_compile=True compiles a step that replicas cannot take part in; compile the "
-            "model with jit_compile=False."
-        )
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise NotDistributable(
             "the model's parameters were sharded by torch (fully_shard, or a tensor-parallel "

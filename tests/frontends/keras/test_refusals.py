@@ -87,18 +87,19 @@ def test_every_replica_has_the_keras_of_the_chief() -> None:
     assert found == [keras.__version__] * 2
 
 
-def compiled(**more: Any) -> Any:
-    with strategy(2).scope():
+def compiled(replicas: int = 2, **more: Any) -> Any:
+    with strategy(replicas).scope():
         model = keras.Sequential([keras.Input((8,)), layers.Dense(3)])
         model.compile(optimizer="sgd", loss="mse", **more)
     return model
 
 
 @pytest.mark.timeout(120)
-def test_a_compiled_step() -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_compiled_step(replicas: int) -> None:
     x, _ = digits(9)
     with pytest.raises(sg.NotDistributable, match="jit_compile=False"):
-        compiled(jit_compile=True).fit(x, x[:, :3], verbose=0)
+        compiled(replicas, jit_compile=True).fit(x, x[:, :3], verbose=0)
 
 
 @pytest.mark.timeout(120)

@@ -1,0 +1,78 @@
+"""A module from torch.compile trains as on one device, on replicas and with servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+
+X = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(2))
+
+
+def compiled() -> Any:
+    """Dynamo's graph, run as it is: what a compiler makes of it is torch's affair."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    return torch.compile(net, backend="eager")
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.1)
+
+
+def loop(on: sg.Strategy | None) -> list[Tensor]:
+    """Two epochs, written by hand."""
+    model = compiled()
+    optimizer: Any = sgd(model.parameters())
+    loader: Any = DataLoader(TensorDataset(X, Y), batch_size=20)
+    if on is not None:
+        model, optimizer, loader = on.prepare(model, optimizer, loader)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def fitted(on: sg.Strategy) -> list[Tensor]:
+    with on.scope():
+        model = sg.Model(compiled())
+        model.compile(optimizer=sgd, loss="cross_entropy")
+    model.fit(X, Y, epochs=2, batch_size=20, shuffle=False, verbose=0)
+    return [p.detach() for p in model.module.parameters()]
+
+
+@pytest.fixture(scope="module", params=["replicas", "servers"])
+def strategy(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
+    made: sg.Strategy
+    if request.param == "replicas":
+        made = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    else:
+        cluster = sg.LocalCluster(workers=2, ps=1)
+        made = sg.ParameterServerStrategy(cluster, updates=sg.Synchronous())
+    yield made
+    made.close()
+
+
+def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.timeout(180)
+def test_fit_of_a_compiled_module_is_that_of_one_device(strategy: sg.Strategy) -> None:
+    one = loop(None)
+    assert apart(one, [p.detach() for p in compiled().parameters()]) > 1e-3
+    assert apart(one, fitted(strategy)) < 1e-6
+
+
+@pytest.mark.timeout(180)
+def test_a_loop_over_a_compiled_module_is_that_of_one_device(strategy: sg.Strategy) -> None:
+    assert apart(loop(None), strategy.run(lambda: loop(strategy))[0]) < 1e-6
