@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from stratagem import arguments
 from stratagem.arguments import Args, Result
@@ -119,3 +120,13 @@ def precision(name: str | None) -> torch.dtype | None:
 def fewer(known: int | None, limit: int | None) -> int | None:
     """The steps of a pass that has so many, and is to end after so many."""
     return min(known, limit) if known is not None and limit is not None else known or limit
+
+
+def trainable(optimizer: Optimizer | None) -> Optimizer:
+    """Refuse a model that has nothing to train."""
+    if optimizer is None:
+        raise UsageError(
+            "the module had no parameter that requires a gradient when it was compiled; "
+            "unfreeze what shall be trained, then compile again."
+        )
+    return optimizer

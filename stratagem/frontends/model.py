@@ -175,7 +175,7 @@ class Model:
             resume: go on from the newest checkpoint of that folder, with the next batch that was
                 not seen; begin where there is none.
         """
-        recipe, optimizer = self._compiled("fit"), self._optimizer()
+        recipe, optimizer = self._compiled("fit"), asked.trainable(self.optimizer)
         check_verbose(verbose)
         asked.whole(1, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
         asked.whole(1, validation_batch_size=validation_batch_size)
@@ -211,14 +211,6 @@ class Model:
             journal=FitJournal() if self.strategy.settings.elastic else None,
         )
         return self._train(job, asked.listed(callbacks), verbose, resume=resume)
-
-    def _optimizer(self) -> Optimizer:
-        if self.optimizer is None:
-            raise UsageError(
-                "the module had no parameter that requires a gradient when it was compiled; "
-                "unfreeze what shall be trained, then compile again."
-            )
-        return self.optimizer
 
     def _train(
         self, job: Fit, callbacks: Sequence[Callback], verbose: Verbosity, *, resume: bool

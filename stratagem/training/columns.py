@@ -120,7 +120,6 @@ class ColumnStage:
             self._seed = told["seed"]
             self._inbox.release()
             chunks = Chunks(told["number"], told["by_rows"])
-            self._pass_on(told["length"], chunks)
             return self._cut(told["length"], chunks)
         self._run_whole(self._plan.before, inputs)
         entry = self._values.get(self._plan.entry)
@@ -134,15 +133,13 @@ class ColumnStage:
         self._entry, axis = entry, self._plan.axis
         chunks = self._choice.begin(entry.shape[axis], entry.shape[1 - axis])
         length = entry.shape[1 - axis if chunks.by_rows else axis]
-        self._pass_on(length, chunks)
         return self._cut(length, chunks)
 
-    def _pass_on(self, length: int, chunks: Chunks) -> None:
+    def _cut(self, length: int, chunks: Chunks) -> int:
+        """Cut so many steps, or rows, into chunks, and have the next device do the same."""
         if not self._last:
             told = {"seed": self._seed, "length": length, **chunks._asdict()}
             self._channels.forward[self._device, "chunks"].post(told)
-
-    def _cut(self, length: int, chunks: Chunks) -> int:
         self._by_rows = chunks.by_rows
         self._axis = 1 - self._plan.axis if chunks.by_rows else self._plan.axis
         self._cuts = [share(length, chunks.number, k) for k in range(chunks.number)]
