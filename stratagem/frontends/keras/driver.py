@@ -278,14 +278,14 @@ class Driver:
         """Before the first of a kind, and some later ones: whether shares of a batch add up."""
         (count, apart), adapter = self.side.shares(step), self.side.adapter
 
-        def check() -> bool:
+        def check(rows: Any) -> bool:
             with self.playing():
-                found = check_step(self.model, step, data, adapter.replica, count, apart=apart)
+                found = check_step(self.model, step, rows, adapter.replica, count, apart=apart)
             adapter.mark()
             return found
 
         if self.checks and count > 1:
-            self.schedule.before(step, total, check)
+            self.schedule.before(step, data, total, check)
 
     def follow_changes(self, *, last: bool = False) -> None:
         """Have the others follow what a callback, or the user between two calls, has changed."""

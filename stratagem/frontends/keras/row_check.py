@@ -252,20 +252,62 @@ def _judge(model: Any) -> str:
 
 class CheckSchedule:
     """The first batch of each kind of step; where the step, the loss or a metric is the user's own,
-    the 2nd, 4th, 8th, ... too: a mask may come later."""
+    the 2nd, 4th, 8th, ... too, and any with a kind of value that no tried row has had: a mask may
+    come later."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self._seen: dict[str, int] = {}
         #: the number of the batch that is tried next; none where it is missing and one was seen
         self._next: dict[str, float] = {}
+        #: by step: the kinds of values that tried rows have had
+        self._tried: dict[str, set[Kind]] = {}
 
-    def before(self, step: str, examples: int, check: Callable[[], bool]) -> None:
-        """Asked before every step: have it tried if it is its turn; `check` says whether it was."""
+    def before(self, step: str, data: Any, examples: int, check: Callable[[Any], bool]) -> None:
+        """Asked before every step: have rows of this batch tried, the first of those that it is
+        given, if it is its turn; `check` says whether they were."""
         seen = self._seen[step] = self._seen.get(step, 0) + 1
-        if examples > 1 and seen >= self._next.get(step, 1):
-            again = check() and judged_by_own(self.model, step)
-            self._next[step] = 2 * seen if again else float("inf")
+        turn = self._next.get(step, 1)
+        if examples < 2 or turn == float("inf"):
+            return
+        tried, own = self._tried.setdefault(step, set()), judged_by_own(self.model, step)
+        found = _kinds(data) - tried if own else set()
+        if seen < turn and not found:
+            return
+        first = sorted({_first(data, kind) for kind in found})
+        order = [*first, *(i for i in range(examples) if i not in first)] if found else None
+        again = check(data if order is None else keras.tree.map_structure(_ordered(order), data))
+        tried |= found
+        if seen >= turn or not again:
+            self._next[step] = 2 * seen if again and own else float("inf")
+
+
+#: the number of a tensor in a batch, and what masks are made of: "zero", "negative" or "nan"
+Kind = tuple[int, str]
+
+
+def _kinds(data: Any) -> set[Kind]:
+    """Which are in a batch; on a GPU it would be waited for, so nothing is known there."""
+    found = set()
+    for i, leaf in enumerate(keras.tree.flatten(data)):
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel() and leaf.device.type == "cpu":
+            low = float(leaf.min()) if not leaf.is_complex() else 0.0
+            if low != low or low < 0:
+                found.add((i, "negative" if low < 0 else "nan"))
+            if int(leaf.count_nonzero()) < leaf.numel():
+                found.add((i, "zero"))
+    return found
+
+
+def _first(data: Any, kind: Kind) -> int:
+    """The first row that has it."""
+    leaf, (_, name) = keras.tree.flatten(data)[kind[0]], kind
+    has = leaf == 0 if name == "zero" else leaf < 0 if name == "negative" else leaf != leaf
+    return int(has.reshape(len(leaf), -1).any(1).int().argmax())
+
+
+def _ordered(order: list[int]) -> Callable[[Any], Any]:
+    return lambda leaf: leaf[order] if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
 
 def judged_by_own(model: Any, step: str) -> bool:
