@@ -43,6 +43,13 @@ def test_kills_at_random_moments() -> None:
 
 
 @pytest.mark.slow
+def test_seeds_in_several_processes() -> None:
+    """Workers of servers die there, too."""
+    lines = reliability.at_random(reliability.SERVERS, 2, 2, jobs=2)
+    assert "2 seeds" in lines[0] and max(differences(lines[:1])) < 1e-13, lines
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "figure", [lambda: reliability.many_kills(2, 2, 0.01), lambda: reliability.cost(2, 1)]
 )

@@ -1,6 +1,6 @@
 """What faults cost, and that they change nothing: the table of docs/reliability.md.
 
-    python benchmarks/reliability/reliability.py [--seeds 200] [--kills 100] [--write]
+    python benchmarks/reliability/reliability.py [--seeds 200] [--kills 100] [--jobs 4] [--write]
 
 Replicas are killed at random moments in real trainings, in float64, and what comes of it is
 compared with one device that nobody disturbs. Each figure is a function with a short form, which
@@ -10,15 +10,19 @@ tests/test_reliability.py runs. Times depend on the machine; differences do not.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ import stratagem as sg
 
 ROWS, BATCH, EPOCHS = 512, 64, 5
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+SERVERS = "servers, in step"
+KINDS = (None, "ring", SERVERS)
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 
@@ -79,9 +85,13 @@ def train(strategy: Any, seconds: float, epochs: int = EPOCHS) -> tuple[list[tor
 
 def kill_one(strategy: Any, dice: random.Random) -> float | None:
     """Kill one that the strategy has started; when, or None if there is nobody just now."""
-    pool = strategy.replica_group._pool
+    group = strategy.replica_group
     try:
-        os.kill(dice.choice(pool.followers).pid, signal.SIGKILL)
+        if strategy.served:
+            pids = [each.one.pid for each in group._children.members]
+        else:
+            pids = group._pool.pids
+        os.kill(dice.choice(pids), signal.SIGKILL)
     except (AttributeError, IndexError, ProcessLookupError):
         return None
     return time.perf_counter()
@@ -113,23 +123,67 @@ def distance(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
 
 
-def at_random(kind: str | None, replicas: int, seeds: int) -> list[str]:
-    """A kill at a random moment, once for each seed."""
+def make(kind: str | None, replicas: int) -> Any:
+    """A strategy whose replicas may die."""
+    if kind == SERVERS:
+        return sg.ParameterServerStrategy(
+            sg.LocalCluster(workers=replicas, ps=2), updates=sg.Synchronous()
+        )
+    return sg.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], kind, elastic=True)
+
+
+def some_seeds(kind: str | None, replicas: int, seeds: range) -> tuple[float, list[float], int]:
+    """A kill at a random moment, once for each seed: the largest difference of a weight, the times
+    to the next finished step, and how many were killed."""
     seconds = 0.005
     with closing(sg.MirroredStrategy(["cpu:0"])) as one:
         expected, pace = train(one, seconds)
     whole = pace.ends[-1] - pace.ends[0]
     worst, waits, hit = 0.0, [], 0
-    devices = [f"cpu:{i}" for i in range(replicas)]
-    with closing(sg.MirroredStrategy(devices, kind, elastic=True)) as strategy:
+    with closing(make(kind, replicas)) as strategy:
         train(strategy, seconds)  # starts everybody
-        for seed in range(seeds):
+        for seed in seeds:
             dice = random.Random(seed)
             with killing(strategy, dice, iter([dice.uniform(0, whole)])) as kills:
                 found, pace = train(strategy, seconds)
             worst = max(worst, distance(found, expected))
             hit += len(kills)
             waits += [wait for when in kills if (wait := pace.after(when)) is not None]
+    return worst, waits, hit
+
+
+def in_parallel(kind: str | None, replicas: int, seeds: int, jobs: int) -> Iterator[Any]:
+    """The same in several processes, each on cores of its own; what each has found."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // jobs)
+    running = []
+    for job in range(jobs):
+        mine = cores[job * each % len(cores) :][:each]
+        part = [kind, replicas, job * seeds // jobs, (job + 1) * seeds // jobs, mine]
+        command = [sys.executable, __file__, "--part", json.dumps(part)]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    for process in running:
+        said, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"some seeds failed with exit code {process.returncode}")
+        yield json.loads(said.splitlines()[-1])
+
+
+def one_part(part: str) -> None:
+    """Some seeds, on some cores, for the process that has started this one."""
+    kind, replicas, first, last, cores = json.loads(part)
+    os.sched_setaffinity(0, cores)
+    print(json.dumps(some_seeds(kind, replicas, range(first, last))))
+
+
+def at_random(kind: str | None, replicas: int, seeds: int, jobs: int = 1) -> list[str]:
+    """A kill at a random moment, once for each seed."""
+    if jobs > 1:
+        found = list(in_parallel(kind, replicas, seeds, jobs))
+    else:
+        found = [some_seeds(kind, replicas, range(seeds))]
+    worst, hit = max(each[0] for each in found), sum(each[2] for each in found)
+    waits = [wait for each in found for wait in each[1]]
     name = f"SIGKILL at a random moment, {kind or 'shared memory'}, {replicas} replicas"
     return [
         f"| {name}: {seeds} seeds, {hit} killed | largest difference of a weight {worst:.1e} |",
@@ -146,7 +200,7 @@ def many_kills(replicas: int, kills: int, seconds: float) -> list[str]:
     devices = [f"cpu:{i}" for i in range(replicas)]
     with closing(sg.MirroredStrategy(devices, elastic=True)) as strategy:
         train(strategy, seconds, 1)
-        _, pace = train(strategy, seconds, EPOCHS)
+        _, pace = train(strategy, seconds, max(EPOCHS, epochs // 4))
         step = (pace.ends[-1] - pace.ends[0]) / (len(pace.ends) - 1)
         pauses = (20 * step for _ in range(kills))
         with killing(strategy, random.Random(0), pauses) as done:
@@ -211,14 +265,20 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="put the table into docs/reliability.md"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="so many seeds at once, each on cores of its own"
+    )
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.getLogger("stratagem").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
+    if args.part:
+        one_part(args.part)
+        return
     lines = ["| what | seen |", "| --- | --- |"]
     for part in (
-        lambda: at_random(None, args.replicas, args.seeds),
-        lambda: at_random("ring", args.replicas, args.seeds),
+        *(partial(at_random, kind, args.replicas, args.seeds, args.jobs) for kind in KINDS),
         lambda: many_kills(args.replicas, args.kills, 0.05),
         lambda: hosts(40),
         lambda: malformed(10_000),

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from stratagem.errors import ReplicaLost
@@ -34,7 +34,8 @@ class Follower:
         fds = [control.fileno(), member.fileno(), output, errors]
         zygote = ZygoteProcess.get()
         try:
-            self.pid = zygote.fork(fds)
+            self.setting = zygote.setting()
+            self.pid = zygote.fork(self.setting, fds)
         except ZygoteGone:
             raise zygote.why_gone([name]) from None
         finally:
@@ -70,9 +71,16 @@ class Follower:
             self._failure = answer
         return answer
 
-    def close(self) -> None:
+    def waits(self) -> bool:
+        """Whether it lives, as far as its socket tells, and nothing was asked of it."""
+        return not select.select([self.control], [], [], 0)[0]
+
+    def close(self, *, pipes: bool = False) -> None:
+        """`pipes`: those of its output, too, which otherwise belong to a relay."""
         self.control.close()
         self.member.close()
+        for fd in (self.output, self.errors) if pipes else ():
+            os.close(fd)
 
 
 class FollowerRelay:
@@ -136,9 +144,10 @@ class FollowerRelay:
 class Pool:
     """Followers that run what they are told, one call at a time."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], spares: Sequence[Follower] = ()) -> None:
+        """`spares` take the first of the names."""
         self._zygote = ZygoteProcess.get()
-        self.followers = [Follower(name) for name in names]
+        self.followers = [*spares, *(Follower(name) for name in names[len(spares) :])]
         self._relay = FollowerRelay(
             {f.output: (f.name, "stdout") for f in self.followers}
             | {f.errors: (f.name, "stderr") for f in self.followers}

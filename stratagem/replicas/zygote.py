@@ -220,13 +220,13 @@ class ZygoteProcess:
                     self._channel, json.dumps({"import": module}).encode(), []
                 )
 
-    def fork(self, fds: list[int]) -> int:
-        setting = {
-            "cwd": os.getcwd(),
-            "environ": dict(os.environ),
-            "path": _path(),
-            "argv": sys.argv,
-        }
+    @staticmethod
+    def setting() -> dict[str, Any]:
+        """What followers take over from this process."""
+        environ, argv = dict(os.environ), list(sys.argv)
+        return {"cwd": os.getcwd(), "environ": environ, "path": _path(), "argv": argv}
+
+    def fork(self, setting: dict[str, Any], fds: list[int]) -> int:
         request = {"fork": setting, "modules": _worth_sharing()}
         return int(self._ask(request, fds)["pid"])
 

@@ -35,6 +35,7 @@ from stratagem.errors import (
 )
 from stratagem.figures.recorder import event
 from stratagem.replicas.pool import Pool
+from stratagem.replicas.spares import Spares
 from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
 from stratagem.training.elastic import Again, Elastic, Tries
@@ -94,6 +95,8 @@ class ReplicaGroup:
         self._cluster: Membership | None = None
         self._local: Membership | None = None
         self._elastic = elastic
+        #: for the places of those that die
+        self._spares = Spares()
         self._generations: Generations | None = None
         #: how many calls could be begun again, so that tasks may join in them
         self._calls = 0
@@ -163,7 +166,8 @@ class ReplicaGroup:
         others = range(placement.rank + 1, placement.rank + len(self.devices))
         membership = self._cluster
         if others:
-            self._pool = Pool([placement.names[rank] for rank in others])
+            names = [placement.names[rank] for rank in others]
+            self._pool = Pool(names, self._spares.take(names) if self._elastic else ())
             give_up = self.patience.answer
             one = (self._pool, placement, self.devices, self._cluster)
             membership = self._local = open_local(*one, give_up)
@@ -177,6 +181,8 @@ class ReplicaGroup:
         replica.barrier()  # nobody may let go of what the others are about to map
         if self._pool is not None:
             checked(self._pool, self._pool.collect(membership.raise_if_trouble))
+            if self._elastic is not None:
+                self._spares.prepare(len(others))
         self.size = placement.size
         return replica
 
@@ -387,4 +393,6 @@ class ReplicaGroup:
                 self._cluster.leave()  # first, or the others take our followers' end for a death
                 self._cluster = None
             self._end()
+            self._spares.end()
+            self._spares = Spares()
             self._become(None)

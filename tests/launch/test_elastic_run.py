@@ -195,7 +195,7 @@ def test_the_chief_of_a_custom_loop_is_killed(launcher: Launcher) -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                seen.append(float(loss))
+                seen.append(float(loss.detach()))
         for mine, theirs in zip(weights, model.parameters(), strict=True):
             assert torch.allclose(torch.tensor(mine), theirs.detach(), rtol=0, atol=1e-12)
     finally:

@@ -175,6 +175,24 @@ def test_nccl_group_of_one() -> None:
     group.abort()
 
 
+def test_after_an_abort_a_new_nccl_group_works() -> None:
+    """What an elastic job does when a replica is lost: never a second use of the old one."""
+    limit = timedelta(seconds=60)
+    for generation in range(3):
+        store = MeetingStore(Membership.alone(), f"{generation}", limit)
+        meeting = Meeting(store, "127.0.0.1", limit, lambda waited: None)
+        group = ProcessGroup("main", 0, 1, "nccl", meeting)
+        group.size = 2  # else every operation returns at once
+        flat = torch.full((1 << 20,), 3.0, device="cuda")
+        under_way = group.sum(flat)
+        if generation < 2:
+            group.abort()  # with something under way
+            continue
+        under_way.wait()
+        assert bool((flat.cpu() == 3.0).all())
+        group.abort()
+
+
 def test_running_out_of_memory_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     class Greedy(nn.Module):
         def __init__(self) -> None:
