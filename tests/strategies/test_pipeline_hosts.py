@@ -253,7 +253,7 @@ SCRIPTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 @needs_hosts
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_hosts(tmp_path: Path, name: str) -> None:
@@ -275,5 +275,5 @@ def test_hosts(tmp_path: Path, name: str) -> None:
             )
             for i in range(count)
         ]
-        said = [each.communicate(timeout=180)[0].splitlines()[-1] for each in running]
+        said = [each.communicate(timeout=360)[0].splitlines()[-1] for each in running]
     assert said == [words] * count
