@@ -93,6 +93,12 @@ def test_the_readme_takes_three_minutes() -> None:
     assert len(words) < 900, "move something into docs/"
 
 
+def images(page: Path) -> list[Path]:
+    return [
+        page.parent / each for each in re.findall(r'<img[^>]* src="([^":]+)"', page.read_text())
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="pip install '.[docs]'")
@@ -103,3 +109,7 @@ def test_the_site_builds() -> None:
     made = ROOT / "build" / "site"
     assert (made / "index.html").is_file() and (made / "docs" / "reference.html").is_file()
     assert "MirroredStrategy" in (made / "docs" / "reference.html").read_text()
+    assert "the last share had 18 images" in (made / "examples" / "notebook.html").read_text()
+    assert "test accuracy 0." in (made / "examples" / "keras.html").read_text()
+    figures = [image for page in made.rglob("studies*.html") for image in images(page)]
+    assert len(figures) > 3 and all(each.is_file() for each in figures)

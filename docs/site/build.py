@@ -1,4 +1,4 @@
-"""The documentation as a site: pages copied with what they link to, a reference, and MkDocs.
+"""The documentation as a site: pages copied with what they link to, notebooks run, a reference.
 
 python docs/site/build.py           # into build/site
 """
@@ -10,6 +10,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "build" / "pages"
@@ -35,6 +39,9 @@ def stage() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(LINK.sub(lambda found, page=page: _link(page, found), text))
     (PAGES / "docs" / "reference.md").write_text(reference())
+    for notebook in sorted(ROOT.glob("examples/*.ipynb")):
+        page = PAGES / notebook.relative_to(ROOT).with_suffix(".md")
+        page.write_text(rendered(notebook))
 
 
 def _link(page: Path, found: re.Match[str]) -> str:
@@ -45,11 +52,35 @@ def _link(page: Path, found: re.Match[str]) -> str:
     file = (ROOT / page.parent / target).resolve()
     if file == ROOT / "README.md":
         return f"{before}{target.removesuffix('README.md')}index.md{after}"
+    if file.suffix == ".ipynb":
+        return f"{before}{target.removesuffix('.ipynb')}.md{after}"
     if file.is_file() and file.suffix != ".md":
         copy = PAGES / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
     return found.group()
+
+
+def rendered(notebook: Path) -> str:
+    """The notebook as a page, with what its cells print when they are run now."""
+    cells = nbformat.read(notebook, as_version=4)
+    where = {"metadata": {"path": str(notebook.parent)}}
+    NotebookClient(cells, timeout=300, kernel_name="python3", resources=where).execute()
+    parts = []
+    for cell in cells.cells:
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+            continue
+        printed = "".join(_text(output) for output in cell.outputs)
+        parts.append(f"```python\n{cell.source}\n```")
+        parts += [f"```text\n{printed.rstrip()}\n```"] if printed.strip() else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _text(output: Any) -> str:
+    """What a cell has printed or returned, as plain text."""
+    found = output.get("text") or output.get("data", {}).get("text/plain", "")
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]|.*\r(?!\n)", "", str(found))
 
 
 def reference() -> str:
