@@ -282,7 +282,7 @@ def test_a_job_that_was_cut_off_goes_on_when_it_is_submitted_again(there: Any) -
     code, said = finished(there.start(*job, "--follow", "train.py", "quiet", "0"))
     assert code == 0, said
     (there.folder / "step-worker-0").unlink(missing_ok=True)
-    handle, _ = submitted(there, "--workers", "2", "train.py", "cut", "0.8")
+    handle, _ = submitted(there, "--workers", "2", "train.py", "cut", "3")
     wait_for(lambda: (there.folder / "step-worker-0").exists(), 60)
     if there.name == "ssh":
         _kill_supervisor(there)
