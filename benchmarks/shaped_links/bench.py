@@ -15,36 +15,78 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
-from task import OURS, TORCHS
+import torch
+import torch.nn.functional as F
+from task import OURS, ROWS, TORCHS, WIDE, model
 
+import stratagem as sg
 from tests.hosts import Hosts
 
 RATES = ["100mbit", "1gbit", "10gbit"]
 TASK = Path(__file__).parent / "task.py"
+#: how the planner names the ways that it knows
+PLANNED = {
+    None: "dense",
+    "bfloat16": "bf16",
+    "Int8()": "int8",
+    "TopK(share=0.01)": "top-k 1%",
+    "PowerSGD()": "PowerSGD 4",
+    "Sign()": "sign",
+}
 
 
-def once(hosts: Hosts, way: str, port: int) -> float | None:
-    """Seconds a step on the slower of both hosts; None, with its last words, where it failed."""
-    addresses = [f"{hosts.address(i)}:{port}" for i in range(2)]
+def once(hosts: Hosts, ways: list[str], port: int) -> dict[str, float]:
+    """By way: seconds a step on the slower of both hosts; says the last words where one failed."""
     environ = {
         "STRATAGEM_SECRET": secrets.token_hex(16),
         "GLOO_SOCKET_IFNAME": "e0",
     }
+    places = [hosts.address(i) for i in range(2)]
     running = [
-        hosts.start(i, sys.executable, TASK, way, i, *addresses, **environ) for i in range(2)
+        hosts.start(i, sys.executable, TASK, i, port, *places, *ways, **environ) for i in range(2)
     ]
     said = [each.communicate(timeout=600)[0] for each in running]
-    found = [line.split()[1] for text in said for line in text.splitlines() if "seconds " in line]
-    if len(found) < 2:
-        print(f"{way} failed:", *(text[-400:] for text in said), sep="\n", file=sys.stderr)
-        return None
-    return max(map(float, found))
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for line in (
+        line for text in said for line in text.splitlines() if line.startswith("seconds ")
+    ):
+        _, seconds, way = line.split(" ", 2)
+        found[way].append(float(seconds))
+    if any(len(each) < 2 for each in found.values()):
+        print("failed:", *(text[-1500:] for text in said), sep="\n", file=sys.stderr)
+    return {way: max(each) for way, each in found.items() if len(each) == 2}
+
+
+def predicted(rate: str) -> dict[str, float]:
+    """By way: seconds a step that the planner predicts for two such hosts, and this model."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    batch = torch.randn(ROWS, WIDE), torch.randint(10, (ROWS,))
+    link = rate.replace("mbit", "Mbit").replace("gbit", "Gbit")
+    found = sg.plan(
+        module,
+        batch,
+        loss=F.cross_entropy,
+        optimizer=optimizer,
+        link=link,
+        hosts=2,
+        gpus_per_host=1,
+        most=2,
+        lossy=True,
+    )
+    steps: dict[str, float] = {}
+    for each in found.plan.predictions:
+        cfg = each.configuration
+        if cfg.strategy == "MultiWorkerMirroredStrategy" and not cfg.hierarchical:
+            for way in ("local 20", "DiLoCo 20") if cfg.every > 1 else [PLANNED[cfg.wire]]:
+                steps[way] = each.step
+    return steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rates", nargs="+", default=RATES)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ways", nargs="+", default=[*OURS, *TORCHS])
     args = parser.parse_args()
     if os.geteuid() != 0:
@@ -58,20 +100,21 @@ def main() -> None:
             for _ in range(args.rounds):  # in turn, so that whatever else runs here hits all
                 for way in args.ways:
                     port += 7
-                    if (seconds := once(hosts, way, port)) is not None:
-                        times[way].append(seconds)
-        _show(rate, times)
+                    times[way] += once(hosts, [way], port).values()
+        _show(rate, times, predicted(rate))
 
 
-def _show(rate: str, times: dict[str, list[float]]) -> None:
+def _show(rate: str, times: dict[str, list[float]], planned: dict[str, float]) -> None:
     middles = {way: statistics.median(each) for way, each in times.items() if each}
-    print(f"\n| {rate} | ms a step (least to most) | steps a second, dense is 1 | DDP is 1 |")
-    print("| --- | --- | --- | --- |")
+    print(f"\n| {rate} | ms a step (least to most) | steps/s, dense 1 | predicted | DDP is 1 |")
+    print("| --- | --- | --- | --- | --- |")
     for way, middle in middles.items():
         span = f"{1e3 * min(times[way]):.1f} to {1e3 * max(times[way]):.1f}"
-        ratios = [
+        dense, ddp = (
             f"{middles[peer] / middle:.2f}" if peer in middles else "" for peer in ("dense", "DDP")
-        ]
+        )
+        gain = f"{planned['dense'] / planned[way]:.2f}" if way in planned else ""
+        ratios = [dense, gain, ddp]
         print(f"| {way} | {1e3 * middle:.1f} ({span}) | {' | '.join(ratios)} |", flush=True)
 
 

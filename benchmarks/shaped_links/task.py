@@ -1,6 +1,6 @@
-"""One worker of the benchmark, on one host: seconds a step of one way to send gradients.
+"""One worker of the benchmark, on one host: seconds a step of some ways to send gradients.
 
-python benchmarks/shaped_links/task.py WAY RANK ADDRESS ADDRESS
+python benchmarks/shaped_links/task.py RANK PORT ADDRESS ADDRESS WAY WAY ...
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-STEPS, WARM, ROWS, WIDE = 20, 20, 64, 1024  # a round of 20 updates to warm up, and one to time
+ROWS, WIDE = 64, 1024
+#: updates to warm up, and to time: a whole round each of those who meet every 20
+STEPS, ROUND = (3, 8), (20, 20)
 
 OURS: dict[str, str] = {
     "dense": "",
@@ -40,22 +42,23 @@ def model() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(WIDE, 10))
 
 
-def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(rank: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     dice = torch.Generator().manual_seed(rank)
-    for _ in range(WARM + STEPS):
+    for _ in range(count):
         yield torch.randn(ROWS, WIDE, generator=dice), torch.randint(10, (ROWS,), generator=dice)
 
 
-def timed(module: Any, optimizer: Any, rank: int) -> float:
+def timed(way: str, module: Any, optimizer: Any, rank: int) -> float:
     """Seconds a step, in the mean of the last ones."""
+    warm, steps = ROUND if "20" in way else STEPS
     began = 0.0
-    for step, (x, y) in enumerate(batches(rank)):
-        if step == WARM:
+    for step, (x, y) in enumerate(batches(rank, warm + steps)):
+        if step == warm:
             began = time.perf_counter()
         F.cross_entropy(module(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return (time.perf_counter() - began) / STEPS
+    return (time.perf_counter() - began) / steps
 
 
 def ours(way: str, rank: int, addresses: list[str]) -> float:
@@ -68,7 +71,7 @@ def ours(way: str, rank: int, addresses: list[str]) -> float:
         module = model()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         module, optimizer, _ = strategy.prepare(module, optimizer)
-        return timed(module, optimizer, rank)
+        return timed(way, module, optimizer, rank)
 
 
 def torchs(way: str, rank: int, addresses: list[str]) -> float:
@@ -76,8 +79,9 @@ def torchs(way: str, rank: int, addresses: list[str]) -> float:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    where = f"tcp://{addresses[0]}"
-    dist.init_process_group("gloo", where, timedelta(seconds=120), len(addresses), rank)
+    if not dist.is_initialized():
+        where = f"tcp://{addresses[0]}"
+        dist.init_process_group("gloo", where, timedelta(seconds=120), len(addresses), rank)
     # one bucket for PowerSGD: on Gloo the messages of two met each other, and torch gave up
     bucket = 64 if "PowerSGD" in way else None
     module = DistributedDataParallel(model(), bucket_cap_mb=bucket)
@@ -86,12 +90,14 @@ def torchs(way: str, rank: int, addresses: list[str]) -> float:
     elif way == "DDP PowerSGD 4":
         state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)
         module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return timed(module, torch.optim.SGD(module.parameters(), lr=0.01), rank)
+    return timed(way, module, torch.optim.SGD(module.parameters(), lr=0.01), rank)
 
 
 if __name__ == "__main__":
-    chosen, place, *hosts = sys.argv[1:]
+    place, port, first, second, *chosen = sys.argv[1:]
     torch.set_num_threads(1)
-    seconds = (ours if chosen in OURS else torchs)(chosen, int(place), hosts)
-    print(f"seconds {seconds:.6f}", flush=True)
+    for number, way in enumerate(chosen):
+        there = [f"{host}:{int(port) + 7 * number}" for host in (first, second)]
+        seconds = (ours if way in OURS else torchs)(way, int(place), there)
+        print(f"seconds {seconds:.6f} {way}", flush=True)
     os._exit(0)  # torch's process group would wait for the other host

@@ -20,15 +20,15 @@ import workers
 import stratagem as sg
 
 WORKERS, SEEDS, COMPUTE = 8, 5, 5e-3  # seconds that a gradient takes: an assumption
-STEPS = {"clothes": 240, "text": 240}
+STEPS = {"clothes": 200, "text": 200}
 EACH = {"clothes": 16, "text": 32}  # rows a worker
 CONTEXT = 8
 #: what is tried: the optimizer, `wire=`, `sync=`; a tenth of the steps is dense for two of them
 ROWS: dict[str, tuple[str, Any, Any]] = {
     "every step": ("sgd", None, None),
     "int8": ("sgd", sg.Int8(), None),
-    "top-k 1%": ("sgd", sg.TopK(0.01, dense_steps=24), None),
-    "PowerSGD 4": ("sgd", sg.PowerSGD(4, dense_steps=24), None),
+    "top-k 1%": ("sgd", sg.TopK(0.01, dense_steps=20), None),
+    "PowerSGD 4": ("sgd", sg.PowerSGD(4, dense_steps=20), None),
     "sign": ("sgd", sg.Sign(), None),
     "local 20": ("sgd", None, sg.LocalSteps(20)),
     "ring": ("sgd", None, sg.Gossip("ring")),
