@@ -39,7 +39,7 @@ REMEDY = (
 
 
 class Reading(NamedTuple):
-    """What a backward pass of one replica sends; the numbers are added up by share."""
+    """What a backward pass of one replica tells the others; the numbers are added up by share."""
 
     #: what the gradient was multiplied by at the loss
     factor: float | Tensor = 1.0
@@ -168,7 +168,7 @@ class LossReader:
         return reading
 
     def _is_for_all(self, losses: Sequence[Tensor]) -> bool:
-        """Whether a pass reaches a prepared parameter; others may be one replica's alone."""
+        """Whether a pass comes to a prepared parameter: others may be one replica's own affair."""
         todo: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         seen: set[Any] = set()
         while todo:
@@ -278,7 +278,7 @@ class LossReader:
             )
 
     def _note_for_servers(self) -> None:
-        """Note a reading for servers, without asking other replicas."""
+        """No other replica is asked here: what this one knows has to do."""
         reading = self.reading
         self._refuse_spread(float(reading.spread))
         self.totals.append(float(reading.factor))
@@ -307,7 +307,7 @@ class LossReader:
         return float(reading.weight), reading.summed
 
     def settle(self, notes: Sequence[float]) -> float:
-        """Return what the sum of all gradients is divided by, given all replicas' readings."""
+        """What the sum of all gradients is to be divided by, given everybody's readings."""
         if self.passes == 1 and not self.share.announced and (replica := self._replica()):
             loss = self.loss() if self.loss is not None else None
             tell_without_loader(replica, None if loss is None else float(loss.detach()))
@@ -356,12 +356,12 @@ _plain = torch.autograd.backward
 
 
 def reader_of(replica: Replica) -> LossReader | None:
-    """Return the reader of this replica's losses; None before anything is prepared."""
+    """Who reads the losses of this replica's custom loops, once something has been prepared."""
     return _readers.get(replica)
 
 
 def read_losses(replica: Replica, reduction: str | None) -> LossReader:
-    """Begin to read the losses of this replica's backward passes."""
+    """From now on what this replica's backward passes begin with is read."""
     check_reduction(reduction)
     reader = _readers.get(replica)
     if reader is None:
@@ -384,12 +384,12 @@ def check_reduction(reduction: str | None) -> None:
 
 
 def begin_loop(replica: Replica) -> None:
-    """Forget the losses of earlier calls of strategy.run."""
+    """Another call of strategy.run: nothing is known of its losses."""
     _readers.pop(replica, None)
 
 
 def _backward(tensors: Any, *args: Any, **options: Any) -> None:
-    """Stand in for torch.autograd.backward, which Tensor.backward calls, too."""
+    """In place of torch.autograd.backward, which Tensor.backward calls, too."""
     reader = _readers.get(current_replica()) if _readers and in_user_code() else None
     if reader is None or reader.is_reading:
         _plain(tensors, *args, **options)

@@ -126,7 +126,7 @@ class ResumableLoader(Around):
 
 
 class LoopCheckpoints:
-    """The checkpoints of one custom loop, on every replica."""
+    """Those of one custom loop, on every replica."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class LoopCheckpoints:
                 self._writer.wait()
 
     def _begin(self) -> None:
-        """Begin the epochs that are left."""
+        """The epochs that are left begin."""
         if self.elastic:
             _refuse_forgotten(self.optimizer, self.things)
         self._keep()
@@ -197,7 +197,7 @@ class LoopCheckpoints:
             self._agreement.schedule.saved(*self._memory.last_saved)
 
     def _terminable(self) -> AbstractContextManager[Any]:
-        """Wait for SIGTERM; where the loop may be begun again, as long as its call lasts."""
+        """SIGTERM is waited for; where the loop may be begun again, for as long as its call is."""
         memory = journal_of(self.replica)
         if self._agreement is None:
             return nullcontext()
@@ -207,7 +207,7 @@ class LoopCheckpoints:
         return nullcontext()
 
     def begin_pass(self) -> None:
-        """Begin a pass over the loader, one for each epoch."""
+        """A pass over the loader begins, one for each epoch."""
         if not self._open or self._passed:
             raise UsageError(
                 "a loader that was prepared with resume=..., or with elastic=True, is read once in "
@@ -217,11 +217,11 @@ class LoopCheckpoints:
         self._passed = True
 
     def give(self) -> None:
-        """Note that the loop has a batch."""
+        """A batch is given to the loop."""
         self._waiting = True
 
     def after_batch(self) -> None:
-        """Count a batch that the loop is done with."""
+        """The loop is done with a batch."""
         self.batch, self.step = self.batch + 1, self.step + 1
         if (journal := journal_of(self.replica)) is not None:
             journal.steps = self.step
@@ -233,7 +233,8 @@ class LoopCheckpoints:
     # --- saving -------------------------------------------------------------------------------
 
     def _look(self, *, end_of_epoch: bool = False) -> bool:
-        """Save if that is due, and end after SIGTERM; return whether it was saved. Collective."""
+        """Save if that is due, and end where somebody was asked to; returns whether it was saved.
+        Collective."""
         agreement = self._agreement
         if agreement is None:
             self._keep()
@@ -381,7 +382,7 @@ def _read(state: Any) -> Any:
 
 
 def _state(thing: Any) -> Any:
-    """Return the state of an object that a loop remembers."""
+    """What goes on of something that a loop remembers."""
     return thing if isinstance(thing, list | dict) else thing.state_dict()
 
 

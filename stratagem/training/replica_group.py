@@ -131,7 +131,7 @@ class ReplicaGroup:
             return self.replica
 
     def _refuse_if_forked(self) -> None:
-        """Refuse a forked process: replicas belong to the process that started them."""
+        """What was started belongs to the process that did so; what was not, to this one."""
         if os.getpid() == self._owner:
             return
         if self._cluster is not None and self.size > 1:
@@ -176,7 +176,7 @@ class ReplicaGroup:
         return replica
 
     def _join(self) -> Membership | None:
-        """Meet the other tasks of the cluster; None if they have begun without this one."""
+        """The other tasks of the cluster; None if they have begun without this one."""
         if self._elastic is None:
             return self._party.join()
         if self._generations is None:
@@ -241,7 +241,7 @@ class ReplicaGroup:
         sent: Sent,
         again: Again | None,
     ) -> None:
-        """Have the followers run the call, which this process runs next."""
+        """Have the followers run it; this process does so next."""
         replica = self.start()
         if again is not None and again.done() is not None:
             again.let_join()
@@ -255,7 +255,7 @@ class ReplicaGroup:
             torch.set_num_threads(self._threads)
 
     def _go_on(self, error: BaseException, tries: Tries, name: str) -> None:
-        """Form the group again after a failure; or raise the failure, if that is the end."""
+        """Come together again after a failure; or raise what it was, if that is the end."""
         trouble = self._trouble()
         better = self._fall(error)
         if tries.left(better, trouble):
@@ -268,7 +268,7 @@ class ReplicaGroup:
     def _regroup_within(
         self, tries: Tries, name: str, begin: Callable[[], None], error: BaseException
     ) -> None:
-        """Form the group again in the midst of a call, as its leader; the others begin anew."""
+        """The same in the midst of a call, by the process that leads it: the others begin anew."""
         while True:
             self._go_on(error, tries, name)
             try:
@@ -279,7 +279,7 @@ class ReplicaGroup:
                 return
 
     def _trouble(self) -> Failure | None:
-        """Return what has happened to a member, here or elsewhere."""
+        """What has happened to a member, here or elsewhere."""
         known = (each.trouble for each in (self._local, self._cluster) if each is not None)
         return next((trouble for trouble in known if trouble is not None), None)
 
@@ -295,7 +295,7 @@ class ReplicaGroup:
         return name
 
     def _regroup(self, error: BaseException, name: str) -> None:
-        """Form the group again of the members still here and those that wait to join."""
+        """Come together again with those who are still here, and those who wait to join."""
         log.warning("%s The others go on.", str(error).removesuffix(" Then start the job again."))
         if self._generations is None or self._cluster is None:
             event("join", "it is started again", about=getattr(error, "who", ""))
@@ -309,7 +309,7 @@ class ReplicaGroup:
             event("join", f"{member} joins the job", about=member.name)
 
     def _collect(self, mine: Any, *, done: bool) -> list[Any]:
-        """Collect results. `done`: those of others are not needed once this process has its own."""
+        """`done`: what others have come to is no more needed once this process has its result."""
         if self._pool is None or self.replica is None:
             return [mine]
         try:
@@ -326,7 +326,7 @@ class ReplicaGroup:
     # --- coming apart -----------------------------------------------------------------------
 
     def _fall(self, error: BaseException) -> BaseException:
-        """End everything after a failure; the next call starts afresh. Return what to raise."""
+        """End everything after a failure; the next call starts afresh. Returns what to raise."""
         if self._cluster is not None and len(self._cluster.members) > 1:
             if not isinstance(error, ReplicaError):
                 self.report(tracebacks.described(error))
@@ -390,7 +390,7 @@ def _record(trouble: Failure) -> None:
 
 
 def forked(whom: str) -> UsageError:
-    """Return the error for a forked child that calls its parent's replicas."""
+    """What a forked child is told that calls those whom its parent has started."""
     return UsageError(
         f"this process was forked from the one that started the {whom} of this strategy, and they "
         "listen to that one only; make a strategy in the child, or use this one in the parent."
