@@ -93,7 +93,8 @@ class Staged(OneDevice):
         assert isinstance(replica.collective, SharedMemoryCollective) and settings.pipeline
         self._collective, self._pipeline = replica.collective, settings.pipeline
         self._schedule = SCHEDULES[self._pipeline.schedule]
-        self._shared = SharedTensors([*module.parameters(), *module.buffers()], self._collective)
+        tensors = [*module.parameters(), *module.buffers()]
+        self._shared = SharedTensors(tensors, self._collective, keeps=False)
         self._stage: Stage | ColumnStage | None = None
         self._state: OwnedState | None = None
         self._owned: list[nn.Parameter] = []
