@@ -82,6 +82,8 @@ def _stage(rank: int, stages: int, microbatches: int, answers: Any) -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     dist.init_process_group("gloo", rank=rank, world_size=stages)
     made = blocks()
     size = len(made) // stages

@@ -50,14 +50,17 @@ class SharedTensors:
         collective: SharedMemoryCollective,
         *,
         returns: bool = True,
+        keeps: bool = True,
     ) -> None:
-        """`given`: in an order that is the same everywhere. `returns`: whether they go back in the
-        end to where they lay, which is kept until then."""
+        """`given`: in an order that is the same everywhere. `returns`: whether they leave shared
+        memory in the end, on the first process; `keeps`: for where they lay, which is kept until
+        then. Else that memory is let go of: a device that has some layers has no room for all."""
         self._collective = collective
         self._leads = collective.rank == 0
         tensors = list(dict.fromkeys(given))
         #: on the first process: where they lay before
-        self._homes = [(t, t.data) for t in tensors] if self._leads and returns else []
+        self._homes = [(t, t.data) for t in tensors] if self._leads and returns and keeps else []
+        self._fresh = tensors if self._leads and returns and not keeps else []
         self._views = shared_views(tensors, collective)
         with torch.no_grad():
             for tensor, view in self._views:
@@ -82,12 +85,14 @@ class SharedTensors:
             tensor.data = view.copy_(tensor.detach())
 
     def close(self) -> None:
-        """On the first process: give them the memory again that they had."""
+        """On the first process: give them the memory again that they had, or some of their own."""
         with torch.no_grad():
             for tensor, home in self._homes:
                 if tensor.shape == home.shape:
                     home.copy_(tensor)
                     tensor.data = home
+            for tensor in self._fresh:
+                tensor.data = tensor.detach().clone()
 
 
 class OwnedState:
@@ -177,7 +182,7 @@ class SharedModel:
         optimizer: Optimizer,
         collective: SharedMemoryCollective,
     ) -> None:
-        self._tensors = SharedTensors(tensors, collective)
+        self._tensors = SharedTensors(tensors, collective, keeps=False)
         self._optimizer, self._collective = optimizer, collective
         self._state: OwnedState | None = None
         self._owned: list[Tensor] = []

@@ -108,7 +108,8 @@ class StagePasses:
         self._replica, self._collective, self._pipeline = replica, replica.collective, pipeline
         self._model, self._optimizer = model, optimizer
         self._params = list(model.parameters())
-        self._shared = SharedTensors([*self._params, *model.buffers()], self._collective)
+        tensors = [*self._params, *model.buffers()]
+        self._shared = SharedTensors(tensors, self._collective, keeps=False)
         homes = dict(shared_views(self._params, self._collective))
         self._homes = [homes[param] for param in self._params]
         self._splits: list[StageSplit] = []
