@@ -1,7 +1,7 @@
 """Keras' own `fit` on its torch backend, plain and in a strategy's scope; TensorFlow beside it.
 
     python benchmarks/keras_fit/bench.py [--parts one,two] [--models tiny,cnn,large] [--rounds 5]
-    python benchmarks/keras_fit/bench.py --tensorflow [FOLDER]    makes an environment there
+    python benchmarks/keras_fit/bench.py --tensorflow [FOLDER] --jax [FOLDER]    made there
 
 Every arm is a fresh process tree with the same model, data, optimizer (Adam), accuracy tracked and
 threads set; arms take turns within a round, in the other order every second round. Only the last
