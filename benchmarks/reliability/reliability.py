@@ -33,6 +33,9 @@ from torch import nn
 
 import stratagem as sg
 
+# everything here is about CPU processes, workers of servers included
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 ROWS, BATCH, EPOCHS = 512, 64, 5
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 SERVERS = "servers, in step"
