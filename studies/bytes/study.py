@@ -27,7 +27,7 @@ CONTEXT = 8
 ROWS: dict[str, tuple[str, Any, Any]] = {
     "every step": ("sgd", None, None),
     "int8": ("sgd", sg.Int8(), None),
-    "top-k 1%": ("sgd", sg.TopK(0.01, dense_steps=20), None),
+    "top-k 1%": ("sgd", sg.TopK(0.01, momentum=0.9, dense_steps=20), None),
     "PowerSGD 4": ("sgd", sg.PowerSGD(4, dense_steps=20), None),
     "sign": ("sgd", sg.Sign(), None),
     "local 20": ("sgd", None, sg.LocalSteps(20)),
@@ -99,10 +99,12 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
     size = EACH[task] * WORKERS
     batches = torch.randint(len(split.x), (steps, size), generator=dice)
 
+    momentum = 0.0 if getattr(wire, "momentum", 0.0) else 0.9  # the compression has its own
+
     def train(collective: workers.ThreadCollective) -> tuple[float, float]:
         module = modules[collective.rank]
         optimizer: Any = (
-            torch.optim.SGD(module.parameters(), job["rate"], momentum=0.9)
+            torch.optim.SGD(module.parameters(), job["rate"], momentum=momentum)
             if kind == "sgd"
             else torch.optim.AdamW(module.parameters(), job["rate"])
         )
