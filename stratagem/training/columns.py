@@ -138,7 +138,8 @@ class ColumnStage:
     def _cut(self, length: int, chunks: Chunks) -> int:
         """Cut so many steps, or rows, into chunks, and have the next device do the same."""
         if not self._last:
-            told = {"seed": self._seed, "length": length, **chunks._asdict()}
+            told = {"seed": self._seed, "length": length}
+            told |= {"number": chunks.number, "by_rows": chunks.by_rows}
             self._channels.forward[self._device, "chunks"].post(told)
         self._by_rows = chunks.by_rows
         self._axis = 1 - self._plan.axis if chunks.by_rows else self._plan.axis

@@ -713,7 +713,7 @@ def test_one_replica_takes_the_batches_of_its_loader() -> None:
 def test_prepare_refuses_what_is_neither(two: sg.MirroredStrategy) -> None:
     with pytest.raises(sg.NotDistributable, match="DataLoader, not a list"):
         two.run(lambda: two.prepare([torch.ones(2)]))  # type: ignore[call-overload]
-    with pytest.raises(sg.UsageError, match=r"prepare\(model, optimizer\)"):
+    with pytest.raises(sg.UsageError, match=r"prepare\(model, optimizer, loader\)"):
         two.run(lambda: two.prepare(mlp()))  # type: ignore[call-overload]
 
 

@@ -14,6 +14,7 @@ import stratagem as sg
 from stratagem.training import devices
 from stratagem.training.devices import canonical, place, resolve
 from stratagem.training.placement import attentively
+from stratagem.wire import device_kinds
 
 SPELLINGS = {
     "cuda:0": [
@@ -46,6 +47,7 @@ def test_the_thread_that_makes_groups_uses_the_replicas_gpu(
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: chosen.append((device, threading.get_ident()))
     )
+    monkeypatch.setattr(device_kinds, "_in_use", [])
     gpu = torch.device("cuda", 1)
     thread = attentively(threading.get_ident, lambda: None, gpu)
     assert chosen == [(gpu, thread)] and thread != threading.get_ident()
