@@ -43,6 +43,8 @@ class Step(Protocol):
     keeps: bool  # whether `keep` does anything here
     #: called before an update, where all replicas make one
     before_commit: Callable[[], None]
+    #: how often plain attributes of the module have changed in this call
+    followed: Callable[[], int]
 
     @property
     def settled(self) -> bool:
@@ -90,6 +92,7 @@ class OneDevice(TorchAdapter):
         self.keeps = replica.is_chief
         #: called before gradients are added up
         self.before_commit: Callable[[], None] = lambda: None
+        self.followed: Callable[[], int] = lambda: 0
         self._waiting = 0
 
     @property
