@@ -134,6 +134,8 @@ class ChangeTracker:
         self._model, self._own = model, own
         #: whether nobody has to follow; whether all replicas read the chief's very parameters
         self.alone = self.in_common = False
+        #: how often plain attributes have changed: what was traced is to be traced again
+        self.followed = 0
         self._params, self._buffers = WriteTracker(), WriteTracker()
         self._attributes: AttributeTracker | None = None
         self._frozen: list[bool] = []
@@ -212,7 +214,8 @@ class ChangeTracker:
 
     def _current_layout(self) -> list[int]:
         module = self._model.module
-        parts = [*module.modules(), *module.parameters()]
+        shared = module.buffers() if self.in_common else ()
+        parts = [*module.modules(), *module.parameters(), *shared]
         return [id(part) for part in parts + [p for group in self._groups() for p in group]]
 
     def _current_state(self) -> list[Any]:
@@ -275,5 +278,6 @@ def heed(job: CallTarget, replica: Replica, told: dict[str, Any]) -> None:
         for param, wanted in zip(job.module.parameters(), frozen or (), strict=False):
             param.requires_grad_(wanted)
         adopt(_modules(job.module), attributes)
+    job.callbacks.changes.followed += bool(attributes)
     if weights is not None or frozen is not None or attributes:
         job.callbacks.changes.settle()

@@ -89,7 +89,7 @@ class Divided(OneDevice):
         self._statistics: SharedTensors | None = None
         self._update: DividedUpdate | None = None
         self._parts: OwnParts | None = None
-        self._modes: list[bool] = []
+        self._modes: list[int] = []
         self._loss = 0.0
         if not replica.leads:
             self.take_in = _nothing  # all have the same outputs, and metrics are added up
@@ -154,7 +154,7 @@ class Divided(OneDevice):
     # --- one step -----------------------------------------------------------------------------
 
     def take(self, portion: Portion, last: bool) -> None:
-        modes = [part.training for part in self.module.modules()]
+        modes = [*(part.training for part in self.module.modules()), self.followed()]
         if self._update is None or modes != self._modes:  # a forward is traced as it is now
             if self._update is not None:
                 self._let_go()

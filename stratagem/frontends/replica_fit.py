@@ -112,6 +112,8 @@ class ReplicaSide:
             form = Divided if job.settings.tensor else MeshStaged if rows else Staged
         self._passes_on = False
         self.step: Step = form(job.module, job.optimizer, job.recipe, replica, job.settings)
+        changes = job.callbacks.changes
+        self.step.followed = lambda: changes.followed
         self.step.keeps = replica.is_chief or job.succession is not None
         if job.journal is not None:
             self.step.take_in = job.journal.watch(job.recipe.metrics)

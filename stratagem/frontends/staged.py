@@ -50,8 +50,8 @@ from stratagem.training.tied_gradients import TiedGradients, devices_of, refuse_
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
-#: settings, rows and the modes of its parts that a model was measured for
-_PlanKey = tuple[Pipeline, int, tuple[bool, ...]]
+#: settings, rows, the modes of its parts and the layers that a model was measured for
+_PlanKey = tuple[Pipeline, int, tuple[bool, ...], tuple[str, ...]]
 _plans: weakref.WeakKeyDictionary[nn.Module, tuple[_PlanKey, StagePlan]] = (
     weakref.WeakKeyDictionary()
 )
@@ -103,7 +103,7 @@ class Staged(OneDevice):
         self._stage: Stage | ColumnStage | None = None
         self._owned: list[nn.Parameter] = []
         self._microbatches = 1
-        self._modes: list[bool] = []
+        self._modes: list[int] = []
 
     # --- coming together --------------------------------------------------------------------
 
@@ -166,7 +166,8 @@ class Staged(OneDevice):
 
     def _plan(self, graph: LayerGraph, portion: Portion) -> StagePlan:
         modes = tuple(part.training for part in self.module.modules())
-        known, key = _plans.get(self.module), (self._pipeline, portion.total, modes)
+        layers = tuple(layer.name for layer in graph.layers)
+        known, key = _plans.get(self.module), (self._pipeline, portion.total, modes, layers)
         if known is not None and known[0] == key:
             return known[1]
 
@@ -194,7 +195,7 @@ class Staged(OneDevice):
 
     def take(self, portion: Portion, last: bool) -> None:
         portion = self.here(portion)
-        modes = [part.training for part in self.module.modules()]
+        modes = [*(part.training for part in self.module.modules()), self.followed()]
         if self._stage is None or modes != self._modes:  # a forward is traced as it is now
             if self._stage is not None:  # another cut may give a device what it did not own
                 self.bring_home()

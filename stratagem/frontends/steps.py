@@ -43,6 +43,7 @@ class Step(Protocol):
     keeps: bool  # whether `keep` does anything here
     #: called before an update, where all replicas make one
     before_commit: Callable[[], None]
+    followed: Callable[[], int]  # how often attributes of the module have changed
 
     @property
     def settled(self) -> bool:
@@ -85,11 +86,10 @@ class OneDevice(TorchAdapter):
     ) -> None:
         super().__init__(module, optimizer, recipe, replica)
         self.tally = LossSum()
-        #: takes in outputs and targets for the metrics
         self.take_in: Callable[..., None] = recipe.metrics.update
         self.keeps = replica.is_chief
-        #: called before gradients are added up
         self.before_commit: Callable[[], None] = lambda: None
+        self.followed: Callable[[], int] = lambda: 0
         self._waiting = 0
 
     @property

@@ -62,6 +62,8 @@ class WriteJournal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._disturbed = disturbed
         #: the relative rounding of the coarsest numbers that have been computed with
         self.epsilon = 0.0
+        #: whether an operation would have drawn random numbers
+        self.draws = False
         self._before: dict[Any, tuple[Tensor, Tensor]] = {}
         self._generators: dict[torch.Generator, Tensor] = {}
 
@@ -91,6 +93,7 @@ class WriteJournal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator = given.get("generator")
         if generator is not None and generator not in self._generators:
             self._generators[generator] = generator.get_state()
+        self.draws |= known.still is not None or bool(given.get(_DROPOUT))
         if known.still is not None:
             return known.still(func, given)
         if given.get(_DROPOUT):

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from stratagem.compat.torch_names import MODULE_HOOKS
 from stratagem.errors import NotDistributable, UsageError
@@ -120,13 +121,16 @@ class _SideEffect(Exception):
 
 @contextmanager
 def _without_effects(module: nn.Module) -> Iterator[None]:
-    """Raise if a module's forward sets attributes of it, or draws random numbers by itself; both
-    are put back."""
+    """Raise if a module's forward sets attributes of it, writes into its tensors, or draws random
+    numbers by itself; attributes are put back."""
     dice, before, seen = _dice(), dict(vars(module)), _sizes(module)
+    written = _versions(module)
     try:
         yield
         if _sizes(module) != seen:
             raise _SideEffect("it sets attributes of the module")
+        if _versions(module) != written:
+            raise _SideEffect("it writes into a buffer what does not depend on its inputs")
         if _dice() != dice:
             raise _SideEffect("it draws random numbers that are not of its inputs' shape")
     finally:
@@ -141,6 +145,27 @@ def _sizes(module: nn.Module) -> dict[str, Any]:
         name: (id(value), len(value) if isinstance(value, kinds) else 0)
         for name, value in vars(module).items()
     }
+
+
+def _versions(module: nn.Module) -> list[int]:
+    """How often each tensor of a module, a plain attribute too, has been written into."""
+    plain = (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+    tensors = (*module.parameters(), *module.buffers(), *plain)
+    return [each._version for each in tensors if not is_lazy(each) and not each.is_inference()]
+
+
+@contextmanager
+def _kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Have what tracing writes into buffers undone: running does it again."""
+    plain = [b for b in module.buffers() if not is_lazy(b) and not b.is_inference()]
+    before = [(each, each._version, each.clone()) for each in plain]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in before:
+                if buffer._version != version:
+                    buffer.copy_(value)
 
 
 def _dice() -> Any:
@@ -175,7 +200,7 @@ def trace(module: nn.Module, x: Any = None, opened: Opened = _NONE) -> LayerGrap
     while True:
         tracer = _LayerTracer(whole, opened)
         try:
-            with _without_effects(module):
+            with _kept_buffers(module), _without_effects(module):
                 graph = tracer.trace(module, given or None)
                 read = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
                 made = [

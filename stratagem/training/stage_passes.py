@@ -59,6 +59,8 @@ class StageSplit:
     #: of whole outputs and their gradients, between the first device and the last
     outputs: TreeChannel
     gradients: TreeChannel
+    #: whether its forward draws random numbers; known to the first process
+    draws: bool
 
 
 @dataclass
@@ -119,6 +121,7 @@ class StagePasses:
         self._state: OwnedState | None = None
         self._autocast: list[Any] = [False, "bfloat16"]
         self._rows = 0
+        self._draws = False
 
     def _split(self, told: dict[str, Any], x: dict[str, Any] | None = None) -> None:
         """Trace, measure and cut; the first process has a batch at hand."""
@@ -147,6 +150,7 @@ class StagePasses:
             TiedGradients(self._collective, self._params, used),
             outputs,
             gradients,
+            self._draws,
         )
         self._splits.append(split)
         if self._state is None:
@@ -155,7 +159,7 @@ class StagePasses:
 
     def _planned(self, graph: LayerGraph, given: list[Any]) -> list[Any]:
         total = self._rows
-        prove(graph, total, lambda count: rows(given, 0, count))
+        self._draws = prove(graph, total, lambda count: rows(given, 0, count))
         with self._cast():
             plan, table = make_plan(
                 graph, self._pipeline, self._replica.count, total, lambda n: rows(given, 0, n)
@@ -229,7 +233,11 @@ class StagePasses:
         """Have these parameters the gradients that are there, and the others none."""
         mine = set(owned)
         for index, param in enumerate(self._params):
-            param.grad = self._homes[index] if index in mine and there[index] else None
+            param.grad = self._lent(index) if index in mine and there[index] else None
+
+    def _lent(self, index: int) -> Tensor:
+        """The shared gradient as a tensor of its own: `p.grad.data = ...` leaves the place."""
+        return self._homes[index].detach()
 
     def _settled(self, split: StageSplit) -> list[int]:
         """Put gradients where all see them; returns the numbers of all that are there."""
@@ -256,7 +264,7 @@ class StagePasses:
 
     def _handed_in(self) -> list[bool]:
         """Which parameters have a gradient; what the loop has put there comes into its place."""
-        for param, home in zip(self._params, self._homes, strict=True):
+        for index, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
             if param.grad is None:
                 continue
             if param.grad.layout is not torch.strided:
@@ -266,7 +274,7 @@ class StagePasses:
                 )
             if param.grad.data_ptr() != home.data_ptr():
                 home.copy_(param.grad)
-                param.grad = home
+                param.grad = self._lent(index)
         return [param.grad is not None for param in self._params]
 
 

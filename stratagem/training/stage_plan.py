@@ -104,15 +104,17 @@ def named_split(graph: LayerGraph, names: Sequence[str], parts: int) -> tuple[in
 
 
 @torch.no_grad()
-def prove(graph: LayerGraph, total: int, inputs: RowsOf) -> None:
+def prove(graph: LayerGraph, total: int, inputs: RowsOf) -> bool:
     """Refuse a model whose layers, one after another, are not what its forward computes: for some
-    rows, and for one less."""
+    rows, and for one less. Returns whether it draws random numbers."""
+    draws = False
     names = [str(node.target) for node in graph.inputs]
     for count in {min(total, _TRIED), max(min(total, _TRIED) - 1, 1)}:
         given = inputs(count)
-        with dry_run(*graph.module.modules()):
+        with dry_run(*graph.module.modules()) as journal:
             whole = tensors_in([graph.module(**dict(zip(names, given, strict=True)))])
             same = alike(whole, tensors_in([run_graph(graph, given)]))
+        draws |= journal.draws
         if not same:
             raise NotDistributable(
                 f"the layers of {type(graph.module).__name__}, one after another, do not give what "
@@ -120,6 +122,7 @@ def prove(graph: LayerGraph, total: int, inputs: RowsOf) -> None:
                 "split (a global, a random number, the number of rows); put that part into a "
                 "submodule of its own which is not torch's, with a line that depends on values."
             )
+    return draws
 
 
 @torch.no_grad()

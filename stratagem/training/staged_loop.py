@@ -26,6 +26,7 @@ from stratagem.data.shares import rows_of, tensors_in
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.training import fingerprint
 from stratagem.training.command_loop import END, CommandLoop
+from stratagem.training.loop_watch import LoopWatch, refuse_other_backwards
 from stratagem.training.prepare import Prepared, check_parameters
 from stratagem.training.replica import Replica, alone, current_call, set_called
 from stratagem.training.settings import Pipeline
@@ -39,21 +40,23 @@ class _Head(torch.autograd.Function):
     """What the loop sees of all stages: outputs forward, and gradients of them backward."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loop: StagedLoop, x: dict[str, Any], told: Any) -> Any:
+    def forward(
+        ctx: Any, anchor: Tensor, loop: StagedLoop, x: dict[str, Any], told: Any, *params: Tensor
+    ) -> Any:
         number, told[0], trained = loop.lead_forward(x)
         tensors = list(tensors_in(told[0]))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(t for t, is_so in zip(tensors, trained, strict=True) if not is_so)
         )
-        ctx.loop, ctx.number = loop, number
+        ctx.loop, ctx.number, ctx.params = loop, number, len(params)
         weakref.finalize(ctx, loop.dropped.append, number).atexit = False
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.loop.lead_backward(ctx.number, grads)
-        return None, None, None, None
+        return (None,) * (4 + ctx.params)
 
 
 class _Forward:
@@ -88,9 +91,15 @@ class StagedLoop(StagePasses):
     """One process of a pipeline whose loop is the user's. Made collectively."""
 
     def __init__(
-        self, replica: Replica, pipeline: Pipeline, model: nn.Module, optimizer: Optimizer
+        self,
+        replica: Replica,
+        pipeline: Pipeline,
+        model: nn.Module,
+        optimizer: Optimizer,
+        watch: LoopWatch,
     ) -> None:
         super().__init__(replica, pipeline, model, optimizer)
+        self._watch = watch
         self._commands = CommandLoop(replica.collective)
         self._count = 0
         #: numbers of passes whose outputs nobody holds any more
@@ -106,6 +115,7 @@ class StagedLoop(StagePasses):
         """From now on the model's calls, and the optimizer's, are those of all stages."""
         model, optimizer = self._model, self._optimizer
         vars(model)["forward"] = _Forward(self, model)
+        self._watch.settle()
         handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -128,7 +138,9 @@ class StagedLoop(StagePasses):
     def forward(self, x: dict[str, Any]) -> Any:
         """The output of the whole batch."""
         told: list[Any] = [None]
-        found = iter(_Head.apply(self._anchor, self, x, told))  # type: ignore[no-untyped-call]
+        # parameters are arguments so that a backward for some of them comes here, and is refused
+        given = (self._anchor, self, x, told, *self._params)
+        found = iter(_Head.apply(*given))  # type: ignore[no-untyped-call]
         return with_tensors(told[0], lambda _: next(found))
 
     def lead_forward(self, x: dict[str, Any]) -> tuple[int, Any, list[bool]]:
@@ -139,13 +151,17 @@ class StagedLoop(StagePasses):
                 "an input of the model requires a gradient, which the stages of a pipeline do not "
                 "bring back; detach it, or use a MirroredStrategy."
             )
+        self._watch.check()
         self._failed = True  # until it is known that it has not
         self.take_back()
         self._rows = rows_of(x)
+        dice = torch.get_rng_state()
         at = self._split_for(x)
+        torch.set_rng_state(dice)
         split, self._count = self._splits[at], self._count + 1
         seeds = torch.randint(2**62, (max(min(split.microbatches, self._rows), 1),)).tolist()
-        dice = torch.get_rng_state()
+        if split.draws:  # else the loop's own draws are those of one device
+            dice = torch.get_rng_state()
         kind = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
         cast = [torch.is_autocast_enabled("cpu"), kind]
         given = [x[name] for name in split.mode.names]
@@ -160,6 +176,7 @@ class StagedLoop(StagePasses):
             whole = joined(told["pieces"], self._passes[number].pieces)
         finally:
             split.outputs.release()
+        self._watch.settle()
         self._failed = False
         return number, whole, told["trained"]
 
@@ -171,13 +188,16 @@ class StagedLoop(StagePasses):
                 "pipeline keep nothing behind it; add up the losses and call backward once, or "
                 "call the model again."
             )
+        refuse_other_backwards(self._anchor)
+        self._watch.check()
         self._failed = True
         split, there = self._passes[number].split, self._handed_in()
         self._commands.tell("backward", number, there)
         split.gradients.post(list(grads))
         self._play_backward(number, there)
         for index in self._settled(split):
-            self._params[index].grad = self._homes[index]
+            self._params[index].grad = self._lent(index)
+        self._watch.settle()
         self._failed = False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -192,8 +212,11 @@ class StagedLoop(StagePasses):
                 "know of; use fused=False, or call scaler.unscale_(optimizer) before."
             )
         self._refuse_failed()
+        self._watch.check_step_hooks(1)
         if self._state is None:
             return  # nothing was split, so all of it is here
+        if self._watch.state_replaced():
+            self._loaded(optimizer)
         there = self._handed_in()
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         self._commands.tell("step", groups, there)
@@ -207,6 +230,7 @@ class StagedLoop(StagePasses):
             param.grad = gradient
         self._waiting = []
         self._finish_step()
+        self._watch.state_known()
         figures_of(self._replica).step(self._rows)
 
     def _loaded(self, optimizer: Optimizer) -> None:
@@ -214,6 +238,7 @@ class StagedLoop(StagePasses):
         if self._state is not None:
             self._commands.tell("own")
             self._own()
+            self._watch.state_known()
 
     def _split_for(self, x: dict[str, Any]) -> int:
         """The number of the split for a model in this mode."""
@@ -227,6 +252,7 @@ class StagedLoop(StagePasses):
                 return at
         self._commands.tell("split", vars(mode))
         self._split(vars(mode), x)
+        self._watch.state_known()
         return len(self._splits) - 1
 
     def _refuse_failed(self) -> None:
@@ -309,9 +335,10 @@ def prepare_staged(
         )
     check_optimizer(optimizer)
     check_parameters(model, optimizer)
+    watch = LoopWatch(model, optimizer)
     look = fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=True)
     fingerprint.check(replica, "prepare", look)
-    loop = StagedLoop(replica, pipeline, model, optimizer)
+    loop = StagedLoop(replica, pipeline, model, optimizer, watch)
     if not replica.leads:
         loop.serve()
         raise LoopRunsElsewhere

@@ -337,30 +337,34 @@ class Marked(nn.Module):
         super().__init__()
         torch.manual_seed(4)
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.heat = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x) + torch.arange(8.0).double() / 8
+        h = self.first(x) * self.heat + torch.arange(8.0).double() / 8
         h = h * 2 if self.training else h
         return self.second(h * torch.tensor(0.5).double())
 
 
 def test_constants_and_modes_that_callbacks_change(pipe: Pipe) -> None:
-    """What was traced for training is traced again when a callback ends that mode."""
+    """What was traced for training is traced again when a callback ends that mode, or changes a
+    number that was read then."""
     module, (x, y) = Marked().double(), doubles(40)
 
     class Still(sg.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.model.module.train(epoch == 0)
+            self.model.module.heat = 3.0 if epoch == 2 else 1.0
 
     one = copy.deepcopy(module)
     optimizer = sgd(one.parameters())
-    for epoch in (0, 1):
+    for epoch in range(3):
         one.train(epoch == 0)
+        one.heat = 3.0 if epoch == 2 else 1.0
         for start in range(0, 40, 16):
             F.cross_entropy(one(x[start : start + 16]), y[start : start + 16]).backward()
             optimizer.step()
             optimizer.zero_grad()
-    model = fitted(pipe(2, 3), module, x, y, fit={"callbacks": [Still()]})
+    model = fitted(pipe(2, 3), module, x, y, epochs=3, fit={"callbacks": [Still()]})
     assert distance(one, model.module) < 1e-12
     assert moved(module, one)
 

@@ -73,6 +73,8 @@ class Noisy(nn.Module):
         super().__init__()
         self.kind, self.calls = kind, 0
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.counted: Tensor
+        self.register_buffer("counted", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -82,6 +84,8 @@ class Noisy(nn.Module):
             x = -x
         if self.kind == "count":
             self.calls += 1
+        if self.kind == "buffer":
+            self.counted.add_(1)
         if self.kind == "global":
             x = x * next(_COUNTER)
         return self.second(x)
@@ -90,11 +94,11 @@ class Noisy(nn.Module):
 _COUNTER = itertools.count(1)
 
 
-@pytest.mark.parametrize("kind", ["noise", "branch", "count"])
+@pytest.mark.parametrize("kind", ["noise", "branch", "count", "buffer"])
 def test_what_tracing_would_do_once_and_never_again(kind: str) -> None:
     module = Noisy(kind)
     refused("forward of Noisy does more than compute", module)
-    assert module.calls == 0
+    assert module.calls == module.counted == 0
 
 
 def test_layers_that_are_not_the_model() -> None:

@@ -6,6 +6,7 @@ The reference is the same loop without a strategy.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,6 +165,35 @@ def test_dropout_is_drawn_by_microbatch_and_can_be_repeated(pair: sg.PipelineStr
     assert first[1].abs().sum() > 0
 
 
+def test_draws_gradients_and_state_of_the_loop(pair: sg.PipelineStrategy) -> None:
+    """The loop's own random numbers, a shuffle, gradients in other memory, state that is replaced,
+    a hook behind steps: all as on one device."""
+
+    def loop(prepare: Callable[..., Any], model: nn.Module) -> Tensor:
+        torch.manual_seed(4)
+        x, y = doubles(29)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader = DataLoader(TensorDataset(x, y), batch_size=9, shuffle=True)
+        model, optimizer, loader = prepare(model, optimizer, loader)
+        optimizer.register_step_post_hook(lambda *_: model[0].weight.data.mul_(0.99))
+        for epoch in range(4):
+            for rows, targets in loader:
+                F.cross_entropy(model(rows + 0.1 * torch.randn_like(rows)), targets).backward()
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.data = param.grad.data * 0.5
+                optimizer.step()
+                optimizer.zero_grad()
+            for param in model.parameters() if epoch == 1 else ():
+                optimizer.state[param]["momentum_buffer"] = torch.ones_like(param)
+            if epoch == 2:
+                optimizer.state.clear()
+        return torch.rand(())
+
+    one, other = both(loop, deep(), pair)
+    assert one == other
+
+
 class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if sg.current_replica().index == 1:
@@ -208,6 +238,94 @@ def test_what_is_refused(pair: sg.PipelineStrategy, case: str) -> None:
 
     with pytest.raises(sg.StratagemError, match=words):
         pair.run(loop)
+
+
+def _none(model: Any, optimizer: Any) -> None:
+    pass
+
+
+def _backward(**how: Any) -> Callable[[Any, Any], Any]:
+    def run(model: Any, optimizer: Any) -> None:
+        if "inputs" in how:
+            how["inputs"] = list(model[0].parameters())
+        model(doubles(7)[0]).sum().backward(**how)
+
+    return run
+
+
+#: what is done before prepare, behind the first step, and what is said
+CHANGES: dict[str, tuple[Any, Any, str]] = {
+    "an attribute": (_none, lambda m, o: setattr(m[1], "factor", 2.0), "the attribute '1.factor'"),
+    "a rate": (_none, lambda m, o: setattr(m[2], "p", 0.5), "the attribute '2.p'"),
+    "a layer": (_none, lambda m, o: m.__setitem__(1, nn.ReLU()), "'1' of the model has been repl"),
+    "a weight": (
+        _none,
+        lambda m, o: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach() * 2)),
+        "'0.weight' of the model has been replaced",
+    ),
+    "a buffer": (
+        lambda m, o: m[0].register_buffer("seen", torch.zeros(2)),
+        lambda m, o: setattr(m[0], "seen", torch.ones(2)),
+        "'0.seen' of the model has been replaced",
+    ),
+    "assigned": (
+        _none,
+        lambda m, o: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
+        "without assign=True",
+    ),
+    "a module's hook": (lambda m, o: m[0].register_forward_hook(_none), _none, "module '0' has a"),
+    "a later one": (_none, lambda m, o: m[0].register_forward_hook(_none), "module '0' has a hook"),
+    "a weight's hook": (
+        lambda m, o: m[0].weight.register_hook(lambda g: g),
+        _none,
+        "parameter '0.weight' has a hook",
+    ),
+    "a later one on a weight": (
+        _none,
+        lambda m, o: m[0].weight.register_post_accumulate_grad_hook(lambda p: None),
+        "parameter '0.weight' has a hook",
+    ),
+    "a step's hook": (
+        lambda m, o: o.register_step_post_hook(lambda *_: None),
+        _none,
+        "the optimizer has a hook",
+    ),
+    "a later one on steps": (
+        _none,
+        lambda m, o: o.register_step_pre_hook(lambda *_: None),
+        "the optimizer has a hook",
+    ),
+    "some gradients": (_none, _backward(inputs=()), r"backward\(inputs=\)"),
+    "a graph of gradients": (_none, _backward(create_graph=True), "create_graph=True"),
+    "gradients": (
+        _none,
+        lambda m, o: torch.autograd.grad(m(doubles(7)[0]).sum(), [*m.parameters()]),
+        r"torch\.autograd\.grad",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_other_stages_would_not_follow(pair: sg.PipelineStrategy, case: str) -> None:
+    before, behind, words = CHANGES[case]
+    x, _ = doubles(7)
+
+    def loop() -> str:
+        layers = nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.0), nn.Linear(6, 4)
+        model: Any = nn.Sequential(*layers).double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        before(model, optimizer)
+        try:
+            model, optimizer, _ = pair.prepare(model, optimizer)
+            for _ in range(2):
+                model(x).sum().backward()
+                optimizer.step()
+                behind(model, optimizer)
+        except sg.NotDistributable as refusal:  # here, so that the stages live on
+            return str(refusal)
+        return "nothing"
+
+    assert re.search(words, pair.run(loop)[0])
 
 
 def test_loops_that_are_refused(pair: sg.PipelineStrategy) -> None:
