@@ -255,9 +255,9 @@ class Driver:
         if not self.side.prepare(data):
             return self.own(name)(data)  # Keras trains nothing then, and counts
         self._check(name, data, total)
-        captured = self.side.adapter.captured
-        captured.between_steps = self.needs.acts
-        captured.stale |= self.needs.single
+        copy = self.side.adapter.captured
+        copy.between_steps = self.needs.acts
+        copy.stale |= self.needs.single
         result = self.side.step(name, data, total)
         self._left = (time.perf_counter(), METER.wait) if name == "train_step" else None
         return result
