@@ -110,7 +110,8 @@ def parametrized(original: type[nn.Module], names: Sequence[str]) -> nn.Module:
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target."""
-    torch._foreach_copy_(targets, sources)
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:

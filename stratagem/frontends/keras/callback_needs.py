@@ -29,6 +29,11 @@ class CallbackNeeds:
     #: whether it is a call of one step, which ends when the step is done
     single: bool = False
 
+    @property
+    def acts(self) -> bool:
+        """Whether a callback may change something between two steps of one call."""
+        return self.steps and self.attributes and not self.single
+
     def joined(self, other: CallbackNeeds) -> CallbackNeeds:
         return CallbackNeeds(
             self.train_logs or other.train_logs,

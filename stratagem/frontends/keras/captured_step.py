@@ -9,8 +9,8 @@ the batch at hand. Gradients go the way of any other, through backward, so that 
 there (an all-reduce, servers, hooks of the user) gets them; the update is the optimizer's.
 
 A step stays as it is where there is code that is not Keras' own, where random numbers are drawn or
-values decide what is done, and in other types than float32. Whatever was traced is forgotten when a
-layer, the loss, a metric, an attribute or what is trained has changed.
+values decide what is done, in other types than float32, and while callbacks of the user act between
+steps. Whatever was traced is forgotten when `StepSettings` of the model have changed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from stratagem.compat.torch_names import (
     scripted,
     traced,
 )
-from stratagem.frontends.keras.attributes import Attributes
-from stratagem.frontends.keras.step_logs import has_own, user_metrics
+from stratagem.frontends.keras.step_logs import has_own
+from stratagem.frontends.keras.step_settings import StepSettings
 
 log = logging.getLogger("stratagem")
 
@@ -50,15 +50,15 @@ _LONG = (keras.layers.RNN, keras.layers.Bidirectional, keras.layers.TimeDistribu
 class CapturedStep:
     """The training step of one copy of a model.
 
-    `stale`: somebody may have changed the model; `between_steps`: so they may before each step.
+    `stale`: somebody may have changed the model; `between_steps`: so they may before each step,
+    and no step is captured.
     """
 
     def __init__(self, model: Any) -> None:
         self._model, self.stale, self.between_steps = model, True, False
         #: whether a call is under way in which this process trains alone
         self.is_open = False
-        self._mark: Hashable = None
-        self._attributes: Attributes | None = None
+        self._settings: StepSettings | None = None
         #: how long each step took, by what it was made of
         self._seen: dict[Hashable, list[float]] = {}
         self._graphs: dict[Hashable, _StepGraph | None] = {}
@@ -77,8 +77,11 @@ class CapturedStep:
     def __call__(self, data: Any, share: Hashable = None) -> Any:
         """The step on these rows, which are this share of a batch; returns its logs."""
         own = type(self._model).train_step.__get__(self._model)
-        if self.stale or self.between_steps:
-            self._look()
+        if self.between_steps:
+            self.stale = True  # to look through a model before each step takes too long
+            return own(data)
+        if self.stale and self._look():
+            self._seen = {}
         tensors: list[Tensor] = []
         shape = None if self._why else _shape(data, tensors)
         if shape is None:
@@ -97,22 +100,23 @@ class CapturedStep:
         seen.append(time.perf_counter() - begun)
         return logs
 
-    def _look(self) -> None:
-        """Forget everything if the model is not what it was."""
-        self.stale = False
-        mark, known = _mark(self._model), self._attributes
-        if mark == self._mark and known and not known.changed() and not known.replaced():
-            return
-        self._mark, self._attributes = mark, Attributes(self._model)
-        self._seen, self._graphs = {}, {}
-        self._why = _why_not(self._model)
-        if self._why:
-            log.debug("the training step is not captured: %s.", self._why)
+    def _look(self) -> bool:
+        """Forget all graphs if the model is not what it was; whether it is not."""
+        self.stale, settings = False, StepSettings(self._model)
+        self._why = _why_not(self._model, settings)
+        if changed := settings != self._settings:
+            self._settings, self._graphs = settings, {}
+            if self._why:
+                log.debug("the training step is not captured: %s.", self._why)
+        return changed
 
     def _capture(
         self, key: Hashable, own: Callable[[Any], Any], data: Any, tensors: list[Tensor]
     ) -> Any:
         """Trace the step, then make it, and keep the graph if both have given the same."""
+        self._look()  # the first step has built what is there now
+        if self._why:
+            return own(data)
         self._graphs[key] = None
         try:
             graph = _StepGraph(self._model, own, data, tensors)
@@ -149,9 +153,7 @@ class _StepGraph:
         self._rows = len(tensors[0])
         self._names: list[str] = []
         graph = traced(self._step, [*self._held, *tensors])
-        drawn = [n.target for n in graph.graph.nodes if _draws(n.target)]
-        if drawn:
-            raise ValueError(f"{drawn[0]} draws random numbers")
+        _refuse(graph)
         self._graph: Any = scripted(graph, [*self._held, *tensors])
         self._data = None
         self._foretold: Sequence[Tensor] = ()
@@ -224,8 +226,7 @@ class _StepGraph:
         with torch.no_grad():
             for _ in range(2):
                 self._foretold = self._graph(*self._held, *tensors)
-        given = [*self._foretold[: len(self._used)], *self._held]
-        if len({each.untyped_storage().data_ptr() for each in given}) < len(given):
+        if _overlap(self._foretold[: len(self._used)], self._held):
             raise ValueError("gradients share memory")
 
     @contextmanager
@@ -284,8 +285,46 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.dtype is b.dtype and bool(torch.equal(a.detach(), b))
 
 
-def _draws(target: Any) -> bool:
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+def _refuse(graph: Any) -> None:
+    """A graph that the next step may not have."""
+    for node in graph.graph.nodes:
+        tags = node.target.tags if isinstance(node.target, OpOverload) else ()
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise ValueError(f"{node.target} draws random numbers")
+        if torch.Tag.data_dependent_output in tags or _sized_by_values(node, tags):
+            raise ValueError(f"values decide how large the result of {node.target} is")
+        literal = all("lift_fresh" in str(user.target) for user in node.users)
+        if node.op == "get_attr" and not literal:
+            raise ValueError("a tensor that is no state of the model takes part")
+
+
+def _sized_by_values(node: Any, tags: Any) -> bool:
+    """Indexing is so by masks only."""
+    if torch.Tag.dynamic_output_shape not in tags or node.target is not torch.ops.aten.index.Tensor:
+        return torch.Tag.dynamic_output_shape in tags
+    kinds = [each.meta["tensor_meta"].dtype for each in node.args[1] if each is not None]
+    return torch.bool in kinds or torch.uint8 in kinds
+
+
+def _overlap(gradients: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
+    """Whether a gradient lies where another or something else lies."""
+    places = [(*_place(each), True) for each in gradients]
+    places += [(*_place(each), False) for each in held]
+    end_of_all = end_of_gradients = 0
+    for start, end, is_gradient in sorted(place for place in places if place[0] < place[1]):
+        if start < (end_of_all if is_gradient else end_of_gradients):
+            return True
+        end_of_all = max(end_of_all, end)
+        end_of_gradients = max(end_of_gradients, end) if is_gradient else end_of_gradients
+    return False
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """The first byte and that after the last."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in pairs)
+    first = tensor.data_ptr()
+    return first, first + (reach * tensor.element_size() if tensor.numel() else 0)
 
 
 def _shape(data: Any, tensors: list[Tensor]) -> Hashable:
@@ -312,44 +351,16 @@ def _packed(data: Any, tensors: Iterator[Tensor]) -> Any:
     return None if data is None else next(tensors)
 
 
-def _mark(model: Any) -> Hashable:
-    """What changes when another step would be traced, but for attributes."""
-    optimizer, layers = model.optimizer, model._flatten_layers()
-    variables = [*model.variables, *model.metrics_variables]
-    return (
-        *(
-            id(each)
-            for each in (optimizer, model._compile_loss, model._compile_metrics, model.loss)
-        ),
-        getattr(optimizer, "loss_scale_factor", None),
-        *((id(layer), layer.trainable) for layer in layers),
-        *((id(v), id(v.value), v.trainable) for v in variables),
-        *(id(metric) for metric in user_metrics(model)),
-        torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
-        has_global_hooks() or any(getattr(each, kind) for each in layers for kind in MODULE_HOOKS),
-        *("call" in each.__dict__ for each in layers),
-    )
-
-
-def _why_not(model: Any) -> str | None:
+def _why_not(model: Any, settings: StepSettings) -> str | None:
     """Why a step must be made as it is; None if it may be traced."""
     layers = list(model._flatten_layers())
-    functional = getattr(model, "_functional", model)
-    parts = [model, *layers, *getattr(functional, "operations", ())]
-    losses = [each for each in keras.tree.flatten(model.loss) if not isinstance(each, str | None)]
-    counted = user_metrics(model)
-    functions = [
-        getattr(each, name, None) for each in (*losses, *counted) for name in ("fn", "_fn")
-    ]
-    leaves = [each for each in layers if not isinstance(each, keras.Model)]
-    functions += [v for each in leaves for v in each.__dict__.values() if callable(v)]
-    everything = [*parts, *losses, *counted, *(f for f in functions if f is not None)]
-    foreign = next((each for each in everything if not _of_keras(each)), None)
-    if foreign is not None:
-        return f"{getattr(foreign, 'name', foreign)} is not Keras' own"
+    if settings.foreign is not None:
+        return f"{settings.foreign} is not Keras' own"
     changed = {"call", "compute_loss", "compute_metrics"} & set(model.__dict__)
     if changed or model.run_eagerly or has_own(model, "train_step") or not model.optimizer:
         return "it is to run as it is written"
+    if settings.variables.keys() - {id(v) for v in (*model.variables, *model.metrics_variables)}:
+        return "a variable takes part that is not the model's"
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         return "the loss is scaled by what gradients were before"
     if any(isinstance(each, _LONG) for each in layers):
@@ -366,10 +377,3 @@ def _why_not(model: Any) -> str | None:
     if kinds - {"float32"} or not model.trainable_variables:
         return "not everything is float32"
     return None
-
-
-def _of_keras(part: Any) -> bool:
-    """Whether a layer, a function or an object is from Keras; `Lambda` and the like are not."""
-    home = str(getattr(part, "__module__", None))
-    wraps = type(part).__name__ in ("Lambda", "TorchModuleWrapper")
-    return not wraps and (home.startswith("keras.") or home == "torch.nn.modules.module")

@@ -221,7 +221,7 @@ class Driver:
             )
         if not self.side.takes(call):
             device = keras.device(device_name(self.strategy.replica_group.start()))
-            with device, self._captured.during(between_steps=call.needs.steps):
+            with device, self._captured.during(between_steps=call.needs.acts):
                 return call.run()
         _refuse(self.model)
         if call.trains:
@@ -255,6 +255,9 @@ class Driver:
         if not self.side.prepare(data):
             return self.own(name)(data)  # Keras trains nothing then, and counts
         self._check(name, data, total)
+        copy = self.side.adapter.captured
+        copy.between_steps = self.needs.acts
+        copy.stale |= self.needs.single
         result = self.side.step(name, data, total)
         self._left = (time.perf_counter(), METER.wait) if name == "train_step" else None
         return result
@@ -334,6 +337,7 @@ class Driver:
         self._left, self._captured.stale = None, True  # an epoch begins, or a validation
         METER.passes += 1
         if self._listening():
+            self.side.adapter.captured.stale = True
             self.side.reset()
         else:
             self.own("reset_metrics")()

@@ -146,7 +146,6 @@ class OnReplicas:
 
     def step(self, name: str, data: Any, total: int) -> Any:
         driver, adapter = self._driver, self.adapter
-        adapter.captured.between_steps = driver.needs.steps
         with driver.playing():
             result = self._tell(name.removesuffix("_step"), data, total)
         adapter.mark()
