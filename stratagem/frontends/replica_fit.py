@@ -71,7 +71,7 @@ def fit(job: Fit) -> None:
             if job.journal is not None and not job.by_itself:
                 job.journal.termination.close()  # a follower; else whoever calls fit does so
         if not job.terminated:
-            job.callbacks.train_end()
+            side.end()
 
 
 class ReplicaSide:
@@ -154,11 +154,25 @@ class ReplicaSide:
             yield waiting, True
         source.check_enough(drawn, limit, epoch)
 
+    def end(self) -> None:
+        """Callbacks end; others wait for them where one of them would have to call its own."""
+        job = self.job
+        if job.once("train_end"):
+            job.callbacks.train_end()
+        if job.succession is None or self.replica.count == 1:
+            return
+        try:
+            broadcast_tree(self.replica.collective, None)
+        except ReplicaError:
+            assert job.journal is not None
+            self.break_off(job.journal)
+            raise
+
     def _thaw(self) -> None:
         """Others are trained from this epoch on, if a callback has frozen or unfrozen some."""
         if _frozen(self.job.module) != self._frozen and self.replica.count > 1:
             scaler, before = self.step.scaler, self.step.keeper
-            kept = {} if before is None else before.state()
+            kept = {} if before is None else lossy_wire.handed_on(before)
             self.step.close()
             setup.align_state(self.job.optimizer, self.replica)
             self._prepare()
