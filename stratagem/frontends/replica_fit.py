@@ -71,7 +71,21 @@ def fit(job: Fit) -> None:
             if job.journal is not None and not job.by_itself:
                 job.journal.termination.close()  # a follower; else whoever calls fit does so
         if not job.terminated:
-            side.end()
+            _end(job, side)
+
+
+def _end(job: Fit, side: ReplicaSide) -> None:
+    """Callbacks end; others wait for them where one of them would have to call its own."""
+    if job.once("train_end"):
+        job.callbacks.train_end()
+    if job.succession is None or side.replica.count == 1:
+        return
+    try:
+        broadcast_tree(side.replica.collective, None)
+    except ReplicaError:
+        assert job.journal is not None
+        side.break_off(job.journal)
+        raise
 
 
 class ReplicaSide:
@@ -153,20 +167,6 @@ class ReplicaSide:
         if waiting is not None:
             yield waiting, True
         source.check_enough(drawn, limit, epoch)
-
-    def end(self) -> None:
-        """Callbacks end; others wait for them where one of them would have to call its own."""
-        job = self.job
-        if job.once("train_end"):
-            job.callbacks.train_end()
-        if job.succession is None or self.replica.count == 1:
-            return
-        try:
-            broadcast_tree(self.replica.collective, None)
-        except ReplicaError:
-            assert job.journal is not None
-            self.break_off(job.journal)
-            raise
 
     def _thaw(self) -> None:
         """Others are trained from this epoch on, if a callback has frozen or unfrozen some."""
