@@ -172,7 +172,7 @@ with strategy.scope():
     model = sg.Model(net())
     model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy")
 rate = Rate()
-for _ in range(2):
+for _ in range(%(fits)d):
     model.fit(*rows(), batch_size=32, epochs=2, verbose=0, callbacks=[rate])
 die("after")
 if strategy.is_chief:
@@ -182,18 +182,19 @@ if strategy.is_chief:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["train_begin", "epoch_begin", "train_end"])
+@pytest.mark.parametrize(
+    ("where", "fits"), [("train_begin", 1), ("epoch_begin", 2), ("train_end", 2)]
+)
 def test_the_chief_is_killed_where_a_training_begins_or_ends(
-    launcher: Launcher, where: str
+    launcher: Launcher, where: str, fits: int
 ) -> None:
     """Every callback is called once, and the next training has the order that it would have."""
-    job = launcher(
-        ENDS % {"where": where}, "--workers", "3", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"
-    )
+    source = ENDS % {"where": where, "fits": fits}
+    job = launcher(source, "--workers", "3", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     said = job.communicate(timeout=150 * SLOWER)[1]
     assert job.returncode == 0 and "is the chief now" in said, said
     weights, calls = json.loads((launcher.where / "result").read_text())
-    assert calls == ["train_begin", "epoch_begin", "epoch_begin", "train_end"] * 2
+    assert calls == ["train_begin", "epoch_begin", "epoch_begin", "train_end"] * fits
     torch.set_default_dtype(torch.float64)
     try:
         with closing(sg.MirroredStrategy(["cpu:0"])) as one:
@@ -202,7 +203,7 @@ def test_the_chief_is_killed_where_a_training_begins_or_ends(
                 model = sg.Model(net())
                 model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy")
             rate = 0.1
-            for _ in range(2):
+            for _ in range(fits):
                 rates = [rate * 0.45, rate * 0.405]
                 schedule = sg.callbacks.LearningRateScheduler(lambda e, r, of=rates: of[e])
                 model.fit(*rows(), batch_size=32, epochs=2, verbose=0, callbacks=[schedule])
@@ -216,9 +217,8 @@ def test_the_chief_is_killed_where_a_training_begins_or_ends(
 @pytest.mark.slow
 def test_the_chief_is_killed_after_its_last_call(launcher: Launcher) -> None:
     """Nobody else would save what came of it: the job fails, and says who was killed."""
-    job = launcher(
-        ENDS % {"where": "after"}, "--workers", "3", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"
-    )
+    source = ENDS % {"where": "after", "fits": 1}
+    job = launcher(source, "--workers", "3", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     said = job.communicate(timeout=150 * SLOWER)[1]
     assert job.returncode == 137 and "worker 0 failed first: killed by SIGKILL" in said, said
 
