@@ -210,10 +210,11 @@ class GenerationHub(Door):
             for rank in list(self._present):
                 if not stayed or _call(self._hellos[rank]) != call:
                     self._refuse(rank, call)
-        self._order = self._stayed() if not self._first else []
-        self._order += sorted(self._present.keys() - set(self._order))
+        order = self._stayed() if not self._first else []
+        order += sorted(self._present.keys() - set(order))
+        self._order = order or self._order  # if nobody came, the last one to work has ended
         self._number += 1
-        return {"present": self._order, "generation": self._number}
+        return {"present": order, "generation": self._number}
 
     def _refuse(self, rank: int, call: str | None) -> None:
         reason = (

@@ -163,7 +163,8 @@ class Feedback(Reducer):
         else:
             kept = shared_out([state["kept"] for state in states], self.collective.size)
         known = {name for memory in self._memories.values() for name in memory.layout.names}
-        if not known.intersection(kept.get("residual", {})):
+        gone = not known.intersection(kept.get("residual", {}))
+        if gone and not states[0].get("refrozen"):
             raise UsageError(
                 f"what wire={self.record!r} had kept when this was saved belongs to parameters "
                 "with other names; go on with the model that was saved."

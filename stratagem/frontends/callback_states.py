@@ -21,7 +21,8 @@ from stratagem.frontends.callbacks import Callback, Progress
 log = logging.getLogger("stratagem")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_GIVEN = ("model", "params")
+_FIRST = "_stratagem_first"
+_GIVEN = ("model", "params", _FIRST)
 _NOT = object()
 
 
@@ -35,41 +36,55 @@ class CallbackStates:
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = [each for each in callbacks if not isinstance(each, Progress)]
         self._begun = [_state(each) for each in self._callbacks]
+        #: the same of their first training in this process; other processes have not seen it
+        self._first = [
+            vars(each).setdefault(_FIRST, begun)
+            for each, begun in zip(self._callbacks, self._begun, strict=True)
+        ]
 
     def saved(self) -> list[dict[str, Any]]:
         """Return what each of them remembers, by its kind."""
-        return list(self.by_number().values())
+        return list(map(_since, self._callbacks, self._begun))
 
     def by_number(self, which: Sequence[Callback] | None = None) -> dict[int, dict[str, Any]]:
-        """The same of some of them, or of all, by their places among them."""
+        """The same of some of them, or of all, by their places among them, and with what they
+        remember from earlier trainings: for those of another process, which have seen none."""
         return {
-            number: {
-                "kind": type(each).__name__,
-                "state": {k: v for k, v in _state(each).items() if not _alike(begun.get(k), v)},
-            }
-            for number, (each, begun) in enumerate(zip(self._callbacks, self._begun, strict=True))
+            number: _since(each, first)
+            for number, (each, first) in enumerate(zip(self._callbacks, self._first, strict=True))
             if which is None or each in which
         }
 
     def reset(self) -> None:
         """Have them remember what they did when their training began, and no more."""
         for callback, begun in zip(self._callbacks, self._begun, strict=True):
-            for name in _state(callback).keys() - begun.keys() - {"own"}:
-                delattr(callback, name)
-            _load(callback, copy.deepcopy(begun))
+            _reset(callback, begun)
 
     def load(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Have each go on from what the one of its kind remembered; the first from the first."""
+        """Have each go on from what the one of its kind remembered, and no more; the first from
+        the first."""
         left = list(saved)
-        for callback in self._callbacks:
+        for callback, begun in zip(self._callbacks, self._begun, strict=True):
             kind = type(callback).__name__
             found = next((i for i, each in enumerate(left) if each["kind"] == kind), None)
             if found is None:
                 log.warning("the checkpoint knows of no callback %s; it begins anew", kind)
             else:
+                _reset(callback, begun)
                 _load(callback, left.pop(found)["state"])
         for each in left:
             log.warning("the checkpoint has a state of %s, which is not here", each["kind"])
+
+
+def _since(callback: Callback, begun: dict[str, Any]) -> dict[str, Any]:
+    state = {k: v for k, v in _state(callback).items() if not _alike(begun.get(k), v)}
+    return {"kind": type(callback).__name__, "state": state}
+
+
+def _reset(callback: Callback, begun: dict[str, Any]) -> None:
+    for name in _state(callback).keys() - begun.keys() - {"own"}:
+        delattr(callback, name)
+    _load(callback, copy.deepcopy(begun))
 
 
 def _alike(a: Any, b: Any) -> bool:

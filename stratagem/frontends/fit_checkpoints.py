@@ -104,15 +104,21 @@ class FitCheckpoints:
 
     # --- going on -----------------------------------------------------------------------------
 
-    def epochs(self) -> Iterable[int]:
-        """The epochs that are left, once callbacks have begun."""
+    def begin(self) -> None:
+        """Callbacks have begun, and the others have not heard of it yet."""
         job = self.job
         kept = job.saves or job.succession is not None
         if job.callback_states is None:  # once, also where the training is begun again
             job.callback_states = CallbackStates(job.callbacks.callbacks if kept else ())
         self._states = job.callback_states
+
+    def epochs(self) -> Iterable[int]:
+        """The epochs that are left, once all have heard what callbacks changed as they began."""
+        job = self.job
         position, epochs = self._position, self.job.epochs
         if not position["resumes"]:
+            if job.journal is not None and epochs:  # whoever takes over goes on from here
+                job.journal.enter(epochs.start, 0, job.source.journal.begun)
             if job.goes_back:  # where a server may be lost before the first epoch is over
                 self._save(epochs.start, 0, stopped=False)
             return epochs

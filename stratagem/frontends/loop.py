@@ -22,6 +22,7 @@ class FitLoop:
         with FitCheckpoints(self.job, self.side) as checkpoints:
             if self.job.once("train_begin"):
                 self.job.callbacks.train_begin()
+            checkpoints.begin()
             self.side.listen()
             for number, epoch in enumerate(checkpoints.epochs(), 1):
                 if self._epoch(number, epoch, checkpoints):

@@ -71,7 +71,21 @@ def fit(job: Fit) -> None:
             if job.journal is not None and not job.by_itself:
                 job.journal.termination.close()  # a follower; else whoever calls fit does so
         if not job.terminated:
-            job.callbacks.train_end()
+            _end(job, side)
+
+
+def _end(job: Fit, side: ReplicaSide) -> None:
+    """Callbacks end; others wait for them where one of them would have to call its own."""
+    if job.once("train_end"):
+        job.callbacks.train_end()
+    if job.succession is None or side.replica.count == 1:
+        return
+    try:
+        broadcast_tree(side.replica.collective, None)
+    except ReplicaError:
+        assert job.journal is not None
+        side.break_off(job.journal)
+        raise
 
 
 class ReplicaSide:
@@ -160,7 +174,7 @@ class ReplicaSide:
         """Others are trained from this epoch on, if a callback has frozen or unfrozen some."""
         if _frozen(self.job.module) != self._frozen and self.replica.count > 1:
             scaler, before = self.step.scaler, self.step.keeper
-            kept = {} if before is None else before.state()
+            kept = {} if before is None else lossy_wire.handed_on(before)
             self.step.close()
             setup.align_state(self.job.optimizer, self.replica)
             self._prepare()

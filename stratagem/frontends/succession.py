@@ -73,11 +73,12 @@ class Succession:
         job.callbacks, job.callback_states = self._invite(), None
         job.heed_callbacks()
         job.saves = job.checkpoints is not None
-        if job.resumed is None:
+        assert job.journal is not None
+        if job.resumed is None:  # the last chief had not begun: nothing was called
             job.resumed = self._load()
+            job.journal.take_over(())
             return
         again = {"train_begin", "epoch_begin"} if job.resumed["batch"] else {"train_begin"}
-        assert job.journal is not None
         job.journal.take_over(each for each in self._called if each[0] not in again)
         if self._states:
             job.resumed["callbacks"] = [self._states[i] for i in sorted(self._states)]

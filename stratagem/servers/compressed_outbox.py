@@ -13,6 +13,8 @@ from stratagem.codecs.codec import codec_for
 from stratagem.codecs.compression import Compression
 from stratagem.codecs.int8 import Int8
 from stratagem.codecs.pushed import PushFeedback, decode_piece, piece_bytes
+from stratagem.codecs.topk import TopK
+from stratagem.errors import NotDistributable
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.outbox import Outbox
 from stratagem.servers.training_plan import TrainingPlan
@@ -53,6 +55,11 @@ class CompressedOutbox(Outbox):
 
     def rows(self, variable: int, first: int, numbers: Tensor, values: Tensor) -> Tensor:
         """In eight bits by `Int8`; by others as they are, being few already."""
+        if isinstance(self._record, TopK) and self._record.momentum:
+            raise NotDistributable(
+                f"wire={self._record!r} keeps a momentum, which rows of a sparse gradient would "
+                "not get; use sparse=False, or TopK without momentum and the optimizer's own."
+            )
         if self.feedback.dense or not isinstance(self._record, Int8):
             return super().rows(variable, first, numbers, values)
         return self.feedback.encode_rows(variable, first, numbers, values)

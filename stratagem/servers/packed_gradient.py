@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,20 @@ from stratagem.codecs.pushed import decode_piece, row_bytes
 from stratagem.errors import UsageError
 from stratagem.servers.compressed_outbox import encoded_sizes, piece_shapes
 from stratagem.servers.training_plan import TrainingPlan
+
+
+def check_pieces(pieces: Any, count: int, who: str) -> list[int]:
+    """The pieces that a header announces: numbers below `count`, each larger than the last."""
+    if (
+        not isinstance(pieces, list)
+        or any(type(n) is not int or not 0 <= n < count for n in pieces)
+        or any(a >= b for a, b in pairwise(pieces))
+    ):
+        raise UsageError(
+            f"{who} announces pieces that there are not, or twice, or not in their order; install "
+            "the same stratagem on every task."
+        )
+    return pieces
 
 
 class PackedGradient:
@@ -33,14 +48,10 @@ class PackedGradient:
 
     def room(self, pieces: Any, left: int, who: str) -> Tensor:
         """Where the bytes of these pieces go, of all if nothing is said; they must be `left`."""
-        known = range(len(self._sizes))
-        coming = list(known) if pieces is None else pieces
-        if not isinstance(coming, list) or any(
-            not isinstance(n, int) or n not in known for n in coming
-        ):
-            raise UsageError(f"{who} sends pieces that there are not")
+        known = list(range(len(self._sizes)))
+        coming = known if pieces is None else check_pieces(pieces, len(known), who)
         size = sum(self._sizes[n] for n in coming)
-        if size != left or len(set(coming)) < len(coming):
+        if size != left:
             raise UsageError(
                 f"{who} sends {left} bytes of a gradient where {size} belong; install the same "
                 "stratagem on every task."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import UsageError
-from stratagem.servers.packed_gradient import PackedGradient
+from stratagem.servers.packed_gradient import PackedGradient, check_pieces
 from stratagem.servers.requests import CHIEF, WORKER, Peer, request, tree
 from stratagem.servers.shard import Shard, WorkerSlot
 from stratagem.servers.training_plan import TrainingPlan
@@ -40,7 +40,9 @@ def gradient(shard: Shard, peer: Peer, frame: Frame) -> None:
     if frame.header.get("laid"):
         return  # it came while it was made
     if frame.header.get("after"):  # what lies here may still be wanted
-        after = int(frame.header["after"])
+        after = frame.header["after"]
+        if type(after) is not int:
+            raise UsageError(f"{peer.name} sends a gradient after {after!r}, which is no number")
         shard.wait_until(lambda: shard.done >= after)
     slot = shard.slots.get(peer.token)
     if slot is None:  # of a fit that is over
@@ -53,7 +55,11 @@ def gradient(shard: Shard, peer: Peer, frame: Frame) -> None:
         slot.filled = left // slot.codec.itemsize
         into.insert(0, slot.gradient[: slot.filled])
     elif slot.targets is None and packed is not None:
-        into.insert(0, packed.room(frame.header.get("pieces"), left, peer.name))
+        pieces = frame.header.get("pieces")
+        into.insert(0, packed.room(pieces, left, peer.name))
+        if pieces is not None:  # whole, or by rows
+            both = sorted([*pieces, *(piece for piece, _, _ in rows)])
+            check_pieces(both, len(slot.views), peer.name)
     peer.connection.read_into(into)
     for piece, numbers, _ in rows:
         length = len(slot.views[piece])
@@ -72,12 +78,21 @@ def _announced_rows(
     """Memory for the rows of sparse gradients in a frame, and the bytes left for others."""
     rows: list[tuple[int, Tensor, Tensor]] = []
     left = frame.size
-    for piece, count in frame.header.get("rows", ()):
+    announced = frame.header.get("rows", [])
+    if not isinstance(announced, list) or any(
+        not isinstance(each, list) or len(each) != 2 or type(each[1]) is not int
+        for each in announced
+    ):
+        raise UsageError(f"{peer.name} announces rows of a gradient in another form")
+    check_pieces([piece for piece, _ in announced], len(slot.views), peer.name)
+    for piece, count in announced:
         view = slot.views[piece]
         width = view[:1].numel()
-        size = None if packed is None else packed.row_bytes(width * max(count, 0))
+        if not 0 <= count <= left:  # before anything is computed of it
+            raise UsageError(f"{peer.name} announces more rows than it sends")
+        size = None if packed is None else packed.row_bytes(width * count)
         left -= 8 * count + (count * width * slot.codec.itemsize if size is None else size)
-        if count < 0 or left < 0:  # before memory is taken
+        if left < 0:  # before memory is taken
             raise UsageError(f"{peer.name} announces more rows than it sends")
         numbers = torch.empty(count, dtype=torch.int64)
         values = (

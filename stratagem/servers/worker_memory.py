@@ -214,7 +214,7 @@ class WorkerMemory:
 
         Dense gradients that there are not take no room, unless the rule compares all values.
         """
-        rows, self._rows[server] = self._rows[server], {}
+        rows, self._rows[server] = dict(sorted(self._rows[server].items())), {}
         header: dict[str, Any] = {}
         body: list[Tensor] = []
         if self._segment is None:

@@ -191,6 +191,13 @@ def rejoin(keeper: Keeper | None, replica: Replica) -> None:
     _broken_off.clear()
 
 
+def handed_on(keeper: Keeper) -> dict[str, Any]:
+    """What goes on in this process where others are trained; what was kept of parameters that are
+    frozen now is given up."""
+    found = keeper.state()
+    return {**found, "refrozen": True} if found else {}
+
+
 def load_kept(keeper: Keeper | None, states: Sequence[Mapping[str, Any]]) -> None:
     """Go on with what the replicas' committers had kept when they were saved; say if nobody can."""
     kept = [state for state in states if state]

@@ -325,3 +325,14 @@ def test_what_another_model_has_kept_is_refused() -> None:
 
     with pytest.raises(UsageError, match="other names"):
         together(1, one)
+
+
+def test_where_others_are_trained_from_now_on_they_begin_at_zero() -> None:
+    def one(circle: Circle) -> bool:
+        training = Training(TopK(0.1), circle)
+        training.step(gradient(0, 0, 0))
+        gone = {"residual": {"z": torch.ones(3)}}
+        training.reducer.load([{**training.reducer.state(), "kept": gone, "refrozen": True}])
+        return any(bool(t.any()) for t in training.reducer.state()["kept"]["residual"].values())
+
+    assert together(1, one) == [False]

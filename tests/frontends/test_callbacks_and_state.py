@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.frontends.callback_states import CallbackStates
 from tests import spread
 from tests.support import data, distance, mlp, strategy
 
@@ -323,3 +324,33 @@ def test_evaluate_in_a_callback_disturbs_nothing(count: int, when: str, two: sg.
         ends.append((model.module, history["loss"], history["accuracy"]))
     assert len(seen) in (2, 8) and all(abs(a - b) < 1e-5 for a, b in seen)
     assert distance(ends[0][0], ends[1][0]) < 1e-6 and ends[0][1:] == ends[1][1:]
+
+
+class Flag(sg.callbacks.Callback):
+    """Has something to do at the first batch of an epoch, and counts trainings."""
+
+    def __init__(self) -> None:
+        self.fresh, self.trainings = False, 0
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.trainings += 1
+
+
+def test_what_is_back_at_its_first_value_is_put_back() -> None:
+    """Also if `on_epoch_begin`, run once more, has changed it."""
+    states = CallbackStates([flag := Flag()])
+    saved = states.saved()
+    flag.fresh, flag.new = True, 1  # type: ignore[attr-defined]
+    states.load(saved)
+    assert not flag.fresh and not hasattr(flag, "new")
+
+
+def test_what_was_learned_in_an_earlier_training_goes_to_another_process() -> None:
+    first = Flag()
+    CallbackStates([first])
+    first.on_train_end()
+    states = CallbackStates([first])  # of the next training
+    assert states.saved()[0]["state"] == {}  # whoever resumes has been through the first
+    heir = CallbackStates([other := Flag()])
+    heir.load(list(states.by_number().values()))
+    assert other.trainings == 1

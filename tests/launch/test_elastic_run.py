@@ -140,6 +140,89 @@ def test_the_chief_is_killed_and_the_others_go_on(
     assert found["by"] == "worker 1" and found["seen"] == EPOCHS * -(-ROWS // 32)
 
 
+ENDS = """
+import torch
+import stratagem as sg
+from tests.strategies.test_elastic import net, rows
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+strategy = sg.MultiWorkerMirroredStrategy(elastic=True)
+
+def die(where):
+    if index == 0 and where == %(where)r:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Rate(sg.callbacks.Callback):
+    def __init__(self):
+        self.calls = []
+    def on_train_begin(self, logs=None):
+        die("train_begin")
+        self.model.optimizer.param_groups[0]["lr"] *= 0.5
+        self.calls.append("train_begin")
+    def on_epoch_begin(self, epoch, logs=None):
+        die("epoch_begin")
+        self.model.optimizer.param_groups[0]["lr"] *= 0.9
+        self.calls.append("epoch_begin")
+    def on_train_end(self, logs=None):
+        die("train_end")
+        self.calls.append("train_end")
+
+torch.manual_seed(5)
+with strategy.scope():
+    model = sg.Model(net())
+    model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy")
+rate = Rate()
+for _ in range(%(fits)d):
+    model.fit(*rows(), batch_size=32, epochs=2, verbose=0, callbacks=[rate])
+die("after")
+if strategy.is_chief:
+    weights = [p.tolist() for p in model.module.parameters()]
+    note("result", json.dumps([weights, rate.calls]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "fits"), [("train_begin", 1), ("epoch_begin", 2), ("train_end", 2)]
+)
+def test_the_chief_is_killed_where_a_training_begins_or_ends(
+    launcher: Launcher, where: str, fits: int
+) -> None:
+    """Every callback is called once, and the next training has the order that it would have."""
+    source = ENDS % {"where": where, "fits": fits}
+    job = launcher(source, "--workers", "3", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    said = job.communicate(timeout=150 * SLOWER)[1]
+    assert job.returncode == 0 and "is the chief now" in said, said
+    weights, calls = json.loads((launcher.where / "result").read_text())
+    assert calls == ["train_begin", "epoch_begin", "epoch_begin", "train_end"] * fits
+    torch.set_default_dtype(torch.float64)
+    try:
+        with closing(sg.MirroredStrategy(["cpu:0"])) as one:
+            torch.manual_seed(5)
+            with one.scope():
+                model = sg.Model(net())
+                model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy")
+            rate = 0.1
+            for _ in range(fits):
+                rates = [rate * 0.45, rate * 0.405]
+                schedule = sg.callbacks.LearningRateScheduler(lambda e, r, of=rates: of[e])
+                model.fit(*rows(), batch_size=32, epochs=2, verbose=0, callbacks=[schedule])
+                rate = rates[-1]
+        for mine, theirs in zip(weights, model.module.parameters(), strict=True):
+            assert torch.allclose(torch.tensor(mine), theirs.detach(), rtol=0, atol=1e-12)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.slow
+def test_the_chief_is_killed_after_its_last_call(launcher: Launcher) -> None:
+    """Nobody else would save what came of it: the job fails, and says who was killed."""
+    source = ENDS % {"where": "after", "fits": 1}
+    job = launcher(source, "--workers", "3", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    said = job.communicate(timeout=150 * SLOWER)[1]
+    assert job.returncode == 137 and "worker 0 failed first: killed by SIGKILL" in said, said
+
+
 LOOP = """
 import torch
 import stratagem as sg

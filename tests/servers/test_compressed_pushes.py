@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import stratagem as sg
@@ -291,22 +293,65 @@ def test_rows_of_a_table(wire: Any, memory: str, monkeypatch: pytest.MonkeyPatch
     [
         ({}, 8, "where .* belong"),
         ({"pieces": [0]}, 16, "where .* belong"),
-        ({"pieces": [0, 0]}, 128, "where .* belong"),
+        ({"pieces": [0, 0]}, 128, "or twice"),
+        ({"pieces": [1, 0]}, 120, "not in their order"),
+        ({"pieces": [True]}, 56, "pieces that there are not"),
         ({"pieces": [9]}, 8, "pieces that there are not"),
         ({"pieces": "all"}, 8, "pieces that there are not"),
         ({"rows": [[1, 1 << 40]]}, 8, "more rows than it sends"),
+        ({"rows": [[-1, 1]], "pieces": [0]}, 81, "pieces that there are not"),
+        ({"rows": [[1, 1], [1, 1]], "pieces": [0]}, 98, "or twice"),
     ],
 )
 def test_lengths_are_checked_before_memory_is_taken(
     header: dict[str, Any], size: int, sentence: str
 ) -> None:
+    with pytest.raises(sg.UsageError, match=sentence):
+        received(header, size)
+
+
+def received(header: dict[str, Any], size: int) -> WorkerSlot:
     packed = PackedGradient(sg.Int8(), [(60,), (10, 5)], [64, 56], 4)
     views = [torch.zeros(60), torch.zeros(10, 5)]
     slot = WorkerSlot(views, codec_for(None, torch.float32), torch.zeros(110), 110, packed=packed)
-    shard: Any = SimpleNamespace(slots={"t": slot})
-    peer: Any = SimpleNamespace(token="t", name="worker 1", connection=None)
-    with pytest.raises(sg.UsageError, match=sentence):
-        gradient(shard, peer, Frame(header, size))
+    shard: Any = SimpleNamespace(slots={"t": slot}, wait_until=lambda done: None)
+    line = SimpleNamespace(read_into=lambda into: [each.zero_() for each in into])
+    peer: Any = SimpleNamespace(token="t", name="worker 1", connection=line)
+    gradient(shard, peer, Frame(header, size))
+    return slot
+
+
+_anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 3) | st.floats(allow_nan=False) | st.just("a"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.just("a"), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pieces=_anything, rows=_anything, after=_anything, size=st.sampled_from([0, 17, 64, 81, 120])
+)
+def test_headers_of_any_kind_are_taken_or_refused(
+    pieces: Any, rows: Any, after: Any, size: int
+) -> None:
+    """With a sentence; what is taken has pieces that there are, once each and in their order."""
+    try:
+        slot = received({"pieces": pieces, "rows": rows, "after": after}, size)
+    except sg.StratagemError:
+        return
+    places = [piece for piece, _, _ in slot.rows]
+    assert places == sorted(set(places)) and set(places) <= {0, 1}
+    assert pieces is None or sorted([*pieces, *places]) == sorted({*pieces, *places})
+
+
+def test_rows_get_no_momentum_of_the_wire() -> None:
+    module = Table()
+    with (
+        session(sg.TopK(0.5, momentum=0.9), module) as made,
+        pytest.raises(sg.NotDistributable, match="use sparse=False, or TopK without momentum"),
+    ):
+        push(made, lambda: module(torch.tensor([1, 2])))
 
 
 def test_places_that_there_are_not_are_refused() -> None:

@@ -22,7 +22,7 @@ from stratagem.frontends.keras.denominators import SharedPart, synchronise
 from stratagem.state.keras_stepper import fuse
 from stratagem.state.write_tracker import WriteTracker
 from stratagem.training.exchange import GradientExchange, open_exchange
-from stratagem.training.lossy_wire import check_optimizer, load_kept
+from stratagem.training.lossy_wire import check_optimizer, handed_on, load_kept
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import own_of
 from stratagem.training.settings import Settings
@@ -74,7 +74,7 @@ class ReplicaSteps:
         self.adapter.follow(changes, trained)
         if trained != self._trainable and self.committer is not None:
             self.committer.meet()
-            mine = self.committer.state()  # goes on with the parameters that are left
+            mine = handed_on(self.committer)  # goes on with the parameters that are left
             self._kept = gather_tree(self.adapter.replica.collective, mine)
             self.close()
         self._trainable = trained
