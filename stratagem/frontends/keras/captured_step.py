@@ -36,6 +36,7 @@ from stratagem.compat.torch_names import (
 )
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.frontends.keras.step_settings import StepSettings
+from stratagem.wire.device_kinds import gpu_in_use
 
 log = logging.getLogger("stratagem")
 
@@ -119,8 +120,9 @@ class CapturedStep:
             return own(data)
         self._graphs[key] = None
         try:
-            graph = _StepGraph(self._model, own, data, tensors)
-            graph.foretell(tensors)
+            with torch.random.fork_rng(gpu_in_use()):  # tracing may draw: the step has not yet
+                graph = _StepGraph(self._model, own, data, tensors)
+                graph.foretell(tensors)
         except Exception as error:  # whatever the step does that a graph cannot have
             log.debug("the training step is not captured: %s: %s", type(error).__name__, error)
             return own(data)
