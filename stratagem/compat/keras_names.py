@@ -68,3 +68,47 @@ Tracker: Any = tracking.Tracker
 COLLECTIONS = tuple(kind for name, kind in vars(tracking).items() if name.startswith("Tracked"))
 SAVEABLE: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "KerasSaveable")
 OPTIMIZER: Any = next(c for c in keras.Optimizer.__mro__ if c.__name__ == "BaseOptimizer")
+
+#: attributes that do not decide what a training step does, or that a step itself writes; a name
+#: that Keras no longer has is none that is left out
+BOOKKEEPING = frozenset(
+    {
+        "_tracker",
+        "_auto_config",
+        "_lock",
+        "_path",
+        "_parent_path",
+        "_called",
+        "built",
+        "history",
+        "stop_training",
+        "_losses",
+        "_loss_ids",
+        "_losses_override",
+        "_inbound_nodes",
+        "_outbound_nodes",
+        "_call_signature",
+        "_build_shapes_dict",
+        "train_function",
+        "test_function",
+        "predict_function",
+        "_compiled_trainable_state",
+        "_compile_config",
+        "_eval_epoch_iterator",
+        "_initial_epoch",
+        "_inputs",
+        "_outputs",
+        "_inputs_struct",
+        "_outputs_struct",
+        "_nodes",
+        "_nodes_by_depth",
+        "_operations",
+        "_operations_by_depth",
+        "_functional",
+        "_seed_generators",
+        "optimizer",
+        "call_signature_parameters",
+        "_call_context_args",
+        "_call_has_context_arg",
+    }
+)

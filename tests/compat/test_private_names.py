@@ -34,12 +34,13 @@ TABLES = {
     "optuna": optuna_names,
 }
 FOREIGN = tuple(TABLES)
-#: of Python itself, and the one attribute that we give to models of Keras
-OF_OTHERS = {"_fields", "_replace", "_exit", "_actions", "_stratagem"}
+#: of Python itself, and the attributes that we give to models of Keras and to callbacks
+OF_OTHERS = {"_fields", "_replace", "_exit", "_actions", "_stratagem", "_stratagem_first"}
 
 
 def listed() -> set[str]:
-    return {name.rpartition(".")[2] for table in TABLES.values() for name in table.PRIVATE}
+    names = {name.rpartition(".")[2] for table in TABLES.values() for name in table.PRIVATE}
+    return names | keras_names.BOOKKEEPING  # of which it does not matter whether they are there
 
 
 # --- every name that is used is listed --------------------------------------------------------

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stratagem.compat.keras_names import BOOKKEEPING
 from stratagem.compat.torch_names import MODULE_HOOKS, has_global_hooks
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, type(...)})
@@ -25,45 +26,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, n
 #: bookkeeping, or what never takes part in a step
 _UNHEARD = (keras.KerasTensor, keras.Initializer, keras.Optimizer)
 #: of attributes: torch's own, bookkeeping of Keras, and what a step itself writes
-_BESIDE = frozenset(vars(torch.nn.Module())) | {
-    "_tracker",
-    "_auto_config",
-    "_lock",
-    "_path",
-    "_parent_path",
-    "_called",
-    "built",
-    "history",
-    "stop_training",
-    "_losses",
-    "_loss_ids",
-    "_losses_override",
-    "_inbound_nodes",
-    "_outbound_nodes",
-    "_call_signature",
-    "_build_shapes_dict",
-    "train_function",
-    "test_function",
-    "predict_function",
-    "_compiled_trainable_state",
-    "_compile_config",
-    "_eval_epoch_iterator",
-    "_initial_epoch",
-    "_inputs",
-    "_outputs",
-    "_inputs_struct",
-    "_outputs_struct",
-    "_nodes",
-    "_nodes_by_depth",
-    "_operations",
-    "_operations_by_depth",
-    "_functional",
-    "_seed_generators",
-    "optimizer",
-    "call_signature_parameters",
-    "_call_context_args",
-    "_call_has_context_arg",
-}
+_BESIDE = frozenset(vars(torch.nn.Module())) | BOOKKEEPING
 _LARGE = 1 << 16
 
 
