@@ -19,7 +19,11 @@ import torch
 import torch.nn.functional as F
 from task import OURS, ROWS, TORCHS, WIDE, model
 
-import stratagem as sg
+from stratagem.plan.choose import choose
+from stratagem.plan.hardware import Hardware
+from stratagem.plan.machine import measure_hardware
+from stratagem.plan.notebook import profile
+from stratagem.plan.profile import Profile
 from tests.hosts import Hosts
 
 RATES = ["100mbit", "1gbit", "10gbit"]
@@ -45,7 +49,7 @@ def once(hosts: Hosts, ways: list[str], port: int) -> dict[str, float]:
     running = [
         hosts.start(i, sys.executable, TASK, i, port, *places, *ways, **environ) for i in range(2)
     ]
-    said = [each.communicate(timeout=600)[0] for each in running]
+    said = [each.communicate(timeout=240)[0] for each in running]
     found: dict[str, list[float]] = {way: [] for way in ways}
     for line in (
         line for text in said for line in text.splitlines() if line.startswith("seconds ")
@@ -57,25 +61,24 @@ def once(hosts: Hosts, ways: list[str], port: int) -> dict[str, float]:
     return {way: max(each) for way, each in found.items() if len(each) == 2}
 
 
-def predicted(rate: str) -> dict[str, float]:
-    """By way: seconds a step that the planner predicts for two such hosts, and this model."""
+def measured() -> tuple[Profile, Hardware]:
+    """What the planner knows of this model, and of one such host."""
+    torch.set_num_threads(1)  # as the workers have it
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     batch = torch.randn(ROWS, WIDE), torch.randint(10, (ROWS,))
-    link = rate.replace("mbit", "Mbit").replace("gbit", "Gbit")
-    found = sg.plan(
-        module,
-        batch,
-        loss=F.cross_entropy,
-        optimizer=optimizer,
-        link=link,
-        hosts=2,
-        gpus_per_host=1,
-        most=2,
-        lossy=True,
+    found = profile(
+        module, batch, loss=F.cross_entropy, optimizer=optimizer, crowded=True, lossy=True
     )
+    return found, measure_hardware(found.device)
+
+
+def predicted(rate: str, found: Profile, here: Hardware) -> dict[str, float]:
+    """By way: seconds a step that the planner predicts for two such hosts, and this model."""
+    link = rate.replace("mbit", "Mbit").replace("gbit", "Gbit")
+    hardware = Hardware.of(link=link, latency="50us", hosts=2, per_host=1, base=here)
     steps: dict[str, float] = {}
-    for each in found.plan.predictions:
+    for each in choose(found, hardware, most=2, lossy=True).predictions:
         cfg = each.configuration
         if cfg.strategy == "MultiWorkerMirroredStrategy" and not cfg.hierarchical:
             for way in ("local 20", "DiLoCo 20") if cfg.every > 1 else [PLANNED[cfg.wire]]:
@@ -91,31 +94,39 @@ def main() -> None:
     args = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("only root may make network namespaces; run it as root.")
-    port = 21000
+    port, known = 21000, measured()
+    sides = [[way for way in args.ways if (way in OURS) == ours] for ours in (True, False)]
     for rate in args.rates:
         times: dict[str, list[float]] = {way: [] for way in args.ways}
         with Hosts(2) as hosts:
             for host in range(2):
                 hosts.shape(host, rate)
             for _ in range(args.rounds):  # in turn, so that whatever else runs here hits all
-                for way in args.ways:
-                    port += 7
-                    times[way] += once(hosts, [way], port).values()
-        _show(rate, times, predicted(rate))
+                for ways in filter(None, sides):
+                    for way, seconds in once(hosts, ways, port := port + 100).items():
+                        times[way].append(seconds)
+        _show(rate, times, predicted(rate, *known))
 
 
 def _show(rate: str, times: dict[str, list[float]], planned: dict[str, float]) -> None:
     middles = {way: statistics.median(each) for way, each in times.items() if each}
-    print(f"\n| {rate} | ms a step (least to most) | steps/s, dense 1 | predicted | DDP is 1 |")
-    print("| --- | --- | --- | --- | --- |")
+    heads = (
+        "ms a step (least to most) | predicted ms | steps/s, dense 1 | predicted | off | DDP is 1"
+    )
+    print(f"\n| {rate} | {heads} |")
+    print("| --- " * 7 + "|")
     for way, middle in middles.items():
         span = f"{1e3 * min(times[way]):.1f} to {1e3 * max(times[way]):.1f}"
         dense, ddp = (
             f"{middles[peer] / middle:.2f}" if peer in middles else "" for peer in ("dense", "DDP")
         )
-        gain = f"{planned['dense'] / planned[way]:.2f}" if way in planned else ""
-        ratios = [dense, gain, ddp]
-        print(f"| {way} | {1e3 * middle:.1f} ({span}) | {' | '.join(ratios)} |", flush=True)
+        step, gain, off = "", "", ""
+        if way in planned:
+            step, promised = f"{1e3 * planned[way]:.1f}", planned["dense"] / planned[way]
+            gain = f"{promised:.2f}"
+            off = f"{promised * middle / middles['dense'] - 1:+.0%}" if dense else ""
+        cells = [step, dense, gain, off, ddp]
+        print(f"| {way} | {1e3 * middle:.1f} ({span}) | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

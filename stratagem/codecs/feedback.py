@@ -7,6 +7,7 @@ may be added up, too, and shared out anew when others go on with it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,14 +64,17 @@ class Memory:
 
 
 class Feedback(Reducer):
-    """A reducer that keeps what it leaves out. Gradients are compressed when all are there.
+    """A reducer that keeps what it leaves out.
+
+    Where the collective has a thread for it, a bucket is compressed and sent there as soon as its
+    gradients are ready, beside the rest of backward; elsewhere when all are there.
 
     A number that is none, on any replica, makes all gradients of the step NaN on all of them, and
     nothing is kept of that step: the same as if it had not been.
     """
 
     lossy = True
-    whole = True
+    feeds_back = True
     #: what is kept for each number of a gradient
     keeps: tuple[str, ...] = ("residual",)
     #: whether the last step can be undone, which takes memory for one more gradient
@@ -78,6 +82,7 @@ class Feedback(Reducer):
 
     def __init__(self, collective: Collective, record: Compression) -> None:
         self.collective, self.record = collective, record
+        self.whole = not collective.runs_beside
         self.steps = 0
         self._memories: dict[int, Memory] = {}
 
@@ -97,11 +102,16 @@ class Feedback(Reducer):
         return Memory(flat, layout, self.keeps)
 
     def reduce(self, flat: Tensor, weight: float) -> Pending:
-        memory = self._memories[flat.data_ptr()]
-        apply_weight(flat, weight)
-        dense = self.steps < self.record.dense_steps
-        (self.send_dense if dense else self.send)(memory, not finite(flat))
+        work = partial(self._reduce, self._memories[flat.data_ptr()], weight)
+        if not self.whole and flat.device.type == "cpu":
+            return self.collective.beside(work)
+        work()
         return Pending()
+
+    def _reduce(self, memory: Memory, weight: float) -> None:
+        apply_weight(memory.flat, weight)
+        dense = self.steps < self.record.dense_steps
+        (self.send_dense if dense else self.send)(memory, not finite(memory.flat))
 
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
         """Send every number, and what was left out before."""

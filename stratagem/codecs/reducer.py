@@ -21,6 +21,8 @@ class Reducer(Protocol):
     lossy: bool
     #: whether it wants all gradients of a step at once, none while others are computed
     whole: bool = False
+    #: whether what it leaves out of a gradient comes with a later one
+    feeds_back: bool = False
     #: whether what it is given becomes part of a momentum, so that it must not come twice
     moves: bool = False
 

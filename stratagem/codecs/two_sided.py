@@ -146,6 +146,7 @@ class LargestFirst(TwoSided):
         super().__init__(collective, record, record)
         self.top = record
         self.moves = record.momentum > 0
+        self.whole = self.whole or record.clip is not None  # by the norm of all gradients
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
         residual, moved = memory.draft["residual"], memory.draft["momentum"]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stratagem.frontends.adapter import TorchAdapter
+from stratagem.frontends.fit_journal import FitJournal
+from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import Replicated, per_target, ratio
+from stratagem.training.broken_round import BrokenRound
 from stratagem.training.local_steps import LocalUpdates
+from stratagem.training.replica import Replica
 from stratagem.wire.tree import gather_tree
 
 
@@ -26,7 +33,17 @@ class Apart(Replicated):
         #: numerators and denominators that the others do not know yet, and their global batches
         self._untold: list[Tensor] = []
         self._totals: list[int] = []
-        self._met = 0
+        #: where replicas may leave: what was counted for metrics here, and everybody's, heard
+        self._counts: Callable[[], Any] = lambda: None
+        self._hear: Callable[[Sequence[Any]], None] = lambda told: None
+
+    def keep_journal(self, journal: FitJournal) -> None:
+        """Replicas may leave: each tells the others at meetings what it has counted, too."""
+        gather, cadence = self.before_commit, self.committer.cadence
+        self.before_commit = lambda: gather() if cadence.together else None
+        self._counts = journal.counts
+        self._hear = partial(journal.hear, self.recipe.metrics, self.replica)
+        self.committer.untold = lambda: {**self._mine(), "totals": self._totals}
 
     def _divisor(self, portion: Portion, denominator: Any) -> float:
         apart = not self.committer.cadence.together
@@ -58,20 +75,50 @@ class Apart(Replicated):
                 own = notes.detach() * (portion.examples / portion.total)
                 self._keep_count(own, portion.total)
         self.update()
-        if self.committer.meetings > self._met:
+
+    def update(self) -> None:
+        TorchAdapter.update(self)  # a meeting comes when the update is counted
+
+    def sync(self) -> None:
+        before = self.committer.meetings
+        self.committer.sync()
+        if self.committer.meetings > before:
             self._tell()
 
     def meet(self) -> None:
         self.committer.meet()
         self._tell()
 
+    def _mine(self) -> dict[str, Any]:
+        losses = torch.stack(self._untold).double() if self._untold else None
+        return {"losses": losses, "counts": self._counts()}
+
     def _tell(self) -> None:
         """Add up the losses that nobody else knew of. Collective."""
-        self._met = self.committer.meetings
         if self._untold:
-            everybody = gather_tree(self.replica.collective, torch.stack(self._untold).double())
-            for (above, below), total in zip(
-                torch.stack(everybody).sum(0).tolist(), self._totals, strict=True
-            ):
-                self.tally.add(ratio(above, below), total)
+            everybody = gather_tree(self.replica.collective, self._mine())
+            _add_up(everybody, self._totals, self.tally, self._hear)
         self._untold, self._totals = [], []
+
+
+def _add_up(
+    everybody: Sequence[Any], totals: Sequence[int], tally: LossSum, hear: Callable[[Any], None]
+) -> None:
+    sums = torch.stack([each["losses"] for each in everybody]).sum(0).tolist()
+    for (above, below), total in zip(sums, totals, strict=True):
+        tally.add(ratio(above, below), total)
+    hear([each["counts"] for each in everybody])
+
+
+def tell_late(
+    mine: BrokenRound | None, replica: Replica, tally: LossSum, hear: Callable[[Any], None]
+) -> None:
+    """Tell what was not told when a round broke off, by those who had as much. Collective."""
+    everybody = gather_tree(replica.collective, None if mine is None else mine.untold)
+    if mine is not None:
+        mine.untold = None
+    first = everybody[0]
+    if first is None or first["losses"] is None:
+        return
+    as_much = [each for each in everybody if each and each["totals"] == first["totals"]]
+    _add_up(as_much, first["totals"], tally, hear)

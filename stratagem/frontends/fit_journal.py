@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,17 @@ class FitJournal:
             self._told = gather_tree(replica.collective, self._here.progress())
             self._here.reset()
 
+    def counts(self) -> dict[str, Any] | None:
+        """What was counted here, and nobody was told, where replicas meet now and then."""
+        return self._here.progress() if self._here else None
+
+    def hear(self, metrics: MetricSet, replica: Replica, told: Sequence[Any]) -> None:
+        """Add what everybody has counted."""
+        counted = [each for each in told if each]
+        if counted and self._here is not None:
+            metrics.go_on([metrics.progress(copied=False), *counted], alone(replica))
+            self._here.reset()
+
     def before_update(self, module: nn.Module, tally: LossSum | None) -> None:
         """Gradients of an update are computed from here on; `tally` is given where losses are added
         before the update is made."""
@@ -103,9 +114,7 @@ class FitJournal:
 
     def updated(self, metrics: MetricSet, replica: Replica) -> None:
         """The update was made."""
-        if self._told:
-            mine = metrics.progress(copied=False)
-            metrics.go_on([mine, *self._told], alone(replica))
+        self.hear(metrics, replica, self._told)
         self.step, self.batch = self.step + self._under_way, self.batch + self._under_way
         self.updates, self._under_way = self.updates + 1, 0
         self._buffers, self._tally = [], None

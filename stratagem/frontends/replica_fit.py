@@ -17,6 +17,7 @@ from stratagem.errors import ReplicaError, UsageError
 from stratagem.figures.meter import loading
 from stratagem.frontends import replica_progress
 from stratagem.frontends.alignment import align, align_loss, move, own_streams
+from stratagem.frontends.apart import Apart
 from stratagem.frontends.batch_scheduler import Segments
 from stratagem.frontends.change_tracker import heed, news, share_attributes
 from stratagem.frontends.divided import Divided
@@ -132,6 +133,8 @@ class ReplicaSide:
         if job.journal is not None:
             self.step.take_in = job.journal.watch(job.recipe.metrics)
             self.step.before_commit = partial(job.journal.gather, replica)
+            if isinstance(self.step, Apart):
+                self.step.keep_journal(job.journal)
         self._frozen = _frozen(job.module)
         common = isinstance(replica.collective, SharedMemoryCollective) and isinstance(
             self.step, Sliced | Staged | Divided
@@ -191,9 +194,12 @@ class ReplicaSide:
         journal = self.job.journal
         if journal is None:
             self.step.take(portion, last)
+            if self.step.settled:
+                self.step.sync()
             self._figures.step(portion.examples)
             return
-        self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
+        if self.step.keeper is None or not self.step.keeper.apart:  # else at the next meeting
+            self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
         if self._passes_on and self.job.succession is not None:
             self.job.succession.tell_pass(self.job, self.replica, self._data_progress())
             self._passes_on = False
@@ -205,6 +211,7 @@ class ReplicaSide:
         self.step.take(portion, last)
         if self.step.settled:
             journal.updated(self.job.recipe.metrics, self.replica)
+            self.step.sync()
         self._figures.step(portion.examples)
 
     def _data_progress(self) -> dict[str, Any] | None:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from stratagem.frontends.apart import tell_late
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.steps import Step
+from stratagem.training import lossy_wire
 from stratagem.training.lossy_wire import load_kept, rejoin
 from stratagem.training.replica import Replica, alone
 from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
@@ -68,6 +70,9 @@ def go_on(
     if step.scaler is not None and told["scaler"] is not None:
         step.scaler.load_state_dict(told["scaler"])
     if "updates" in told:  # in the processes that it broke off in
+        if job.settings.sync is not None and job.journal is not None:
+            hear = partial(job.journal.hear, job.recipe.metrics, replica)
+            tell_late(lossy_wire.broken_round(), replica, tally, hear)
         rejoin(step.keeper, replica)
     load_kept(step.keeper, [each.get("residuals", {}) for each in told["replicas"]])
     own = own_of(told["replicas"], replica)

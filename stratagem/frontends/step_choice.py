@@ -33,7 +33,7 @@ def choose(
             'LBFGS evaluates the loss several times a step, so accumulate and precision="float16" '
             "cannot go with it; leave them out, or use another optimizer."
         )
-    if settings.elastic and settings.committer is not None:
+    if settings.elastic and settings.committer is not None and settings.sync is None:
         raise NotDistributable(
             "elastic=True does a step again when a replica dies, which a committer of your own may "
             "not take; use one of the two."

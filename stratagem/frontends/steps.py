@@ -55,6 +55,9 @@ class Step(Protocol):
     def take(self, portion: Portion, last: bool) -> None:
         """Train on one share; `last` means that accumulated gradients must be applied now."""
 
+    def sync(self) -> None:
+        """After an update: bring replicas together, if they meet now and then. Collective."""
+
     @property
     def keeper(self) -> GradientExchange | None:
         """Where gradients go, and something may be kept for later steps, where they travel."""
@@ -118,17 +121,10 @@ class OneDevice(TorchAdapter):
     def keep(self) -> None:
         return None  # what breaks off has not been applied
 
-    def follow_settings(self) -> None:
-        return None
-
-    def take_back(self) -> None:
-        return None
-
     def meet(self) -> None:
         return None
 
-    def bring_home(self) -> None:
-        return None
+    sync = bring_home = follow_settings = take_back = meet
 
     def close(self) -> None:
         self.leave()

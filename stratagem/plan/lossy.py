@@ -47,7 +47,7 @@ class CodecTime:
 class _NoNetwork:
     """A collective in which what others send is what this replica sends, at once."""
 
-    rank, size = 0, _REPLICAS
+    rank, size, runs_beside = 0, _REPLICAS, False
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
@@ -84,6 +84,9 @@ def _seconds(record: Compression, shapes: Sequence[tuple[int, ...]]) -> float:
         count += layout.counts[tried]
         tried += 1
     part = Layout(layout.names[:tried], layout.shapes[:tried])
+    if not isinstance(record, PowerSGD):  # slices that are alike, so that each can be any other
+        count += -count % _REPLICAS
+        part = Layout(("all",), ((count,),))
     made = reducer(cast(Collective, _NoNetwork()), record)
     flat = made.buffer(count, torch.float32, torch.device("cpu"))
     made.lay_out(flat, part)

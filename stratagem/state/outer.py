@@ -70,6 +70,20 @@ class OuterPart:
         for piece, param in zip(torch.split(flat, self.layout.counts), self.params, strict=True):
             param.detach().copy_(piece.view(param.shape))
 
+    def old(self) -> dict[str, Tensor]:
+        """Copy the parameters as they were when replicas met."""
+        return self.layout.split(self._old)
+
+    def now(self) -> dict[str, Tensor]:
+        """Copy the parameters as they are here."""
+        both = zip(self.layout.names, self.params, strict=True)
+        return {name: p.detach().cpu().clone() for name, p in both}
+
+    def take(self, named: Mapping[str, Tensor]) -> None:
+        """Write values to the parameters."""
+        self.layout.join(dict(named), self.flat)
+        self.write(self.flat)
+
     def saved(self) -> dict[str, Tensor]:
         return {} if self.momentum is None else self.layout.split(self.momentum)
 

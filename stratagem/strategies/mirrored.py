@@ -162,10 +162,10 @@ def meeting(settings: Settings, sync: Sync | None) -> Settings:
             f"sync={sync!r}; it is sg.EveryStep(), sg.LocalSteps(20), sg.DiLoCo(20) or "
             'sg.Gossip("ring").'
         )
-    if settings.elastic:
+    if settings.elastic and isinstance(sync, Gossip):
         raise UsageError(
-            f"elastic=True has replicas go on from the chief's weights when one dies, and with "
-            f"sync={sync!r} each has its own between meetings; use one of the two."
+            f"elastic=True has those who are left hold the next meeting, and with sync={sync!r} "
+            "neighbours mix their weights and nobody meets; use sg.LocalSteps or sg.DiLoCo."
         )
     if settings.sync_batchnorm:
         raise UsageError(
@@ -173,7 +173,7 @@ def meeting(settings: Settings, sync: Sync | None) -> Settings:
             f"sync={sync!r} keeps them apart; leave one out."
         )
     sync = _with_wire(sync, settings.wire)
-    made = partial(LocalUpdates, every=sync)
+    made = partial(LocalUpdates, every=sync, undoes=settings.elastic)
     return replace(settings, wire=None, sync=sync, committer=made)
 
 

@@ -284,7 +284,7 @@ class GradientExchange(Keeper):
         """
         for i, fired in enumerate(self._fired):
             if not fired:
-                late = self.reducer.whole and bool(self.buckets.views[i].any())
+                late = self.reducer.feeds_back and bool(self.buckets.views[i].any())
                 has = used[i] > 0 or late
                 self.buckets.params[i].grad = self.buckets.gradient(i) if has else None
 

@@ -9,22 +9,25 @@ that of one device. What the inner optimizer keeps stays with its replica.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Plain, Reducer
 from stratagem.codecs.wire_choice import reducer as reducer_for
 from stratagem.errors import UsageError
 from stratagem.rules.cadence import Cadence, DiLoCo, Gossip, LocalSteps, Outer, Sync
 from stratagem.state.outer import OuterFragment, OuterPart, fragmented
+from stratagem.training.broken_round import BrokenRound, comes_as_far, furthest, rejoin_wire
 from stratagem.training.custom_loop import LossReader
 from stratagem.training.exchange import GradientExchange
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import optimizer_state, take_optimizer_state
-from stratagem.wire.tree import gather_tree
+from stratagem.wire.tree import broadcast_tree, gather_tree
 
 #: the outer optimizer that takes the mean
 MEAN = Outer(lr=1.0, momentum=0.0)
@@ -40,6 +43,7 @@ class LocalUpdates(GradientExchange):
         reducer: Reducer,
         *,
         every: Sync,
+        undoes: bool = False,
         reader: LossReader | None = None,
         **options: Any,
     ) -> None:
@@ -48,7 +52,14 @@ class LocalUpdates(GradientExchange):
         self.every, self.cadence = every, Cadence(every)
         #: how many meetings there were
         self.meetings = 0
+        #: losses and metrics of this replica of which the others do not know
+        self.untold: Callable[[], Any] = lambda: None
         self._begun = False
+        #: the part of the model whose meeting is under way
+        self._due: int | None = None
+        #: whether an update was made for which `sync` is still to come; and what was before it
+        self.uncounted = False
+        self._earlier_update: tuple[dict[str, Tensor], list[Any]] | None = None
         trained = [(name, p) for name, p in named if p.requires_grad]
         outer = every.outer if isinstance(every, DiLoCo) else MEAN
         wire = every.wire if isinstance(every, LocalSteps | DiLoCo) else None
@@ -64,6 +75,9 @@ class LocalUpdates(GradientExchange):
             )
             for part in parts
         ]
+        for wire in (fragment.reducer for fragment in self.fragments):
+            if isinstance(wire, Feedback):
+                wire.undoes = undoes
         if reader is not None:
             reader.scale = self._scale
 
@@ -113,6 +127,7 @@ class LocalUpdates(GradientExchange):
 
     @torch.no_grad()
     def sync(self) -> None:
+        self.uncounted, self._earlier_update = False, None
         if self.cadence.together:
             self.cadence.updated()
             return
@@ -123,16 +138,19 @@ class LocalUpdates(GradientExchange):
         if isinstance(self.every, Gossip):
             self._mix(self.every, turn)
         if due is not None:
+            self._due = due
             self._agree()
             self._meet(self.fragments[due])
+            self._due = None
 
     @torch.no_grad()
     def meet(self) -> None:
         """Bring the weights of all replicas together, if they have gone apart. Collective."""
         self._agree()
-        for fragment, updates in zip(self.fragments, self.cadence.unmet, strict=True):
-            if updates:
+        for number, fragment in enumerate(self.fragments):
+            if self.cadence.unmet[number]:
                 self._meet(fragment)
+                self.cadence.unmet[number] = 0
         self.cadence.met()
 
     def _agree(self) -> None:
@@ -149,8 +167,9 @@ class LocalUpdates(GradientExchange):
     def apart(self) -> bool:
         return self.cadence.apart
 
-    def _meet(self, fragment: OuterFragment) -> None:
-        fragment.meet(1.0 / self.replica.count)
+    def _meet(self, fragment: OuterFragment, present: int = 0) -> None:
+        """Take the mean over all, or over those `present`; others are where they last met."""
+        fragment.meet(1.0 / (present or self.replica.count))
         self.meetings += 1
 
     def _mix(self, gossip: Gossip, turn: int) -> None:
@@ -175,6 +194,69 @@ class LocalUpdates(GradientExchange):
     def _parts(self) -> list[OuterPart]:
         return [part for fragment in self.fragments for part in fragment.parts]
 
+    def _momenta(self) -> dict[str, Tensor]:
+        return _by_name(part.saved() for part in self._parts())
+
+    # --- replicas that leave and join -----------------------------------------------------------
+
+    def remember(self) -> None:
+        """An update begins that may have to be undone."""
+        mine = _by_name(part.now() for part in self._parts())
+        self._earlier_update = (mine, optimizer_state(self.optimizer))
+
+    def broken_off(self) -> BrokenRound:
+        late = int(self.uncounted and not self.cadence.together)
+        return BrokenRound(
+            self.meetings,
+            self.cadence.updates + int(self.uncounted),
+            [n + late + int(i == self._due) for i, n in enumerate(self.cadence.unmet)],
+            old=_by_name(part.old() for part in self._parts()),
+            mine=_by_name(part.now() for part in self._parts()),
+            momenta=self._momenta(),
+            optimizer=[] if self.optimizer is None else optimizer_state(self.optimizer),
+            wires=[fragment.reducer for fragment in self.fragments],
+            untold=self.untold(),
+            earlier=self._earlier_update if self.uncounted else None,
+        )
+
+    @torch.no_grad()
+    def rejoin(self, mine: BrokenRound | None, replica: Replica) -> None:
+        counts = gather_tree(replica.collective, None if mine is None else mine.count)
+        source = furthest(counts)
+        if source is None:
+            return
+        leads = replica.collective.rank == source
+        shared = mine.shared() if leads and mine is not None else None
+        told = broadcast_tree(replica.collective, shared, source)
+        if mine is not None:
+            mine.go_back_to(counts[0][1])
+        self.meetings, self.cadence.updates, apart, _ = counts[source]
+        self.cadence.met()
+        for part in self._parts():
+            part.restore(told["momenta"])
+            if apart or source:  # else the chief's weights are those of all
+                part.take(told["old"])
+        befores = [None] * len(self.fragments) if mine is None else mine.wires
+        for fragment, before, steps in zip(self.fragments, befores, told["steps"], strict=True):
+            gather = partial(gather_tree, replica.collective)
+            rejoin_wire(fragment.reducer, before, int(steps), gather)
+        if apart and source == 0:
+            self._hold(mine, counts, told["unmet"])
+        same = mine is not None and mine.updates == counts[0][1] and not mine.alone
+        if mine is not None and same and self.optimizer is not None:
+            take_optimizer_state(self.optimizer, mine.optimizer)
+
+    def _hold(self, mine: BrokenRound | None, counts: list[Any], unmet: list[int]) -> None:
+        """Hold the meeting that broke off, with those who have come as far as the chief."""
+        self._begin_round()
+        here = [comes_as_far(each, counts[0]) for each in counts]
+        if mine is not None and here[self.replica.collective.rank]:
+            for part in self._parts():
+                part.take(mine.mine)
+        for fragment, updates in zip(self.fragments, unmet, strict=True):
+            if updates:
+                self._meet(fragment, sum(here))
+
     # --- checkpoints, made when all have met ----------------------------------------------------
 
     @property
@@ -183,11 +265,10 @@ class LocalUpdates(GradientExchange):
 
     def state(self) -> dict[str, Any]:
         assert not self.apart, "a checkpoint is made at a meeting"
-        momenta = {name: m for part in self._parts() for name, m in part.saved().items()}
         return {
             "made_with": self.made_with,
             "updates": self.cadence.updates,
-            "momenta": momenta if self.replica.leads else {},  # the same on all
+            "momenta": self._momenta() if self.replica.leads else {},  # the same on all
             "wires": [fragment.reducer.state() for fragment in self.fragments],
             "optimizer": [] if self.optimizer is None else optimizer_state(self.optimizer),
         }
@@ -204,6 +285,10 @@ class LocalUpdates(GradientExchange):
                 fragment.reducer.load(kept)
         if self.optimizer is not None and len(states) == self.replica.count:
             take_optimizer_state(self.optimizer, states[self.replica.index]["optimizer"])
+
+
+def _by_name(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: values for part in parts for name, values in part.items()}
 
 
 def _joined(fragments: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.topk import TopK
 from stratagem.errors import NotDistributable
+from stratagem.training.broken_round import BrokenRound, rejoin_wire
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
 from stratagem.wire.tree import broadcast_tree, gather_tree
@@ -149,24 +151,36 @@ class Keeper:
         """Go on from the states of all replicas."""
         self.reducer.load(states)
 
+    def broken_off(self) -> Any:
+        """What is kept here when replicas leave or join, for `rejoin`; None: nothing."""
+        return self.reducer if isinstance(self.reducer, Feedback) else None
 
-#: of a training that has broken off in this process: what its wire had kept
-_broken_off: list[Feedback] = []
+    def rejoin(self, mine: Any, replica: Replica) -> None:
+        """Go on among others than before from what `broken_off` returned here; None where this
+        process is new, or had nothing. What counts is the chief's. Collective."""
+        if isinstance(self.reducer, Feedback):
+            steps = broadcast_tree(replica.collective, mine.steps if mine is not None else 0)
+            rejoin_wire(self.reducer, mine, int(steps), partial(gather_tree, replica.collective))
+
+
+#: of a training that has broken off in this process: what its committer had kept
+_broken_off: list[Any] = []
 
 
 def break_off(keeper: Keeper | None) -> None:
     """Replicas have left or joined: go on later with what is kept here. One that is left alone
     sends nothing, and keeps it until there are others."""
-    found = keeper is not None and keeper.reducer
-    if isinstance(found, Feedback) and not _broken_off:  # else it broke off before all were here
+    found = None if keeper is None else keeper.broken_off()
+    if found is not None and not _broken_off:  # else it broke off before all were here
         _broken_off.append(found)
 
 
 def refuse_elastic(settings: Settings, what: str) -> None:
-    """Refuse what does not keep a wire's memory when replicas leave or join."""
-    if settings.elastic and isinstance(settings.wire, Compression):
+    """Refuse what does not keep a committer's memory when replicas leave or join."""
+    if settings.elastic and (isinstance(settings.wire, Compression) or settings.sync is not None):
+        kept = f"sync={settings.sync!r}" if settings.sync is not None else f"wire={settings.wire!r}"
         raise NotDistributable(
-            f"with elastic=True, what wire={settings.wire!r} keeps goes on in fit of sg.Model, and "
+            f"with elastic=True, what {kept} keeps goes on in fit of sg.Model, and "
             f"not in {what}; use sg.Model, or leave one of the two out."
         )
 
@@ -176,19 +190,21 @@ def begin_anew() -> None:
     _broken_off.clear()
 
 
+def broken_round() -> BrokenRound | None:
+    """What this process had when a round of `sync=` broke off."""
+    return next((each for each in _broken_off if isinstance(each, BrokenRound)), None)
+
+
 def rejoin(keeper: Keeper | None, replica: Replica) -> None:
     """Go on among others than before with what was kept when the chief was where it is. Collective.
 
     Who is new here has kept nothing, and what the dead had kept is lost with them.
     """
-    if keeper is None or not isinstance(keeper.reducer, Feedback):
-        return
-    mine = _broken_off[0] if _broken_off else None
-    steps = int(broadcast_tree(replica.collective, mine.steps if mine is not None else 0))
-    kept = {} if mine is None else mine.state_at(steps).get("kept", {})
-    shared = {name: kept[name] for name in ("of_sums", "factors") if name in kept}
-    keeper.reducer.rejoin(steps, kept, gather_tree(replica.collective, shared))
-    _broken_off.clear()
+    if keeper is not None and replica.count > 1:
+        keeper.rejoin(_broken_off[0] if _broken_off else None, replica)
+        _broken_off.clear()
+    elif (mine := broken_round()) is not None:
+        mine.go_alone()
 
 
 def handed_on(keeper: Keeper) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def choose_reducer(params: Sequence[Tensor], replica: Replica, settings: Setting
     measures = settings.op == "auto" and replica.count > 1
     elements = sum(p.numel() for p in params)
     collective = _fastest(elements, replica) if measures else replica.collective
-    made = reducer(collective, settings.wire)
+    made = reducer(collective, settings.wire if replica.count > 1 else None)
     if isinstance(made, Feedback):
         made.undoes = settings.elastic
     return made

@@ -43,6 +43,15 @@ class Collective(ABC):
         A weight of zero means that the content is ignored, NaN included.
         """
 
+    #: whether `beside` runs beside the computation, on a thread of its own
+    runs_beside: bool = False
+
+    def beside(self, work: Callable[[], None]) -> Pending:
+        """Do what uses this collective, in turn with all else that does; beside the computation
+        where that is possible. Replicas call it in the same order."""
+        work()
+        return Pending()
+
     @abstractmethod
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
         """Every replica's one-dimensional uint8 CPU tensor, in rank order; sizes may differ.

@@ -12,6 +12,7 @@ hierarchical      members -> leader of their pack; leaders among themselves; bac
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -41,6 +42,9 @@ class TorchCollective(Collective):
         self.flat = ProcessGroup("flat", rank, size, backend, meeting)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="stratagem-reduce")
         self._last: Future[None] | None = None
+        #: the thread of what is done aside, while something is
+        self._beside: int | None = None
+        self.runs_beside = backend == "gloo"
         #: collectives of some of its members, by their ranks
         self.parts: dict[tuple[int, ...], TorchCollective] = {}
         membership.on_trouble(lambda _: self._abort())
@@ -50,6 +54,9 @@ class TorchCollective(Collective):
 
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
         apply_weight(flat, weight)
+        if self._beside == threading.get_ident():
+            self._sum(flat)
+            return Pending()
         if flat.device.type != "cpu" and self.backend == "gloo":
             return self._staged(flat)
         alone = flat.dtype not in HALF or self.backend == "gloo"
@@ -60,6 +67,19 @@ class TorchCollective(Collective):
             self.named(lambda: self._sum(flat))  # queued on the GPU; nothing blocks here
             return Pending()
         future = self._last = self._aside.submit(self._sum, flat)
+        return Pending(lambda: self.named(future.result))
+
+    def beside(self, work: Callable[[], None]) -> Pending:
+        def do() -> None:
+            self._beside = threading.get_ident()
+            try:
+                work()
+            finally:
+                self._beside = None
+
+        if not self.runs_beside:
+            return super().beside(work)
+        future = self._last = self._aside.submit(do)
         return Pending(lambda: self.named(future.result))
 
     def _idle(self) -> bool:
@@ -108,7 +128,7 @@ class TorchCollective(Collective):
     def _staged_bytes(self, data: Tensor) -> Tensor:
         """Where this group's backend can send it from, once what is queued aside is done: a group's
         operations must keep their order."""
-        if self._last is not None:
+        if self._last is not None and self._beside != threading.get_ident():
             self.named(self._last.result)
         return data.cpu() if self.backend == "gloo" else data
 

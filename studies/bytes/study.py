@@ -15,11 +15,17 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import common
-import workers
 
 import stratagem as sg
+from stratagem.plan.simulation.replica_training import (
+    SimulatedReplica,
+    ThreadCollective,
+    all_at_once,
+)
+from stratagem.wire.simulated import Topology
 
 WORKERS, SEEDS, COMPUTE = 8, 5, 5e-3  # seconds that a gradient takes: an assumption
+LINK = Topology(rate=1e9 / 8, latency=50e-6)  # 1 Gbit/s
 STEPS = {"clothes": 200, "text": 200}
 EACH = {"clothes": 16, "text": 32}  # rows a worker
 CONTEXT = 8
@@ -101,14 +107,14 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
 
     momentum = 0.0 if getattr(wire, "momentum", 0.0) else 0.9  # the compression has its own
 
-    def train(collective: workers.ThreadCollective) -> tuple[float, float]:
+    def train(collective: ThreadCollective) -> tuple[float, float]:
         module = modules[collective.rank]
         optimizer: Any = (
             torch.optim.SGD(module.parameters(), job["rate"], momentum=momentum)
             if kind == "sgd"
             else torch.optim.AdamW(module.parameters(), job["rate"])
         )
-        worker = workers.Worker(collective, module, optimizer, wire, sync)
+        worker = SimulatedReplica(collective, module, optimizer, wire, sync)
         for step, batch in enumerate(batches):
             rate = job["rate"] * 0.5 * (1 + math.cos(math.pi * step / steps))
             optimizer.param_groups[0]["lr"] = rate
@@ -116,7 +122,7 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
         worker.committer.meet()
         return collective.bytes, collective.seconds
 
-    sent, seconds = workers.all_at_once(WORKERS, train)[0]
+    sent, seconds = all_at_once(WORKERS, LINK, train)[0]
     with torch.no_grad():
         check, test = (
             [float(F.cross_entropy(out, y)), float((out.argmax(1) == y).float().mean())]

@@ -62,9 +62,10 @@ def by_formula(
     count: int,
     epochs: int = EPOCHS,
     before: Callable[[int, Replicas], None] | None = None,
+    module: nn.Module | None = None,
 ) -> nn.Module:
     """The training of `count` replicas in one process; `before` is called before each step."""
-    module = copy.deepcopy(mlp().double())
+    module = copy.deepcopy(mlp().double()) if module is None else module
     optimizer = sgd(module.parameters())
     named = list(module.named_parameters())[::-1]  # gradients travel in the order of backward
     replicas = Replicas(wire, [(n, p.detach()) for n, p in named], count)

@@ -49,15 +49,21 @@ class ByHand:
 
     def __init__(self, sync: Any, count: int) -> None:
         self.sync, self.count, self.since, self.updates = sync, count, 0, 0
-        self.replicas = [mlp().double() for _ in range(count)]
-        self.optimizers = [adam(each.parameters()) for each in self.replicas]
+        self.replicas = [self.module() for _ in range(count)]
+        self.optimizers = [self.optimizer(each.parameters()) for each in self.replicas]
         outer = getattr(sync, "outer", sg.Outer(1.0, 0.0))
         self.lr, self.mu = outer.lr, outer.momentum
-        self.momenta = [torch.zeros_like(p) for p in mlp().double().parameters()]
+        self.momenta = [torch.zeros_like(p) for p in self.module().parameters()]
         # of 96 + 16 + 64 + 4 numbers the first weight is a half
         self.fragments = [[0], [1, 2, 3]] if sync == SYNCS["fragments"] else [[0, 1, 2, 3]]
         self.unmet = [0] * len(self.fragments)
         self.old: list[Tensor] = []
+
+    def module(self) -> nn.Module:
+        return mlp().double()
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return adam(params)
 
     def params(self, index: int) -> list[Tensor]:
         return [list(each.parameters())[index].data for each in self.replicas]
@@ -353,7 +359,6 @@ def test_what_cannot_go_together_is_refused() -> None:
         with pytest.raises(sg.UsageError, match=sentence):
             strategy(2, **options)
 
-    refused("elastic=True has replicas go on", sync=sg.LocalSteps(3), elastic=True)
     refused("every layer of every step", sync=sg.DiLoCo(3), sync_batchnorm=True)
     refused("leave wire out, or use sg.DiLoCo", sync=sg.Gossip(), wire=sg.Int8())
     refused("both say what travels", sync=sg.DiLoCo(3, wire="bfloat16"), wire=sg.Int8())

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.codecs.feedback import Feedback
 from stratagem.compat.torch_names import copy_all
-from stratagem.errors import ReplicaError
+from stratagem.errors import NotDistributable, ReplicaError
 from stratagem.frontends.keras.adapter import KerasAdapter, own_variables, replica_progress
 from stratagem.frontends.keras.driver import Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.on_replicas import OnReplicas, perform
 from stratagem.training.elastic import Again
-from stratagem.training.lossy_wire import refuse_elastic
+from stratagem.training.local_steps import LocalUpdates
+from stratagem.training.lossy_wire import begin_anew, broken_round
 from stratagem.training.replica import current_replica
 
 
@@ -47,6 +49,11 @@ class StepUndo:
                 self._copies = [torch.empty_like(t) for t in self._tensors]
             copy_all(self._copies, [t.detach() for t in self._tensors])
 
+    @property
+    def trains(self) -> bool:
+        """Whether a step is under way that trains."""
+        return bool(self._tensors)
+
     def forget(self) -> None:
         """The step was made."""
         self._tensors, self._metrics = (), lambda: None
@@ -64,11 +71,13 @@ class ElasticReplicas(OnReplicas):
     """The chief's side, where replicas may leave and join."""
 
     def __init__(self, driver: Driver) -> None:
-        refuse_elastic(driver.strategy.settings, "Keras models")
         super().__init__(driver)
         self._again = Again(self._done)
         self._undo = StepUndo()
-        self._played = 0
+        #: how many steps the wire had sent before the one under way
+        self._played = self._sent_before = 0
+        #: brings followers to where they can train
+        self._reopen: Callable[[], None] = lambda: None
         #: whether this process leads the call, and so goes on with it in the midst of a step
         self._leads = self._regroups = False
 
@@ -77,6 +86,7 @@ class ElasticReplicas(OnReplicas):
         return super().takes(call) or self._driver.strategy.replica_group.place is not None
 
     def start(self, call: Call) -> Any:
+        begin_anew()
         self._again, self._leads = Again(self._done), False
         group = self._driver.strategy.replica_group
         return group.call(perform, ((call, self), None), partial(self._sent, call), self._again)[0]
@@ -114,7 +124,14 @@ class ElasticReplicas(OnReplicas):
                 self._regroup(known or trouble.error())  # type: ignore[union-attr]
 
     def _regroup(self, error: BaseException) -> None:
+        apart = None if self.steps is None else self.steps.committer
+        if self._undo.trains and isinstance(apart, LocalUpdates):
+            apart.uncounted = False
         self._undo.back()
+        if (wire := self._wire()) is not None:
+            wire.state_at(self._sent_before)  # what the step that is done again has left out
+        if self.steps is not None:
+            self.steps.break_off()
         self._mark, self._regroups = None, True
         try:
             self._again.regroup(error)
@@ -127,24 +144,70 @@ class ElasticReplicas(OnReplicas):
     def step(self, name: str, data: Any, total: int) -> Any:
         plain, prepare = super().step, super().prepare
 
-        def play() -> Any:
+        def reopen() -> None:
             if not self.is_open:
                 prepare(data)
+            if self.steps is not None and self.steps.committer is None:
+                self._tell("open")
+
+        self._reopen = reopen
+
+        def play() -> Any:
+            if name == "train_step" or broken_round() is not None:
+                reopen()  # before anything is undone: who broke off goes on there
+            elif not self.is_open:
+                prepare(data)
             self._undo.take(self.adapter, name)
+            self._sent_before = self._sent_now()
             result = plain(name, data, total)
+            self._refuse_several()
             if name != "predict_step":
                 self._tell("drain")
             return result
 
         result = self._surely(play)
         self._undo.forget()
-        self.adapter.mark()
+        self._sent_before = self._sent_now()
         self._played += 1
+        if name == "train_step" and self._driver.strategy.settings.sync is not None:
+            self._surely(self._sync)
+        self.adapter.mark()
         return result
+
+    def _sync(self) -> None:
+        """Meet, if it is time; where a meeting broke off, it is held when a committer is opened."""
+        if self.steps is not None and self.steps.committer is not None:
+            self._tell("sync")
+        else:
+            self._reopen()
+
+    def _wire(self) -> Feedback | None:
+        """What keeps parts of gradients for later steps."""
+        committer = None if self.steps is None else self.steps.committer
+        found = None if committer is None else committer.reducer
+        return found if isinstance(found, Feedback) else None
+
+    def _sent_now(self) -> int:
+        wire = self._wire()
+        return 0 if wire is None else wire.steps
+
+    def _refuse_several(self) -> None:
+        if self._sent_now() > self._sent_before + 1:
+            raise NotDistributable(
+                "train_step makes several updates, and of a lossy wire the last one can be undone "
+                "when a replica dies; make one update a step, or leave wire or elastic out."
+            )
 
     def settle(self, *, counts: bool, state: bool) -> None:
         plain = partial(super().settle, counts=counts, state=state)
-        self._surely(lambda: plain() if self.is_open else None)
+
+        def act() -> None:
+            if broken_round() is not None:
+                self._reopen()
+            if self.is_open:
+                plain()
+
+        self._surely(act)
 
     def reset(self) -> None:
         plain = super().reset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,8 @@ from stratagem.frontends.keras.denominators import SharedPart, synchronise
 from stratagem.state.keras_stepper import fuse
 from stratagem.state.write_tracker import WriteTracker
 from stratagem.training.exchange import GradientExchange, open_exchange
-from stratagem.training.lossy_wire import check_optimizer, handed_on, load_kept
+from stratagem.training.local_steps import LocalUpdates
+from stratagem.training.lossy_wire import break_off, check_optimizer, handed_on, load_kept, rejoin
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import own_of
 from stratagem.training.settings import Settings
@@ -51,7 +53,9 @@ class ReplicaSteps:
             "become": self.become,
             "follow": self.follow,
             "take": adapter.take,
+            "open": self.open,
             "train": self.train,
+            "sync": self.sync,
             "test": partial(self.together, adapter.test),
             "predict": partial(self.together, adapter.predict),
             "logs": adapter.logs,
@@ -86,25 +90,36 @@ class ReplicaSteps:
 
     def train(self, data: Any, total: int) -> Any:
         adapter = self.adapter
-        if self.committer is None:
-            self._open()
+        self.open()
         adapter.mode(True)
         adapter.part.begin(total, total)
         self.active = self._trained = True
+        apart = self.committer if self.settings.elastic else None
+        if isinstance(apart, LocalUpdates):
+            if not adapter.replica.is_chief:  # which undoes its steps itself
+                apart.remember()
+            apart.uncounted = True
         try:
             with nullcontext() if self.committer is None else self._adding(self.committer):
                 result = adapter.play("train_step", data)
         finally:
             self.active = False
-        if self.committer is not None:
+        if self.committer is not None and not isinstance(apart, LocalUpdates):
             self.committer.sync()
         self._figures.step(adapter.replica.share.examples)
         if total < adapter.replica.count:
             self._share_state()
         return result
 
-    def _open(self) -> None:
+    def sync(self) -> None:
+        """The step was made on all replicas: meet, if it is time."""
+        if self.committer is not None:
+            self.committer.sync()
+
+    def open(self) -> None:
         """Hooks on the gradients, and on BatchNorm layers where they are to be synchronised."""
+        if self.committer is not None:
+            return
         model, replica = self.adapter.model, self.adapter.replica
         # by their place: the paths of a model that is built once more are others
         places = {id(v): i for i, v in enumerate(model.variables)}
@@ -116,6 +131,8 @@ class ReplicaSteps:
         check_optimizer(self.settings, model.optimizer, replica)
         self.committer = self._exchange(named)
         self.committer.optimizer = model.optimizer
+        if self.settings.elastic:
+            rejoin(self.committer, replica)
         load_kept(self.committer, self._kept)
         self._kept = []
         self.committer.armed = False
@@ -124,7 +141,10 @@ class ReplicaSteps:
 
     def _exchange(self, named: Sequence[tuple[str, Any]]) -> GradientExchange:
         """What adds the gradients up. Collective."""
-        return open_exchange(named, self.adapter.replica, self.settings, every_backward=True)
+        replica, settings = self.adapter.replica, self.settings
+        if replica.count == 1:  # of an elastic job: it meets nobody
+            settings = replace(settings, committer=None, sync=None)
+        return open_exchange(named, replica, settings, every_backward=True)
 
     @contextmanager
     def _adding(self, exchange: GradientExchange) -> Iterator[None]:
@@ -180,7 +200,9 @@ class ReplicaSteps:
             take_progress(adapter.model, own_of(saved, adapter.replica), adapter.replica)
 
     def break_off(self) -> None:
-        """A call has failed."""
+        """A call has failed; with others than before it may go on."""
+        if self.settings.elastic:
+            break_off(self.committer)
 
     def close(self) -> None:
         """Take the hooks away."""

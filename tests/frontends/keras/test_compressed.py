@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import stratagem as sg
+from tests.strategies.test_broken_rounds import until
+from tests.strategies.test_compressed import by_formula, rows
 from tests.support import data, strategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -51,6 +57,57 @@ def test_adam_is_refused_under_top_k() -> None:
         model = made(where.scope(), "adam")
         with pytest.raises(sg.NotDistributable, match="Adam divides by"):
             model.fit(x, y, batch_size=10, verbose=0)
+
+
+class LikeKeras(nn.Module):
+    """The same layers in torch, with weights the way Keras has them."""
+
+    def __init__(self, weights: list[Any]) -> None:
+        super().__init__()
+        for number, value in enumerate(weights):  # PowerSGD begins with what the name gives
+            name = f"{('kernel', 'bias')[number % 2]} (variable {number})"
+            self.register_parameter(name, nn.Parameter(torch.tensor(value).double()))
+
+    def forward(self, x: Any) -> Any:
+        first, offset, second, last = self.parameters()
+        return (x @ first + offset).tanh() @ second + last
+
+
+class Kill(keras.callbacks.Callback):
+    """Kills a follower after some batches."""
+
+    def __init__(self, where: Any, after: int) -> None:
+        super().__init__()
+        self.where, self.after, self.seen = where, after, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen += 1
+        if self.seen == self.after:
+            os.kill(self.where.replica_group._pool.followers[0].pid, signal.SIGKILL)
+            until(lambda: self.where.replica().membership.trouble is not None)
+
+
+def test_replicas_may_die_and_the_chief_keeps_what_it_has() -> None:
+    """Followers begin anew, and the step that broke off is done again; the formula is torch's."""
+
+    def lose(step: int, replicas: Any) -> None:
+        if step == 5:
+            replicas.e[1].zero_()
+            replicas.e[2].zero_()
+
+    wire = sg.PowerSGD(rank=1)
+    x, y = (each.numpy() for each in rows())
+    with strategy(3, cross_device_ops="ring", wire=wire, elastic=True) as where:
+        model = made(where.scope(), keras.optimizers.SGD(0.1))
+        first = [np.array(w) for w in model.get_weights()]
+        options = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
+        model.fit(x, y, callbacks=[Kill(where, 5)], **options)
+        found = [np.array(w) for w in model.get_weights()]
+    expected = by_formula(wire, 3, before=lose, module=LikeKeras(first))
+    others = by_formula(wire, 3, module=LikeKeras(first))
+    weights = [[p.detach().numpy() for p in each.parameters()] for each in (expected, others)]
+    assert far(found, weights[0]) < 1e-5
+    assert far(found, weights[1]) > 1e-4  # what followers had kept is lost
 
 
 def test_a_backup_has_what_was_left_out(tmp_path: Any) -> None:

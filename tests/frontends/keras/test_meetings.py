@@ -8,9 +8,12 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import torch
 
 import stratagem as sg
-from tests.frontends.keras.test_compressed import far, made
+from tests.frontends.keras.test_compressed import Kill, LikeKeras, far, made
+from tests.strategies.test_broken_rounds import Renewed
+from tests.strategies.test_compressed import rows
 from tests.support import data, strategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -49,6 +52,31 @@ def test_the_mean_is_an_outer_step_of_rate_one() -> None:
     assert 1e-4 < far(mean, alone) < 0.1
     assert logs["val_loss"] < 1.6
     assert far(trained(sg.Gossip("exponential"), "adam")[0], alone) < 0.1
+
+
+@pytest.mark.parametrize("at", [6, pytest.param(7, marks=pytest.mark.slow)])
+def test_who_is_new_takes_the_weights_of_a_meeting(at: int) -> None:
+    """On one machine all followers begin anew when one dies; in mid-round, and at its end."""
+    sync = sg.DiLoCo(3)
+    x, y = (each.numpy() for each in rows())
+    with strategy(3, cross_device_ops="ring", sync=sync, elastic=True) as where:
+        model = made(where.scope(), keras.optimizers.SGD(0.1, momentum=0.5))
+        first = [np.array(w) for w in model.get_weights()]
+        options = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
+        model.fit(x, y, callbacks=[Kill(where, at)], **options)
+        found = [np.array(w) for w in model.get_weights()]
+
+    class OfKeras(Renewed):
+        def module(self) -> Any:
+            return LikeKeras(first)
+
+        def optimizer(self, params: Any) -> Any:
+            return torch.optim.SGD(params, 0.1, momentum=0.5)
+
+    expected, others = OfKeras(sync, 3, at).train(), OfKeras(sync, 3, -1).train()
+    weights = [[p.detach().numpy() for p in each.parameters()] for each in (expected, others)]
+    assert far(found, weights[0]) < 1e-5
+    assert far(found, weights[1]) > 1e-4  # what followers had done since the meeting is lost
 
 
 def test_a_backup_has_what_replicas_have_of_their_own(tmp_path: Any) -> None:
