@@ -27,6 +27,7 @@ from stratagem.training.custom_loop import LossReader
 from stratagem.training.exchange import GradientExchange
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import optimizer_state, take_optimizer_state
+from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 #: the outer optimizer that takes the mean
@@ -136,7 +137,7 @@ class LocalUpdates(GradientExchange):
         turn = self.cadence.updates
         due = self.cadence.updated()
         if isinstance(self.every, Gossip):
-            self._mix(self.every, turn)
+            _mix(self._parts(), self.replica.collective, self.every, turn)
         if due is not None:
             self._due = due
             self._agree()
@@ -172,20 +173,6 @@ class LocalUpdates(GradientExchange):
         fragment.meet(1.0 / (present or self.replica.count))
         self.meetings += 1
 
-    def _mix(self, gossip: Gossip, turn: int) -> None:
-        """Mix the weights with those of the neighbours."""
-        rank, size = self.replica.collective.rank, self.replica.collective.size
-        weights = gossip.weights(rank, size, turn)
-        receivers = gossip.receivers(rank, size, turn)
-        senders = [other for other in weights if other != rank]
-        for part in (part for fragment in self.fragments for part in fragment.parts):
-            mixed = part.read()
-            received = self.replica.collective.trade(mixed, receivers, senders)
-            mixed.mul_(weights[rank])
-            for other, values in zip(senders, received, strict=True):
-                mixed.add_(values, alpha=weights[other])
-            part.write(mixed)
-
     def close(self) -> None:
         super().close()
         for part in self._parts():
@@ -193,9 +180,6 @@ class LocalUpdates(GradientExchange):
 
     def _parts(self) -> list[OuterPart]:
         return [part for fragment in self.fragments for part in fragment.parts]
-
-    def _momenta(self) -> dict[str, Tensor]:
-        return _by_name(part.saved() for part in self._parts())
 
     # --- replicas that leave and join -----------------------------------------------------------
 
@@ -212,7 +196,7 @@ class LocalUpdates(GradientExchange):
             [n + late + int(i == self._due) for i, n in enumerate(self.cadence.unmet)],
             old=_by_name(part.old() for part in self._parts()),
             mine=_by_name(part.now() for part in self._parts()),
-            momenta=self._momenta(),
+            momenta=_by_name(part.saved() for part in self._parts()),
             optimizer=[] if self.optimizer is None else optimizer_state(self.optimizer),
             wires=[fragment.reducer for fragment in self.fragments],
             untold=self.untold(),
@@ -265,10 +249,11 @@ class LocalUpdates(GradientExchange):
 
     def state(self) -> dict[str, Any]:
         assert not self.apart, "a checkpoint is made at a meeting"
+        momenta = _by_name(part.saved() for part in self._parts())
         return {
             "made_with": self.made_with,
             "updates": self.cadence.updates,
-            "momenta": self._momenta() if self.replica.leads else {},  # the same on all
+            "momenta": momenta if self.replica.leads else {},  # the same on all
             "wires": [fragment.reducer.state() for fragment in self.fragments],
             "optimizer": [] if self.optimizer is None else optimizer_state(self.optimizer),
         }
@@ -285,6 +270,21 @@ class LocalUpdates(GradientExchange):
                 fragment.reducer.load(kept)
         if self.optimizer is not None and len(states) == self.replica.count:
             take_optimizer_state(self.optimizer, states[self.replica.index]["optimizer"])
+
+
+def _mix(parts: Sequence[OuterPart], collective: Collective, gossip: Gossip, turn: int) -> None:
+    """Mix the weights with those of the neighbours."""
+    rank, size = collective.rank, collective.size
+    weights = gossip.weights(rank, size, turn)
+    receivers = gossip.receivers(rank, size, turn)
+    senders = [other for other in weights if other != rank]
+    for part in parts:
+        mixed = part.read()
+        received = collective.trade(mixed, receivers, senders)
+        mixed.mul_(weights[rank])
+        for other, values in zip(senders, received, strict=True):
+            mixed.add_(values, alpha=weights[other])
+        part.write(mixed)
 
 
 def _by_name(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -60,7 +60,8 @@ class TorchCollective(Collective):
         if flat.device.type != "cpu" and self.backend == "gloo":
             return self._staged(flat)
         alone = flat.dtype not in HALF or self.backend == "gloo"
-        if type(self) is TorchCollective and alone and self._idle():
+        idle = self._last is None or self._last.done()  # a group's operations keep their order
+        if type(self) is TorchCollective and alone and idle:
             pending = self.flat.sum(flat)  # runs beside the computation by itself
             return Pending(lambda: self.named(pending.wait))
         if self.backend != "gloo":
@@ -81,10 +82,6 @@ class TorchCollective(Collective):
             return super().beside(work)
         future = self._last = self._aside.submit(do)
         return Pending(lambda: self.named(future.result))
-
-    def _idle(self) -> bool:
-        """Whether nothing is queued aside: a group's operations must keep their order."""
-        return self._last is None or self._last.done()
 
     def _sum(self, flat: Tensor) -> None:
         self.flat.sum(flat).wait()
