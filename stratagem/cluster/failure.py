@@ -125,6 +125,29 @@ def server_lost(name: str, why: str = "") -> ReplicaLost:
     )
 
 
+def chief_lost(name: str, why: str) -> ReplicaLost:
+    """Return what to raise where the chief has died; the job has no other one."""
+    return ReplicaLost(
+        f"{name}, the chief, is gone ({why}), so the job ends. Start it again from the last "
+        "checkpoint.",
+        name,
+    )
+
+
+def hangs(name: str, text: str) -> ReplicaStalled:
+    """Return what to raise where a task that the job needs is silent too long, as `text` says."""
+    return ReplicaStalled(
+        f"{text}: its machine, or the network between, hangs. The last checkpoint is whole; start "
+        "the job again from there.",
+        name,
+    )
+
+
+def left_behind(name: str, text: str, kind: type[ReplicaError]) -> ReplicaError:
+    """Return what to raise in a task that the job goes on without, for the reason of `text`."""
+    return kind(f"{text} the others have gone on without it. Start it again to take part.", name)
+
+
 def is_server_lost(error: BaseException | None) -> bool:
     """Whether an error says that a server is gone, and nothing else is wrong."""
     return isinstance(error, ReplicaLost | ReplicaStalled) and error.who.startswith("ps ")

@@ -31,6 +31,9 @@ class Heartbeats(Generic[Key]):
 
     def __init__(self, ranks: Iterable[Key], now: float, give_up: float = GIVE_UP) -> None:
         self._heard = dict.fromkeys(ranks, now)
+        self._checked = now
+        #: seconds that this process itself did not run, as the last check found
+        self.overslept = 0.0
         self._remind: dict[Key, float] = {}
         self._give_up = give_up
 
@@ -46,18 +49,21 @@ class Heartbeats(Generic[Key]):
         self._heard[rank] = now
         return silent if self._remind.pop(rank, None) is not None else None
 
-    def overslept(self, seconds: float, now: float) -> None:
-        """Take our own absence off everybody's silence: we were not there to hear them."""
-        for rank, last in self._heard.items():
-            self._heard[rank] = min(now, last + seconds)
-
     def forget(self, rank: Key) -> None:
         """Expect nothing more of a member that left or died."""
         self._heard.pop(rank, None)
         self._remind.pop(rank, None)
 
     def check(self, now: float) -> list[Silence[Key]]:
-        """Return the silences to speak about now; each again every REMIND seconds."""
+        """Return the silences to speak about now; each again every REMIND seconds.
+
+        It is called every BEAT, or sooner. A call that comes late takes our own absence off
+        everybody's silence: we were not there to hear them.
+        """
+        since, self._checked = now - self._checked, now
+        self.overslept = since if since > BEAT + OVERSLEPT else 0.0
+        if self.overslept:
+            self._heard = {k: min(now, last + since) for k, last in self._heard.items()}
         found = []
         for rank, last in self._heard.items():
             silent = now - last

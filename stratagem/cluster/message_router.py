@@ -121,20 +121,17 @@ class MessageRouter:
         self._heartbeat.forget(rank)
         self._out.trouble(Failure(rank, self._who(rank), "died", why))
 
-    def overslept(self, seconds: float, now: float) -> None:
-        """Blame nobody for a silence in which this process did not run itself."""
-        self._heartbeat.overslept(seconds, now)
-        if seconds >= STALL and not self._out.quiet():
+    def tick(self, now: float) -> None:
+        """See who is silent, and for whom patience has run out."""
+        silences = self._heartbeat.check(now)
+        if self._heartbeat.overslept >= STALL and not self._out.quiet():
             log.warning(
                 "%s, this process, did not run for %.0f s: stopped, swapped out, or one call kept "
                 "Python's interpreter lock",
                 self._who(self._rank),
-                seconds,
+                self._heartbeat.overslept,
             )
-
-    def tick(self, now: float) -> None:
-        """See who is silent, and for whom patience has run out."""
-        for silence in self._heartbeat.check(now):
+        for silence in silences:
             rank, seconds = silence.rank, round(silence.seconds)
             if silence.over:  # also after a first trouble: others may wait for this one
                 why = f"nothing was heard of it for {seconds} s"

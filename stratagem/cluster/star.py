@@ -1,4 +1,7 @@
-"""The thread that serves the connections of one member: beats out, notes in, ends noticed."""
+"""The thread that serves the connections of one member: beats out, notes in, ends noticed.
+
+Replicas meet around the chief, by rank; the tasks of a job with servers around the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import contextlib
 import logging
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from stratagem.cluster.handshake import encode_note, note_reader
-from stratagem.cluster.heartbeat import BEAT, OVERSLEPT
+from stratagem.cluster.heartbeat import BEAT, Key
 from stratagem.cluster.sockets import not_in_children
 
 log = logging.getLogger("stratagem")
@@ -22,31 +26,31 @@ LINGER = 1.0  # seconds a goodbye waits for a peer that does not take it
 BUSY = 10.0  # seconds that the end waits for a callback
 
 _BEAT = encode_note({"t": "beat"})
+_LATER = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+_Heard = TypeVar("_Heard", contravariant=True)
 
 
-class StarHandler(Protocol):
+class StarHandler(Protocol[_Heard]):
     """What a Star calls, always from its thread and never with a lock held."""
 
-    def alive(self, rank: int, now: float) -> None:
+    def alive(self, rank: _Heard, now: float) -> None:
         """Something came from this rank."""
 
-    def heard(self, rank: int, note: dict[str, object]) -> None:
+    def heard(self, rank: _Heard, note: dict[str, object]) -> None:
         """A whole note came from this rank; raising means that it is nonsense."""
 
-    def lost(self, rank: int, why: str) -> None:
+    def lost(self, rank: _Heard, why: str) -> None:
         """The connection to this rank ended."""
-
-    def overslept(self, seconds: float, now: float) -> None:
-        """This process itself did not run for that long."""
 
     def tick(self, now: float) -> None:
         """A heartbeat's time has passed."""
 
 
-class BufferedSocket:
+class BufferedSocket(Generic[Key]):
     """The connection to one rank: what is still to be written, what was read in part."""
 
-    def __init__(self, rank: int, sock: socket.socket) -> None:
+    def __init__(self, rank: Key, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.rank = rank
         self.sock = not_in_children(sock)
@@ -64,7 +68,7 @@ class BufferedSocket:
         try:
             while self.pending:
                 del self.pending[: self.sock.send(self.pending)]
-        except BlockingIOError:
+        except _LATER:
             pass  # the rest when there is room again
         except OSError:
             # The peer is gone, but its last words may still wait to be read: reading, which
@@ -73,12 +77,12 @@ class BufferedSocket:
             self.pending.clear()
 
 
-class Star:
+class Star(Generic[Key]):
     """Connections by rank, served by one daemon thread."""
 
-    def __init__(self, sockets: Mapping[int, socket.socket], listener: StarHandler) -> None:
-        self._links = {rank: BufferedSocket(rank, sock) for rank, sock in sockets.items()}
-        self._dirty: set[BufferedSocket] = set()  # those with something to write
+    def __init__(self, sockets: Mapping[Key, socket.socket], listener: StarHandler[Key]) -> None:
+        self._links: dict[Key, BufferedSocket[Key]] = {}
+        self._dirty: set[BufferedSocket[Key]] = set()  # those with something to write
         self._listener = listener
         self._calls: deque[Callable[[], object]] = deque()
         self._flushes: list[threading.Event] = []
@@ -88,13 +92,17 @@ class Star:
         self._wake_out.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_in, selectors.EVENT_READ)
-        for link in self._links.values():
-            self._selector.register(link.sock, selectors.EVENT_READ, link)
+        for rank, sock in sockets.items():
+            self._take(rank, sock)
         self._thread = threading.Thread(target=self._run, name="stratagem-membership", daemon=True)
 
     def start(self) -> None:
         """Begin to serve."""
         self._thread.start()
+
+    def add(self, rank: Key, sock: socket.socket) -> None:
+        """Serve one more connection."""
+        self.call(lambda: self._take(rank, sock))
 
     def call(self, action: Callable[[], object]) -> None:
         """Have the thread do this next."""
@@ -102,10 +110,12 @@ class Star:
         with contextlib.suppress(OSError):  # full: it wakes anyway; closed: it has ended
             self._wake_out.send(b"\0")
 
-    def post(self, note: Mapping[str, object], but: int | None = None) -> None:
-        """Send a note to every connected rank, or to all but one."""
+    def post(
+        self, note: Mapping[str, object], but: Key | None = None, to: Key | None = None
+    ) -> None:
+        """Send a note to every connected rank, to all but one, or to one alone."""
         data = encode_note(note)
-        self.call(lambda: self._queue(data, but))
+        self.call(lambda: self._queue(data, but, to))
 
     def flush(self, seconds: float) -> None:
         """Wait until everything posted is in the kernel's hands; not from the thread itself."""
@@ -115,7 +125,11 @@ class Star:
         self.call(lambda: self._flushes.append(done))
         done.wait(seconds)
 
-    def drop(self, rank: int) -> None:
+    def hang_up(self, rank: Key) -> None:
+        """Close a connection, once all that was posted before is sent."""
+        self.call(lambda: self.drop(rank))
+
+    def drop(self, rank: Key) -> None:
         """Close a connection (from the thread only)."""
         link = self._links.pop(rank, None)
         if link is not None:
@@ -124,10 +138,10 @@ class Star:
             self._selector.unregister(link.sock)
             link.sock.close()
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool = True) -> None:
         """Send what is posted, close everything and end the thread."""
         self.call(self._begin_to_stop)
-        if threading.current_thread() is not self._thread:
+        if wait and threading.current_thread() is not self._thread:
             self._thread.join(LINGER + BUSY)
             if self._thread.is_alive():
                 log.warning("the membership's thread is still busy with a callback; not waiting")
@@ -136,9 +150,16 @@ class Star:
         if self._last_call is None:
             self._last_call = time.monotonic() + LINGER
 
-    def _queue(self, data: bytes, but: int | None) -> None:
+    def _take(self, rank: Key, sock: socket.socket) -> None:
+        if sock.fileno() < 0:
+            self._listener.lost(rank, "its connection was closed at once")
+            return
+        link = self._links[rank] = BufferedSocket(rank, sock)
+        self._selector.register(link.sock, selectors.EVENT_READ, link)
+
+    def _queue(self, data: bytes, but: Key | None, to: Key | None) -> None:
         for rank, link in self._links.items():
-            if rank != but:
+            if rank != but and to in (None, rank):
                 link.queue(data)
                 self._dirty.add(link)
 
@@ -154,7 +175,7 @@ class Star:
             self._close()
 
     def _serve(self) -> None:
-        before = beat = time.monotonic()
+        beat = time.monotonic()
         while True:
             self._do_calls()
             self._write()
@@ -162,9 +183,6 @@ class Star:
                 return
             events = self._selector.select(max(0.0, beat - time.monotonic()))
             now = time.monotonic()
-            if now - before > BEAT + OVERSLEPT:
-                self._listener.overslept(now - before, now)
-            before = now
             for key, _ in events:
                 self._read(key.data, now)
             if now >= beat:
@@ -203,13 +221,14 @@ class Star:
             self._dirty.discard(link)
             if stopping:
                 with contextlib.suppress(OSError):
-                    link.sock.shutdown(socket.SHUT_WR)
+                    # Not that of SSLSocket, which forgets its keys.
+                    socket.socket.shutdown(link.sock, socket.SHUT_WR)
         if not self._dirty:
             for done in self._flushes:
                 done.set()
             self._flushes.clear()
 
-    def _read(self, link: BufferedSocket | None, now: float) -> None:
+    def _read(self, link: BufferedSocket[Key] | None, now: float) -> None:
         if link is None:
             with contextlib.suppress(BlockingIOError):
                 self._wake_in.recv(4096)
@@ -223,7 +242,7 @@ class Star:
             self._listener.alive(link.rank, now)
             for note, _ in link.notes.feed(piece):
                 self._listener.heard(link.rank, note)
-        except BlockingIOError:
+        except _LATER:
             pass  # woken for nothing
         except Exception as problem:
             # A member of the job that sends nonsense is as lost as one that hung up.

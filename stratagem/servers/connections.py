@@ -17,9 +17,9 @@ from typing import Any
 from stratagem.cluster.failure import headline, is_server_lost, server_lost
 from stratagem.errors import ReplicaError, ReplicaFailed, StratagemError
 from stratagem.rules.stats import Stats
-from stratagem.servers.heartbeat_thread import KNOWS_BETTER, HeartbeatThread
 from stratagem.servers.reach import Address, meet, reach
 from stratagem.servers.shard_lines import LineLost, ShardLines
+from stratagem.servers.task_heartbeat import KNOWS_BETTER, TaskHeartbeat
 from stratagem.training.agreement import Patience
 from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import Connection
@@ -62,7 +62,7 @@ class Connections(ShardLines):
             (beats,) = reach(
                 tasks[:1], address.secret, {"hello": "heartbeat", **hello}, limit, watch
             )
-            self.heartbeat = HeartbeatThread(beats, patience.answer, self._cut_off)
+            self.heartbeat = TaskHeartbeat(beats, patience.answer, self._cut_off)
             self._visit = self._call_on_coordinator(limit)
             #: whether every server can map this process' memory
             self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and hosts == {host_identity()}

@@ -1,6 +1,7 @@
 """Who is connected to a server: workers, heartbeats of tasks, and the evaluator.
 
-The silence of heartbeats is reckoned by cluster/heartbeat.py, as it is between replicas.
+Heartbeats come through a star of cluster/star.py, as they do between replicas; the arithmetic of
+silence is that of cluster/heartbeat.py.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 
 from stratagem.cluster.failure import error_note
 from stratagem.cluster.heartbeat import Heartbeats, Silence
+from stratagem.cluster.star import Star
 from stratagem.errors import ReplicaError
 from stratagem.servers.requests import Peer
+from stratagem.wire.connection import detach
 
 log = logging.getLogger("stratagem")
 
@@ -32,18 +35,17 @@ class Peers:
         self._lock = threading.Lock()
         self._here: list[Peer] = []
         self._heartbeats: Heartbeats[Peer] = Heartbeats((), time.monotonic(), give_up)
+        self._star: Star[Peer] | None = None
 
     def add(self, peer: Peer) -> None:
         with self._lock:
             self._here.append(peer)
-            if peer.role == "heartbeat":
-                self._heartbeats.expect(peer, time.monotonic())
 
     def remove(self, peer: Peer) -> None:
         with self._lock:
             self._here.remove(peer)
             self._heartbeats.forget(peer)
-        peer.connection.close()
+        peer.hang_up()
 
     def present(self, role: str | None = None, token: str | None = None) -> list[Peer]:
         """Return the peers of a role, or of a process, or all."""
@@ -54,25 +56,46 @@ class Peers:
                 if (role is None or peer.role == role) and (token is None or peer.token == token)
             ]
 
-    def alive(self) -> set[int]:
+    def heard_workers(self) -> set[int]:
         """Return the workers whose processes are heard."""
         heard = [peer for peer in self.present("heartbeat") if not peer.silent]
         return {peer.worker for peer in heard if peer.worker >= 0}
 
     # --- heartbeats ---------------------------------------------------------------------------
 
-    def heard(self, heartbeat: Peer) -> None:
-        """Note a heartbeat."""
+    def listen_to(self, peer: Peer) -> None:
+        """Beat with a task from now on; what it says is put into `peer.notes`."""
         with self._lock:
-            ended = self._heartbeats.heard(heartbeat, time.monotonic())
-        if ended is not None:
-            self._hush(heartbeat, False)
-            self.say(f"{heartbeat.name} is heard again")
+            self._heartbeats.expect(peer, time.monotonic())
+            if self._star is None:
+                self._star = Star({}, self)
+                self._star.start()
+        peer.star = self._star
+        self._star.add(peer, detach(peer.connection))
 
-    def overslept(self, seconds: float) -> None:
-        """Take this process' own pause off all silences."""
+    def close(self) -> None:
+        """Send what was told, and beat no more."""
+        if self._star is not None:
+            self._star.stop()
+
+    def alive(self, peer: Peer, now: float) -> None:
+        """Note a heartbeat (from the star's thread, as the next three)."""
         with self._lock:
-            self._heartbeats.overslept(seconds, time.monotonic())
+            ended = self._heartbeats.heard(peer, now)
+        if ended is not None:
+            self._hush(peer, False)
+            self.say(f"{peer.name} is heard again")
+
+    def heard(self, peer: Peer, note: dict[str, Any]) -> None:
+        if "t" not in note:  # else a beat
+            peer.notes.put(note)
+
+    def lost(self, peer: Peer, why: str) -> None:
+        log.info("no heartbeat of %s: %s", peer.name, why)
+        peer.notes.put(None)
+
+    def tick(self, now: float) -> None:
+        """Do nothing: `look` may have to wait, and has a thread that can."""
 
     def look(self, give_up: Callable[[Peer, str], None]) -> None:
         """Name silent peers, give up those that are silent too long."""
@@ -115,4 +138,4 @@ class Peers:
                 peer.participant.gone = True
             if peer.role == "heartbeat" and why is not None:
                 peer.tell(error_note(why))
-            peer.connection.close()  # its own thread sees to the rest
+            peer.hang_up()  # its own thread sees to the rest

@@ -11,14 +11,16 @@ is read by its `body`.
 from __future__ import annotations
 
 import logging
+import queue
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import UnionType
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from stratagem.cluster.star import Star
 from stratagem.errors import UsageError
 from stratagem.servers.participants import Participant
 from stratagem.wire.tcp import Connection, Frame
@@ -56,6 +58,9 @@ class Peer:
     participant: Participant | None = None
     #: whether it has been called silent since its heartbeat was last heard
     silent: bool = False
+    #: of a heartbeat: what its beats go through, and what the task says between them; None: no more
+    star: Star[Peer] | None = None
+    notes: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
 
     @classmethod
     def of(cls, connection: Connection, hello: Mapping[str, Any], shard: int) -> Peer:
@@ -74,10 +79,20 @@ class Peer:
 
     def tell(self, note: Mapping[str, Any]) -> None:
         """Send a note between two answers; a peer that does not listen will be found gone."""
+        if self.star is not None:
+            self.star.post(note, to=self)
+            return
         try:
             self.connection.send(note)
         except OSError as problem:
             log.info("%s does not listen: %s", self.name, problem)
+
+    def hang_up(self) -> None:
+        """Close the connection; wakes the thread that waits for it."""
+        if self.star is not None:
+            self.star.hang_up(self)
+            self.notes.put(None)
+        self.connection.close()
 
     def offer(self, note: Mapping[str, Any]) -> bool:
         """Do the same for a caller that holds a lock and may not wait; False: try again later."""

@@ -16,12 +16,20 @@ from typing import Any
 
 import torch
 
-from stratagem.cluster.failure import error_note, error_of, failed, headline, server_lost
-from stratagem.cluster.heartbeat import BEAT, OVERSLEPT
+from stratagem.cluster.failure import (
+    chief_lost,
+    error_note,
+    error_of,
+    failed,
+    hangs,
+    headline,
+    left_behind,
+    server_lost,
+)
+from stratagem.cluster.heartbeat import BEAT
 from stratagem.cluster.waiting import FIRST, Wait
 from stratagem.errors import (
     ReplicaError,
-    ReplicaLost,
     ReplicaMissing,
     ReplicaStalled,
     StratagemError,
@@ -32,7 +40,6 @@ from stratagem.servers import (  # noqa: F401  (fill the table of requests)
     holder_requests,
 )
 from stratagem.servers.coordinator import Coordinator
-from stratagem.servers.heartbeat_thread import KNOWS_BETTER, HeartbeatThread
 from stratagem.servers.holders import Holders
 from stratagem.servers.peers import Peers
 from stratagem.servers.reach import reach
@@ -41,6 +48,7 @@ from stratagem.servers.server_figures import ServerFigures
 from stratagem.servers.shard import Shard, shares_memory
 from stratagem.servers.shard_copy import HeldHere
 from stratagem.servers.takeover import Takeover
+from stratagem.servers.task_heartbeat import KNOWS_BETTER, TaskHeartbeat
 from stratagem.servers.training_plan import goes_back
 from stratagem.training.agreement import Patience
 from stratagem.wire import lateness
@@ -75,7 +83,7 @@ class Server:
         self.coordinator: Coordinator | None = None
         self.failure: ReplicaError | None = None
         self._takeover: Takeover | None = None
-        self._heartbeat: HeartbeatThread | None = None
+        self._heartbeat: TaskHeartbeat | None = None
         self.peers = Peers(self.patience.answer)
         self._ending: float | None = None
         self._fell = threading.Event()
@@ -105,13 +113,14 @@ class Server:
                     self.shard.plan, self.failure, returning=self.returning
                 ):
                     peer.tell({"again": 1})
-                peer.connection.close()
+                peer.hang_up()
             if self._takeover is not None:
                 self._takeover.holders.close()
             # Python does not survive a thread that still frees tensors while the interpreter ends.
             until = time.monotonic() + _LEAVES
             while self.peers.present() and time.monotonic() < until:
                 time.sleep(0.01)
+            self.peers.close()
         if self.failure is not None:
             raise self.failure
 
@@ -124,24 +133,19 @@ class Server:
             self._takeover = Takeover(holders, peers, self._fail, self.shard.changed)
             far = holders.meet()
             coordinator = Coordinator(
-                self.shard, far, self._fail, alive=peers.alive, dismiss=peers.dismiss
+                self.shard, far, self._fail, alive=peers.heard_workers, dismiss=peers.dismiss
             )
             coordinator.holders, self.coordinator = holders, coordinator
             return
         hello = {"hello": "heartbeat", "name": self.name, "server": self.index, "token": self.name}
         (beats,) = reach(tasks[:1], self.secret, hello, limit, welcomes={})
-        self._heartbeat = HeartbeatThread(beats, self.patience.answer, self._fail)
+        self._heartbeat = TaskHeartbeat(beats, self.patience.answer, self._fail)
         self._heartbeat.on_over = self._end
 
     def _stay(self) -> None:
         waiting = Wait(self.patience.arrive, FIRST)
-        before = time.monotonic()
         while not self._over():
             time.sleep(BEAT / 2)
-            now = time.monotonic()
-            if now - before > BEAT + OVERSLEPT:
-                self.peers.overslept(now - before)
-            before = now
             self._figures.look(self.shard, self.coordinator)
             if not self._chief_came:
                 self._await_chief(waiting)
@@ -277,13 +281,7 @@ class Server:
         elif peer.chief:
             # It may have noticed before us that another has gone; the coordinator asks first.
             self._fell.wait(KNOWS_BETTER * (0.5 if coordinator is not None else 1.0))
-            self._fail(
-                ReplicaLost(
-                    f"{peer.name}, the chief, is gone ({why}), so the job ends. Start it again "
-                    "from the last checkpoint.",
-                    peer.name,
-                )
-            )
+            self._fail(chief_lost(peer.name, why))
         elif coordinator is not None and self._ending is None and not peer.dismissed:
             peer.dismissed = True
             self.peers.say(f"{peer.name} is gone ({why}); the others go on without it")
@@ -328,25 +326,20 @@ class Server:
     # --- heartbeats ---------------------------------------------------------------------------
 
     def _beat(self, peer: Peer) -> None:
-        """Serve a task's heartbeat: a note every half second, both ways."""
+        """Serve a task's heartbeat, until the task goes."""
+        self.peers.listen_to(peer)
         if peer.server >= 0 and self._takeover is not None:
             self._takeover.heartbeat(peer.server)
-        try:
-            while (frame := peer.connection.receive()) is not None:
-                self.peers.heard(peer)
-                if frame.header.get("bye"):
-                    return
-                if "holds" in frame.header and self._takeover is not None:
-                    self._takeover.is_ready(peer.server, int(frame.header["holds"]))
-                    continue
-                words = error_of(frame.header["dying"]) if "dying" in frame.header else None
-                if isinstance(words, ReplicaError) and not peer.dismissed:
-                    self._fail(words)  # at once: others will only see that it hangs up
-                if isinstance(figures := frame.header.get("figures"), dict):
-                    self.peers.tell({"figures": figures}, chief=True)
-                peer.connection.send({"beat": 1})
-        except OSError as problem:
-            log.info("no heartbeat of %s: %s", peer.name, problem)
+        while (note := peer.notes.get()) is not None:
+            if note.get("bye"):
+                return
+            if "holds" in note and self._takeover is not None:
+                self._takeover.is_ready(peer.server, int(note["holds"]))
+            words = error_of(note["dying"]) if "dying" in note else None
+            if isinstance(words, ReplicaError) and not peer.dismissed:
+                self._fail(words)  # at once: others will only see that it hangs up
+            if isinstance(figures := note.get("figures"), dict):
+                self.peers.tell({"figures": figures}, chief=True)
         peer.silent = False  # it is dead, or was dismissed
         if self._ending is not None:
             return
@@ -356,7 +349,7 @@ class Server:
             return
         for other in self.peers.present("worker", peer.token):
             self._gone(other, "its process has ended")
-            other.connection.close()
+            other.hang_up()
 
     def _look_at_work(self, coordinator: Coordinator) -> None:
         """Name live workers that keep others waiting; give up those that do so too long."""
@@ -381,19 +374,8 @@ class Server:
             takeover.lose(heartbeat.server)
             return
         if heartbeat.worker < 0 or heartbeat.chief:
-            self._fail(
-                ReplicaStalled(
-                    f"{text}, so the job ends: its machine, or the network between, hangs. The "
-                    "last checkpoint is whole; start the job again from there.",
-                    heartbeat.name,
-                )
-            )
+            self._fail(hangs(heartbeat.name, f"{text}, so the job ends"))
             return
-        self.peers.dismiss(
-            heartbeat.token,
-            ReplicaStalled(
-                f"{text}; the others have gone on without it. Start it again to take part.",
-                heartbeat.name,
-            ),
-        )
+        why = left_behind(heartbeat.name, f"{text};", ReplicaStalled)
+        self.peers.dismiss(heartbeat.token, why)
         self.peers.say(f"{text}; the others do its work", {"given up": heartbeat.name})

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from stratagem.cluster.failure import error_of
 from stratagem.errors import ReplicaError, ReplicaMissing
-from stratagem.servers.heartbeat_thread import HeartbeatThread
 from stratagem.servers.reach import TRY, Address, Line, reach
+from stratagem.servers.task_heartbeat import TaskHeartbeat
 from stratagem.wire.tcp import Frame
 from stratagem.wire.tree import TREE_LIMIT, decode
 
@@ -29,7 +29,7 @@ class ShardLines:
     """Requests to the holders of shards, and their answers."""
 
     address: Address
-    heartbeat: HeartbeatThread
+    heartbeat: TaskHeartbeat
     #: the newest version that the coordinator has told of
     news: int
     #: whether somebody has been told here, by an error, that the job cannot go on

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from stratagem.cluster.failure import server_lost
+from stratagem.cluster.failure import left_behind, server_lost
 from stratagem.errors import ReplicaError, ReplicaLost
 from stratagem.servers.holders import Holders
 from stratagem.servers.peers import Peers
@@ -44,14 +44,8 @@ class Takeover:
                 self._end_job(server_lost(name))
                 return False
             heirs = " and ".join(sorted({holders.heir(shard) for shard in held}))
-        self._peers.dismiss(
-            name,
-            ReplicaLost(
-                f"{name} was not reached any more, and the others have gone on without it. Start "
-                "it again to take part.",
-                name,
-            ),
-        )
+        text = f"{name} was not reached any more, and"
+        self._peers.dismiss(name, left_behind(name, text, ReplicaLost))
         self._peers.say(
             f"{name} is gone; what it held is on {heirs}, too, and training goes on with that. "
             f"Start {name} again: until it is back, the death of another ps may end the job"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import select
+import socket
 import ssl
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -283,6 +284,13 @@ class Connection(AbstractContextManager["Connection"]):
 
     def _closed_here(self) -> _ClosedHere:
         return _ClosedHere(f"the connection to {self.peer} was closed by this side")
+
+
+def detach(connection: Connection) -> socket.socket:
+    """Give a socket away, between two frames, to one who reads, writes and closes it."""
+    with connection._gate:
+        connection._closed = True
+    return connection._channel.line
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[memoryview]:

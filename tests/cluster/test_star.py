@@ -43,8 +43,6 @@ class Diary:
     def lost(self, rank: int, why: str) -> None:
         self.write("lost", rank)
 
-    def overslept(self, seconds: float, now: float) -> None: ...
-
     def tick(self, now: float) -> None: ...
 
 

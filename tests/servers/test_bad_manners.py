@@ -20,9 +20,9 @@ from stratagem.cluster.framing import encode
 from stratagem.servers import connections
 from stratagem.servers import server as server_module
 from stratagem.servers.client import Assignment, Client
-from stratagem.servers.heartbeat_thread import HeartbeatThread
 from stratagem.servers.reach import Address
 from stratagem.servers.server import Server
+from stratagem.servers.task_heartbeat import TaskHeartbeat
 from stratagem.wire.channel import PlainChannel
 from stratagem.wire.connection import Connection
 from stratagem.wire.segment import Segment
@@ -71,7 +71,7 @@ def test_a_chief_that_stops_in_mid_opening_is_given_up(monkeypatch: pytest.Monke
         size = sum(tensor.nbytes for tensor in body)
         start = encode(header, size) + bytes(size // 2)
         chief.lines.of(0)[0].connection._channel.send([memoryview(start)])
-        chief.lines.heartbeat._connection.send = lambda *_: None  # type: ignore[method-assign]
+        chief.lines.heartbeat._star._beat = lambda: None  # type: ignore[method-assign]
         chief.lines.heartbeat._on_trouble = lambda _: None  # nor does it hang up
         raise InterruptedError
 
@@ -205,7 +205,7 @@ def test_what_is_wrong_is_told_once() -> None:
     """By two threads at once, too: the first that is told counts."""
     told: list[sg.ReplicaError] = []
     here, there = socket.socketpair()
-    heartbeat = HeartbeatThread(Connection(PlainChannel(here), "ps 0"), 60.0, told.append)
+    heartbeat = TaskHeartbeat(Connection(PlainChannel(here), "ps 0"), 60.0, told.append)
     troubles = [sg.ReplicaLost(f"number {i}", "ps 0") for i in range(8)]
     threads = [threading.Thread(target=heartbeat.fall, args=(each,)) for each in troubles]
     for thread in threads:

@@ -1,0 +1,86 @@
+"""A task and its coordinator beat through one star each, encrypted or not."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+
+import pytest
+
+import stratagem as sg
+from stratagem.cluster import heartbeat
+from stratagem.servers.peers import Peers
+from stratagem.servers.requests import Peer
+from stratagem.servers.task_heartbeat import TaskHeartbeat
+from stratagem.wire.connection import Connection
+from stratagem.wire.tcp import Listener, connect, local_address
+from tests.ports import free_ports
+from tests.replicas.scripts import wait_for
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Pair:
+    """A coordinator's list of peers, and a worker whose heartbeat is in it."""
+
+    def __init__(self, tls: bool, give_up: float = 60.0) -> None:
+        came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        address = f"127.0.0.1:{free_ports(1)[0]}" if tls else local_address()
+        self.trouble: list[sg.ReplicaError] = []
+        self.listener = Listener(address, b"s" * 32, "ps 0", came.put, tls=tls)
+        line = connect(address, b"s" * 32, limit=20, tls=tls)
+        self.peers = Peers(give_up)
+        self.peer = Peer(came.get(timeout=20), "heartbeat", "worker 1", "token", 1, chief=True)
+        self.peers.add(self.peer)
+        self.peers.listen_to(self.peer)
+        self.task = TaskHeartbeat(line, give_up, self.trouble.append)
+
+    def close(self) -> None:
+        self.task.stop()
+        self.peers.close()
+        self.listener.close()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_what_either_says_comes_to_the_other(tls: bool, caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(tls)
+    pair.task.tell({"holds": 3})
+    assert pair.peer.notes.get(timeout=20) == {"holds": 3}
+    pair.peers.say("worker 2 is gone", {"given up": "worker 2"})
+    wait_for(lambda: pair.task.given_up == {"worker 2"}, 20)
+    pair.task.last_words(sg.ReplicaLost("worker 2 is gone", "worker 2"))
+    told = pair.peer.notes.get(timeout=20)
+    assert told is not None and told["dying"]["who"] == "worker 2"
+    pair.task.stop()
+    assert pair.peer.notes.get(timeout=20) == {"bye": 1} and not pair.trouble
+    pair.close()
+
+
+def test_a_coordinator_that_hangs_up_is_trouble() -> None:
+    pair = Pair(tls=False)
+    pair.peers.remove(pair.peer)
+    assert pair.peer.notes.get(timeout=20) is None
+    wait_for(lambda: bool(pair.trouble), 20)
+    assert pair.trouble[0].who == "ps 0" and pair.task.explain(1.0) is pair.trouble[0]
+    pair.close()
+
+
+@pytest.mark.parametrize("side", ["task", "coordinator"])
+def test_who_is_silent_is_named_and_given_up(
+    side: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "STALL", 1.0)
+    pair, given_up = Pair(tls=False, give_up=1.5), list[str]()
+    silent = pair.task._star if side == "task" else pair.peers._star
+    assert silent is not None
+    silent._beat = lambda: None  # type: ignore[method-assign]
+    until = time.monotonic() + 20
+    with caplog.at_level(logging.WARNING, "stratagem"):
+        while not (given_up or pair.trouble) and time.monotonic() < until:
+            pair.peers.look(lambda peer, what: given_up.append(f"{peer.name} {what}"))
+            time.sleep(0.1)
+    name = "worker 1" if side == "task" else "ps 0"
+    assert f"{name} has been silent for 1 s" in caplog.text
+    assert bool(given_up) == (side == "task") == (not pair.trouble)
+    pair.close()
