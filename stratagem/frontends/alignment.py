@@ -33,15 +33,16 @@ def own_streams(
         replica.streams = around  # on one device, callbacks may evaluate
 
 
-def align(module: nn.Module, replica: Replica) -> None:
-    """The chief's weights on every replica. Collective."""
+def align(module: nn.Module, replica: Replica, *, values: bool = True) -> None:
+    """The chief's weights on every replica. Collective. `values`: unless they are about to come
+    some other way."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if replica.count > 1 and is_lazy(tensor):
             raise NotDistributable(
                 f"{name!r} has no shape yet (a lazy module); run one batch through the model "
                 "before it is distributed."
             )
-    setup.align(module, replica)
+    setup.align(module, replica, values=values)
 
 
 def align_loss(loss: Any, replica: Replica) -> None:

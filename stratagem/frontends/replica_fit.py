@@ -48,11 +48,13 @@ def fit(job: Fit) -> None:
     job.recipe.metrics.to(replica.device)
     if job.journal is None or not job.journal.restarts:
         lossy_wire.begin_anew()
-    align(job.module, replica)
+    in_place = job.settings.one_pipeline and isinstance(replica.collective, SharedMemoryCollective)
+    align(job.module, replica, values=not in_place)  # or stages find them in shared memory
     align_loss(job.recipe.loss, replica)
     if job.journal is not None and replica.count > 1:
         share_attributes(job.module, replica)
     setup.align_state(job.optimizer, replica)
+    replica.release_call()
     turn = job.generation + (job.journal.restarts << 10 if job.journal is not None else 0)
     setup.roll_own_dice(replica, turn)
     # a later fit begins where the data's numbers are, and the model must not draw the same again

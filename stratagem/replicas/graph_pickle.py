@@ -59,6 +59,11 @@ class _Pickler(_AnswerPickler):
         #: what travels of `__main__` and can be found there, by name
         self.names: dict[str, Any] = {}
 
+    def _segment(self, size: int) -> Segment:
+        """Memory that is filled here, and then mapped by the children alone."""
+        self.segments.append(Segment(size))
+        return self.segments[-1]
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType) and _is_of_main(obj):
             self.names[obj.__qualname__] = obj
@@ -68,15 +73,15 @@ class _Pickler(_AnswerPickler):
                 return reduced
         if type(obj) is Tensor and _plain(obj):
             flat = obj.contiguous()
-            segment = Segment(flat.nbytes)
+            segment = self._segment(flat.nbytes)
             segment.tensor(flat.dtype, flat.shape).copy_(flat)
-            self.segments.append(segment)
+            segment.unmap()
             return _tensor, (segment.handle, flat.dtype, tuple(flat.shape))
         if type(obj) is np.ndarray and obj.nbytes >= _LARGE and obj.dtype.kind in "biufc":
             array = np.ascontiguousarray(obj)
-            segment = Segment(array.nbytes)
+            segment = self._segment(array.nbytes)
             np.frombuffer(segment.memory, array.dtype, array.size)[:] = array.reshape(-1)
-            self.segments.append(segment)
+            segment.unmap()
             return _array, (segment.handle, array.dtype.str, array.shape)
         way = _way_to(obj)
         if way is not None:

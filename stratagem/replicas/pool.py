@@ -190,9 +190,13 @@ class Pool:
                 answers[waiting[sock]] = answer
             if not ready:
                 watch()
-        self._segments.clear()
+        self.release()
         self.drain()
         return [answers[i] for i in range(len(self.followers))]
+
+    def release(self) -> None:
+        """All followers have read the call: the memory in which it came is theirs alone."""
+        self._segments.clear()
 
     def drain(self) -> None:
         """Let everything out that followers have printed so far."""
@@ -212,7 +216,7 @@ class Pool:
             self._relay.close()
             for follower in self.followers:
                 follower.close()
-            self._segments.clear()
+            self.release()
         return status
 
 

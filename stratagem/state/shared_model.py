@@ -10,7 +10,7 @@ another process has died or the user has pressed Ctrl-C.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,18 +25,19 @@ from stratagem.wire.tree import gather_tree
 
 def shared_views(
     tensors: Iterable[Tensor], collective: SharedMemoryCollective
-) -> list[tuple[Tensor, Tensor]]:
-    """Each of these, with shared memory of its shape and type. Collective."""
+) -> list[tuple[Tensor, Tensor, Segment]]:
+    """Each of these, with shared memory of its shape and type, and where that is. Collective."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
-    views: list[tuple[Tensor, Tensor]] = []
+    views: list[tuple[Tensor, Tensor, Segment]] = []
     for dtype, members in by_type.items():
         count = sum(t.numel() for t in members)
-        flat = collective.table(max(count, 1), dtype, rows=1).rows[0]
-        at = 0
+        table = collective.table(max(count, 1), dtype, rows=1)
+        flat, at = table.rows[0], 0
         for tensor in members:
-            views.append((tensor, flat[at : at + tensor.numel()].view(tensor.shape)))
+            view = flat[at : at + tensor.numel()].view(tensor.shape)
+            views.append((tensor, view, table.segment))
             at += tensor.numel()
     return views
 
@@ -54,26 +55,48 @@ class SharedTensors:
     ) -> None:
         """`given`: in an order that is the same everywhere. `returns`: whether they leave shared
         memory in the end, on the first process; `keeps`: for where they lay, which is kept until
-        then. Else that memory is let go of: a device that has some layers has no room for all."""
+        then. Else that memory is given back, one by one, and what is copied counts as nobody's
+        until somebody uses it: a device that has some layers has no room for all."""
         self._collective = collective
         self._leads = collective.rank == 0
+        self._strange: set[Tensor] = set()
+        self._seen = False
         tensors = list(dict.fromkeys(given))
         #: on the first process: where they lay before
         self._homes = [(t, t.data) for t in tensors] if self._leads and returns and keeps else []
-        self._fresh = tensors if self._leads and returns and not keeps else []
+        self._renews = self._leads and returns and not keeps
         self._views = shared_views(tensors, collective)
         with torch.no_grad():
-            for tensor, view in self._views:
+            for tensor, view, segment in self._views:
                 if self._leads:
                     view.copy_(tensor)
                 tensor.data = view
+                if self._leads and not keeps:
+                    segment.let_go(view)
         collective.barrier()
+
+    def own(self, used: dict[Tensor, list[int]]) -> None:
+        """Which processes use each tensor."""
+        self._strange = {t for t, users in used.items() if self._collective.rank not in users}
+        self._seen = True
+
+    def leave_home(self) -> None:
+        """Have what only others use take no memory of this process."""
+        if self._seen:
+            self._seen = False
+            for tensor, view, segment in self._views:
+                if tensor in self._strange:
+                    segment.let_go(view)
+
+    def bring_home(self) -> None:
+        """Somebody is about to look: all see everything, and what is looked at takes memory."""
+        self._seen = True
 
     def take_back(self, owned: Iterable[Tensor] | None = None) -> None:
         """Tensors that were given other memory (`t.data = ...`) come back with their values; of
         those that this process owns, or of all."""
         mine = None if owned is None else set(owned)
-        for tensor, view in self._views:
+        for tensor, view, _ in self._views:
             if tensor.data_ptr() == view.data_ptr() or (mine is not None and tensor not in mine):
                 continue
             if tensor.shape != view.shape:
@@ -91,8 +114,9 @@ class SharedTensors:
                 if tensor.shape == home.shape:
                     home.copy_(tensor)
                     tensor.data = home
-            for tensor in self._fresh:
+            for tensor, view, segment in self._views if self._renews else ():
                 tensor.data = tensor.detach().clone()
+                segment.let_go(view)
 
 
 class OwnedState:
@@ -146,13 +170,15 @@ class OwnedState:
             self._optimizer.state[self._params[index]][name] = view.copy_(value)
         return True
 
-    def _moved(self, entries: Sequence[tuple[int, str, Tensor]]) -> dict[str, Any]:
+    def _moved(self, entries: list[tuple[int, str, Tensor]]) -> dict[str, Any]:
+        """Into a segment, one by one: each gives its memory back at once."""
         starts = [0]
-        for _, _, value in entries:
+        for *_, value in entries:
             starts.append(starts[-1] + aligned(value.nbytes))
         segment = Segment(starts[-1])
         outline = []
-        for (index, name, value), start in zip(entries, starts, strict=False):
+        for start in starts[:-1]:
+            index, name, value = entries.pop(0)
             view = segment.tensor(value.dtype, value.shape, start).copy_(value)
             self._views[index, name] = self._optimizer.state[self._params[index]][name] = view
             kind = str(value.dtype).removeprefix("torch.")
@@ -186,12 +212,14 @@ class SharedModel:
         self._optimizer, self._collective = optimizer, collective
         self._state: OwnedState | None = None
         self._owned: list[Tensor] = []
+        self.leave_home, self.bring_home = self._tensors.leave_home, self._tensors.bring_home
 
     def own(self, owned: set[Tensor], used: dict[Tensor, list[int]]) -> None:
         """From now on: the parameters that are stepped here, and who uses each tensor, its owner
         first. Collective."""
         rank = self._collective.rank
         self._owned = [t for t, users in used.items() if users[0] == rank]
+        self._tensors.own(used)
         self._state = OwnedState(self._optimizer, owned, leads=rank == 0)
         self._state.share(self._collective)
 
@@ -200,11 +228,6 @@ class SharedModel:
         assert self._state is not None
         self._tensors.take_back(self._owned)
         self._state.share(self._collective)
-
-    def leave_home(self) -> None:
-        """It is where all see it."""
-
-    bring_home = leave_home
 
     def take_back(self) -> None:
         """Somebody has changed weights, or given them other memory."""

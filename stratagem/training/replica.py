@@ -51,6 +51,10 @@ def _no_others(name: str, op: CrossDeviceOps) -> Collective:
     return Alone()
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(eq=False)
 class Replica:
     """What `sg.current_replica()` returns: inside `strategy.run`, and in a process that is one."""
@@ -78,6 +82,8 @@ class Replica:
     share: Share = field(init=False)
     #: on the chief of a fit or an evaluation: random numbers for the data, apart from the model's
     streams: RandomStreams | None = field(default=None, init=False, repr=False)
+    #: give back the memory in which a call came to this process's followers, once all have met
+    release_call: Callable[[], None] = field(default=_nothing, repr=False)
     _side: Collective | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -259,6 +259,7 @@ class ReplicaGroup:
             call = (function, told, torch.get_default_dtype(), RngStates.of_caller())
             watch = replica.membership.raise_if_gone
             self._pool.submit(run_call, [call] * len(self._pool.followers), watch)
+            replica.release_call = self._pool.release
         if self._threads:
             torch.set_num_threads(self._threads)
 

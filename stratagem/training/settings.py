@@ -88,6 +88,11 @@ class Settings:
         return self.pipeline is not None or self.tensor is not None
 
     @property
+    def one_pipeline(self) -> bool:
+        """Whether its stages are all devices: no other pipeline has the same layers."""
+        return self.pipeline is not None and self.pipeline.data == 1
+
+    @property
     def whole_batches(self) -> bool:
         """Whether a training step has all rows of a batch in one piece, so that they may look at
         each other; an evaluation shares them out all the same."""

@@ -40,11 +40,13 @@ _ROUNDS = 4
 DEVICES = 4093
 
 
-def align(module: nn.Module, replica: Replica) -> None:
-    """Give every replica the chief's parameters and buffers. Collective."""
+def align(module: nn.Module, replica: Replica, *, values: bool = True) -> None:
+    """Give every replica the chief's parameters and buffers, if wanted, and note which are frozen.
+    Collective."""
     if replica.count == 1:
         return
-    spread([*module.parameters(), *module.buffers()], replica)
+    if values:
+        spread([*module.parameters(), *module.buffers()], replica)
     _versions[module] = {name: p._version for name, p in _frozen(module).items()}
 
 

@@ -112,7 +112,7 @@ class StagePasses:
         self._params = list(model.parameters())
         tensors = [*self._params, *model.buffers()]
         self._shared = SharedTensors(tensors, self._collective, keeps=False)
-        homes = dict(shared_views(self._params, self._collective))
+        homes = {p: view for p, view, _ in shared_views(self._params, self._collective)}
         self._homes = [homes[param] for param in self._params]
         self._splits: list[StageSplit] = []
         self._passes: dict[int, WholePass] = {}
@@ -156,6 +156,8 @@ class StagePasses:
         if self._state is None:
             self._stepped = split.owned
             self._own()
+        self._shared.own(used)
+        self._shared.leave_home()
 
     def _planned(self, graph: LayerGraph, given: list[Any]) -> list[Any]:
         total = self._rows

@@ -86,6 +86,22 @@ class Segment:
         flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
         return flat.view(tuple(shape))
 
+    def let_go(self, tensor: torch.Tensor) -> None:
+        """Unmap the whole pages of a tensor that lives here: they stay in the shared memory, and
+        count as this process's own again when it next touches them."""
+        if not _LINUX or tensor.numel() == 0:
+            return
+        base = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
+        start, page = tensor.data_ptr() - base, mmap.PAGESIZE
+        assert 0 <= start <= start + tensor.nbytes <= self.size
+        first, end = -(-start // page) * page, (start + tensor.nbytes) // page * page
+        if first < end:
+            self.memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+    def unmap(self) -> None:
+        """Only others map it from now on; no tensor of it may be left here."""
+        self.memory.close()
+
     def words(self, count: int, offset: int = 0) -> memoryview:
         """A view as 64-bit integers, for flags that Python itself reads and writes."""
         return memoryview(self.memory)[offset : offset + 8 * count].cast("q")

@@ -1,7 +1,9 @@
-"""A network that does not fit into one process trains in two: what `make demo-large` shows."""
+"""A network that does not fit into one process trains in two: what `make demo-large` shows. And no
+stage takes more than its part of the memory."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,3 +23,16 @@ def test_under_one_limit_one_device_fails_and_two_stages_train() -> None:
     one, two = done.stdout.split("two stages:")
     assert "not enough memory" in one and "PipelineStrategy" in one
     assert "trained" in two
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process holds")
+def test_a_stage_takes_its_part_of_the_memory() -> None:
+    """Also the first one, in which the model was made: the goal for 2 stages, on a smaller net."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "pipeline" / "memory.py")]
+    command += ["--stages", "1,2", "--width", "1024"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"^\| 2 \|.*\*\*([\d.]+)\*\*", done.stdout, re.MULTILINE)
+    assert float(found[0]) <= 0.65, done.stdout

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +72,30 @@ def test_nothing_is_left_when_the_owner_lets_go() -> None:
     tensor.fill_(3)  # the mapping lives as long as a tensor does
     with pytest.raises(UsageError, match="RingAllReduce"):
         Segment.attach(handle)
+
+
+def _resident() -> int:
+    """Bytes of our segments that count as this process's own."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-", line):
+            ours = "/memfd:stratagem" in line
+        elif ours and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere pages stay where they are")
+def test_pages_that_are_let_go_keep_what_is_in_them() -> None:
+    segment, count = Segment(4 << 20), 1 << 20
+    whole = segment.tensor(torch.float32, (count,)).copy_(torch.arange(count))
+    before, part = _resident(), whole[1000:-1000]
+    segment.let_go(part)
+    assert before - _resident() >= part.nbytes - 2 * 65536
+    part += 1
+    assert torch.equal(whole[:1000], torch.arange(1000.0))
+    assert torch.equal(part, torch.arange(1001.0, count - 999))
+    segment.let_go(whole[5:6])  # no whole page
 
 
 def test_identity_of_a_host_is_stable() -> None:

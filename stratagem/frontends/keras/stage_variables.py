@@ -28,16 +28,14 @@ class SharedVariables:
     """Made collectively."""
 
     def __init__(self, model: Any, collective: SharedMemoryCollective) -> None:
-        self._tensors = SharedTensors([*_held(model), *slots(model.optimizer)], collective)
+        held = [*_held(model), *slots(model.optimizer)]
+        self._tensors = SharedTensors(held, collective, keeps=False)
         self._collective = collective
+        self.own, self.leave_home = self._tensors.own, self._tensors.leave_home
+        self.bring_home = self._tensors.bring_home
 
-    def own(self, used: dict[Tensor, list[int]]) -> None:
-        """All see everything."""
-
-    def leave_home(self) -> None:
+    def break_off(self) -> None:
         """It is where all see it."""
-
-    bring_home = break_off = leave_home
 
     def updated(self) -> None:
         """After an update: wait until everybody has made it. Collective."""
