@@ -93,6 +93,18 @@ def test_the_readme_takes_three_minutes() -> None:
     assert len(words) < 900, "move something into docs/"
 
 
+def test_what_a_ported_script_needs_is_told() -> None:
+    """Printing and saving once in the README's loop, and a table for whatever else a script has."""
+    assert {"strategy.print(", "if strategy.is_chief:"} <= set(
+        re.findall(r"strategy\.print\(|if strategy\.is_chief:", (ROOT / "README.md").read_text())
+    )
+    table = (ROOT / "docs" / "own-loop.md").read_text().partition("| your script has |")[2]
+    rows = "|".join(line.split("|")[1] for line in table.partition("\n\n")[0].splitlines()[2:])
+    told = ["summed loss", "class weights", "BatchNorm", "GAN", "test loader", "saving", "schedule"]
+    told += ["no loader", "LSTM", "reinforcement learning", "mix-up", "printing", "squeeze"]
+    assert [each for each in told if each not in rows] == []
+
+
 def images(page: Path) -> list[Path]:
     return [
         page.parent / each for each in re.findall(r'<img[^>]* src="([^":]+)"', page.read_text())

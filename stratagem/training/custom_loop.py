@@ -24,10 +24,9 @@ from torch import Tensor
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.digest import digest
 from stratagem.training.hints import tell_without_loader
-from stratagem.training.loss_reading import BY_ROWS, Reading, UsualLoss
+from stratagem.training.loss_reading import BY_ROWS, Reading, UsualLoss, times, zeroed, zeros
 from stratagem.training.loss_terms import Doubt, Term, terms_of
-from stratagem.training.replica import Replica, current_replica, in_user_code
-from stratagem.training.row_axis import only_input
+from stratagem.training.replica import Replica, in_user_code, strategy_replica
 from stratagem.training.saving import save_whole_files
 from stratagem.wire.tree import gather_tree
 
@@ -68,7 +67,7 @@ class LossReader:
         #: the latest pass; replicas add these up together with the gradients
         self.reading = BY_ROWS
         #: what the whole gradient is multiplied by, where it stays with this replica
-        self.scale: Callable[[], float] = lambda: 1.0
+        self.scale: Callable[[], float] | None = None
         #: declared in place of what can be read
         self.count: float | Tensor | None = None
         #: values in a row, by the kind of mean; the same on all replicas
@@ -78,7 +77,7 @@ class LossReader:
         self.gather: Callable[[Any], list[Any]] = partial(gather_tree, replica.collective)
         self.is_reading = False
         #: whose sums the readings are for
-        self.exchanges: weakref.WeakSet[Accumulates] = weakref.WeakSet()
+        self.exchanges: list[weakref.ref[Accumulates]] = []
         #: the loss of the latest pass
         self.loss: weakref.ref[Tensor] | None = None
         self._warned = False
@@ -94,23 +93,29 @@ class LossReader:
             if self.for_servers:
                 self._note_for_servers()
             self.loss = weakref.ref(losses[0]) if len(losses) == 1 else None
-            self._apply_scale(losses, handles)
+            if self.scale is not None:
+                self._apply_scale(self.scale(), losses, handles)
             if self.reading.counts:
-                for exchange in self.exchanges:
-                    exchange.keep_earlier()
+                for found in self.exchanges:
+                    if (exchange := found()) is not None:
+                        exchange.keep_earlier()
             backward()
         finally:
             self.is_reading = False
             for handle in handles:
                 handle.remove()
 
-    def _apply_scale(self, losses: Sequence[Tensor], handles: list[Any]) -> None:
-        scale = self.scale()
+    def serve(self, exchange: Accumulates) -> None:
+        """Read losses for the sums of an exchange, too, as long as it is there."""
+        self.exchanges = [each for each in self.exchanges if each() is not None]
+        self.exchanges.append(weakref.ref(exchange))
+
+    def _apply_scale(self, scale: float, losses: Sequence[Tensor], handles: list[Any]) -> None:
         nodes = {each.grad_fn for each in losses if each.grad_fn is not None}
         for node in nodes if scale != 1.0 else ():
-            handles.append(node.register_prehook(_times(scale)))
+            handles.append(node.register_prehook(times(scale)))
             if not scale:
-                handles.append(node.register_hook(_zeros))
+                handles.append(node.register_hook(zeros))
 
     def _weigh(self, losses: Sequence[Tensor], handles: list[Any]) -> Reading:
         share = self.share
@@ -118,8 +123,12 @@ class LossReader:
             return BY_ROWS  # the whole batch
         borrowed = share.announced and not share.examples
         plain = self.count is None is self.reduction and share.announced and len(losses) == 1
-        if plain and (usual := self._usual.term(losses[0], share.examples, self.passes)):
-            return self._single(*usual, handles)
+        if plain:
+            seen = losses[0], share.examples, self.passes
+            if (reading := self._usual.reading(*seen)) is not None:
+                return reading
+            if (usual := self._usual.term(*seen)) is not None:
+                return self._single(*usual, handles)
         if self.count is not None:
             constants: list[Tensor] = []
             terms = [
@@ -155,11 +164,12 @@ class LossReader:
     def _is_for_all(self, losses: Sequence[Tensor]) -> bool:
         """Whether a pass reaches a prepared parameter; others may be one replica's alone."""
         todo: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+        exchanges = [each for found in self.exchanges if (each := found()) is not None]
         seen: set[Any] = set()
         while todo:
             node = todo.pop()
             variable = getattr(node, "variable", None)
-            if variable is not None and any(each.has(variable) for each in self.exchanges):
+            if variable is not None and any(each.has(variable) for each in exchanges):
                 return True
             below = {each for each, _ in node.next_functions if each is not None} - seen
             todo += below
@@ -251,9 +261,9 @@ class LossReader:
                 continue
             done[term.node] = factor
             if isinstance(factor, Tensor) or factor != 1.0:
-                handles.append(term.node.register_prehook(_times(factor)))
+                handles.append(term.node.register_prehook(times(factor)))
             if not isinstance(factor, Tensor) and factor == 0.0:
-                handles += _zeroed(term.node)
+                handles += zeroed(term.node)
 
     def _refuse_for_servers(self, term: Term) -> None:
         if self.for_servers and (term.picked or term.full % self.share.examples):
@@ -318,48 +328,29 @@ class LossReader:
 
 
 _DECLARED = "declared"
-_SCALES = ("MulBackward0", "DivBackward0")
 #: of a number that is 1 but for rounding, in fp32
 _TOLERANCE = 1e-6
-
-
 #: spreads whole numbers over 0 .. 1
 _GOLDEN = 0.6180339887498949
 
 
-def _zeroed(node: Any) -> list[Any]:
-    """Nothing counts: what is divided by 0 here or just below is no number, and is to be 0."""
-    handles = [node.register_hook(_zeros)]
-    while (node := only_input(node)) is not None and node.name() in _SCALES:
-        handles.append(node.register_hook(_zeros))
-    return handles
-
-
-def _zeros(gradients: Any, _: Any) -> Any:
-    return tuple(g if g is None else torch.zeros_like(g) for g in gradients)
-
-
-def _times(factor: float | Tensor) -> Callable[[Any], Any]:
-    return lambda grads: tuple(g if g is None else g * factor for g in grads)
-
-
 # --- where backward is called -----------------------------------------------------------------
 
-_readers: weakref.WeakKeyDictionary[Replica, LossReader] = weakref.WeakKeyDictionary()
 _plain = torch.autograd.backward
 
 
 def reader_of(replica: Replica) -> LossReader | None:
     """Return the reader of this replica's losses; None before anything is prepared."""
-    return _readers.get(replica)
+    found: LossReader | None = replica.reader
+    return found
 
 
 def read_losses(replica: Replica, reduction: str | None) -> LossReader:
     """Begin to read the losses of this replica's backward passes."""
     check_reduction(reduction)
-    reader = _readers.get(replica)
+    reader = reader_of(replica)
     if reader is None:
-        reader = _readers[replica] = LossReader(replica, reduction)
+        reader = replica.reader = LossReader(replica, reduction)
         save_whole_files()
         torch.autograd.backward = _backward
     if reduction is not None and reader.reduction not in (None, reduction):
@@ -379,12 +370,13 @@ def check_reduction(reduction: str | None) -> None:
 
 def begin_loop(replica: Replica) -> None:
     """Forget the losses of earlier calls of strategy.run."""
-    _readers.pop(replica, None)
+    replica.reader = None
 
 
 def _backward(tensors: Any, *args: Any, **options: Any) -> None:
     """Stand in for torch.autograd.backward, which Tensor.backward calls, too."""
-    reader = _readers.get(current_replica()) if _readers and in_user_code() else None
+    replica = strategy_replica() if in_user_code() else None
+    reader = None if replica is None else reader_of(replica)
     if reader is None or reader.is_reading:
         _plain(tensors, *args, **options)
         return

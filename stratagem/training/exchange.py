@@ -25,7 +25,7 @@ from stratagem.state.factors import Factors
 from stratagem.training import setup
 from stratagem.training.committer import Commit
 from stratagem.training.custom_loop import LossReader
-from stratagem.training.loss_reading import NOTES
+from stratagem.training.loss_reading import AS_ROWS, NOTES
 from stratagem.training.lossy_wire import Keeper
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
@@ -92,6 +92,9 @@ class GradientExchange(Keeper):
             reducer.lay_out(
                 bucket.flat, layout([names[i] for i in members], [params[i] for i in members])
             )
+        #: the notes of most passes of custom loops, and that all parameters have a gradient
+        usual = torch.tensor([*AS_ROWS, *[1.0] * len(params)])
+        self._usual_tail = usual.to(self.buckets.tail)
         self._overlaps = overlaps
         self._index = {p: i for i, p in enumerate(params)}
         self._fired = [False] * len(params)
@@ -103,7 +106,7 @@ class GradientExchange(Keeper):
         ready = _weakly(self._ready, self._switch)
         self._handles: list[Any] = [_on_gradient(p, ready) for p in params]
         if reader is not None:
-            reader.exchanges.add(self)
+            reader.serve(self)
         for name, p in named:
             if not p.requires_grad and _can_train(p):
                 self._handles.append(_guard_frozen(name, p))
@@ -202,8 +205,11 @@ class GradientExchange(Keeper):
     def keep_earlier(self) -> None:
         """Before a pass whose sum may have to be divided: earlier gradients stay what they are."""
         self._earlier = None
-        if any(self._is_reduced(i, p) for i, p in enumerate(self.buckets.params)):
-            self._earlier = [b.flat[: self.buckets.length(b)].clone() for b in self.buckets.buckets]
+        for i, param in enumerate(self.buckets.params):
+            if param.grad is not None and self._is_reduced(i, param):
+                buckets = self.buckets
+                self._earlier = [b.flat[: buckets.length(b)].clone() for b in buckets.buckets]
+                return
 
     def verify(self) -> None:
         """Check the readings of losses that have not been checked for a while."""
@@ -228,7 +234,7 @@ class GradientExchange(Keeper):
             self._begin()
         buckets = self.buckets
         has = list(self._fired)
-        for i, fired in enumerate(self._fired):
+        for i, fired in enumerate(self._fired if factors or not all(has) else ()):
             grad = buckets.params[i].grad
             if not fired and grad is not None:
                 has[i] = True
@@ -242,6 +248,9 @@ class GradientExchange(Keeper):
                 buckets.spare(i)
                 buckets.views[i].zero_()
         self._open = False
+        if notes is AS_ROWS and all(has):
+            buckets.tail.copy_(self._usual_tail)
+            return
         if notes:
             write_notes(buckets.notes, notes)
         if all(has):

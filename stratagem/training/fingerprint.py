@@ -28,6 +28,7 @@ from stratagem.compat.torch_names import norms as norms_of
 from stratagem.data.loader import is_stream
 from stratagem.errors import UsageError
 from stratagem.training.replica import Replica, current_replica
+from stratagem.wire.collective import Collective
 from stratagem.wire.tree import gather_tree
 
 #: by what it is: a word for it, or a tensor of a few of its values; None where nothing is known
@@ -95,6 +96,8 @@ def check_trained(replica: Replica, model: nn.Module, optimizer: Optimizer) -> N
     }
     settings = of_optimizer(optimizer, settings=True)
     mine = [replica.name, list(settings.items()), _norms(list(trained.values()))]
+    if _same_bits(replica.collective, mine[1:]):
+        return
     (first, ours, norms), *others = gather_tree(replica.collective, mine)
     for name, theirs, their_norms in others:
         found = [
@@ -114,6 +117,15 @@ def check_trained(replica: Replica, model: nn.Module, optimizer: Optimizer) -> N
                 "decides by its loss (a schedule, an early stop, a step that is left out) has to "
                 "be decided alike by all: strategy.mean(loss) is the loss of the whole batch."
             )
+
+
+def _same_bits(collective: Collective, look: Any) -> bool:
+    """Whether all replicas have the same to the last bit, as those of one machine do. Collective.
+
+    A few bytes travel, a tenth of the time of `gather_tree`."""
+    made = hashlib.blake2b(repr(look).encode(), digest_size=16).digest()
+    mine = torch.frombuffer(bytearray(made), dtype=torch.uint8)
+    return all(torch.equal(each, mine) for each in collective.gather_bytes(mine))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -84,6 +84,10 @@ class Replica:
     streams: RandomStreams | None = field(default=None, init=False, repr=False)
     #: give back the memory in which a call came to this process's followers, once all have met
     release_call: Callable[[], None] = field(default=_nothing, repr=False)
+    #: what reads the losses of its custom loops (`custom_loop.py`), once something is prepared
+    reader: Any = field(default=None, init=False, repr=False)
+    #: counts its steps (`step_figures.py`)
+    figures: Any = field(default=None, init=False, repr=False)
     _side: Collective | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -189,12 +193,20 @@ _own: list[weakref.ref[Replica]] = []
 
 def current_replica() -> Replica:
     """The replica that this code runs on; a lone one outside any strategy."""
+    found = strategy_replica()
+    if found is None:
+        found = Replica(0, 1, torch.device("cpu"), "replica 0", Alone(), Membership.alone())
+    return found
+
+
+def strategy_replica() -> Replica | None:
+    """The replica that this code runs on; None outside any strategy."""
     if _called is not None:
         return _called
-    alive = [replica for each in _own if (replica := each()) is not None]
-    if alive:
-        return alive[-1]
-    return Replica(0, 1, torch.device("cpu"), "replica 0", Alone(), Membership.alone())
+    for each in reversed(_own):
+        if (replica := each()) is not None:
+            return replica
+    return None
 
 
 def alone(replica: Replica) -> Replica:

@@ -9,7 +9,6 @@ import logging
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -135,15 +134,12 @@ def mean_times(times: Sequence[Times]) -> Times:
     return all_, load, wait, link
 
 
-_figures: weakref.WeakKeyDictionary[Replica, StepFigures] = weakref.WeakKeyDictionary()
-
-
 def figures_of(replica: Replica) -> StepFigures:
     """Return the figures of a replica that all-reduces, or works alone."""
-    found = _figures.get(replica)
+    found: StepFigures | None = replica.figures
     if found is None:
         membership = replica.membership
         if replica.count > 1 and replica.is_chief:
             membership.to_hub.on_note(SlowWatch().hear)
-        found = _figures[replica] = StepFigures(replica.name, membership.to_hub.give)
+        found = replica.figures = StepFigures(replica.name, membership.to_hub.give)
     return found

@@ -50,6 +50,8 @@ class SharedTable:
         #: the same rows as one two-dimensional tensor
         width = stride // dtype.itemsize
         self.grid = segment.tensor(dtype, (rows, width))[:, :count]
+        #: of every row, the slice that this replica adds up, once it has done so
+        self.parts: list[Tensor] | None = None
 
     def words(self) -> list[memoryview]:
         """The same rows as Python itself reads and writes them; for 64-bit integers."""
@@ -90,7 +92,7 @@ class SharedMemoryCollective(Collective):
         self._flags = control.words(size * WORDS)
         self._mail = Mailboxes(rank, size, control, self._flags)
         weights = size * WORDS * 8 + Mailboxes.size_for(size)
-        self._weights = control.tensor(torch.float64, (size,), weights)
+        self._weights = control.tensor(torch.float64, (size,), weights).numpy()
         self._watch = watch or (lambda rank, seconds: None)
         self._turn = 0
         self._tables: dict[int, SharedTable] = {}
@@ -218,13 +220,16 @@ class SharedMemoryCollective(Collective):
         self._weights[self.rank] = weight
         METER.bytes += table.rows[0].nbytes
         self.meet("reduction")
-        start, end = slices(table.count, self.size)[self.rank]
-        if end > start:
-            wide = torch.float32 if table.rows[0].dtype in _HALF else table.rows[0].dtype
-            total = torch.empty(end - start, dtype=wide)
-            sum_rows(table, start, self._weights.tolist(), total)
-            for row in table.rows:
-                row[start:end].copy_(total)
+        parts = table.parts
+        if parts is None:
+            start, end = slices(table.count, self.size)[self.rank]
+            parts = table.parts = [row[start:end] for row in table.rows]
+        if size := len(parts[0]):
+            wide = torch.float32 if parts[0].dtype in _HALF else parts[0].dtype
+            total = torch.empty(size, dtype=wide)
+            _sum(parts, self._weights.tolist(), total)
+            for part in parts:
+                part.copy_(total)
         self.meet("reduction")
 
     # --- messages ---------------------------------------------------------------------------
@@ -268,9 +273,13 @@ def sum_rows(table: SharedTable, start: int, weights: list[float], total: Tensor
     fresh memory on every step would cost more in page faults than the sum itself.
     """
     end = start + len(total)
-    used = [(row[start:end], w) for row, w in zip(table.rows, weights, strict=True) if w != 0.0]
+    _sum([row[start:end] for row in table.rows], weights, total)
+
+
+def _sum(parts: list[Tensor], weights: list[float], total: Tensor) -> None:
+    used = [(part, w) for part, w in zip(parts, weights, strict=True) if w != 0.0]
     same = {w for _, w in used}
-    if len(used) > 1 and len(same) == 1 and total.dtype is table.rows[0].dtype:
+    if len(used) > 1 and len(same) == 1 and total.dtype is parts[0].dtype:
         torch.add(used[0][0], used[1][0], out=total)
         for row, _ in used[2:]:
             total.add_(row)

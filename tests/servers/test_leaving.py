@@ -21,7 +21,8 @@ from stratagem.cluster.failure import failed, headline
 from stratagem.servers import participants
 from stratagem.servers.client import Assignment
 from stratagem.servers.session import Session
-from tests.clock import unless_late
+from tests.clock import in_time, unless_late, wait_for
+from tests.replicas.scripts import family, nursery, runs
 from tests.served_support import apart, digits, net
 from tests.servers.fault_support import Counter, by_one
 from tests.servers.server_threads import Office
@@ -192,29 +193,78 @@ print("as one device")
 """
 
 
-@pytest.mark.slow
-def test_fit_and_loop_in_turn_in_the_script_of_a_cluster(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "stratagem",
-            "run",
-            "--workers",
-            "2",
-            "--ps",
-            "1",
-            str(tmp_path / "train.py"),
-        ],
+def launched(where: Path, source: str) -> subprocess.CompletedProcess[str]:
+    (where / "train.py").write_text(source)
+    words = ["-m", "stratagem", "run", "--workers", "2", "--ps", "1", str(where / "train.py")]
+    return subprocess.run(
+        [sys.executable, *words],
         capture_output=True,
         text=True,
         timeout=50,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
+
+
+@pytest.mark.slow
+def test_fit_and_loop_in_turn_in_the_script_of_a_cluster(tmp_path: Path) -> None:
+    done = launched(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("as one device") == 2
+
+
+UNCLOSED = """
+import torch
+import stratagem as sg
+
+torch.set_num_threads(1)
+servers = lambda rule: sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=rule)
+kind, how = {kind!r}, {how!r}
+strategy = (
+    sg.MirroredStrategy(["cpu:0", "cpu:1"]) if kind == "mirrored"
+    else sg.ParameterServerStrategy() if kind == "cluster"
+    else servers(sg.Synchronous() if kind == "in step" else sg.Asynchronous())
+)
+if how == "loop":
+    from tests.servers.test_leaving import loop
+    strategy.run(loop, strategy)
+else:
+    model = sg.Model(torch.nn.Linear(64, 10), strategy)
+    model.compile("sgd", "cross_entropy")
+    model.fit(torch.randn(64, 64), torch.randint(0, 10, (64,)), batch_size=8, verbose=0)
+print("trained")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("free", "fit"),
+        *(
+            pytest.param(kind, how, marks=pytest.mark.slow)
+            for kind, how in [("in step", "loop"), ("free", "loop"), ("mirrored", "loop")]
+        ),
+    ],
+)
+def test_a_script_without_close_ends_without_a_word(kind: str, how: str, tmp_path: Path) -> None:
+    """Nobody is told that workers are gone: they were let go."""
+    script = nursery().start(tmp_path, UNCLOSED.format(kind=kind, how=how))
+    try:
+        script.says("trained")
+        children = family(script.pid)
+        assert script.ends() == 0, script
+        assert (script.out, script.err) == ("trained\n", ""), script
+        in_time(wait_for(lambda: not any(map(runs, children))), 8.0)
+    finally:
+        nursery().clear()
+
+
+@pytest.mark.slow
+def test_a_launched_script_without_close_ends_without_a_word(tmp_path: Path) -> None:
+    done = launched(tmp_path, UNCLOSED.format(kind="cluster", how="fit"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gone" not in done.stderr and "died" not in done.stderr, done.stderr
+    assert done.stdout.count("trained") == 2
 
 
 def test_no_traceback_is_announced_where_there_is_none() -> None:

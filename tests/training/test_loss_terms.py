@@ -141,7 +141,7 @@ def readers(count: int, reduction: str | None = None) -> list[LossReader]:
 
     for reader in found:
         reader.gather = gather
-        reader.exchanges.add(All.ours)
+        reader.serve(All.ours)
     return found
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from stratagem.wire.buckets import Buckets
 
 sizes = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=12)
 
 
-def made(spec: list[tuple[int, bool]], capacity: int, notes: int = 2) -> Buckets:
+def made(
+    spec: list[tuple[int, bool]], capacity: int, notes: int = 2, *, may_be_kept: bool = False
+) -> Buckets:
     params = [
         nn.Parameter(torch.randn(size).to(torch.float64 if double else torch.float32))
         for size, double in spec
     ]
     return Buckets(
-        params, lambda n, dtype, device: torch.zeros(n, dtype=dtype), capacity=capacity, notes=notes
+        params,
+        lambda n, dtype, device: torch.zeros(n, dtype=dtype),
+        capacity=capacity,
+        notes=notes,
+        may_be_kept=may_be_kept,
     )
 
 
@@ -66,3 +73,35 @@ def test_scaling_spares_the_notes(spec: list[tuple[int, bool]], capacity: int) -
     buckets.scale(torch.tensor(3.0))
     assert all((view == 6.0).all() for view in buckets.views)
     assert (buckets.tail == 5.0).all()
+
+
+def passed(buckets: Buckets, value: float) -> Tensor:
+    """A backward pass leaves that gradient; what became of it."""
+    param = buckets.params[0]
+    param.grad = torch.full_like(param, value)
+    buckets.begin()
+    buckets.take(0, param)
+    found, param.grad = param.grad, None
+    assert found.data_ptr() == buckets.views[0].data_ptr()
+    return found
+
+
+@pytest.mark.parametrize("keeper", ["nobody", "a name", "autograd", "requires_grad"])
+def test_a_kept_gradient_stays_what_it_was(keeper: str) -> None:
+    """By a name, or by a graph alone; what nobody keeps is given again, without a new tensor."""
+    buckets = made([(3, False)], 1 << 20, may_be_kept=True)
+    weight = torch.ones(3, requires_grad=True)
+    for value in (1.0, 2.0, 3.0):
+        last = passed(buckets, value)
+        number, kept = id(last), last if keeper == "a name" else None
+        if keeper == "requires_grad":
+            last.requires_grad_()
+        product = (weight * last).sum() if keeper == "autograd" else None
+        del last
+        again = passed(buckets, value + 1)
+        assert (again == value + 1).all() and not again.requires_grad
+        assert keeper != "nobody" or id(again) == number
+        assert kept is None or (kept == value).all()
+        if product is not None:
+            (found,) = torch.autograd.grad(product, weight)
+            assert (found == value).all()
