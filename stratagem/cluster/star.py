@@ -124,6 +124,11 @@ class Star:
             self._selector.unregister(link.sock)
             link.sock.close()
 
+    def add(self, rank: int, sock: socket.socket) -> None:
+        """Serve one more connection (from the thread only)."""
+        link = self._links[rank] = BufferedSocket(rank, sock)
+        self._selector.register(link.sock, selectors.EVENT_READ, link)
+
     def stop(self) -> None:
         """Send what is posted, close everything and end the thread."""
         self.call(self._begin_to_stop)
