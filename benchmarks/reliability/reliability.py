@@ -1,6 +1,7 @@
 """What faults cost, and that they change nothing: the table of docs/reliability.md.
 
     python benchmarks/reliability/reliability.py [--seeds 200] [--kills 100] [--jobs 4] [--write]
+    python benchmarks/reliability/reliability.py --only seeds --seeds 200 --jobs 4
 
 Replicas are killed at random moments in real trainings, in float64, and what comes of it is
 compared with one device that nobody disturbs. Each figure is a function with a short form, which
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ ROWS, BATCH, EPOCHS = 512, 64, 5
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 SERVERS = "servers, in step"
 KINDS = (None, "ring", SERVERS)
+PARTS = ("seeds", "kills", "hosts", "malformed", "cost")
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 
@@ -196,14 +198,14 @@ def at_random(kind: str | None, replicas: int, seeds: int, jobs: int = 1) -> lis
 
 
 def many_kills(replicas: int, kills: int, seconds: float) -> list[str]:
-    """One kill every twenty steps of one long run."""
+    """One kill every twenty steps of one long run, beside one of the same length without kills."""
     epochs = -(-kills * 20 * BATCH // ROWS)
     with closing(sg.MirroredStrategy(["cpu:0"])) as one:
         expected, _ = train(one, 0.0, epochs)
     devices = [f"cpu:{i}" for i in range(replicas)]
     with closing(sg.MirroredStrategy(devices, elastic=True)) as strategy:
         train(strategy, seconds, 1)
-        _, pace = train(strategy, seconds, max(EPOCHS, epochs // 4))
+        _, pace = train(strategy, seconds, epochs)
         step = (pace.ends[-1] - pace.ends[0]) / (len(pace.ends) - 1)
         pauses = (20 * step for _ in range(kills))
         with killing(strategy, random.Random(0), pauses) as done:
@@ -271,6 +273,7 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, default=1, help="so many seeds at once, each on cores of its own"
     )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these figures")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.getLogger("stratagem").setLevel(logging.ERROR)
@@ -279,14 +282,16 @@ def main() -> None:
     if args.part:
         one_part(args.part)
         return
+    seeds = [partial(at_random, kind, args.replicas, args.seeds, args.jobs) for kind in KINDS]
+    parts: dict[str, list[Callable[[], list[str]]]] = {
+        "seeds": seeds,
+        "kills": [partial(many_kills, args.replicas, args.kills, 0.05)],
+        "hosts": [partial(hosts, 40)],
+        "malformed": [partial(malformed, 10_000)],
+        "cost": [partial(cost, args.replicas, args.rounds)],
+    }
     lines = ["| what | seen |", "| --- | --- |"]
-    for part in (
-        *(partial(at_random, kind, args.replicas, args.seeds, args.jobs) for kind in KINDS),
-        lambda: many_kills(args.replicas, args.kills, 0.05),
-        lambda: hosts(40),
-        lambda: malformed(10_000),
-        lambda: cost(args.replicas, args.rounds),
-    ):
+    for part in [each for name in PARTS if name in args.only for each in parts[name]]:
         lines += part()
         print("\n".join(lines[-2:]), flush=True)
     if args.write:

@@ -57,10 +57,10 @@ class Membership:
         self._rounds = NoteGather(self.members, self._changed)
         self.board = KeyValues(self._changed)
         outlets = RouterOutputs(self._tell, self._hang_up, self._become, self._quiet, self._hear)
-        board = MessageRouter(
+        self._router = MessageRouter(
             self.members, rank, hub, sockets, self._rounds, self.board, outlets, give_up
         )
-        self._star = Star(sockets, board) if sockets else None
+        self._star = Star(sockets, self._router) if sockets else None
         if self._star is not None:
             self._star.start()
 

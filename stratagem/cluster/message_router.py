@@ -42,7 +42,7 @@ class MessageRouter:
         outlets: RouterOutputs,
         give_up: float,
     ) -> None:
-        self._members = members
+        self._members = list(members)
         self._rank = rank
         self._outside = hub
         #: whether this one passes on what it hears
@@ -52,6 +52,11 @@ class MessageRouter:
         self._out = outlets
         self._give_up = give_up
         self._heartbeat = Heartbeats(watched, time.monotonic(), give_up)
+
+    def expect(self, rank: int, member: Member) -> None:
+        """Another process has taken this member's place."""
+        self._members[rank] = member
+        self._heartbeat.expect(rank, time.monotonic())
 
     def alive(self, rank: int, now: float) -> None:
         """Note a sign of life; say so if this member had been named silent."""

@@ -271,7 +271,7 @@ def heed(job: CallTarget, replica: Replica, told: dict[str, Any]) -> None:
     """Have the model as the chief's callbacks have made it."""
     weights, frozen, attributes = told["weights"], told["requires_grad"], told["attributes"]
     if not replica.is_chief:
-        if weights is not None:
+        if weights is not None and replica.collective.live:  # a standby may share the parameters
             state = [*job.module.parameters(), *job.module.buffers()]
             for tensor, value in zip(state, weights, strict=True):
                 tensor.copy_(value)

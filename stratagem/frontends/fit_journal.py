@@ -108,6 +108,11 @@ class FitJournal:
         self._tally = None if tally is None else tally.state()
         self._under_way = 0
 
+    def buffers_of(self, module: nn.Module) -> list[Tensor]:
+        """What buffers were before the update under way."""
+        kept = {id(buffer): value for buffer, value in self._buffers}
+        return [kept.get(id(buffer), buffer.detach()) for buffer in module.buffers()]
+
     def before_batch(self) -> None:
         """A batch of the update under way."""
         self._under_way += 1

@@ -102,7 +102,12 @@ class FitLoop:
             if job.once("test_begin", epoch):
                 job.callbacks.test_begin()
             side.listen()
-        results = evaluate_here(job.test(source), side.tester, side.listen)
+        results: dict[str, float] = {}
+
+        def evaluate() -> None:
+            results.update(evaluate_here(job.test(source), side.tester, side.listen))
+
+        side.tester.collective.step(evaluate)
         if job.around_tests:
             if job.once("test_end", epoch):
                 job.callbacks.test_end(results)

@@ -51,7 +51,7 @@ def everywhere(
             _compared,
             (function, look, job),
             lambda: (function, look and {}, job.for_followers()),
-            Again(job.done, hurry=job.asked_to_end, inherited=True),
+            Again(job.done, hurry=job.asked_to_end, inherited=True, followed=verb == "fit"),
         )[0]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stratagem.data.streams import mixed
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.figures.meter import loading
-from stratagem.frontends import replica_progress
+from stratagem.frontends import replica_progress, standby_state
 from stratagem.frontends.alignment import align, align_loss, move, own_streams
 from stratagem.frontends.apart import Apart
 from stratagem.frontends.batch_scheduler import Segments
@@ -102,7 +102,6 @@ class ReplicaSide:
         self._check = RowCheck(job.module, job.recipe, replica, "fit")
         self._prepare()
         self.tally = LossSum()
-        self._figures = figures_of(replica)
         job.callbacks.changes.alone = replica.count == 1
         if job.journal is not None and job.journal.restarts:
             job.callbacks.changes.settle()  # all have what the chief has, also if it was alone
@@ -142,6 +141,10 @@ class ReplicaSide:
             self.step, Sliced | Staged | Divided
         )
         job.callbacks.changes.in_common = common and not isinstance(self.step, MeshStaged)
+        state = partial(standby_state.of, job, self.step)
+        adopt = partial(standby_state.adopt, job, self.step)
+        can_follow = standby_state.possible(job, self.step)
+        replica.collective.offer(state if can_follow else None, adopt)
 
     def begin(self, epoch: int) -> None:
         self.job.module.train()
@@ -198,7 +201,7 @@ class ReplicaSide:
             self.step.take(portion, last)
             if self.step.settled:
                 self.step.sync()
-            self._figures.step(portion.examples)
+            figures_of(self.replica).step(portion.examples)
             return
         if self.step.keeper is None or not self.step.keeper.apart:  # else at the next meeting
             self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
@@ -210,11 +213,12 @@ class ReplicaSide:
             journal.before_update(self.job.module, self.tally if several else None)
             self.step.keep()
         journal.before_batch()
-        self.step.take(portion, last)
+        done_here = self.replica.collective.step(partial(self.step.take, portion, last))
         if self.step.settled:
             journal.updated(self.job.recipe.metrics, self.replica)
             self.step.sync()
-        self._figures.step(portion.examples)
+        if done_here:
+            figures_of(self.replica).step(portion.examples)
 
     def _data_progress(self) -> dict[str, Any] | None:
         chief = self.replica.is_chief
@@ -252,9 +256,11 @@ class ReplicaSide:
         if job.between_steps:
             self.listen()  # what the last batch's callbacks changed
         self.step.meet()
-        # where replicas may leave, each has the counts of all
-        counted = replica if job.journal is None else alone(replica)
-        logs = {"loss": tally.mean(), **job.recipe.metrics.compute(counted)}
+        logs: dict[str, Any] = {"loss": tally.mean()}
+        if job.journal is None:
+            logs |= job.recipe.metrics.compute(replica)
+        elif job.by_itself:  # where replicas may leave, each has the counts of all
+            logs |= job.recipe.metrics.compute(alone(replica))
         seconds = max(time.perf_counter() - started, 1e-9)
         logs["examples_per_second"] = tally.examples / seconds
         setup.average_buffers(job.module, replica)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -74,6 +74,8 @@ class Source:
     seed: int | None = None
     #: whether an epoch is sure to have so many `steps`
     certain: bool = False
+    #: whether every process has all rows in memory, and the order of them
+    in_memory: ClassVar[bool] = False
 
     @cached_property
     def journal(self) -> PassJournal:
@@ -157,6 +159,7 @@ class Source:
 class ArraySource(Source):
     """Tensors, or trees of them, indexed in place."""
 
+    in_memory: ClassVar[bool] = True
     x: Any
     y: Any
     weight: Tensor | None

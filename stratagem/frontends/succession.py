@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
+from stratagem.data.streams import generator_states, set_beside_torch
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.training.replica import Replica
 from stratagem.wire.tree import broadcast_tree
@@ -28,6 +31,8 @@ class Succession:
     ) -> None:
         """`invite` makes the chief's callbacks, `load` reads the checkpoint to begin with."""
         self._invite, self._load, self._leads = invite, load, leads
+        #: where random numbers stood as the call began, on all processes alike
+        self._dice = generator_states()
         #: whether this process has taken over, and hooks of its last batch may be still to come
         self.owes = False
         self._called: list[tuple[str, int, int]] = []
@@ -75,6 +80,8 @@ class Succession:
         job.saves = job.checkpoints is not None
         assert job.journal is not None
         if job.resumed is None:  # the last chief had not begun: nothing was called
+            torch.set_rng_state(self._dice["torch"])
+            set_beside_torch(self._dice)
             job.resumed = self._load()
             job.journal.take_over(())
             return

@@ -98,13 +98,32 @@ class FollowerRelay:
             self._selector.register(fd, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._open = True
+        self._start()
+
+    def _start(self) -> None:
+        self._runs = True
         self._thread = threading.Thread(target=self._run, name="stratagem-output", daemon=True)
         self._thread.start()
 
+    def add(self, follower: Follower) -> None:
+        """Copy what one more has printed, and prints."""
+        with self._lock:
+            for fd, stream in ((follower.output, "stdout"), (follower.errors, "stderr")):
+                self._pipes[fd], self._partial[fd] = (follower.name, stream), b""
+                os.set_blocking(fd, False)
+                self._selector.register(fd, selectors.EVENT_READ)
+            if not self._runs:
+                self._start()
+
     def _run(self) -> None:
-        while self._open and self._selector.get_map():
+        while self._goes_on():
             if self._selector.select(0.2):
                 self.drain()
+
+    def _goes_on(self) -> bool:
+        with self._lock:
+            self._runs = self._open and bool(self._selector.get_map())
+            return self._runs
 
     def drain(self) -> None:
         """Show everything that has arrived by now."""
@@ -153,6 +172,8 @@ class Pool:
             | {f.errors: (f.name, "stderr") for f in self.followers}
         )
         self._segments: list[Any] = []
+        #: what the followers run now, for one that takes another's place
+        self.call: bytes | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -175,6 +196,14 @@ class Pool:
                 follower.send(last[1], watch)
             except ConnectionError:
                 _raise_ended(follower, watch)
+        self.call = None if last is None else last[1]
+
+    def replace(self, index: int, follower: Follower) -> int | None:
+        """Have another process in the place of one that died; returns how that ended."""
+        dead, self.followers[index] = self.followers[index], follower
+        self._relay.add(follower)
+        dead.control.close()
+        return self._zygote.end([dead.pid]).get(dead.pid)
 
     def collect(self, watch: Callable[[], None]) -> list[CallResult]:
         """Every follower's answer; `watch` is called while waiting and may raise."""
@@ -184,6 +213,8 @@ class Pool:
             ready, _, _ = select.select(list(waiting), [], [], 0.05)
             for sock in ready:
                 one = self.followers[waiting[sock]]
+                if one.control is not sock:
+                    continue  # another has taken its place
                 answer = one.answer(0.0, watch)
                 if answer is None:
                     _raise_ended(one, watch)
@@ -191,6 +222,7 @@ class Pool:
             if not ready:
                 watch()
         self.release()
+        self.call = None
         self.drain()
         return [answers[i] for i in range(len(self.followers))]
 

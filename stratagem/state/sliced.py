@@ -84,7 +84,8 @@ class SlicedUpdate:
         self._known: set[int] = set()
         self._grows = False
         try:
-            self._share_state()
+            if collective.live:
+                self._share_state()
             collective.barrier()
         except BaseException:  # somebody has died meanwhile
             self._go_home()
@@ -279,6 +280,12 @@ class SlicedUpdate:
         self._kept = self._flat.clone() if self._kept is None else self._kept.copy_(self._flat)
         self._under_way = True
 
+    def take_over(self) -> None:
+        """Go on with the slice of a replica that has died, as it left it before an update."""
+        self._state.give(self.optimizer, copy=False)
+        self.twin = self._twin()
+        self._share_state()
+
     def leave(self) -> None:
         """Alone: go on with what was kept if an update broke off, else with what is there."""
         if self._under_way and self._kept is not None:
@@ -286,18 +293,15 @@ class SlicedUpdate:
             for param, view in self._views:
                 at = view.storage_offset() - self._flat.storage_offset()
                 param.data = self._kept[at : at + param.numel()].view(param.shape)
-        self._move_out()
+        self._state.give(self.optimizer, copy=True)
+        self._go_home()
 
     def close(self) -> None:
         """Give parameters and state private memory again."""
         self.collective.barrier()
-        self._move_out()
-        self.collective.barrier()
-
-    @torch.no_grad()
-    def _move_out(self) -> None:
         self._state.give(self.optimizer, copy=True)
         self._go_home()
+        self.collective.barrier()
 
     @torch.no_grad()
     def _go_home(self) -> None:

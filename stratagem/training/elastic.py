@@ -44,6 +44,8 @@ class Again:
     hurry: Callable[[], bool] = _never
     #: whether another process can take the chief's place in it, where the job outlives the chief
     inherited: bool = False
+    #: whether standbys can follow it, and take the place of a follower in its steps
+    followed: bool = False
     #: lets tasks join, once the call can be begun again; set by whoever runs the call
     let_join: Callable[[], None] = _nobody
     #: comes together again in the midst of the call, which this process goes on with while the

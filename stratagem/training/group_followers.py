@@ -6,14 +6,15 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from stratagem.cluster.membership import Failure, Member, Membership
 from stratagem.data.streams import RngStates
-from stratagem.errors import ReplicaError, ReplicaFailed, UsageError
+from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, UsageError
 from stratagem.figures.recorder import event
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Pool
@@ -26,6 +27,24 @@ class LocalMembership(Membership):
     """The members on this process's own devices; also hears who has left the cluster."""
 
     cluster: Membership
+    #: whether another process takes the place of one that has died
+    stand_in: Callable[[Failure], bool] | None = None
+
+    def _become(self, trouble: Failure) -> None:
+        first = self.trouble is None and trouble.kind == "died" and trouble.rank > 0
+        if not first or self.stand_in is None or not self.stand_in(trouble):
+            super()._become(trouble)
+
+    def give_up_on(self, trouble: Failure) -> None:
+        """Nobody could take its place."""
+        super()._become(trouble)
+
+    def replace(self, rank: int, member: Member, sock: socket.socket) -> None:
+        """Another process has taken the place of one that died."""
+        assert self._star is not None
+        self.members = (*self.members[:rank], member, *self.members[rank + 1 :])
+        self._star.call(partial(self._router.expect, rank, member))
+        self._star.add(rank, sock)
 
     def raise_if_gone(self) -> None:
         super().raise_if_gone()
@@ -86,10 +105,40 @@ def run_call(
     return function(*args)
 
 
-def epitaph(member: Member, status: int | None) -> str:
+def epitaph(
+    member: Member, status: int | None, then: str = "The strategy can be used again."
+) -> str:
     """Return the sentence about a follower that ended with this status."""
     how, hint = how_it_ended(status)
-    return f"{member} {how} while the others were working. {hint} The strategy can be used again."
+    return f"{member} {how} while the others were working. {hint} {then}"
+
+
+class Cause:
+    """What is known of a failure before the followers are ended."""
+
+    def __init__(self, error: BaseException, local: Membership | None, pool: Pool | None) -> None:
+        self._error, self._one, answer = error, None, None
+        self._trouble = trouble = local.trouble if local is not None else None
+        if trouble is not None and pool is not None and isinstance(error, ReplicaError):
+            name = trouble.member.name
+            self._one = next((f for f in pool.followers if f.name == name), None)
+        if self._one is not None and isinstance(error, ReplicaFailed):
+            answer = self._one.answer(1.0)
+        self._answer = answer
+        self._orphaned = pool.orphaned() if pool is not None else None
+
+    def error(self, status: Mapping[int, int | None]) -> BaseException:
+        """Return what to raise, now that followers have ended so."""
+        error, one, answer = self._error, self._one, self._answer
+        if self._orphaned is not None and isinstance(error, ReplicaLost | OSError):
+            return self._orphaned
+        if one is not None and answer is not None:
+            error = failure(one.name, answer)
+            error.__cause__ = answer.error
+        elif one is not None and isinstance(error, ReplicaLost) and error.who == one.name:
+            assert self._trouble is not None
+            return ReplicaLost(epitaph(self._trouble.member, status.get(one.pid)), one.name)
+        return error
 
 
 def failure(name: str, answer: follower.CallResult) -> ReplicaFailed:

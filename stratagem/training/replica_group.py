@@ -27,7 +27,6 @@ from stratagem.cluster.spec import Place
 from stratagem.data.streams import RngStates
 from stratagem.errors import (
     ReplicaError,
-    ReplicaFailed,
     ReplicaLost,
     ReplicaMissing,
     ReplicaStalled,
@@ -40,10 +39,9 @@ from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
 from stratagem.training.elastic import Again, Elastic, Tries
 from stratagem.training.group_followers import (
+    Cause,
     checked,
-    epitaph,
     explained,
-    failure,
     forked,
     open_local,
     record_fault,
@@ -61,6 +59,7 @@ from stratagem.training.replica import (
     turn,
 )
 from stratagem.training.settings import Settings
+from stratagem.training.standbys import Standbys
 from stratagem.wire.device_kinds import kind_of
 
 log = logging.getLogger("stratagem")
@@ -97,6 +96,7 @@ class ReplicaGroup:
         self._elastic = elastic
         #: for the places of those that die
         self._spares = Spares()
+        self._standbys: Standbys | None = None
         self._generations: Generations | None = None
         #: how many calls could be begun again, so that tasks may join in them
         self._calls = 0
@@ -183,6 +183,7 @@ class ReplicaGroup:
             checked(self._pool, self._pool.collect(membership.raise_if_trouble))
             if self._elastic is not None:
                 self._spares.prepare(len(others))
+                self._standbys = Standbys.of(replica, placement, self._pool, give_up)
         self.size = placement.size
         return replica
 
@@ -233,7 +234,10 @@ class ReplicaGroup:
             while True:
                 try:
                     begin()
-                    return self._collect(function(*args), done=done)
+                    mine = function(*args)
+                    if self._standbys is not None:
+                        self._standbys.rest()
+                    return self._collect(mine, done=done)
                 except BaseException as error:
                     self._go_on(error, tries, name)
                 finally:
@@ -255,11 +259,14 @@ class ReplicaGroup:
             again.let_join()
         set_called(replica)
         told = sent() if callable(sent) else args if sent is None else sent
+        if self._standbys is not None and again is not None and again.followed:
+            self._standbys.begin()
         if self._pool is not None:
             call = (function, told, torch.get_default_dtype(), RngStates.of_caller())
             watch = replica.membership.raise_if_gone
             self._pool.submit(run_call, [call] * len(self._pool.followers), watch)
-            replica.release_call = self._pool.release
+            if self._standbys is None:  # which read the call, too, whenever they are begun
+                replica.release_call = self._pool.release
         if self._threads:
             torch.set_num_threads(self._threads)
 
@@ -345,23 +352,8 @@ class ReplicaGroup:
                 self.report(tracebacks.described(error))
         elif self._generations is None:
             self._cluster = None
-        local, pool = self._local, self._pool
-        trouble = local.trouble if local is not None else None
-        one = None
-        if trouble is not None and pool is not None and isinstance(error, ReplicaError):
-            one = next((f for f in pool.followers if f.name == trouble.member.name), None)
-        answer = one.answer(1.0) if one is not None and isinstance(error, ReplicaFailed) else None
-        orphaned = pool.orphaned() if pool is not None else None
-        status = self._end()
-        if orphaned is not None and isinstance(error, ReplicaLost | OSError):
-            error = orphaned
-        elif one is not None and answer is not None:
-            error = failure(one.name, answer)
-            error.__cause__ = answer.error
-        elif one is not None and isinstance(error, ReplicaLost) and error.who == one.name:
-            assert trouble is not None
-            error = ReplicaLost(epitaph(trouble.member, status.get(one.pid)), one.name)
-        return error
+        cause = Cause(error, self._local, self._pool)
+        return cause.error(self._end())
 
     def report(self, detail: str) -> None:
         """Tell the other tasks of the cluster why this one ends."""
@@ -370,6 +362,9 @@ class ReplicaGroup:
 
     def _end(self) -> dict[int, int | None]:
         status: dict[int, int | None] = {}
+        if self._standbys is not None:
+            self._standbys.rest()
+            self._standbys = None
         if self._pool is not None:
             status = self._pool.end()
             self._pool = None

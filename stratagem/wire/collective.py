@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class Collective(ABC):
     size: int
     #: whether a reduction runs beside the computation, so that several buckets pay off
     overlaps: bool = True
+    #: whether it takes part: not so a standby's
+    live: bool = True
 
     @abstractmethod
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -93,6 +96,18 @@ class Collective(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return when every replica has called it."""
+
+    def step(self, work: Callable[[], None]) -> bool:
+        """Do a step of a loop, in which replicas may meet; returns whether it was done here, and
+        not left out by a standby."""
+        work()
+        return True
+
+    def offer(  # noqa: B027
+        self, state: Callable[[], Any] | None, adopt: Callable[[Any], None]
+    ) -> None:
+        """Standbys may take part in the steps to come: `state` of the first replica in the midst of
+        one is what `adopt` is given in a standby. None: they cannot."""
 
     def close(self) -> None:  # noqa: B027
         """Let go of connections and memory, where there are any."""

@@ -33,7 +33,8 @@ class Mailboxes:
         ]
         self._large: list[Segment | None] = [None, None]
         self._mapped: dict[tuple[int, int], Segment] = {}
-        self._box = 0
+        #: the one that was used last
+        self.box = 0
 
     @staticmethod
     def size_for(replicas: int) -> int:
@@ -42,8 +43,8 @@ class Mailboxes:
 
     def next_box(self) -> int:
         """Take turns between the two boxes, on every replica alike."""
-        self._box ^= 1
-        return self._box
+        self.box ^= 1
+        return self.box
 
     def post(self, data: Tensor, box: int) -> None:
         """Put a message into a box, or, if it is larger, into a segment that grows as needed."""

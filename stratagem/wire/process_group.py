@@ -31,7 +31,7 @@ from stratagem.wire.lateness import AGAIN, FIRST, Lateness, Limit, say_late
 from stratagem.wire.point_to_point import BackgroundWork, pass_on, sum_half
 from stratagem.wire.port_filter import listening, shut
 
-_GLANCE = timedelta(milliseconds=200)
+_GLANCE = timedelta(milliseconds=20)  # only neighbours in a ring see a death by themselves
 _TAGS = 1 << 30  # of single messages; Gloo counts in 32 bits
 HALF = (torch.float16, torch.bfloat16)
 

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.figures.meter import METER
-from stratagem.wire.collective import Collective, Pending
+from stratagem.wire.collective import Pending
+from stratagem.wire.collective_log import TURN, LoggedCollective
 from stratagem.wire.mailboxes import WORDS, Mailboxes
 from stratagem.wire.segment import Segment, aligned
+from stratagem.wire.tree import encode
 
 #: what replicas may meet for; the place in this list rides on every arrival
 _MEETINGS = ("barrier", "reduction", "gather", "broadcast", "table", "gradient", "update")
-_KINDS = 8
 _SPIN, _DOZE = 200e-6, 20e-6  # seconds
 Watch = Callable[[int, float], None]
 _HALF = (torch.float16, torch.bfloat16)
@@ -70,7 +71,7 @@ def slices(count: int, parts: int) -> list[tuple[int, int]]:
     return [(min(i * step, count), min((i + 1) * step, count)) for i in range(parts)]
 
 
-class SharedMemoryCollective(Collective):
+class SharedMemoryCollective(LoggedCollective):
     """Replicas of one machine, with their names by rank.
 
     `watch(rank, seconds)` is called while waiting for one of them.
@@ -105,10 +106,11 @@ class SharedMemoryCollective(Collective):
 
     def barrier(self) -> None:
         self.meet("barrier")
+        self._note("barrier")
 
     def meet(self, what: str) -> None:
         """Wait for all replicas, and check that all came for the same operation."""
-        self._turn += _KINDS
+        self._turn += TURN
         turn, flags = self._turn, self._flags
         mark = turn + _MEETINGS.index(what)
         self.order_writes()
@@ -117,7 +119,7 @@ class SharedMemoryCollective(Collective):
             if flags[other * WORDS] < turn:
                 self._await(other, turn)
             found = flags[other * WORDS]
-            if found != mark and found < turn + _KINDS:  # one further on has checked for itself
+            if found != mark and found < turn + TURN:  # one further on has checked for itself
                 raise UsageError(
                     f"{self.names[self.rank]} is at a {what} where {self.names[other]} is at a "
                     f"{_MEETINGS[found - turn]}: they run different code, or loops with another "
@@ -190,6 +192,10 @@ class SharedMemoryCollective(Collective):
         if segment is None:
             segment = Segment.attach(self._mail.read_handle(0, box))
         self.meet("table")
+        if self.log is not None and self.log.writes:
+            self.log.tables.append(segment)
+            handle = bytearray(segment.handle.encode())
+            self._note("table", lambda: torch.frombuffer(handle, dtype=torch.uint8))
         return SharedTable(segment, rows, count, dtype)
 
     def table_of(self, row: Tensor) -> SharedTable:
@@ -206,6 +212,8 @@ class SharedMemoryCollective(Collective):
         self._tables.pop(flat.data_ptr(), None)
 
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
+        if self.log is not None and self.log.writes:
+            self.log.give_up()  # what it makes of memory that is no message would be missed
         table = self._tables.get(flat.data_ptr())
         if table is not None and table.count == flat.numel():
             self._reduce(table, weight)
@@ -238,16 +246,18 @@ class SharedMemoryCollective(Collective):
         box = self._mail.next_box()
         self._mail.post(data, box)
         self.meet("gather")
-        return [self._mail.fetch(rank, box) for rank in range(self.size)]
+        found = [self._mail.fetch(rank, box) for rank in range(self.size)]
+        self._note("gather", lambda: encode(found))
+        return found
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
         box = self._mail.next_box()
         if data is not None and self.rank == source:
             self._mail.post(data, box)
-            self.meet("broadcast")
-            return data
         self.meet("broadcast")
-        return self._mail.fetch(source, box)
+        found = data if data is not None and self.rank == source else self._mail.fetch(source, box)
+        self._note("broadcast", lambda: found)
+        return found
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

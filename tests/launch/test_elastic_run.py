@@ -183,7 +183,7 @@ if strategy.is_chief:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("where", "fits"), [("train_begin", 1), ("epoch_begin", 2), ("train_end", 2)]
+    ("where", "fits"), [("train_begin", 2), ("epoch_begin", 2), ("train_end", 2)]
 )
 def test_the_chief_is_killed_where_a_training_begins_or_ends(
     launcher: Launcher, where: str, fits: int

@@ -1,0 +1,235 @@
+"""Standbys: processes that follow a call of the followers, and take the place of one that dies.
+
+Each follower has one, which has built the model and knows the place in the data (wire/standby.py).
+Where none is ready, or the follower died in the midst of an update, replicas come together anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+from stratagem.cluster.membership import Failure, Member, Membership
+from stratagem.errors import ReplicaLost
+from stratagem.figures.meter import METER
+from stratagem.figures.recorder import event
+from stratagem.replicas import follower, graph_pickle
+from stratagem.replicas.pool import Follower, Pool
+from stratagem.replicas.zygote import ZygoteProcess
+from stratagem.training.cross_device import CrossDeviceOps
+from stratagem.training.devices import place
+from stratagem.training.group_followers import LocalMembership, epitaph, record_fault
+from stratagem.training.placement import Placement, WaitWatcher
+from stratagem.training.replica import Replica, set_called
+from stratagem.wire.collective import Collective
+from stratagem.wire.collective_log import CollectiveLog, LogFollower, is_ready
+from stratagem.wire.lateness import Limit
+from stratagem.wire.segment import Segment
+from stratagem.wire.shared_memory import SharedMemoryCollective, Watch
+from stratagem.wire.standby import StandbyCollective
+
+log = logging.getLogger("stratagem")
+
+_FIRST = 0.3  # seconds that a call must last to be worth them
+_LOOK = 0.05  # seconds between two looks whether one is missing
+_WAIT = 1.0  # seconds for the first replica to come to the step in which one has died
+
+
+class Standbys:
+    """Those of one process's followers, which are all replicas but itself."""
+
+    def __init__(
+        self,
+        collective: SharedMemoryCollective,
+        placement: Placement,
+        membership: LocalMembership,
+        pool: Pool,
+        give_up: float,
+    ) -> None:
+        self._collective = collective
+        self._placement, self._membership, self._pool = placement, membership, pool
+        self._give_up = give_up
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Follower] = {}
+        #: by rank, the turn of its last replacement, and what it was told
+        self._replaced: dict[int, tuple[int, Segment]] = {}
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        membership.stand_in = self._stand_in
+
+    @staticmethod
+    def of(replica: Replica, placement: Placement, pool: Pool, give_up: float) -> Standbys | None:
+        """Those of replicas that share memory, and are all of this process."""
+        collective, membership = replica.collective, replica.membership
+        if not isinstance(collective, SharedMemoryCollective) or sys.platform != "linux":
+            return None
+        assert isinstance(membership, LocalMembership)
+        if len(membership.cluster.members) > 1:
+            return None
+        return Standbys(collective, placement, membership, pool, give_up)
+
+    def begin(self) -> None:
+        """A call begins that replicas may die in."""
+        self.rest()
+        self._over = threading.Event()
+        self._collective.log = made = CollectiveLog(*self._collective.position)
+        arguments = (made, self._over)
+        self._thread = threading.Thread(target=self._keep_ready, args=arguments, daemon=True)
+        self._thread.start()
+
+    def rest(self) -> None:
+        """The call is over."""
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._thread, self._collective.log = None, None
+            with self._lock:
+                waiting, self._waiting = list(self._waiting.values()), {}
+            threading.Thread(target=_end, args=(waiting,), daemon=True).start()
+
+    def _keep_ready(self, made: CollectiveLog, over: threading.Event) -> None:
+        ranks = range(1, len(self._pool.followers) + 1)
+        seconds = _FIRST
+        while not over.wait(seconds) and not made.broken:
+            seconds = _LOOK
+            for rank in ranks:
+                if made.state is not None and rank not in self._waiting and not over.is_set():
+                    self._start(rank, made)
+
+    def _start(self, rank: int, made: CollectiveLog) -> None:
+        members, call = self._membership.members, self._pool.call
+        if call is None:
+            return
+        try:
+            one = Follower(self._pool.followers[rank - 1].name)
+        except (OSError, ReplicaLost):
+            return  # the next look tries again
+        told = (self._placement.of(self._placement.leader + rank), members, self._give_up)
+        data, _ = graph_pickle.dumps((stand_by, (*told, made.handle, made.start, call), {}))
+        with self._lock:
+            self._waiting[rank] = one
+        try:
+            one.send(data, lambda: None)
+        except ConnectionError:
+            self._drop(rank)
+
+    def _drop(self, rank: int) -> None:
+        with self._lock:
+            one = self._waiting.pop(rank, None)
+        if one is not None:
+            threading.Thread(target=_end, args=([one],), daemon=True).start()
+
+    # --- taking a place -------------------------------------------------------------------------
+
+    def _stand_in(self, trouble: Failure) -> bool:
+        """Whether a standby may take the place of one that died; the rest is done beside."""
+        rank = trouble.rank
+        one = self._waiting.get(rank)
+        if one is None or self._over.is_set():
+            return False
+        if not one.waits() or not is_ready(one.member):
+            self._drop(rank)
+            return False
+        threading.Thread(target=self._take_place, args=(trouble, one), daemon=True).start()
+        return True
+
+    def _take_place(self, trouble: Failure, one: Follower) -> None:
+        rank, made = trouble.rank, self._collective.log
+        turn = self._collective.turn_of(rank)
+        known = self._replaced.get(rank)
+        again = known is not None and known[0] == turn  # it would die there time after time
+        if made is None or again or not self._is_in_step(made, turn):
+            self._drop(rank)
+            self._membership.give_up_on(trouble)
+            return
+        order, segment = made.order(turn)
+        self._replaced[rank] = turn, segment
+        try:
+            one.member.recv(1)  # that it is ready
+            one.member.sendall(order)
+        except OSError:  # it has died, too, or the call is over
+            self._drop(rank)
+            self._membership.give_up_on(trouble)
+            return
+        with self._lock:
+            self._waiting.pop(rank, None)
+        device = self._placement.devices[self._placement.leader + rank]
+        member = Member(one.name, f"{device}, pid {one.pid}")
+        self._membership.replace(rank, member, one.member)
+        status = self._pool.replace(rank - 1, one)
+        log.warning("%s", epitaph(trouble.member, status, "Its standby goes on."))
+        record_fault(trouble)
+        event("join", "its standby has taken its place", about=one.name)
+
+    def _is_in_step(self, made: CollectiveLog, turn: int) -> bool:
+        """Whether this process, too, is in the step in which one has died, or comes to it; not if
+        that one had met others in it."""
+        until = time.monotonic() + _WAIT
+        while time.monotonic() < until and not self._over.is_set():
+            opened = made.opened
+            if made.broken or opened == turn:
+                return opened == turn and made.state is not None
+            if opened is not None or self._collective.position[0] > turn:
+                return False
+            time.sleep(0.0005)
+        return False
+
+
+def _end(them: list[Follower]) -> None:
+    if them:
+        ZygoteProcess.get().end([one.pid for one in them])
+    for one in them:
+        one.close(pipes=True)
+
+
+# --- in the standby itself ------------------------------------------------------------------------
+
+
+def stand_by(
+    placement: Placement,
+    members: tuple[Member, ...],
+    give_up: float,
+    handle: str,
+    start: tuple[int, int],
+    call: bytes,
+) -> Any:
+    """Run a call that others are in, leaving its steps out until one of them dies."""
+    desk = follower.state
+    assert desk is not None and placement.segment is not None
+    logging.basicConfig(format="%(message)s")
+    rank = placement.rank
+
+    def sit_down() -> Watch:
+        made = Membership.spoke(members, rank - placement.leader, desk.sock, give_up=give_up)
+        desk.on_failure, replica.membership = made.report_failure, made
+        METER.generation = placement.generation
+        return WaitWatcher(made, placement.names, Limit(made, placement.step))
+
+    if placement.threads:
+        torch.set_num_threads(placement.threads)
+    control = Segment.attach(placement.segment)
+    reader = LogFollower(handle, desk.sock)
+    own = (rank, placement.size, control, placement.names, reader, start, sit_down)
+    replica = Replica(
+        rank,
+        placement.size,
+        place(placement.devices[rank]),
+        placement.names[rank],
+        StandbyCollective(*own),
+        Membership.alone(),
+        _connect_nothing,
+        local_index=rank - placement.leader,
+        ops=placement.candidates(),
+    )
+    set_called(replica)
+    function, arguments, _ = graph_pickle.loads_call(call)
+    return function(*arguments)
+
+
+def _connect_nothing(name: str, op: CrossDeviceOps) -> Collective:
+    raise RuntimeError(f"a standby cannot open {name}")

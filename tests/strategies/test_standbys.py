@@ -1,0 +1,107 @@
+"""Standbys take the places of replicas that die in the midst of a step, and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.training.replica_group import ReplicaGroup
+from stratagem.wire.collective_log import is_ready
+
+pytestmark = pytest.mark.timeout(120)
+
+ROWS, BATCH, EPOCHS = 192, 48, 16
+
+
+class Deadly:
+    """A loss that takes a while, and kills the replica whose name is in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        name = self.folder / str(sg.current_replica().index)
+        if name.exists():
+            name.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.functional.cross_entropy(output, target)
+
+
+class Kills(sg.callbacks.Callback):
+    """Has each follower die in a step, once its standby is ready."""
+
+    def __init__(self, strategy: Any, folder: Path) -> None:
+        self.strategy, self.folder = strategy, folder
+        self.calls: list[int] = []
+        self.killed: list[int] = []
+
+    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.calls.append(batch)
+        if self.strategy is None or len(self.killed) == 2:
+            return
+        group = self.strategy.replica_group
+        rank = 1 + len(self.killed)
+        one = group._standbys._waiting.get(rank)
+        if one is not None and is_ready(one.member):
+            self.killed.append(group._pool.followers[rank - 1].pid)
+            (self.folder / str(rank)).touch()
+
+
+def train(strategy: Any, killed: bool, dtype: torch.dtype, folder: Path) -> Any:
+    dice = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, 8, generator=dice, dtype=dtype)
+    y = torch.randint(0, 4, (ROWS,), generator=dice)
+    torch.manual_seed(5)
+    with strategy.scope(check=False):
+        module = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4)).to(dtype)
+        model = sg.Model(module)
+        model.compile(lambda p: torch.optim.Adam(p, lr=1e-2), Deadly(folder), metrics=["accuracy"])
+    kills = Kills(strategy if killed else None, folder)
+    rate = sg.callbacks.LearningRateScheduler(lambda epoch, now: now * 0.97)
+    history = model.fit(
+        x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[kills, rate]
+    ).history
+    state = [s[name] for s in model.optimizer.state.values() for name in sorted(s)]
+    return [*module.parameters(), *state], history, kills
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
+def test_a_death_in_a_step(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Copies of the model (float64), and slices of one in shared memory (float32)."""
+    falls = []
+    plain = ReplicaGroup._fall
+    monkeypatch.setattr(
+        ReplicaGroup, "_fall", lambda self, error: (falls.append(error), plain(self, error))[1]
+    )
+    devices = [f"cpu:{i}" for i in range(3)]
+    with (
+        closing(sg.MirroredStrategy(["cpu:0"])) as one,
+        closing(sg.MirroredStrategy(devices, elastic=True)) as several,
+    ):
+        expected = train(one, False, dtype, tmp_path)
+        found = train(several, True, dtype, tmp_path)
+        assert len(found[2].killed) == 2 and not falls, "nobody came together anew"
+        assert not set(found[2].killed) & set(several.replica_group._pool.pids)
+        # who took a place goes on with the next call
+        again = train(several, False, dtype, tmp_path)
+    limit = 1e-13 if dtype is torch.float64 else 1e-6
+    for each in (found, again):
+        for mine, theirs in zip(each[0], expected[0], strict=True):
+            assert torch.allclose(mine, theirs, rtol=0, atol=limit)
+        for name in ("loss", "accuracy"):
+            assert each[1][name] == pytest.approx(expected[1][name], abs=1e-5), name
+        assert each[2].calls == expected[2].calls
