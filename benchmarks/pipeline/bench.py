@@ -115,7 +115,8 @@ def child(arm: str, stages: int, microbatches: int) -> None:
     devices = [f"cpu:{i}" for i in range(stages)]
     arms = {
         "one device": lambda: by_fit(sg.MirroredStrategy(["cpu:0"])),
-        "pipeline": lambda: by_fit(sg.PipelineStrategy(devices, microbatches=microbatches)),
+        "pipeline": lambda: by_fit(sg.PipelineStrategy(devices, microbatches)),
+        "eager": lambda: by_fit(sg.PipelineStrategy(devices, microbatches, "eager")),
         "torch 1F1B": lambda: by_torch(stages, microbatches),
     }
     print(json.dumps(arms[arm]()))
@@ -141,7 +142,7 @@ def main() -> None:
     if args.child:
         child(args.child, args.stages, args.microbatches)
         return
-    arms = ("one device", "pipeline", "torch 1F1B")
+    arms = ("one device", "pipeline", "eager", "torch 1F1B")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.stages])  # a core a stage
     rounds = [{arm: measured(arm, args, 29600 + r) for arm in arms} for r in range(args.rounds)]
     stages, m = args.stages, args.microbatches

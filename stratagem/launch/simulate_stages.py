@@ -21,7 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--stages", type=whole(1), metavar="S", help="a pipeline of so many, instead of workers")
     add("--microbatches", type=whole(1), default=8, metavar="M", help="--stages: of a batch (8)")
-    add("--schedule", default="1f1b", metavar="NAME", help="--stages: gpipe, 1f1b, interleaved")
+    add(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME",
+        help="--stages: gpipe, 1f1b, eager, interleaved",
+    )
     add(
         "--crossing",
         default="1MB",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,16 +14,22 @@ from torch import Tensor, fx, nn
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.plan.profile import DividedLayers, LayerTable
 from stratagem.rules.layer_split import LayerCost
+from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.training.column_plan import plan_columns
 from stratagem.training.isolated_run import dry_run
 from stratagem.training.layer_costs import STATES, LayerMeter
 from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.replica import current_replica
+from stratagem.training.tensor_ops import Enter, sum_of_parts
 from stratagem.training.tensor_plan import TensorPlan, Use, make_plan
 from stratagem.training.tensor_program import gathered_layers, shapes_of
+from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_scratch import SharedScratch
 
 #: processes for which it is planned which layers are divided
 _PROCESSES = 2
 _ROUNDS = 3
+_MEETINGS = 200
 
 
 def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
@@ -47,6 +54,30 @@ def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
         sum(crossing),
         len(crossing),
     )
+
+
+def meeting_seconds() -> float:
+    """Of two CPU processes that add up a value of some bytes, forward and backward: one of both."""
+    strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    try:
+        found: list[float] = strategy.run(_meet)
+        return max(found)
+    finally:
+        strategy.close()
+
+
+def _meet() -> float:
+    """On a process; of the typical one, which may have waited for the other."""
+    collective = current_replica().collective
+    assert isinstance(collective, SharedMemoryCollective)
+    group, times = SharedScratch(collective), []
+    x = torch.zeros(16, requires_grad=True)
+    enter = Enter(group)
+    for _ in range(_MEETINGS):
+        started = time.perf_counter()
+        sum_of_parts(enter(x), group).sum().backward()
+        times.append((time.perf_counter() - started) / 2)
+    return statistics.median(times)
 
 
 def _shapes(graph: LayerGraph, given: Sequence[Any]) -> dict[fx.Node, torch.Size]:

@@ -17,10 +17,11 @@ class DividedStep(PredictedStep):
         if found is None:
             raise UsageError("which layers can be divided was not measured; plan another strategy.")
         crossing = n * found.crossing  # each writes its own, and reads everybody's
+        meeting = found.meeting or self.cal.crossing
         parts = {
             "compute": self.compute * found.seconds,
             "layers that all compute": self.compute * n * (1 - found.seconds),
-            "handing over": crossing * (2 + n) / self.hw.local + found.meetings * self.cal.crossing,
+            "handing over": crossing * (2 + n) / self.hw.local + found.meetings * meeting,
             "optimizer": self.profile.optimizer * self.crowding * self._own(found.fixed),
             "overhead": self.cal.step,
         }

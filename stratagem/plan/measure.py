@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
+from stratagem.plan.divided_profile import meeting_seconds
 from stratagem.plan.host_memory import available, least
 from stratagem.plan.layer_profile import with_layers
 from stratagem.plan.lossy import codec_times
@@ -83,6 +84,9 @@ def rehearse(
         if many:
             say(f"the same with {' and '.join(map(str, many))} replicas at once")
             measured = replace(measured, crowd=crowd(trial, given, many))
+        if many and measured.divided is not None:
+            meeting = meeting_seconds()
+            measured = replace(measured, divided=replace(measured.divided, meeting=meeting))
     return measured
 
 

@@ -77,6 +77,8 @@ class DividedLayers:
     #: bytes that are added up or put together for one replica's rows, and how often that is done
     crossing: int
     meetings: int
+    #: seconds in which two processes meet for that; 0 if they were not tried
+    meeting: float = 0.0
 
 
 @dataclass(frozen=True)

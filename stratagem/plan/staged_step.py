@@ -34,6 +34,8 @@ class StagedStep(PredictedStep):
             "optimizer": self.profile.optimizer * self.crowding * self._largest,
             "overhead": self.cal.step,
         }
+        if self._late:
+            parts["weight gradients"] = self._late
         if self.cfg.rows > 1:
             parts["memory"] = self._added_up()
         if self.cfg.schedule == COLUMNS:
@@ -65,6 +67,18 @@ class StagedStep(PredictedStep):
     def _rest(self) -> float:
         """Seconds of what runs once, before the columns and behind them, for one replica's rows."""
         return sum(cost.seconds for cost in self.profile.unchunked)
+
+    @cached_property
+    def _late(self) -> float:
+        """Seconds of weight gradients, which every stage makes once a batch: for all rows."""
+        if self.cfg.schedule == COLUMNS:
+            return 0.0
+        whole, n = self._tables[0].costs, self.cfg.depth
+        found, at = [0.0] * n, 0
+        for part, costs in enumerate(self.stages):
+            found[part % n] += sum(cost.late for cost in whole[at : at + len(costs)])
+            at += len(costs)
+        return max(found) * self._unit * n
 
     def _added_up(self) -> float:
         """What stages of the same layers do to add up their gradients in shared memory."""
@@ -152,7 +166,7 @@ class StagedStep(PredictedStep):
         """The real schedule, with these times."""
         unit = self._unit
         forward = [sum(c.forward for c in costs) * unit for costs in self.stages]
-        both = [sum(c.seconds for c in costs) * unit for costs in self.stages]
+        both = [sum(c.seconds - c.late for c in costs) * unit for costs in self.stages]
 
         def seconds(op: Op) -> float:
             computing = forward[op.part] if op.kind == "F" else both[op.part] - forward[op.part]

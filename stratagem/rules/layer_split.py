@@ -16,13 +16,15 @@ from math import inf
 class LayerCost:
     """One layer, measured: forward and backward of a microbatch in seconds, bytes for good
     (parameters, gradients, optimizer state), bytes kept for each microbatch until its backward,
-    bytes that a cut behind it would hand over, and how many of the seconds are the forward's."""
+    bytes that a cut behind it would hand over, how many of the seconds are the forward's, and how
+    many are its weight gradient's, which comes once a batch, behind all microbatches."""
 
     seconds: float
     fixed: int = 0
     activation: int = 0
     crossing: int = 0
     forward: float = 0.0
+    late: float = 0.0
 
 
 def split_layers(

@@ -16,6 +16,13 @@ GPipe: all forward, then all backward; a device keeps what every microbatch need
     device 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
     device 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
+Eager: 1F1B that runs further ahead, so that a device which is late for once, or a message, makes
+nobody wait; device s keeps at most min(M, 2 (S - s) - 1) microbatches.
+
+    device 0  F0 F1 F2 F3 .. B0 .. B1 .. B2 .. B3
+    device 1  .. F0 F1 F2 B0 F3 B1 .. B2 .. B3 ..
+    device 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
+
 Interleaved: every device has several parts, so that a microbatch comes to it sooner, and the idle
 time is divided by their number.
 """
@@ -42,7 +49,16 @@ def gpipe(device: int, devices: int, microbatches: int, parts: int = 1) -> Itera
 
 def one_f_one_b(device: int, devices: int, microbatches: int, parts: int = 1) -> Iterator[Op]:
     """One forward, one backward, after as many forward as there are devices behind this one."""
-    ahead = min(microbatches, devices - device - 1)
+    yield from _alternating(device, microbatches, devices - device - 1)
+
+
+def eager(device: int, devices: int, microbatches: int, parts: int = 1) -> Iterator[Op]:
+    """The same after twice as many forward: as long as a microbatch is away, there is another."""
+    yield from _alternating(device, microbatches, 2 * (devices - device - 1))
+
+
+def _alternating(device: int, microbatches: int, ahead: int) -> Iterator[Op]:
+    ahead = min(microbatches, ahead)
     yield from (Op("F", device, m) for m in range(ahead))
     for m in range(ahead, microbatches):
         yield Op("F", device, m)
@@ -84,6 +100,7 @@ Schedule = Callable[[int, int, int, int], Iterator[Op]]
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "eager": eager,
     "interleaved": interleaved,
 }
 

@@ -47,7 +47,8 @@ class PipelineStrategy(Strategy):
             the order of the tasks; None takes each task's own.
         microbatches: pieces of a batch that go through the stages one behind the other; "auto"
             measures and takes the fastest number.
-        schedule: "1f1b", "gpipe" or "interleaved" (two parts of the model on each device).
+        schedule: "1f1b", "eager" (the same with more microbatches under way, so that nobody waits
+            for messages), "gpipe" or "interleaved" (two parts of the model on each device).
         split: the names of the layers with which stages begin, from the second on; "auto" measures
             every layer and balances the stages.
         batch_norm: "microbatch" has BatchNorm normalise over microbatches, unlike one device;

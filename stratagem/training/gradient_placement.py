@@ -72,7 +72,7 @@ class PlacedGradients:
             return []
         layers = []
         for module in self._module.modules():
-            if not _is_torchs(module) or not _is_bare(module):
+            if not is_torchs(module) or not _is_bare(module):
                 return []  # mostly at once: the model itself comes first
             if type(module) is nn.Linear and module.weight in self._homes:
                 layers.append(module)
@@ -81,7 +81,7 @@ class PlacedGradients:
     def weights(self) -> list[Tensor]:
         """Those whose gradients can have a home: a matter of types, the same on every replica."""
         modules = list(self._module.modules())
-        if not all(map(_is_torchs, modules)):
+        if not all(map(is_torchs, modules)):
             return []
         found = (m.weight for m in modules if type(m) is nn.Linear and m.weight in self._homes)
         return list(dict.fromkeys(found))
@@ -130,38 +130,65 @@ class FactoredGradients(PlacedGradients):
 
 
 class AddedGradients(PlacedGradients):
-    """Microbatches: each but the first adds its product to the gradient that is there already,
-    where autograd would make it in fresh memory, and then read and write both."""
+    """Microbatches: one product over the rows of many of them, where autograd makes one for each,
+    in fresh memory, and adds it to the sum. Nobody waits for it: the gradient of x goes on at once.
+
+    Rows are kept as long as they are smaller than the gradient.
+    """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         """`layers`: what runs, one after another; nothing else may run between them."""
         held = nn.ModuleList(dict.fromkeys(layers))
         super().__init__(held, ((param, param) for param in held.parameters()))
         self._lending = True
-        #: how often a product was added
+        #: by weight: dy and x of the microbatches that are not in its gradient yet
+        self._waiting: dict[Tensor, list[tuple[Tensor, Tensor]]] = {}
+        #: how many microbatches had no product of their own
         self.added = 0
 
     def gradient(self, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-        sum_ = weight.grad
-        if sum_ is None or not self._may_add(weight, sum_):
+        if not self._may_add(weight, weight.grad):
             return dy.t().mm(x)
-        sum_.addmm_(dy.t(), x)
+        waiting = self._waiting.setdefault(weight, [])
+        waiting.append((dy, x.detach()))
         self.added += 1
+        if sum(len(x) for _, x in waiting) * sum(weight.shape) > weight.numel():
+            self._multiply(weight, self._waiting.pop(weight))
         return None
 
-    def _may_add(self, weight: Tensor, sum_: Tensor) -> bool:
+    def settle(self) -> None:
+        """All microbatches have been: have every weight its whole gradient."""
+        while self._waiting:
+            self._multiply(*self._waiting.popitem())
+
+    def forget(self) -> None:
+        """A batch begins; what another one has left was not finished."""
+        self._waiting.clear()
+
+    @staticmethod
+    @torch.no_grad()
+    def _multiply(weight: Tensor, waiting: list[tuple[Tensor, Tensor]]) -> None:
+        dy, x = map(torch.cat, zip(*waiting, strict=True)) if len(waiting) > 1 else waiting[0]
+        if weight.grad is None:
+            weight.grad = dy.t().mm(x)
+        else:
+            weight.grad.addmm_(dy.t(), x)
+
+    def _may_add(self, weight: Tensor, sum_: Tensor | None) -> bool:
         return (
             not torch.is_grad_enabled()
             and not weight._backward_hooks
             and not weight._post_accumulate_grad_hooks
-            and sum_.layout is torch.strided
-            and sum_.dtype is weight.dtype
-            and not sum_.requires_grad
+            and (sum_ is None or _is_plain(sum_, weight.dtype))
             and _accumulates(weight)
         )
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def _is_plain(sum_: Tensor, dtype: torch.dtype) -> bool:
+    return sum_.layout is torch.strided and sum_.dtype is dtype and not sum_.requires_grad
+
+
+def is_torchs(module: nn.Module) -> bool:
     """Whether a module is of one of torch's own types."""
     return type(module).__module__.startswith("torch.nn.modules.")
 

@@ -1,7 +1,8 @@
 """What each layer costs, measured in the run: seconds, parameters, activations, what crosses.
 
 Layers run one after another on rows of the first batch, each with a graph of its own, so that never
-more than one layer's gradients are there.
+more than one layer's gradients are there. Of layers that are alike the fastest counts for all: what
+another one took longer was other work on the machine, and an even split should not depend on it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from stratagem.data.shares import map_parts, tensors_in
 from stratagem.rules.layer_split import LayerCost
+from stratagem.training.gradient_placement import WORTH, is_torchs
 from stratagem.training.layer_graph import Layer, LayerGraph
 from stratagem.training.stage_parts import StagePart, tensors_of
 from stratagem.wire.device_kinds import kind_of
@@ -25,17 +27,27 @@ STATES = 3
 
 
 class _Once(NamedTuple):
-    """One layer in one round: seconds in all and of the forward; bytes kept, and handed over."""
+    """One layer in one round: seconds in all, of the forward and of what is put off; bytes kept,
+    and handed over; what it is, unless that is only itself."""
 
     seconds: float
     forward: float
+    late: float
     kept: int
+    like: tuple[str, bool]
     crossing: int
 
 
-def _fastest(rounds: Sequence[_Once], fixed: int) -> LayerCost:
-    best = min(rounds)
-    return LayerCost(best.seconds, fixed, rounds[0].kept, rounds[0].crossing, best.forward)
+#: the fastest of layers that are alike, by what they are, and whether their inputs have a gradient
+_Alike = dict[tuple[str, bool], _Once]
+
+
+def _fastest(rounds: Sequence[_Once], fixed: int, alike: _Alike) -> LayerCost:
+    text, behind = rounds[0].like
+    others = [alike[key] for key in ((text, behind), (text, True)) if text and key in alike]
+    best = min(*rounds, *others)
+    kept, crossing = rounds[0].kept, rounds[0].crossing
+    return LayerCost(best.seconds, fixed, kept, crossing, best.forward, best.late)
 
 
 class LayerMeter:
@@ -63,8 +75,10 @@ class LayerMeter:
             for param, grad in grads:
                 param.grad = grad
         fixed = [self._fixed(i) for i in range(len(self._graph.layers))]
+        ordered = sorted((each for times in rounds for each in times), reverse=True)
+        alike = {each.like: each for each in ordered}
         return [
-            _fastest(times, bytes_held)
+            _fastest(times, bytes_held, alike)
             for times, bytes_held in zip(zip(*rounds, strict=True), fixed, strict=True)
         ]
 
@@ -94,9 +108,9 @@ class LayerMeter:
 
     def _layer(
         self, layer: Layer, inputs: Sequence[Any], values: dict[fx.Node, Any]
-    ) -> tuple[float, float, int]:
-        """Seconds in all and of the forward, and bytes that its graph keeps; values become
-        leaves."""
+    ) -> tuple[float, float, float, int, tuple[str, bool]]:
+        """Seconds in all, of the forward and of what is put off, bytes that its graph keeps, and
+        what it is; values become leaves."""
         known: dict[fx.Node, Any] = {}
 
         def get(node: fx.Node) -> Any:
@@ -131,7 +145,36 @@ class LayerMeter:
         for param in self._graph.module.parameters():
             param.grad = None
         values.update((node, _detached(known[node])) for node in layer.nodes)
-        return seconds, forward, kept
+        late = (seconds - forward) * self._put_off(layer, get)
+        return seconds, forward, late, kept, self._like(layer, get)
+
+    def _like(self, layer: Layer, get: Any) -> tuple[str, bool]:
+        """The same text for layers that cost the same: torch's own, with the same sizes and inputs
+        of one shape. Empty where that is not known. And whether inputs have a gradient: it costs
+        no less then."""
+        texts, behind = [], False
+        for node in layer.nodes:
+            if node.op != "call_module":
+                return "", False
+            given = [v for each in node.all_input_nodes if isinstance(v := get(each), Tensor)]
+            inner = self._graph.module.get_submodule(str(node.target))
+            if not is_torchs(inner) or list(inner.children()):
+                return "", False
+            trained = [p.requires_grad for p in inner.parameters()]
+            texts.append(f"{inner} {trained} {inner.training} {[v.shape for v in given]}")
+            behind |= any(v.requires_grad for v in given)
+        return "; ".join(texts), behind
+
+    def _put_off(self, layer: Layer, get: Any) -> float:
+        """The part of a backward that is the product for a weight (`AddedGradients`)."""
+        for node in layer.nodes:
+            called = node.op == "call_module"
+            inner = self._graph.module.get_submodule(str(node.target)) if called else None
+            if type(inner) is nn.Linear and inner.weight.numel() >= WORTH and node.args:
+                x = get(node.args[0])
+                if isinstance(x, Tensor) and x.dim() == 2 and inner.weight.requires_grad:
+                    return 0.5 if x.requires_grad else 1.0
+        return 0.0
 
 
 def run_graph(graph: LayerGraph, inputs: Sequence[Any]) -> Any:

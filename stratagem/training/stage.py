@@ -84,6 +84,7 @@ class Stage:
     ) -> None:
         """One batch: `inputs` and `seeds` of each microbatch; seeds matter to the first part."""
         self.kept = {}
+        self.gradients.forget()
         self.play(ops, inputs, seeds, judge)
 
     def play(
@@ -96,6 +97,7 @@ class Stage:
                     self._forward(self._parts[part], m, inputs[m], seeds[m], judge)
             else:
                 self._backward(self._parts[part], m)
+        self.gradients.settle()
 
     def _forward(self, part: StagePart, m: int, inputs: Inputs, seed: int, judge: Judge) -> None:
         leaves: dict[int, list[Tensor]] = {}

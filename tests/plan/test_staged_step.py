@@ -28,6 +28,7 @@ from stratagem.plan.cost import predict
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import DividedLayers, Footprint, LayerTable, Profile
 from stratagem.rules.layer_split import LayerCost
+from stratagem.rules.schedules import SCHEDULES
 from tests.plan.support import IDEAL, profile
 
 MB = 1_000_000
@@ -53,7 +54,7 @@ def pipeline(devices: int, each: int, schedule: str = "1f1b") -> Configuration:
     return Configuration(PIPELINE, per_host=devices, microbatches=each * devices, schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager", "interleaved"])
 @pytest.mark.parametrize(("devices", "each"), [(2, 1), (2, 2), (4, 2), (2, 4)])
 def test_equal_stages_take_what_the_bubble_says(devices: int, each: int, schedule: str) -> None:
     """As many examples as so many replicas have, so S times the compute of one, over S."""
@@ -65,6 +66,20 @@ def test_equal_stages_take_what_the_bubble_says(devices: int, each: int, schedul
     assert found.step == pytest.approx(0.03 * limit)
     assert found.bubble == pytest.approx(1 - 1 / limit)
     assert sum(found.parts.values()) == pytest.approx(found.step)
+
+
+def test_weight_gradients_are_made_once_a_batch_outside_of_the_bubble() -> None:
+    cfg, machine = pipeline(2, 2), Hardware(cores=8, local=1e15)
+    cal = replace(IDEAL, microbatch=0.0)
+    later = tuple(
+        LayerTable(t.pieces, tuple(replace(c, late=c.seconds / 3) for c in t.costs))
+        for t in layers()
+    )
+    plain = predict(model(optimizer=0.0), machine, cfg, cal)
+    found = predict(model(optimizer=0.0, layers=later), machine, cfg, cal)
+    busy = plain.step * 4 / 5  # of a stage, with four microbatches
+    assert found.parts["weight gradients"] == pytest.approx(busy / 3)
+    assert found.step == pytest.approx(plain.step * 2 / 3 + busy / 3)
 
 
 def test_small_microbatches_cost_what_they_were_seen_to_cost() -> None:
@@ -119,6 +134,8 @@ def test_divided_layers_have_all_rows_and_a_part_of_the_work() -> None:
     assert found.parts["compute"] == pytest.approx(0.03 * 0.8)
     assert found.parts["layers that all compute"] == pytest.approx(0.03 * 4 * 0.2)
     assert found.parts["handing over"] == pytest.approx(4 * MB * 6 / 1e9 + 3e-3)
+    tried = model(divided=replace(cut, meeting=2e-3), optimizer=0.0)  # not guessed, but measured
+    assert predict(tried, machine, cfg, cal).step == pytest.approx(found.step + 3e-3)
     kept = 4 * 64 * MB * (0.25 / 4 + 0.75)
     assert found.memory == pytest.approx(32 * MB * (0.5 / 4 + 0.5) + kept)
     with pytest.raises(UsageError, match="was not measured"):
@@ -192,7 +209,7 @@ def test_every_schedule_is_validated() -> None:
     every = model(divided=DividedLayers(1.0, 1.0, 0.5, MB, 3), chunks=layers())
     plan = choose(every, Hardware(cores=2, per_host=2), most=2)
     found = {(cfg.strategy, cfg.schedule) for cfg in fitting(plan)}
-    assert {(PIPELINE, name) for name in ("gpipe", "1f1b", "interleaved", COLUMNS)} <= found
+    assert {(PIPELINE, name) for name in (*SCHEDULES, COLUMNS)} <= found
     assert {(SHARDED, ""), (TENSOR, "")} <= found
 
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.rules import schedules
-from stratagem.rules.schedules import SCHEDULES, Op, bubble, draw, gpipe, interleaved, kept
+from stratagem.rules.schedules import SCHEDULES, Op, bubble, draw, eager, gpipe, interleaved, kept
 from stratagem.rules.schedules import one_f_one_b as alternating
+from stratagem.rules.timeline import HandOver, timeline
 
 pytestmark = pytest.mark.timeout(60)
 names = st.sampled_from(sorted(SCHEDULES))
@@ -60,14 +61,32 @@ def test_microbatches_that_are_kept(devices: int, microbatches: int) -> None:
         assert kept(gpipe(device, devices, microbatches)) == microbatches
         bound = min(microbatches, devices - device)
         assert kept(alternating(device, devices, microbatches)) == bound
+        assert kept(eager(device, devices, microbatches)) <= 2 * (devices - device) - 1
 
 
 @given(sizes, batches)
 def test_the_bubble_is_that_of_the_formula(devices: int, microbatches: int) -> None:
-    for schedule in (gpipe, alternating):
+    for schedule in (gpipe, alternating, eager):
         rows = schedules.run(schedule, devices, microbatches)
         idle = sum(op is None for op in rows[0]) / len(rows[0])
         assert idle == pytest.approx(bubble(devices, microbatches))
+
+
+@given(st.integers(2, 4), batches, st.floats(0.5, 2), st.floats(0.0, 0.75))
+def test_who_runs_ahead_waits_for_no_message(
+    devices: int, microbatches: int, backward: float, late: float
+) -> None:
+    """With 1F1B every microbatch costs a latency; here only the first on its way does, and the last
+    on its way back."""
+
+    def whole(schedule: schedules.Schedule) -> float:
+        takes = {"F": 1.0, "B": backward}
+        shape = (devices, microbatches, 1)
+        ops = (lambda op: takes[op.kind], lambda op: HandOver(0.0, late))
+        return timeline(schedule, *shape, *ops).seconds
+
+    least = (microbatches + devices - 1) * (1 + backward) + 2 * (devices - 1) * late
+    assert whole(eager) <= min(least, whole(alternating)) + 1e-9
 
 
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(2, 3))
@@ -104,7 +123,7 @@ def test_a_channel_that_is_too_narrow_is_seen() -> None:
 def test_drawings() -> None:
     doc = schedules.__doc__ or ""
     page = (Path(__file__).parents[2] / "docs" / "model-parallel.md").read_text()
-    for schedule in (gpipe, alternating):
+    for schedule in (gpipe, alternating, eager):
         for line in draw(schedule, 3, 4).splitlines():
             assert line in doc and line in page
     assert draw(interleaved, 2, 4, 2) in page and draw(schedules.waves, 3, 4) in page

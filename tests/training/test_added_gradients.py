@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.training.gradient_placement import AddedGradients
+from stratagem.training.layer_costs import LayerMeter
+from stratagem.training.layer_graph import trace
 from tests.strategies.test_pipeline import adam, fitted
 from tests.support import cpus, distance, moved
 
@@ -45,9 +47,11 @@ def test_the_sum_is_that_of_autograd() -> None:
     plain, net = wide(), wide()
     gradients = AddedGradients(net)
     expected = summed(plain, lambda: torch.enable_grad())
-    found = summed(net, gradients.forward)
-    # two layers, of which one is used twice, in all passes but the first, which finds no sum
-    assert gradients.added == 3 * 2
+    summed(net, gradients.forward)
+    gradients.settle()
+    # two layers, of which one is used twice
+    assert gradients.added == 3 * 3
+    found = [p.grad for p in net.parameters() if p.grad is not None]
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -97,3 +101,14 @@ def test_wide_layers_in_a_pipeline(accumulate: int) -> None:
     one = fitted(alone, module, x, y, optimizer=adam, batch=7, clip_norm=0.5, accumulate=accumulate)
     alone.close()
     assert distance(one.module, made.module) < 1e-12 and moved(module, made.module)
+
+
+def test_layers_that_are_alike_cost_the_same() -> None:
+    """So that an even net is split evenly, whatever else runs on the machine."""
+    net = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())))
+    net.append(nn.Linear(16, 16, bias=False))
+    costs = LayerMeter(trace(net, x := torch.randn(3, 16))).measure([x])
+    assert len({cost.seconds for cost in costs[2:8:2]}) == 1
+    assert len({cost.seconds for cost in costs[1:8:2]}) == 1
+    assert costs[0].seconds <= costs[2].seconds  # its input has no gradient
+    assert len({*(cost.seconds for cost in costs[1:])}) == 3

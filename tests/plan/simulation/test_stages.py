@@ -18,7 +18,7 @@ from stratagem.plan.simulation.stages import StageScenario, simulate_stages
 from stratagem.rules.schedules import SCHEDULES, run
 from stratagem.wire.simulated import Topology
 
-PARTS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+PARTS = {"gpipe": 1, "1f1b": 1, "eager": 1, "interleaved": 2}
 
 
 def scenario(**changes: Any) -> StageScenario:
@@ -76,7 +76,7 @@ def test_a_slow_stage_and_chance_make_the_others_wait() -> None:
     ("changes", "words"),
     [
         ({"stages": 0}, "1 or more"),
-        ({"schedule": "zb"}, "gpipe, 1f1b, interleaved"),
+        ({"schedule": "zb"}, "gpipe, 1f1b, eager, interleaved"),
         ({"links": {3: 1e6}}, "behind stage 0 to 2"),
         ({"slow": {4: 2.0}}, "stages 0 to 3"),
         ({"crossing": -1.0}, "0 bytes or more"),
