@@ -6,6 +6,7 @@ are needed and listed here.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ from keras.src.utils.backend_utils import DynamicBackend as DynamicBackend
 PRIVATE = {
     "keras.src.models.functional.Functional": "the class of functional models, also subclassed",
     "keras.src.models.model.inject_functional_model_class": "a subclass that is made functional",
+    "keras.src.backend.torch.nn._transpose_spatial_inputs": "copies images to channels first",
     "keras.src.utils.tracking.Tracker": "keys variables by identity, which another process lacks",
     "keras.src.utils.backend_utils.DynamicBackend": "an object that pickles by its argument",
     "DynamicBackend._backend": "an object that pickles by its argument",
@@ -68,6 +70,14 @@ Tracker: Any = tracking.Tracker
 COLLECTIONS = tuple(kind for name, kind in vars(tracking).items() if name.startswith("Tracked"))
 SAVEABLE: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "KerasSaveable")
 OPTIMIZER: Any = next(c for c in keras.Optimizer.__mro__ if c.__name__ == "BaseOptimizer")
+
+TO_CHANNELS_FIRST = "_transpose_spatial_inputs"
+
+
+def torch_operators() -> Any:
+    """The module of Keras' operators on torch, which only that backend may import."""
+    return importlib.import_module("keras.src.backend.torch.nn")
+
 
 #: attributes that do not decide what a training step does, or that a step itself writes; a name
 #: that Keras no longer has is none that is left out

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stratagem.cluster.environment import cores
 from stratagem.errors import UsageError
-from stratagem.launch.run import visible
 from stratagem.launch.search_space import read_axis
+from stratagem.launch.submit import as_name, settings_of
 from stratagem.launch.sweep_folder import SweepFolder
 from stratagem.launch.sweep_settings import SAMPLERS, SweepSettings, count_trials, read_metric
 from stratagem.launch.trial_function import value_of
-from stratagem.launch.trial_slots import slots as make_slots
+from stratagem.launch.trial_jobs import trial_places
 
 Space = Mapping[str, str | Sequence[Any]]
 
@@ -78,6 +77,7 @@ def sweep(
     replicas_per_trial: int = 1,
     prune: bool = False,
     resume: bool = False,
+    on: str | None = None,
 ) -> SweepResult:
     """Call `train` with other arguments, each time in a process of its own.
 
@@ -91,6 +91,8 @@ def sweep(
         space: a range as in `stratagem sweep`, or a list of numbers or words.
         metric: what is best: "val_accuracy:max".
         out: the sweep's folder; `resume=True` goes on with what is there.
+        on: "slurm", "ray" or "ssh": each trial is a job there, `slots` of them at once, with what
+            stratagem.toml says of jobs; all machines must share `out`.
     """
     if sampler not in SAMPLERS:
         raise UsageError(f"sampler={sampler!r}; choose one of {', '.join(SAMPLERS)}.")
@@ -112,13 +114,30 @@ def sweep(
         seed=seed,
         prune=prune,
         where=os.getcwd(),
+        submit=_submit(on, replicas_per_trial, train),
     )
     asked = trials or (None if begun is None else begun.trials)
     settings = replace(settings, trials=count_trials(settings.space[0], sampler, asked))
     if begun is not None:
         settings.check_same(begun)
-    places = make_slots(slots, replicas_per_trial, visible(os.environ), cores())
+    places = trial_places(settings, slots, folder.path)
     return _run(settings, folder, places, function, train)
+
+
+def _submit(on: str | None, replicas: int, train: Any) -> dict[str, Any]:
+    """Options of `stratagem submit` for the trials' jobs; none where they run on this machine."""
+    if on is None:
+        return {}
+    if replicas != 1:
+        raise UsageError(
+            f"a job on {on} has workers: write workers and gpus_per_worker into stratagem.toml "
+            "instead of replicas_per_trial"
+        )
+    return {
+        "name": as_name(getattr(train, "__name__", "train")),
+        **settings_of(Path.cwd()),
+        "on": on,
+    }
 
 
 def _run(
@@ -132,7 +151,7 @@ def _run(
     try:
         function.write_bytes(cloudpickle.dumps(train))
         folder.begin(settings)
-        loop = SweepLoop(settings, folder, places)
+        loop = SweepLoop(settings, folder, places[0], jobs=places[1])
         loop.run()
     finally:
         folder.unlock()

@@ -209,7 +209,7 @@ def make_request(words: tuple[str, ...], settings: dict[str, Any]) -> JobRequest
     )  # an image has its own folder and interpreter
     folder = settings.get("folder") or ("" if inside else os.getcwd())
     return JobRequest(
-        name=settings.get("name") or _as_name(script),
+        name=settings.get("name") or as_name(script),
         words=words,
         folder=folder,
         python=settings.get("python") or ("python" if inside else sys.executable),
@@ -242,7 +242,8 @@ def _words(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _as_name(script: str) -> str:
+def as_name(script: str) -> str:
+    """A job's name, after its script."""
     return re.sub(r"[^a-z0-9]+", "-", script.lower()).strip("-")[:52].strip("-") or "job"
 
 

@@ -25,10 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stratagem.cluster.environment import cores
 from stratagem.errors import UsageError
 from stratagem.launch.cli import whole
-from stratagem.launch.run import command, visible
+from stratagem.launch.run import command
 from stratagem.launch.submit import settings_of
 from stratagem.launch.sweep_folder import SweepFolder
 from stratagem.launch.sweep_settings import (
@@ -38,8 +37,7 @@ from stratagem.launch.sweep_settings import (
     count_trials,
     read_metric,
 )
-from stratagem.launch.trial_jobs import TrialJobs
-from stratagem.launch.trial_slots import slots
+from stratagem.launch.trial_jobs import trial_places
 
 
 def _slots(text: str) -> int | None:
@@ -135,12 +133,7 @@ def main(args: argparse.Namespace) -> int:
             f"{folder.path} has a sweep already; go on with it by --resume, or choose another --out"
         )
     asked = _settings(args, words, begun)
-    jobs = TrialJobs(asked.submit, args.slots, folder.path) if asked.submit else None
-    if jobs is not None:
-        jobs.check(asked.command)
-        places = jobs.places
-    else:
-        places = slots(args.slots, asked.replicas, visible(os.environ), cores())
+    places, jobs = trial_places(asked, args.slots, folder.path)
     folder.lock()
     try:
         folder.begin(asked)

@@ -6,11 +6,13 @@ FILE was written by the process that started this one (launch/notebook_sweep.py)
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stratagem.cluster.environment import detect
 from stratagem.figures.trial_record import record_epoch
 
 
@@ -34,12 +36,13 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Call the function; numbers that it returns in a dict count as a last epoch."""
+    """Call the function; numbers that its first task returns in a dict count as a last epoch."""
     import cloudpickle
 
     train = cloudpickle.loads(Path(argv[0]).read_bytes())
     result = train(**arguments(argv[1:]))
-    if isinstance(result, dict):
+    place = detect(os.environ)
+    if isinstance(result, dict) and (place is None or place.is_chief):
         record_epoch(0, result)
 
 

@@ -15,13 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stratagem.cluster.environment import cores
 from stratagem.errors import UsageError
 from stratagem.figures.trial_record import VARIABLE
 from stratagem.launch.engines.engine import engine
 from stratagem.launch.job_folder import JobFolder, LogReader
 from stratagem.launch.job_request import JobRequest, JobState
+from stratagem.launch.run import visible
 from stratagem.launch.submit import make_request
-from stratagem.launch.trial_slots import Slot
+from stratagem.launch.sweep_settings import SweepSettings
+from stratagem.launch.trial_slots import Slot, slots
 
 JOB = "job"
 _ENGINES = ("slurm", "ssh", "ray")
@@ -48,14 +51,14 @@ class TrialJobs:
         """`submit`: options of `stratagem submit`; `out`: the sweep's folder, which engines that
         send the project leave out."""
         name = str(submit["on"])
+        self._engine, self._submit, self._out = engine(name), dict(submit), out.absolute()
         if name not in _ENGINES:
             raise UsageError(
                 f"a sweep's trials write to a folder that all machines share, which {name} has "
                 f"none of: --on {', '.join(_ENGINES)}"
             )
         if slots is None:
-            raise UsageError(f"how many jobs at once on {name}? As in: --slots 4")
-        self._engine, self._submit, self._out = engine(name), dict(submit), out.absolute()
+            raise UsageError(f"how many jobs at once on {name}? As in: --slots 4, or slots=4")
         self.places = [Slot(number) for number in range(slots)]
         self._free = list(self.places)
         self._sent: dict[int, _Sent] = {}
@@ -107,8 +110,7 @@ class TrialJobs:
         return slot
 
     def _request(self, number: int, command: Sequence[str], folder: Path) -> JobRequest:
-        settings = {key: value for key, value in self._submit.items() if key != "name"}
-        made = make_request(tuple(command[1:]), settings)
+        made = make_request(tuple(command[1:]), self._submit)
         given = {} if made.gpus else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         own = {**given, **made.environ, VARIABLE: str(folder.absolute())}
         more = dict(made.settings)
@@ -161,6 +163,17 @@ class TrialJobs:
         """Cancel what is left."""
         for sent in self._sent.values():
             self._engine.cancel(sent.job)
+
+
+def trial_places(
+    settings: SweepSettings, asked: int | None, out: Path
+) -> tuple[list[Slot], TrialJobs | None]:
+    """Where trials run: slots of this machine, or jobs of an engine, so many at once."""
+    if not settings.submit:
+        return slots(asked, settings.replicas, visible(os.environ), cores()), None
+    jobs = TrialJobs(settings.submit, asked, out)
+    jobs.check(settings.command)
+    return jobs.places, jobs
 
 
 def _exit_code(state: JobState) -> int:

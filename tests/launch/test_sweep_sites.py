@@ -150,3 +150,27 @@ def test_ctrl_c_cancels_the_jobs_and_the_rest_is_run_later(there: Any) -> None:
     code, said = finished(there.start("sweep", "--resume", "--out", "ended", "--slots", "2"), 200)
     assert code == 0, said
     assert [row["state"] for row in table(there, "ended")] == ["done"] * 3
+
+
+NOTEBOOK = """
+import sys, stratagem as sg
+scale = 3.0
+def train(lr):
+    return {"score": lr * scale}
+if __name__ == "__main__":
+    asked = dict(metric="score:max", trials=3, seed=4)
+    near = sg.sweep(train, {"lr": "1e-3..1e-1:log"}, out="near", slots=1, **asked)
+    far = sg.sweep(train, {"lr": "1e-3..1e-1:log"}, out="told", slots=2, on=sys.argv[1], **asked)
+    for a, b in zip(near.trials, far.trials, strict=True):
+        assert (a.params, a.value) == (b.params, b.value) and b.value == b.params["lr"] * scale
+        assert (b.folder / "job").exists() and not (a.folder / "job").exists()
+    print("alike:", len(far.ranked))
+"""
+
+
+@needs_hosts
+def test_a_function_of_a_notebook(there: Any) -> None:
+    """`sg.sweep(on=...)`: the function travels in the sweep's folder."""
+    (there.folder / "project" / "notebook.py").write_text(NOTEBOOK)
+    code, said = finished(there.run_there([sys.executable, "notebook.py", there.name]), 300)
+    assert code == 0 and "alike: 3" in said, said

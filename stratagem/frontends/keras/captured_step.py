@@ -34,6 +34,7 @@ from stratagem.compat.torch_names import (
     scripted,
     traced,
 )
+from stratagem.frontends.keras.image_layout import without_copies
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.frontends.keras.step_settings import StepSettings
 from stratagem.wire.device_kinds import gpu_in_use
@@ -77,7 +78,7 @@ class CapturedStep:
 
     def __call__(self, data: Any, share: Hashable = None) -> Any:
         """The step on these rows, which are this share of a batch; returns its logs."""
-        own = type(self._model).train_step.__get__(self._model)
+        own = without_copies(type(self._model).train_step.__get__(self._model))
         if self.between_steps:
             self.stale = True  # to look through a model before each step takes too long
             return own(data)
