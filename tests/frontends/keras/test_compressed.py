@@ -87,7 +87,22 @@ class Kill(keras.callbacks.Callback):
             until(lambda: self.where.replica().membership.trouble is not None)
 
 
-def test_replicas_may_die_and_the_chief_keeps_what_it_has() -> None:
+@keras.saving.register_keras_serializable("tests")
+class Dies(keras.optimizers.SGD):
+    """Kills the last replica within its sixth step, when gradients have been added up."""
+
+    file = ""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply(grads, trainable_variables)
+        last = sg.current_replica().index == 2 and int(self.iterations) == 6
+        if last and self.file and not os.path.exists(self.file):
+            open(self.file, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("within", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_replicas_may_die_and_the_chief_keeps_what_it_has(within: bool, tmp_path: Any) -> None:
     """Followers begin anew, and the step that broke off is done again; the formula is torch's."""
 
     def lose(step: int, replicas: Any) -> None:
@@ -98,10 +113,13 @@ def test_replicas_may_die_and_the_chief_keeps_what_it_has() -> None:
     wire = sg.PowerSGD(rank=1)
     x, y = (each.numpy() for each in rows())
     with strategy(3, cross_device_ops="ring", wire=wire, elastic=True) as where:
-        model = made(where.scope(), keras.optimizers.SGD(0.1))
+        optimizer = Dies(0.1)
+        optimizer.file = str(tmp_path / "killed") if within else ""
+        model = made(where.scope(), optimizer)
         first = [np.array(w) for w in model.get_weights()]
         options = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
-        model.fit(x, y, callbacks=[Kill(where, 5)], **options)
+        model.fit(x, y, callbacks=[Kill(where, -1 if within else 5)], **options)
+        assert within == os.path.exists(tmp_path / "killed")
         found = [np.array(w) for w in model.get_weights()]
     expected = by_formula(wire, 3, before=lose, module=LikeKeras(first))
     others = by_formula(wire, 3, module=LikeKeras(first))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from tests.frontends.keras.test_compressed import Kill, LikeKeras, far, made
+from tests.frontends.keras.test_compressed import Dies, Kill, LikeKeras, far, made
 from tests.strategies.test_broken_rounds import Renewed
 from tests.strategies.test_compressed import rows
 from tests.support import data, strategy
@@ -54,16 +55,20 @@ def test_the_mean_is_an_outer_step_of_rate_one() -> None:
     assert far(trained(sg.Gossip("exponential"), "adam")[0], alone) < 0.1
 
 
-@pytest.mark.parametrize("at", [6, pytest.param(7, marks=pytest.mark.slow)])
-def test_who_is_new_takes_the_weights_of_a_meeting(at: int) -> None:
-    """On one machine all followers begin anew when one dies; in mid-round, and at its end."""
+@pytest.mark.parametrize("at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in (6, 7))])
+def test_who_is_new_takes_the_weights_of_a_meeting(at: int, tmp_path: Any) -> None:
+    """On one machine all followers begin anew when one dies: within a step, which is done again,
+    in mid-round, and at its end."""
     sync = sg.DiLoCo(3)
     x, y = (each.numpy() for each in rows())
     with strategy(3, cross_device_ops="ring", sync=sync, elastic=True) as where:
-        model = made(where.scope(), keras.optimizers.SGD(0.1, momentum=0.5))
+        optimizer = Dies(0.1, momentum=0.5)
+        optimizer.file = str(tmp_path / "killed") if at == 5 else ""
+        model = made(where.scope(), optimizer)
         first = [np.array(w) for w in model.get_weights()]
         options = {"batch_size": 16, "epochs": 3, "shuffle": False, "verbose": 0}
-        model.fit(x, y, callbacks=[Kill(where, at)], **options)
+        model.fit(x, y, callbacks=[Kill(where, at if at > 5 else -1)], **options)
+        assert (at == 5) == os.path.exists(tmp_path / "killed")
         found = [np.array(w) for w in model.get_weights()]
 
     class OfKeras(Renewed):
