@@ -206,6 +206,24 @@ def large_classes() -> set[str]:
     }
 
 
+def unformatted_files() -> set[str]:
+    """Those with a line that `ruff format` leaves as it is."""
+    return {name for name, path in modules().items() if "# fmt:" in path.read_text()}
+
+
+def long_functions() -> set[str]:
+    """Those of more than 60 lines, without their docstrings."""
+    found = set()
+    for name, path in modules().items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node, clean=False) or ""
+                lines = (node.end_lineno or 0) - node.lineno - text.count("\n")
+                if lines > 60:
+                    found.add(f"{name}.{node.name}")
+    return found
+
+
 def unnamed_files() -> set[str]:
     """Those that docs/architecture.md does not mention."""
     words = set(re.findall(r"\w+", (ROOT.parent / "docs" / "architecture.md").read_text()))
@@ -214,7 +232,16 @@ def unnamed_files() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "find", [repeated_classes, repeated_files, long_files, large_classes, unnamed_files]
+    "find",
+    [
+        repeated_classes,
+        repeated_files,
+        long_files,
+        long_functions,
+        large_classes,
+        unformatted_files,
+        unnamed_files,
+    ],
 )
 def test_nothing_is_too_large_or_named_twice(find: Callable[[], set[str]]) -> None:
     assert find() == set()

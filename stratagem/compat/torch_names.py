@@ -19,12 +19,11 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.nn.modules import module as every_module
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-__all__ = ["BatchNorm", "NormBase", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "pytree"]
+__all__ = ["BatchNorm", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "pytree"]
 
 #: where a name lies (tests/compat has one object of each kind), and why it is needed
 PRIVATE = {
@@ -47,7 +46,6 @@ PRIVATE = {
     "torch.nn.modules.module._global_backward_hooks": "hooks of the user on every module",
     "torch.nn.modules.module._global_backward_pre_hooks": "hooks of the user on every module",
     "torch.nn.modules.batchnorm._BatchNorm": "the class of all batch norms",
-    "torch.nn.modules.batchnorm._NormBase": "the class of all norms with running statistics",
     "torch.nn.utils.parametrize._inject_new_class": "parametrized modules in another process",
     "torch.nn.utils.parametrize._inject_property": "parametrized modules in another process",
     "Optimizer._optimizer_step_pre_hooks": "hooks of the user on steps that are made elsewhere",

@@ -171,10 +171,28 @@ def _bind(sock: socket.socket, task: Task, port: int | None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem run`."""
-    add = parser.add_argument
     parser.usage = (
         "%(prog)s [options] train.py [args...]\n       %(prog)s [options] -m module [args...]"
     )
+    _add_tasks(parser)
+    _add_failures(parser)
+    add = parser.add_argument
+    add(
+        "--record",
+        metavar="DIR",
+        help="have every task write its figures into DIR, a line a second, for `stratagem top` "
+        "and `stratagem report` (handed on as STRATAGEM_RECORD)",
+    )
+    add("--traceback", action="store_true", help="whole tracebacks, with the lines of stratagem")
+    add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
+    # Both take all that follows: options after the script are the script's own.
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module")
+    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
+
+
+def _add_tasks(parser: argparse.ArgumentParser) -> None:
+    """Declare which tasks are started, and what each may take."""
+    add = parser.add_argument
     add(
         "--replicas",
         type=whole(1),
@@ -204,6 +222,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what each task may take of a GPU: "
         "8GiB, 50%% or 0.5 (handed on as STRATAGEM_GPU_MEMORY)",
     )
+
+
+def _add_failures(parser: argparse.ArgumentParser) -> None:
+    """Declare what happens when a task fails."""
+    add = parser.add_argument
     add(
         "--grace",
         type=below(1e6, "a number of seconds"),
@@ -226,17 +249,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start tasks that were killed again, up to N times in all, while the others go on: "
         "for strategies with elastic=True, backups=1 or servers and fit(..., checkpoint=) (0)",
     )
-    add(
-        "--record",
-        metavar="DIR",
-        help="have every task write its figures into DIR, a line a second, for `stratagem top` "
-        "and `stratagem report` (handed on as STRATAGEM_RECORD)",
-    )
-    add("--traceback", action="store_true", help="whole tracebacks, with the lines of stratagem")
-    add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
-    # Both take all that follows: options after the script are the script's own.
-    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module")
-    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
 
 
 def main(args: argparse.Namespace) -> int:

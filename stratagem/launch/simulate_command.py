@@ -37,6 +37,19 @@ _SPREADS = "constant, exponential:LEAST, lognormal:SIGMA, pareto:SHAPE or trace:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem simulate`."""
+    _add_work(parser)
+    _add_network(parser)
+    _add_rules(parser)
+    simulate_stages.add_arguments(parser)
+    add = parser.add_argument
+    add("--patience", default="60s", metavar="TIME", help="with a silent worker (60s)")
+    add("--seed", type=whole(0), default=0, metavar="S", help="of everything that is chance (0)")
+    add("--json", metavar="FILE", help="what came of it, for programs")
+    add("--trace", metavar="FILE", help="everything that happened, for programs")
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    """Declare who computes, what, and how fast."""
     add = parser.add_argument
     add("--workers", type=whole(1), default=8, metavar="N", help="how many compute (8)")
     add(
@@ -71,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PART",
         help="of the computation beside which gradients travel: 0.6 (0)",
     )
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    """Declare what messages cost."""
+    add = parser.add_argument
     add("--link", default="10Gbit", metavar="RATE", help="of each host, each way (10Gbit)")
     add("--latency", default="50us", metavar="TIME", help="one way (50us)")
     add("--per-host", type=whole(1), default=1, metavar="G", help="workers behind one link (1)")
@@ -81,6 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of processors for each message, "
         "WORKER:SERVER, as 0.2ms:0.3ms; or `measured`, here and now (none)",
     )
+
+
+def _add_rules(parser: argparse.ArgumentParser) -> None:
+    """Declare who waits for whom, and what goes wrong."""
+    add = parser.add_argument
     add("--asynchronous", action="store_true", help="nobody waits for the others")
     add("--spares", type=whole(0), default=0, metavar="B", help="late ones not waited for (0)")
     add("--bound", type=whole(0), metavar="S", help="asynchronous, but at most S steps ahead")
@@ -109,11 +132,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="--elastic: until those who are here have come together again (400ms)",
     )
-    simulate_stages.add_arguments(parser)
-    add("--patience", default="60s", metavar="TIME", help="with a silent worker (60s)")
-    add("--seed", type=whole(0), default=0, metavar="S", help="of everything that is chance (0)")
-    add("--json", metavar="FILE", help="what came of it, for programs")
-    add("--trace", metavar="FILE", help="everything that happened, for programs")
 
 
 def main(args: argparse.Namespace) -> int:

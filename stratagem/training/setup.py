@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,6 @@ from torch.optim import Optimizer
 from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.wire_choice import reducer
-from stratagem.compat.torch_names import NormBase
 from stratagem.data.streams import RngStates, mixed, throw_beside_torch
 from stratagem.errors import NotDistributable
 from stratagem.state.digest import digest
@@ -28,12 +26,6 @@ from stratagem.wire.tree import broadcast_tree, gather_tree
 
 log = logging.getLogger("stratagem")
 
-#: models whose buffers have been spoken of
-_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-#: of frozen parameters, when they were last alike everywhere
-_versions: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
-
 _ROUNDS = 4
 
 #: from one device's random numbers to the next one's; between, there is room for those of workers
@@ -41,13 +33,11 @@ DEVICES = 4093
 
 
 def align(module: nn.Module, replica: Replica, *, values: bool = True) -> None:
-    """Give every replica the chief's parameters and buffers, if wanted, and note which are frozen.
-    Collective."""
+    """Give every replica the chief's parameters and buffers, if wanted. Collective."""
     if replica.count == 1:
         return
     if values:
         spread([*module.parameters(), *module.buffers()], replica)
-    _versions[module] = {name: p._version for name, p in _frozen(module).items()}
 
 
 def spread(tensors: Sequence[Tensor], replica: Replica) -> None:
@@ -142,28 +132,21 @@ def average_buffers(module: nn.Module, replica: Replica) -> None:
     """One defined answer for running statistics: the mean over replicas. Collective.
 
     Whole numbers have no such answer, nor what has grown to another shape, nor frozen parameters
-    that forward writes to: each replica keeps its own, and the chief says so where they have come
-    apart.
+    that forward writes to: each replica keeps its own.
     """
     if replica.count == 1:
         return
     floats = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
-    counts = _own_counts(module) | _written(module)
-    digests = {name: digest(tensor) for name, tensor in counts.items()}
-    mine = [{name: b.detach() for name, b in floats.items()}, digests]
+    mine = {name: b.detach() for name, b in floats.items()}
     everybody = gather_tree(replica.collective, mine)
-    apart = _apart([digests for _, digests in everybody])
     for name, buffer in floats.items():
-        values = [told[name].double() for told, _ in everybody if name in told]
+        values = [told[name].double() for told in everybody if name in told]
         if len(values) < replica.count or any(v.shape != buffer.shape for v in values):
-            apart.append(name)
             continue
         if all(torch.equal(value, values[0]) for value in values):
             continue  # unwritten: a backward to come may need it
         total = sum(values, torch.zeros(()).double())
         _unexpanded(buffer).copy_(_unexpanded(total / replica.count, buffer))
-    if replica.leads:
-        _warn_of(module, apart)
 
 
 def take_iterated(module: nn.Module, replica: Replica) -> None:
@@ -191,47 +174,6 @@ def _iterated(module: nn.Module) -> list[Tensor]:
             if isinstance(hook, SpectralNorm):  # torch's older way
                 found += [getattr(part, f"{hook.name}_{end}") for end in ("u", "v")]
     return found
-
-
-def _own_counts(module: nn.Module) -> dict[str, Tensor]:
-    """Return buffers of whole numbers, but those of torch's norms, which count batches."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, part in module.named_modules()
-        if not isinstance(part, NormBase)
-        for name, buffer in part.named_buffers(recurse=False)
-        if not buffer.is_floating_point() and not buffer.is_complex()
-    }
-
-
-def _frozen(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p for name, p in module.named_parameters() if not p.requires_grad}
-
-
-def _written(module: nn.Module) -> dict[str, Tensor]:
-    """Return frozen parameters that were written to since they were aligned."""
-    before = _versions.get(module, {})
-    return {
-        name: p for name, p in _frozen(module).items() if p._version != before.get(name, p._version)
-    }
-
-
-def _apart(everybody: list[dict[str, list[int]]]) -> list[str]:
-    """Return the tensors whose digests differ between replicas."""
-    names = dict.fromkeys(name for digests in everybody for name in digests)
-    return [name for name in names if any(d.get(name) != everybody[0].get(name) for d in everybody)]
-
-
-def _warn_of(module: nn.Module, apart: list[str]) -> None:
-    """Warn, once a model, of what differs."""
-    if apart and module not in _warned:
-        _warned.add(module)
-        log.warning(
-            "buffers, or frozen parameters, came to differ between the replicas, since each sees "
-            "its own rows (%s); the model keeps replica 0's. Count rows outside of the module: in "
-            "a callback, or a loop.",
-            ", ".join(apart),
-        )
 
 
 def choose_reducer(params: Sequence[Tensor], replica: Replica, settings: Settings) -> Reducer:

@@ -27,22 +27,27 @@ from stratagem.training.layer_graph import LayerGraph, is_hooked
 from stratagem.training.tensor_layers import Norm, divisions, widths
 from stratagem.training.tensor_ops import Split
 
+
+def _named(place: Any, names: str) -> tuple[Any, ...]:
+    return tuple(getattr(place, name) for name in names.split())
+
+
 #: act on every element by itself
-_MODULES = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh,
-    nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Identity,
-)  # fmt: skip
+_MODULES = _named(
+    nn,
+    "ReLU ReLU6 LeakyReLU ELU CELU SELU GELU SiLU Mish Tanh Sigmoid Softplus Softsign Hardtanh "
+    "Hardswish Hardsigmoid Identity",
+)
 _FUNCTIONS = {
-    F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.gelu, F.silu, F.mish, F.softplus, F.hardswish,
-    F.tanh, F.sigmoid, torch.relu, torch.tanh, torch.sigmoid, torch.abs, torch.square,
-}  # fmt: skip
+    *_named(F, "relu relu6 leaky_relu elu selu gelu silu mish softplus hardswish tanh sigmoid"),
+    *_named(torch, "relu tanh sigmoid abs square"),
+}
 _METHODS = {"relu", "tanh", "sigmoid", "abs", "square", "contiguous"}
 _BINARY = {operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.sub}
 #: leave channels apart
-_POOLS = (
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
-    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
-)  # fmt: skip
+_POOLS = _named(
+    nn, " ".join(f"{kind}Pool{n}d" for kind in ("Max", "Avg", "AdaptiveAvg") for n in (1, 2, 3))
+)
 WAYS = ("columns", "rows", "replicate")
 
 

@@ -601,11 +601,15 @@ def stretch(start: int, length: int, width: int) -> list[str]:
     return [str(number).zfill(width) for number in range(start, start + length)]
 
 
+def words(first: str, more: str, most: int) -> st.SearchStrategy[str]:
+    return st.builds(str.__add__, st.sampled_from(first), st.text(more, max_size=most))
+
+
 STRETCHES = st.builds(stretch, st.integers(0, 130), st.integers(1, 5), st.integers(1, 4))
 MACHINES: st.SearchStrategy[tuple[str, list[str]]] = st.one_of(
-    st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True).map(lambda name: (name, [])),
+    words("abgxz", "abz019.-", 8).map(lambda name: (name, [])),
     st.tuples(
-        st.from_regex(r"[a-z]([a-z-]{0,5}[a-z])?", fullmatch=True),
+        words("abgxz", "abz-", 5).map(lambda name: name.rstrip("-") or "a"),
         st.lists(STRETCHES, min_size=1, max_size=4).map(lambda parts: [*itertools.chain(*parts)]),
     ),
 )

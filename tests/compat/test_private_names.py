@@ -69,9 +69,14 @@ def own_names(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 @cache
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
+@cache
 def every_own_name() -> set[str]:
-    trees = (ast.parse(path.read_text()) for path in ROOT.rglob("*.py"))
-    return {name for tree in trees for name in own_names(list(ast.walk(tree)))}
+    sources = (path.read_text() for path in ROOT.rglob("*.py"))
+    return {name for source in sources for name in own_names(nodes_of(source))}
 
 
 def foreign_imports(nodes: list[ast.AST]) -> tuple[set[str], set[str]]:
@@ -90,7 +95,7 @@ def foreign_imports(nodes: list[ast.AST]) -> tuple[set[str], set[str]]:
 def used(source: str, *, in_compat: bool = False) -> tuple[set[str], set[str]]:
     """Private names that a file uses of objects not its own, and those only for stratagem/compat:
     of a library's modules."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = nodes_of(source)
     own, (roots, reserved) = set(own_names(nodes)), foreign_imports(nodes)
     variables = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     names: set[str] = set()

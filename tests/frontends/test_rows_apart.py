@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -320,36 +319,6 @@ def test_a_table_that_grows(three: sg.MirroredStrategy) -> None:
     module = Growing()
     one, several = (trained(where, module, "cross_entropy", x, y) for where in (None, three))
     assert distance(one.module, several.module) < 1e-6
-
-
-class Centred(nn.Module):
-    """Writes a centre of its rows into a frozen parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-        self.centre = nn.Parameter(torch.zeros(6), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.centre.lerp_(x.mean(0), 0.1)
-        result: Tensor = self.inner(x)
-        return result
-
-
-def test_frozen_parameters_that_forward_writes(
-    three: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
-) -> None:
-    x, y = data(20)
-    with caplog.at_level(logging.WARNING, "stratagem"):
-        trained(three, Centred(), "cross_entropy", x, y)
-    assert "came to differ" in caplog.text and "(centre)" in caplog.text
-    caplog.clear()
-    still = nn.Sequential(nn.Linear(6, 4).requires_grad_(False), nn.Linear(4, 4))
-    with caplog.at_level(logging.WARNING, "stratagem"):
-        trained(three, still, "cross_entropy", x, y)
-    assert "came to differ" not in caplog.text
 
 
 class Named(dict[str, Any]):
