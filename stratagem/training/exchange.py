@@ -86,12 +86,7 @@ class GradientExchange(Keeper):
             notes_apart=replica.collective.buffer if reducer.lossy else None,
             may_be_kept=every_backward,
         )
-        names = [n for n, p in named if p.requires_grad]
-        for bucket in self.buckets.buckets:
-            members = bucket.members
-            reducer.lay_out(
-                bucket.flat, layout([names[i] for i in members], [params[i] for i in members])
-            )
+        self._lay_out([n for n, p in named if p.requires_grad], params)
         #: the notes of most passes of custom loops, and that all parameters have a gradient
         usual = torch.tensor([*AS_ROWS, *[1.0] * len(params)])
         self._usual_tail = usual.to(self.buckets.tail)
@@ -115,6 +110,12 @@ class GradientExchange(Keeper):
         #: gives the memory back; also when a model that was prepared is forgotten
         self._release = weakref.finalize(self, _release, replica.collective, flats)
         self._release.atexit = False
+
+    def _lay_out(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
+        for bucket in self.buckets.buckets:
+            members = bucket.members
+            inside = layout([names[i] for i in members], [params[i] for i in members])
+            self.reducer.lay_out(bucket.flat, inside)
 
     @property
     def armed(self) -> bool:
