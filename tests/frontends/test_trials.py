@@ -102,12 +102,12 @@ def test_kept_models_are_those_of_training_alone(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("train.py").write_text(TRAIN)
-    words = "sweep train.py --lr 1e-3..1e-1:log --units 4,8 --trials 2 --keep 1 --metric val_loss"
+    words = "sweep train.py --lr 1e-3..1e-1:log --units 4,8 --trials 4 --keep 3 --metric val_loss"
     assert cli.main([*words.split(), "--slots", "2", "--out", "out"]) == 0
     kept = sorted(path.parent for path in Path("out").glob("*/model.safetensors"))
-    assert len(kept) == 1
     losses = {path: read_epochs(path)[-1]["val_loss"] for path in Path("out").glob("trial-*")}
-    assert kept == sorted(sorted(losses, key=lambda path: losses[path] or 0.0)[:1])
+    assert len(kept) == 3 and len(set(losses.values())) == 4
+    assert kept == sorted(sorted(losses, key=lambda path: losses[path] or 0.0)[:3])
     for folder in kept:
         alone = tmp_path / f"alone-{folder.name}"
         alone.mkdir()
@@ -116,5 +116,6 @@ def test_kept_models_are_those_of_training_alone(
         line = [word for each in flags.items() for word in each]
         subprocess.run([sys.executable, "train.py", *line], check=True, timeout=100)
         mine, theirs = (load_file(each / "model.safetensors") for each in (folder, alone))
+        assert mine.keys() == theirs.keys() and len(mine) == 4
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
         assert read_epochs(folder)[-1]["val_loss"] == read_epochs(alone)[-1]["val_loss"]
