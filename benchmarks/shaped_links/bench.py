@@ -68,9 +68,11 @@ def measured() -> tuple[Profile, Hardware]:
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     batch = torch.randn(ROWS, WIDE), torch.randint(10, (ROWS,))
-    found = profile(
-        module, batch, loss=F.cross_entropy, optimizer=optimizer, crowded=True, lossy=True
-    )
+    tries = [
+        profile(module, batch, loss=F.cross_entropy, optimizer=optimizer, lossy=True)
+        for _ in range(3)
+    ]
+    found = min(tries, key=lambda each: each.compute)  # the fastest, as of the steps
     return found, measure_hardware(found.device)
 
 

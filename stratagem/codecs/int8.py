@@ -38,7 +38,7 @@ class Int8(Compression):
         if not count:
             return
         rows = self._rows(values)
-        scale = rows.abs().amax(1).div_(_LEVELS).float()
+        scale = torch.maximum(rows.amax(1), -rows.amin(1)).div_(_LEVELS).float()
         scales.copy_(scale)
         scale = scale.to(values.dtype).unsqueeze(1)
         divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -61,4 +61,6 @@ class Int8(Compression):
     def _rows(self, flat: Tensor) -> Tensor:
         """A row for each block; the last is filled up with zeros."""
         missing = -len(flat) % self.block
+        if not missing:
+            return flat.view(-1, self.block)
         return torch.nn.functional.pad(flat, (0, missing)).view(-1, self.block)

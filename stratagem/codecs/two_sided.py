@@ -100,10 +100,12 @@ class TwoSided(Feedback):
             self._write(memory, rows)
 
     def _write(self, memory: SliceMemory, rows: Tensor) -> None:
-        total = torch.zeros_like(memory.kept["residual"])
+        flat, residual = memory.flat, memory.kept["residual"]
+        total = flat.zero_() if flat.dtype is residual.dtype else torch.zeros_like(residual)
         for row, each in zip(rows, memory.slices, strict=True):
             self.codec.add(row[_HEAD:], each.lengths, total[each.start : each.end])
-        memory.flat.copy_(total)
+        if total is not flat:
+            flat.copy_(total)
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
         """Draft what is to be sent: the gradient and what was left out before."""
@@ -140,15 +142,20 @@ class TwoSided(Feedback):
 class LargestFirst(TwoSided):
     """Top-k with the momentum of deep gradient compression."""
 
-    keeps = ("residual", "momentum")
-
     def __init__(self, collective: Collective, record: TopK) -> None:
         super().__init__(collective, record, record)
         self.top = record
         self.moves = record.momentum > 0
+        if self.moves:
+            self.keeps = ("residual", "momentum")
         self.whole = self.whole or record.clip is not None  # by the norm of all gradients
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
+        if not self.moves:
+            if self.top.clip is not None and not spoilt:
+                memory.flat.mul_(self._clipped(memory.flat))
+            super().charge(memory, spoilt)
+            return
         residual, moved = memory.draft["residual"], memory.draft["momentum"]
         residual.copy_(memory.kept["residual"])
         self._move(memory, spoilt)
@@ -171,12 +178,15 @@ class LargestFirst(TwoSided):
         return limit / norm if norm > limit else 1.0
 
     def taken(self, memory: SliceMemory, piece: Slice, places: Tensor | None) -> None:
-        if self.top.masking and places is not None:
+        if self.moves and self.top.masking and places is not None:
             memory.draft["momentum"][piece.start : piece.end][places] = 0.0
 
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)
-        if spoilt:
+        if not self.moves:
+            if self.top.clip is not None and not spoilt:
+                memory.flat.mul_(self._clipped(memory.flat))
+        elif spoilt:
             memory.draft["momentum"].copy_(memory.kept["momentum"])
         else:
             memory.flat.copy_(self._move(memory, spoilt))

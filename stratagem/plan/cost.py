@@ -95,7 +95,9 @@ class _MirroredStep(PredictedStep):
         return self.prediction(parts)
 
     def compressed(self) -> Prediction:
-        """What a compression leaves of the gradient, when all of it is there: nothing is hidden.
+        """What a compression leaves of the gradient, as if it were sent when all of it is there.
+
+        Of a model of several buckets the first are under way before, which is not counted.
 
         Each slice goes to the replica that adds it up, and the sum to all; the replicas of a host
         share its link. PowerSGD all-reduces its factors.

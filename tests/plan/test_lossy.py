@@ -136,6 +136,9 @@ def test_only_sgd_goes_with_the_coarse_ones(monkeypatch: pytest.MonkeyPatch) -> 
     assert {each.wire for each in every} == set(LOSSY) and all(each.seconds > 0 for each in every)
     # of a large model the first parameters are tried, and the rest is reckoned by its size
     monkeypatch.setattr("stratagem.plan.lossy._MOST", 4096)
+    assert all(
+        each.seconds > 0 for each in codec_times(((61, 67), (3,)), linear=True)
+    )  # odd slices
     part = codec_times(((64, 64),) * 50, linear=False)
     assert all(each.seconds > 0 for each in part)
 
