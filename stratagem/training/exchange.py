@@ -86,7 +86,7 @@ class GradientExchange(Keeper):
             notes_apart=replica.collective.buffer if reducer.lossy else None,
             may_be_kept=every_backward,
         )
-        self._lay_out([n for n, p in named if p.requires_grad], params)
+        _lay_out(self.buckets, reducer, [n for n, p in named if p.requires_grad], params)
         #: the notes of most passes of custom loops, and that all parameters have a gradient
         usual = torch.tensor([*AS_ROWS, *[1.0] * len(params)])
         self._usual_tail = usual.to(self.buckets.tail)
@@ -110,12 +110,6 @@ class GradientExchange(Keeper):
         #: gives the memory back; also when a model that was prepared is forgotten
         self._release = weakref.finalize(self, _release, replica.collective, flats)
         self._release.atexit = False
-
-    def _lay_out(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
-        for bucket in self.buckets.buckets:
-            members = bucket.members
-            inside = layout([names[i] for i in members], [params[i] for i in members])
-            self.reducer.lay_out(bucket.flat, inside)
 
     @property
     def armed(self) -> bool:
@@ -350,6 +344,15 @@ def _weakly(ready: Callable[[Tensor], None], switch: _Switch) -> Callable[[Tenso
 
 def _on_gradient(param: Any, hook: Callable[[Tensor], None]) -> Any:
     return param.register_post_accumulate_grad_hook(hook)
+
+
+def _lay_out(
+    buckets: Buckets, reducer: Reducer, names: Sequence[str], params: Sequence[Tensor]
+) -> None:
+    for bucket in buckets.buckets:
+        members = bucket.members
+        inside = layout([names[i] for i in members], [params[i] for i in members])
+        reducer.lay_out(bucket.flat, inside)
 
 
 def _refuse_odd(named: Sequence[tuple[str, nn.Parameter]]) -> None:
