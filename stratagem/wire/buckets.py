@@ -133,7 +133,7 @@ class Buckets:
         last = None if self._given is None else self._given[index]
         if last is None:
             return
-        # by a name of the loop's, or by autograd, which counts beside Python
+        # by a name of the loop's, or by autograd, which torch may count beside Python
         if sys.getrefcount(last) > _UNKEPT or last._use_count() > 1 or last.requires_grad:  # type: ignore[attr-defined]
             assert self._given is not None
             self._given[index] = None

@@ -236,15 +236,9 @@ print("trained")
 """
 
 
+@pytest.mark.slow  # in `make test`: test_clients.py::test_a_client_for_each_worker
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        ("free", "fit"),
-        *(
-            pytest.param(kind, how, marks=pytest.mark.slow)
-            for kind, how in [("in step", "loop"), ("free", "loop"), ("mirrored", "loop")]
-        ),
-    ],
+    ("kind", "how"), [("free", "fit"), ("in step", "loop"), ("free", "loop"), ("mirrored", "loop")]
 )
 def test_a_script_without_close_ends_without_a_word(kind: str, how: str, tmp_path: Path) -> None:
     """Nobody is told that workers are gone: they were let go."""

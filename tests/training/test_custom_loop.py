@@ -82,13 +82,13 @@ def test_a_model_without_its_optimizer_is_told() -> None:
 
 
 def by_hand_cut(on: sg.Strategy | None, how: str) -> nn.Module:
-    x, y = data(70)
+    x, y = data(70 if how == "slices" else 72)  # of the last two rows a third replica has none
     model = mlp()
     optimizer = sgd(model)
     if on is not None:
         model, optimizer, _ = on.prepare(model, optimizer)
     replica = sg.current_replica()
-    for start in range(0, 70, 7):
+    for start in range(0, len(x), 7):
         batch = x[start : start + 7], y[start : start + 7]
         if on is not None and how == "rows":
             batch = on.rows(batch)
