@@ -12,6 +12,7 @@ rounds' ratios.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -37,7 +38,8 @@ TIMEOUT = 600
 
 
 class Arm(NamedTuple):
-    """`kind` is plain (Keras alone), ours, or mirrored (tf.distribute); threads are a replica's."""
+    """`kind` is plain (Keras alone), ours, bare (a loop of torch's own, without Keras) or mirrored
+    (tf.distribute); threads are a replica's."""
 
     backend: str
     kind: str
@@ -92,8 +94,40 @@ def scope(arm: Arm) -> Any:
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(arm.replicas)]).scope()
 
 
+def bare(arm: Arm) -> float:
+    """Steps a second of the same network in torch alone: no metrics, no callbacks, torch's own
+    layout (channels first) and its fused Adam."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(arm.threads)
+    if arm.model == "cnn":
+        shape: tuple[int, ...] = (1, 28, 28)
+        convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()]
+        dense = [nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU()]
+        model = nn.Sequential(*convolutions, *dense, nn.Linear(128, 10))
+    else:
+        shape, sizes = ((20,), (20, 64)) if arm.model == "tiny" else ((784,), (784, 2750, 2750))
+        pairs = itertools.pairwise(sizes)
+        hidden = [each for a, b in pairs for each in (nn.Linear(a, b), nn.ReLU())]
+        model = nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    steps = SIZES[arm.model][1]
+    x, y = torch.randn(arm.batch * steps, *shape), torch.randint(0, 10, (arm.batch * steps,))
+    for _ in range(EPOCHS):
+        started = time.perf_counter()
+        for rows in torch.randperm(len(x)).split(arm.batch):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+        took = time.perf_counter() - started
+    return steps / took
+
+
 def run(arm: Arm) -> float:
     """Steps a second in the last epoch."""
+    if arm.kind == "bare":
+        return bare(arm)
     inside = scope(arm)  # sets the threads, also for those who then stay outside
     import keras
     import numpy as np
@@ -170,6 +204,7 @@ def one_replica(name: str, args: Any, pythons: dict[str, str]) -> dict[str, Any]
     arms = {
         "plain": Arm("torch", "plain", name, batch, 1, args.threads),
         "ours": Arm("torch", "ours", name, batch, 1, args.threads),
+        "bare": Arm("torch", "bare", name, batch, 1, args.threads),
     }
     if "tensorflow" in pythons:
         arms["tf"] = Arm("tensorflow", "plain", name, batch, 1, args.threads)
@@ -178,7 +213,7 @@ def one_replica(name: str, args: Any, pythons: dict[str, str]) -> dict[str, Any]
         arms["jax"] = Arm("jax", "plain", name, batch, 1, args.threads)
     found = rounds(arms, args.rounds, pythons)
     line = f"{name:8}{batch:7}" + "".join(f"{median(found, a):13.2f}" for a in arms)
-    line += f"{median(found, 'ours', 'plain'):13.3f}"
+    line += f"{median(found, 'ours', 'plain'):13.3f}{median(found, 'ours', 'bare'):13.3f}"
     row = {
         "part": "one",
         "model": name,
@@ -186,6 +221,7 @@ def one_replica(name: str, args: Any, pythons: dict[str, str]) -> dict[str, Any]
         "threads": args.threads,
         "rounds": found,
         "ours/plain": median(found, "ours", "plain"),
+        "ours/bare": median(found, "ours", "bare"),
     }
     if "tf" in arms:
         line += f"{median(found, 'tf mirrored', 'tf'):13.3f}{median(found, 'ours', 'tf'):13.3f}"
@@ -300,9 +336,11 @@ def everything(args: Any, cores: int, pythons: dict[str, str]) -> list[dict[str,
         names = [
             "plain",
             "ours",
+            "bare",
             *(["tf", "tf mirrored"] if with_tf else []),
             *(["jax"] if "jax" in pythons else []),
             "ours/plain",
+            "ours/bare",
             *(["tf mirr./tf", "ours/tf"] if with_tf else []),
             *(["ours/jax"] if "jax" in pythons else []),
         ]

@@ -20,7 +20,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.frontends import onnx_int8
-from stratagem.frontends.quantize_report import FormScores, QuantizeReport
+from stratagem.frontends.quantize_report import Form, FormScores, QuantizeReport, compare_forms
 from stratagem.launch import cli
 from tests.support import strategy
 
@@ -92,6 +92,17 @@ def test_small_and_nearly_the_same(small: Any, trained: nn.Module, digits: Data)
     assert report.rows[2].bytes == len(small.content)
     assert report.smaller <= 0.30
     assert str(report).splitlines()[3].startswith("ONNX int8")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(alike() < 0.99, reason="the processor has no products of 8 bits")
+def test_half_as_fast_again_on_one_thread(small: Any, floats: bytes, digits: Data) -> None:
+    """The best of five medians, the forms in turn: what else runs here makes neither faster."""
+    models = [onnx_int8.OnnxModel(content) for content in (floats, small.content)]
+    forms = {name: Form(each, 1) for name, each in zip(("float", "int8"), models, strict=True)}
+    rounds = [compare_forms(forms, digits[2], None).rows for _ in range(5)]
+    float_ms, int8_ms = (min(rows[i].milliseconds for rows in rounds) for i in range(2))
+    assert float_ms >= 1.5 * int8_ms, rounds
 
 
 def test_the_file_is_in_8_bits_and_says_nothing_of_its_source(small: Any) -> None:
