@@ -32,6 +32,7 @@ from stratagem.frontends.staged import Staged
 from stratagem.frontends.step_choice import choose
 from stratagem.frontends.steps import Sliced, Step
 from stratagem.state.optimizer_recipe import group_settings
+from stratagem.state.shared_state import warm_up
 from stratagem.training import lossy_wire, setup
 from stratagem.training.replica import Replica, alone, current_replica
 from stratagem.training.step_figures import figures_of
@@ -102,6 +103,8 @@ class ReplicaSide:
         self._check = RowCheck(job.module, job.recipe, replica, "fit")
         self._prepare()
         self.tally = LossSum()
+        #: in a standby: whether it has done a step that does not count
+        self._rehearsed = False
         job.callbacks.changes.alone = replica.count == 1
         if job.journal is not None and job.journal.restarts:
             job.callbacks.changes.settle()  # all have what the chief has, also if it was alone
@@ -193,6 +196,10 @@ class ReplicaSide:
 
     def take(self, work: tuple[Portion, bool]) -> None:
         portion, last = work
+        if not self.replica.collective.live and not self._rehearsed:
+            self._rehearsed = True
+            self._check.rehearse(portion)
+            warm_up(self.job.optimizer)
         if self._check.open:
             self.step.bring_home()
             self._check.before(portion)

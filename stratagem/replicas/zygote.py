@@ -107,11 +107,12 @@ class Zygote:
 
     def _end(self, pids: list[int]) -> None:
         """Kill and reap; SIGKILL also ends a stopped process."""
-        for pid in pids:
-            if pid in self.children and self.children[pid] is None:
-                os.kill(pid, signal.SIGKILL)
-                _, code = os.waitpid(pid, 0)
-                self.children[pid] = os.waitstatus_to_exitcode(code)
+        running = [pid for pid in pids if pid in self.children and self.children[pid] is None]
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+        for pid in running:  # they come to their ends side by side
+            _, code = os.waitpid(pid, 0)
+            self.children[pid] = os.waitstatus_to_exitcode(code)
 
 
 def _keras_settings(environ: dict[str, str]) -> dict[str, str]:

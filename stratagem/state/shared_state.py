@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.state.optimizer_recipe import group_settings
+from stratagem.state.optimizer_recipe import ELEMENTWISE, group_settings
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
 #: settings that add to the state and may be changed on the way
@@ -104,6 +104,12 @@ def _rows(
         return {}
     made = collective.table(count, dtype, rows=len(names))
     return dict(zip(names, made.rows, strict=True))
+
+
+def warm_up(optimizer: Optimizer) -> None:
+    """Have the first update of a process be as fast as later ones."""
+    if type(optimizer) in ELEMENTWISE:
+        kinds_of_state(optimizer, more=False)
 
 
 def kinds_of_state(

@@ -59,7 +59,6 @@ class Standbys:
         #: by rank, the turn of its last replacement, and what it was told
         self._replaced: dict[int, tuple[int, Segment]] = {}
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
         membership.stand_in = self._stand_in
 
     @staticmethod
@@ -76,32 +75,33 @@ class Standbys:
     def begin(self) -> None:
         """A call begins that replicas may die in."""
         self.rest()
-        self._over = threading.Event()
+        self._over, self._waiting = threading.Event(), {}
         self._collective.log = made = CollectiveLog(*self._collective.position)
-        arguments = (made, self._over)
-        self._thread = threading.Thread(target=self._keep_ready, args=arguments, daemon=True)
-        self._thread.start()
+        arguments = (made, self._over, self._waiting)
+        threading.Thread(target=self._keep_ready, args=arguments, daemon=True).start()
 
     def rest(self) -> None:
-        """The call is over."""
-        if self._thread is not None:
-            self._over.set()
-            self._thread.join()
-            self._thread, self._collective.log = None, None
-            with self._lock:
-                waiting, self._waiting = list(self._waiting.values()), {}
-            threading.Thread(target=_end, args=(waiting,), daemon=True).start()
+        """The call is over; its standbys end beside what comes next."""
+        self._over.set()
+        self._collective.log, self._waiting = None, {}
 
-    def _keep_ready(self, made: CollectiveLog, over: threading.Event) -> None:
+    def _keep_ready(
+        self, made: CollectiveLog, over: threading.Event, waiting: dict[int, Follower]
+    ) -> None:
         ranks = range(1, len(self._pool.followers) + 1)
         seconds = _FIRST
         while not over.wait(seconds) and not made.broken:
             seconds = _LOOK
             for rank in ranks:
-                if made.state is not None and rank not in self._waiting and not over.is_set():
-                    self._start(rank, made)
+                if made.state is not None and rank not in waiting and not over.is_set():
+                    self._start(rank, made, waiting)
+        over.wait()
+        with self._lock:
+            left = list(waiting.values())
+            waiting.clear()
+        _end(left)
 
-    def _start(self, rank: int, made: CollectiveLog) -> None:
+    def _start(self, rank: int, made: CollectiveLog, waiting: dict[int, Follower]) -> None:
         members, call = self._membership.members, self._pool.call
         if call is None:
             return
@@ -112,7 +112,7 @@ class Standbys:
         told = (self._placement.of(self._placement.leader + rank), members, self._give_up)
         data, _ = graph_pickle.dumps((stand_by, (*told, made.handle, made.start, call), {}))
         with self._lock:
-            self._waiting[rank] = one
+            waiting[rank] = one
         try:
             one.send(data, lambda: None)
         except ConnectionError:
