@@ -25,23 +25,22 @@ class StagedStep(PredictedStep):
 
     def staged(self) -> Prediction:
         """As many examples a step as mirrored replicas on as many devices would take."""
-        line, busiest = self.line, max(self.line.busy)
+        line, busiest, late = self.line, max(self.line.busy), self._late
         over = self._handing * 2 * self.cfg.microbatches * self.cfg.parts
         parts = {
-            "compute": busiest - over,
+            "compute": busiest - over + late,
             "bubble": line.seconds - busiest,
             "handing over": over,
             "optimizer": self.profile.optimizer * self.crowding * self._largest,
             "overhead": self.cal.step,
         }
-        if self._late:
-            parts["weight gradients"] = self._late
         if self.cfg.rows > 1:
             parts["memory"] = self._added_up()
         if self.cfg.schedule == COLUMNS:
             parts["before and behind"] = self._rest * self._unit * self.cfg.depth
         found = self.prediction(parts)
-        return replace(found, memory=max(self.memories, default=None), bubble=line.bubble)
+        waits = line.bubble * line.seconds / (line.seconds + late) if late else line.bubble
+        return replace(found, memory=max(self.memories, default=None), bubble=waits)
 
     @cached_property
     def table(self) -> LayerTable:

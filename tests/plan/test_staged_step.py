@@ -78,8 +78,9 @@ def test_weight_gradients_are_made_once_a_batch_outside_of_the_bubble() -> None:
     plain = predict(model(optimizer=0.0), machine, cfg, cal)
     found = predict(model(optimizer=0.0, layers=later), machine, cfg, cal)
     busy = plain.step * 4 / 5  # of a stage, with four microbatches
-    assert found.parts["weight gradients"] == pytest.approx(busy / 3)
+    assert found.parts["compute"] == pytest.approx(busy)
     assert found.step == pytest.approx(plain.step * 2 / 3 + busy / 3)
+    assert found.bubble == pytest.approx(1 - busy / found.step) and found.bubble < plain.bubble
 
 
 def test_small_microbatches_cost_what_they_were_seen_to_cost() -> None:
