@@ -33,7 +33,7 @@ from tests.clock import in_time
 pytestmark = pytest.mark.timeout(60)
 
 SECRET = b"s" * 32
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=30, deadline=None)
 
 
 @contextmanager

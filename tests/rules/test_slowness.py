@@ -55,7 +55,7 @@ def test_nor_does_jitter_of_whole_steps(seed: int, tasks: int) -> None:
     assert gauss(random.Random(seed), tasks) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.integers(2, 8),

@@ -328,7 +328,7 @@ _anything = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     pieces=_anything, rows=_anything, after=_anything, size=st.sampled_from([0, 17, 64, 81, 120])
 )

@@ -105,7 +105,7 @@ def jobs(draw: Any) -> tuple[list[int], list[Any]]:
 
 
 @settings(
-    max_examples=60,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

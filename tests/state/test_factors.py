@@ -24,7 +24,7 @@ from tests.state.crowd_support import together
 
 
 @pytest.mark.timeout(120)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     size=st.integers(1, 4),
     height=st.integers(1, 12),
@@ -82,7 +82,7 @@ def test_the_sum_is_that_of_all_rows(
 
 
 @pytest.mark.timeout(120)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     size=st.integers(1, 5),
     shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=4),

@@ -19,7 +19,7 @@ from stratagem.wire.connection import Connection, Frame, WireError
 from tests.wire.wire_pairs import Outcome, call, listening, noise
 
 pytestmark = pytest.mark.timeout(60)
-SETTINGS = settings(max_examples=80, deadline=None)
+SETTINGS = settings(max_examples=40, deadline=None)
 LIMIT = 1 << 20
 
 
@@ -136,7 +136,7 @@ def test_strangers_at_the_door(kind: str) -> None:
     with listening(kind) as (listener, arrived):
 
         @given(said=st.binary(max_size=120) | st.binary(max_size=80).map(b"STRATGM\x04".__add__))
-        @settings(max_examples=60, deadline=None)
+        @settings(max_examples=30, deadline=None)
         def knock(said: bytes) -> None:
             if kind == "unix":
                 sock = socket.socket(socket.AF_UNIX)

@@ -79,7 +79,7 @@ def test_who_ends_the_job() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(0, 8), st.floats(0, 30.0))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_every_step_is_done_once(seed: int, count: int, patience: float) -> None:
     faults = schedule(seed, 4, 20.0, count, chief=True)
     run = simulate(replace(job(*faults, push=1e7), patience=patience, seed=seed), trace=True)
