@@ -153,8 +153,9 @@ class KubernetesServer:
         self.pods: list[Pod] = []
         #: how often JobSets have begun again
         self.attempts: dict[str, int] = {}
-        #: kinds that may not be created, and how many answers are to be cut off
+        #: kinds that may not be created, or whose names are taken; how many answers are cut off
         self.forbidden: set[str] = set()
+        self.taken: set[str] = set()
         #: kinds of which the next is never answered, since whoever asked is killed
         self.held: set[str] = set()
         self.drop = 0
@@ -228,7 +229,7 @@ class KubernetesServer:
         name = made["metadata"]["name"]
         if kind in self.forbidden:
             raise Refusal(403, "Forbidden", f'{kind} "{name}" is forbidden: you may not')
-        if (kind, name) in self.objects:
+        if (kind, name) in self.objects or kind in self.taken:
             raise Refusal(409, "AlreadyExists", f'{kind} "{name}" already exists')
         if not _LABEL.fullmatch(name):
             raise Refusal(422, "Invalid", f"{name} is no DNS label")

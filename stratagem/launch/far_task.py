@@ -37,8 +37,9 @@ from stratagem.launch.output import Relay, Sink
 from stratagem.launch.processes import Guard, Process
 from stratagem.launch.supervise import SignalQueue, Supervisor
 
-#: seconds from SIGTERM to SIGKILL: a training may have something to save
+#: seconds from SIGTERM to SIGKILL: a training may have something to save, unless a task has failed
 GRACE = 20.0
+_AFTER_A_FAILURE = 3.0
 #: seconds for the names of all pods to be known
 _NAMES = 600.0
 
@@ -49,8 +50,10 @@ def run(
     environ: Mapping[str, str],
     relay: Relay,
     attend: Callable[[SignalQueue], None] = lambda inbox: None,
+    failed: Callable[[], bool] = lambda: False,
 ) -> TaskEnd:
-    """Run the task to its end; `attend` may put signals into the queue."""
+    """Run the task to its end; `attend` may put signals into the queue; `failed`: whether another
+    task has failed, and this one is told to end because of it."""
     with SignalQueue() as inbox, ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
         guard = Guard(folder)
@@ -61,16 +64,26 @@ def run(
         relay.add(process, 0)
         relay.start()
         attend(inbox)
-        supervisor = Supervisor([process], guard, relay, inbox, GRACE)
+        supervisor = Supervisor(
+            [process],
+            guard,
+            relay,
+            inbox,
+            _AFTER_A_FAILURE,
+            told=lambda: 0.0 if failed() else GRACE,
+        )
         supervisor.run()
         relay.close()
         while not relay.join(1.0) and not relay.broken.is_set():
             pass
         tail = tuple(relay.tail(process))
     code = supervisor.code
-    if supervisor.stopped is not None and process.code and process.code > 0:
+    stopped = supervisor.stopped is not None
+    if stopped and process.code and process.code > 0:
         code = process.code
-    return TaskEnd(task, code, process.because_of, now(), tail, supervisor.stopped is not None)
+    if process.code == -signal.SIGTERM and signal.SIGTERM in inbox.arrived:
+        stopped = True  # Slurm signals all processes at once, and the task was the quicker one
+    return TaskEnd(task, code, process.because_of, now(), tail, stopped)
 
 
 def environment(spec: ClusterSpec, task: Task, secret: str, more: Mapping[str, str]) -> Any:
@@ -99,9 +112,14 @@ def under_slurm(folder: str) -> int:
     environ = environment(ClusterSpec(request.by_role(addresses)), task, secret, request.environ)
     job.task_runs(task, socket.gethostname())
     with LogFile(job.log(task)) as log:
-        end = run(task, [request.python, *request.words], environ, Relay(log, log))
+        words, relay = [request.python, *request.words], Relay(log, log)
+        end = run(task, words, environ, relay, failed=lambda: _has_failed(job))
     job.task_ended(end)
     return 0 if end.stopped else end.code  # srun would kill those that are still saving
+
+
+def _has_failed(job: JobFolder) -> bool:
+    return any(end.code and not end.stopped for end in job.ends())
 
 
 def in_a_pod(words: list[str]) -> int:

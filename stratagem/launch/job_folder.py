@@ -78,10 +78,13 @@ class JobFolder:
     @classmethod
     def all(cls) -> list[Self]:
         """Every job that was sent, the newest last."""
+        return [job for job in cls.begun() if job.told["name"]]
+
+    @classmethod
+    def begun(cls) -> list[Self]:
+        """Those as well whose sender was killed before the engine had named them."""
         found = [cls(file.parent) for file in jobs_home().glob("*/job.json")]
-        return sorted(
-            (job for job in found if job.told["name"]), key=lambda job: job.path.name[-22:]
-        )
+        return sorted(found, key=lambda job: job.path.name[-22:])
 
     @classmethod
     def find(cls, handle: str) -> Self:

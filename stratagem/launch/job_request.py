@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from stratagem.cluster.spec import Task
@@ -54,6 +54,10 @@ class JobRequest:
         for task, address in zip(self.tasks(), addresses, strict=True):
             found.setdefault(task.type, []).append(address)
         return found
+
+    def hidden(self) -> JobRequest:
+        """The same without the values of its variables, for everybody to see."""
+        return replace(self, environ=dict.fromkeys(self.environ, "(as it is here)"))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 
-from stratagem.errors import UsageError
+from stratagem.errors import StratagemError, UsageError
 from stratagem.launch.engines.engine import engine
 from stratagem.launch.job_folder import JobFolder, LogReader
 from stratagem.launch.job_request import JobState
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
         return follow(job, printer)
     try:
         engine(job.engine).state(job)  # brings what lies elsewhere
-    except UsageError as problem:
+    except StratagemError as problem:
         print(f"stratagem logs: what is here already: {problem}", file=sys.stderr)
     printer.print_new()
     return 0
@@ -72,7 +72,7 @@ def _to_the_end(job: JobFolder, printer: _Printer) -> JobState:
     while True:
         try:
             state, answered = runs.state(job), time.monotonic()
-        except UsageError as problem:
+        except StratagemError as problem:
             if time.monotonic() - answered > _UNANSWERED:
                 raise
             state = JobState("waiting", text=f"{problem}; the job goes on, and is asked again")

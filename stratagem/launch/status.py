@@ -27,6 +27,7 @@ def main(args: argparse.Namespace) -> int:
         how = f"ended, exit code {told['code']}" if "code" in told else "running"
         if state.phase == "ended" and "code" not in told:
             how = "gone without a word" if told else "never began"
+            how = "ended with the job" if state.code == 0 else how
         elif not told:
             how = "not begun"
         print(f"  {task!s:<12} {told.get('host', '-'):<20} {how}")

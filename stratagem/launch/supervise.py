@@ -101,12 +101,12 @@ class Supervisor:
         tracebacks: bool = False,
         record: Callable[[str, Process | None, str], None] = lambda *_: None,
         restart: Callable[[Process], Process | None] = lambda process: None,
-        told: float = 0.0,
+        told: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`record` is told what happens: "end" of a process, or an "action", and how.
 
         `restart` is given a task that was killed, and may start it again; the others go on.
-        `told`: seconds, if more than `grace`, for tasks to end after a signal to the launcher.
+        `told`: the seconds, if more than `grace`, for tasks to end after a signal to the launcher.
         """
         #: whether the job does without a task that was killed, as long as there are others
         self.goes_on: Callable[[Process], bool] = lambda process: False
@@ -170,7 +170,7 @@ class Supervisor:
             self._say(f"{number.name}: ending {_names(self._left)}.")
             if number is signal.SIGINT and not self._tracebacks:
                 self._relay.interrupted.set()
-            grace = max(self._grace, self._told)
+            grace = max(self._grace, self._told())
             self._escalation = Escalation(steps_after(number, grace), now)
         self.stopped = self.stopped or number
 

@@ -236,6 +236,7 @@ class RaySite(Site):
         self._port, head = free_ports(2)
         self.address = f"127.0.0.1:{head}"
         self._temp = tempfile.mkdtemp(prefix="r", dir="/tmp")  # names of sockets are short
+        self.logs = Path(self._temp)
         self._environ = {
             "PYTHONPATH": f"{packages}:{ROOT}",
             "PATH": f"{packages / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -259,6 +260,7 @@ class RaySite(Site):
 
     def _node(self, *options: str) -> None:
         common = ["--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats"]
+        common.append("--num-gpus=2")  # which nobody looks for
         common += ["--min-worker-port=40000", "--max-worker-port=44999"]  # none of the tests' own
         if not any("node-ip" in option for option in options):
             common.append("--node-ip-address=127.0.0.1")

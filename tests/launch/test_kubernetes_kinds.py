@@ -105,7 +105,8 @@ MODELS = """
 import json, sys
 from kubeflow_trainer_api import models
 names = {"Job": "IoK8sApiBatchV1Job", "JobSet": "JobsetV1alpha2JobSet",
-         "TrainJob": "TrainerV1alpha1TrainJob"}
+         "TrainJob": "TrainerV1alpha1TrainJob", "Service": "IoK8sApiCoreV1Service",
+         "Secret": "IoK8sApiCoreV1Secret"}
 
 def same(told, known, where):
     if isinstance(told, dict):
@@ -144,8 +145,9 @@ def test_the_official_models_know_every_field() -> None:
             timeout=170,
         )
 
-    jobs = [made(kind, **given)[0] for kind, given in ALL.items()]
+    jobs = [each for kind, given in ALL.items() for each in made(kind, **given)]
     done = checked(jobs)
-    assert done.stdout.split() == ["Job", "JobSet", "TrainJob"], done.stderr
-    jobs[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["completionMod"] = "Indexed"
+    kinds = ["Job", "Service", "Secret", "JobSet", "Secret", "TrainJob", "Secret"]
+    assert done.stdout.split() == kinds, done.stderr
+    jobs[3]["spec"]["replicatedJobs"][0]["template"]["spec"]["completionMod"] = "Indexed"
     assert "completionMod" in checked(jobs).stderr

@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from typing import Any
 
 from stratagem.cluster.spec import Task
@@ -31,7 +30,15 @@ class Kubernetes:
 
     def prepare(self, request: JobRequest) -> JobRequest:
         if shutil.which("kubectl") is None:
-            raise UsageError("there is no kubectl on this machine")
+            raise UsageError(
+                "there is no kubectl on this machine: install it "
+                "(https://kubernetes.io/docs/tasks/tools), or submit from a machine that has it"
+            )
+        if not request.name[0].isalpha():
+            raise UsageError(
+                f"{request.name!r} is no name on Kubernetes, where a letter comes first: as in "
+                f"--name a{request.name[:51]}"
+            )
         if not request.settings.get("image"):
             raise UsageError(
                 "which image? As in: --image registry/digits:1, with the script and stratagem in it"
@@ -47,22 +54,21 @@ class Kubernetes:
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
         """The manifests; the secret itself is made when they are sent."""
-        hidden = replace(request, environ=dict.fromkeys(request.environ, "(as it is here)"))
-        documents = manifests(hidden, _name(request, job), "(a secret)")
-        return "\n".join(f"---\n{json.dumps(each, indent=2)}" for each in documents) + "\n"
+        documents = manifests(request.hidden(), _name(request, job), "(a secret)")
+        return "".join(f"---\n{_text(each)}" for each in documents)
 
     def send(self, request: JobRequest, job: JobFolder) -> str:
         name, (training, *rest) = _name(request, job), manifests(request, _name(request, job))
         (job.path / "script").write_text(self.describe(request, job))
         job.sent("kubernetes", name, request)
-        made = json.loads(_kubectl(request, "create", "-o", "json", "-f", "-", told=training))
+        made = json.loads(_create(request, training))
         what = kind_of(request).resource
         owner = {"apiVersion": made["apiVersion"], "kind": made["kind"], "name": name}
         owner["uid"] = made["metadata"]["uid"]
         try:
             for each in rest:
                 each["metadata"]["ownerReferences"] = [owner]
-                _kubectl(request, "create", "-o", "json", "-f", "-", told=each)
+                _create(request, each)
             wake = json.dumps({"spec": {"suspend": False}})
             _kubectl(request, "patch", what, name, "--type=merge", f"--patch={wake}")
         except BaseException:
@@ -157,8 +163,17 @@ def _begin_again(job: JobFolder, attempt: int) -> None:
 
 
 def _name(request: JobRequest, job: JobFolder) -> str:
-    """Unlike all others: several jobs may have the same name."""
-    return f"{request.name[:40].rstrip('-')}-{job.path.name.rpartition('-')[2]}"
+    """Unlike all others: several jobs may have the same name. With what JobSet adds to it, a pod's
+    name has 63 letters at most."""
+    return f"{request.name[:30].rstrip('-')}-{job.path.name.rpartition('-')[2]}"
+
+
+def _text(document: dict[str, Any]) -> str:
+    return f"{json.dumps(document, indent=2)}\n"
+
+
+def _create(request: JobRequest, document: dict[str, Any]) -> bytes:
+    return _kubectl(request, "create", "-o", "json", "-f", "-", told=document)
 
 
 def _kubectl(request: JobRequest, *words: str, told: Any = None) -> bytes:
@@ -167,7 +182,7 @@ def _kubectl(request: JobRequest, *words: str, told: Any = None) -> bytes:
     try:
         done = subprocess.run(
             ["kubectl", *more, *words],
-            input=None if told is None else json.dumps(told).encode(),
+            input=None if told is None else _text(told).encode(),
             capture_output=True,
             timeout=120,
         )
@@ -176,6 +191,8 @@ def _kubectl(request: JobRequest, *words: str, told: Any = None) -> bytes:
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         said = (lines or ["without a word"])[-1]
+        if "connection to the server" in said:
+            said += " `kubectl get jobs` must work first; --context chooses another cluster"
         raise UsageError(f"kubectl {words[0]} failed: {said}")
     return done.stdout
 

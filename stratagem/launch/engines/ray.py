@@ -38,23 +38,24 @@ class Ray:
             raise UsageError("there is no `ray` on this machine: pip install 'ray[default]'")
         script = request.words[0]
         if script != "-m" and not (Path(request.folder) / script).is_file():
-            raise UsageError(f"there is no script {script!r} in {request.folder}")
+            raise UsageError(
+                f"there is no script {script!r} in {request.folder}; --folder says where it is"
+            )
         _ask(request, "/api/version")
         if request.gpus:
             _check_gpus(request)
         return request
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
+        """The command, and the file that it names, but for the values of --env."""
         command = shlex.join(_command(request, _name(request, job), job))
-        return f"{command}\n# STRATAGEM_JOB={json.dumps(_told(request))}\n"
+        return f"{command}\n# runtime_env.json: {json.dumps(_runtime_env(request.hidden()))}\n"
 
     def send(self, request: JobRequest, job: JobFolder) -> str:
         name = _name(request, job)
         (job.path / "script").write_text(self.describe(request, job))
         job.sent("ray", name, request)
-        told = {**request.environ, "STRATAGEM_JOB": json.dumps(_told(request))}
-        left_out = list(request.settings.get("excludes", ()))
-        job.write("runtime_env.json", {"env_vars": told, "excludes": left_out})
+        job.write("runtime_env.json", _runtime_env(request))
         try:
             done = subprocess.run(
                 _command(request, name, job), capture_output=True, text=True, timeout=300
@@ -157,6 +158,11 @@ def _told(request: JobRequest) -> dict[str, Any]:
     restarts = request.settings.get("restarts", 0)
     settings = {"env": list(request.environ), "restarts": restarts}
     return {**request.to_json(), "environ": {}, "settings": settings}
+
+
+def _runtime_env(request: JobRequest) -> dict[str, Any]:
+    told = {**request.environ, "STRATAGEM_JOB": json.dumps(_told(request))}
+    return {"env_vars": told, "excludes": list(request.settings.get("excludes", ()))}
 
 
 def _command(request: JobRequest, name: str, job: JobFolder) -> list[str]:

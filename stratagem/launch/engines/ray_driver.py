@@ -245,13 +245,14 @@ class RayDriver:
         self._tell("end", json.dumps({**told, "because_of": end.because_of}), end.when)
 
     def _end(self, left: list[Task]) -> None:
-        """Ask those that are left to end, then take their places away."""
-        for task in left:
-            self._places[task].stop.remote()
-        until = time.monotonic() + _GRACE
-        while left and time.monotonic() < until:
-            time.sleep(_TICK)
-            left = [task for task in left if not self._look(task)]
+        """Ask those that are left to end, then kill them, then take their places away."""
+        for grace in (_GRACE, 1.0):  # whoever is asked twice is killed
+            for task in left:
+                self._places[task].stop.remote()
+            until = time.monotonic() + grace
+            while left and time.monotonic() < until:
+                time.sleep(_TICK)
+                left = [task for task in left if not self._look(task)]
         for task in left:
             self._ray.kill(self._places[task])
             self._note(TaskEnd(task, 137, "", now(), ()))

@@ -22,7 +22,8 @@ from stratagem.launch.job_request import JobRequest, JobState
 from stratagem.launch.verdict import write_end
 from stratagem.training.termination import EXIT_CODE
 
-#: seconds before the time limit at which trainings are asked to save
+#: seconds before the time limit at which trainings are asked to save: of a short job a quarter, for
+#: Slurm may be half a minute early
 _BEFORE_THE_END = 90
 _REQUEUES = 100
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESV_DEL_HOLD")
@@ -40,7 +41,9 @@ class Slurm:
             raise UsageError("a batch script has no room for arguments with line breaks")
         script = request.words[0]
         if script != "-m" and not (Path(request.folder) / script).is_file():
-            raise UsageError(f"there is no script {script!r} in {request.folder}")
+            raise UsageError(
+                f"there is no script {script!r} in {request.folder}; --folder says where it is"
+            )
         python = shutil.which(request.python)
         if python is None:
             raise UsageError(
@@ -53,7 +56,8 @@ class Slurm:
         parts = [count for count in request.roles().values() if count]
         options = [f"--job-name={request.name}"]
         if request.minutes is not None:
-            options += [f"--time={request.minutes}", f"--signal=TERM@{_BEFORE_THE_END}"]
+            before = min(_BEFORE_THE_END, 15 * request.minutes)
+            options += [f"--time={request.minutes}", f"--signal=TERM@{before}"]
         options += ["--requeue", "--open-mode=append", _quoted("output", job.path / "batch.log")]
         options += [_quoted("chdir", request.folder), *request.settings.get("sbatch", ())]
         lines = ["#!/bin/bash"]
@@ -88,7 +92,10 @@ class Slurm:
         job.sent("slurm", "", request)  # tasks may begin before sbatch has answered
         done = _call(["sbatch", "--parsable", str(script)])
         if done.returncode:
-            raise UsageError(f"sbatch refused the job: {_last_line(done.stderr)}")
+            said = _last_line(done.stderr)
+            if "configuration source" in said or "contact slurm controller" in said:
+                said += " (submit where `sinfo` works: on a login node of the cluster)"
+            raise UsageError(f"sbatch refused the job: {said}")
         name = done.stdout.strip().partition(";")[0]
         job.sent("slurm", name, request)
         return name

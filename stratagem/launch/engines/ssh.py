@@ -57,7 +57,10 @@ class Ssh:
         if not hosts:
             raise UsageError("which hosts? As in: --hosts node1,node2 (or hosts in stratagem.toml)")
         if shutil.which(_ssh(request)[0]) is None:
-            raise UsageError(f"there is no {_ssh(request)[0]} on this machine")
+            raise UsageError(
+                f"there is no {_ssh(request)[0]} on this machine: install OpenSSH's client, or say "
+                "another with --ssh"
+            )
         tasks = request.tasks()
         places = {task: hosts[i % len(hosts)] for i, task in enumerate(tasks)}
         wanted = {host: [t for t in tasks if places[t] == host] for host in places.values()}
@@ -80,8 +83,9 @@ class Ssh:
         return replace(request, settings=settings)
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
-        """The commands; what goes through their stdin follows each, but for the secret."""
-        lines = []
+        """The commands; what goes through their stdin follows each, but for the secret and the
+        values of --env."""
+        request, lines = request.hidden(), []
         for task, host in zip(request.tasks(), request.settings["places"], strict=True):
             told = _told(request, task, "(a secret)")
             lines += [f"# {task}", shlex.join(_command(request, host)), f"# stdin: {told}"]
@@ -193,9 +197,14 @@ def _probe(request: JobRequest, host: str, tasks: Sequence[Task]) -> Mapping[str
             words, input=json.dumps(told) + "\n", capture_output=True, text=True, timeout=120
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(f"{login} has not answered in 120 s") from None
+        raise UsageError(
+            f"{login} has not answered in 120 s: `ssh {login} true` must end without a question"
+        ) from None
     if done.returncode == _NOT_REACHED:
-        raise UsageError(f"{login} cannot be reached: {_last_line(done.stderr)}")
+        raise UsageError(
+            f"{login} cannot be reached: {_last_line(done.stderr)} (`ssh {login} true` must end "
+            "without a question)"
+        )
     if done.returncode:
         raise UsageError(
             f"{login} cannot run stratagem with {request.python!r} ({_last_line(done.stderr)}): "
@@ -264,7 +273,7 @@ class Remote(Process):
             super().signal(number)
             return
         self.say(number.name)
-        if number is signal.SIGKILL:
+        if number is signal.SIGKILL and self._way >= 0:
             os.close(self._way)
             self._way = -1
 
@@ -303,7 +312,7 @@ def supervise(job: JobFolder) -> int:
         threading.Thread(target=_keep_alive, args=(processes, over), daemon=True).start()
         ends = _Ends(job, relay)
         supervisor = Supervisor(
-            processes, guard, relay, inbox, _GRACE, record=ends.add, told=GRACE + _ALIVE
+            processes, guard, relay, inbox, _GRACE, record=ends.add, told=lambda: GRACE + _ALIVE
         )
         supervisor.run()
         relay.close()
@@ -342,7 +351,7 @@ def _keep_alive(processes: Sequence[Remote], over: threading.Event) -> None:
 def _write_end(job: JobFolder, process: Process, tail: list[str], stopped: bool = False) -> None:
     told = job.task(process.task)
     because = next((line.removeprefix(BECAUSE) for line in tail if line.startswith(BECAUSE)), "")
-    code = process.code or 0
+    code = -signal.SIGKILL if process.code is None else process.code  # nobody waits any longer
     if code == _NOT_REACHED:
         tail = [*tail, f"the connection to {told.get('host')} was lost, or never made"]
     lines = tuple(line for line in tail if not line.startswith(BECAUSE))
