@@ -218,6 +218,7 @@ import torch
 import stratagem as sg
 
 torch.set_num_threads(1)
+torch.manual_seed(0)
 servers = lambda rule: sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=rule)
 kind, how = {kind!r}, {how!r}
 strategy = (
