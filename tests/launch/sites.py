@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -226,6 +227,16 @@ class KubernetesSite(Site):
         self.hosts.close()
 
 
+def _below(pid: int) -> list[int]:
+    """All processes under one."""
+    try:
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        children = [int(c) for t in threads for c in (t / "children").read_text().split()]
+    except FileNotFoundError:
+        return []  # it has ended meanwhile
+    return children + [each for child in children for each in _below(child)]
+
+
 class RaySite(Site):
     """Two nodes of a real Ray, which lies in the folder STRATAGEM_TEST_RAY."""
 
@@ -251,12 +262,15 @@ class RaySite(Site):
             self._node("--head", f"--port={head}", dashboard, f"--temp-dir={self._temp}")
             wait_for(self._answers, 120)
             wait_for(lambda: self._count() == 1, 120)
-            self._node(f"--address=127.0.0.1:{head}", "--node-ip-address=127.0.0.2")
-            # as it comes it clears what jobs before it have in the folder that both share
-            wait_for(lambda: self._count() == 2, 120)
+            self._second_node()
         except BaseException:
             self.close()
             raise
+
+    def _second_node(self) -> None:
+        self._node(f"--address={self.address}", "--node-ip-address=127.0.0.2")
+        # as it comes it clears what jobs before it have in the folder that both share
+        wait_for(lambda: self._count() == 2, 120)
 
     def _node(self, *options: str) -> None:
         common = ["--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats"]
@@ -284,7 +298,8 @@ class RaySite(Site):
         """How many nodes there are."""
         assert self._nodes[-1].poll() is None, (self.folder / "ray.log").read_text()
         with urlopen(f"http://127.0.0.1:{self._port}/nodes?view=summary", timeout=20) as answer:
-            return len(json.load(answer)["data"]["summary"])
+            nodes = json.load(answer)["data"]["summary"]
+        return sum(node["raylet"].get("state") == "ALIVE" for node in nodes)
 
     def options(self) -> list[str]:
         return ["--on", "ray"]
@@ -303,6 +318,19 @@ class RaySite(Site):
             place = int(Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()[1])
             assert place > 1, "it is no child of an actor"
         os.kill(place, signal.SIGKILL)
+
+    def lose_node(self) -> None:
+        """Kill the second node at once, as a machine whose plug is pulled; nothing says goodbye."""
+        node = self._nodes.pop()
+        for pid in [*_below(node.pid), node.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        node.wait(60)
+
+    def mend(self) -> None:
+        """Have two nodes again."""
+        if len(self._nodes) == 1:
+            self._second_node()
 
     def close(self) -> None:
         for node in reversed(self._nodes):

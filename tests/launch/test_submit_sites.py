@@ -292,6 +292,31 @@ def test_a_place_that_is_lost_is_taken_anew(there: Any) -> None:
     assert all(torch.equal(a, lost[key]) for key, a in quiet.items())
 
 
+def test_a_node_that_is_lost(there: Any) -> None:
+    """All of it at once, its raylet and what ran there; the tasks begin again on what is left."""
+    if there.name != "ray":
+        pytest.skip("Ray's")
+    script(there, RESUMED)
+    job = ["submit", *there.options(), "--workers", "2", "--follow", "--restarts", "1", "train.py"]
+    code, said = finished(there.start(*job, "whole", "0"))
+    assert code == 0, said
+    (there.folder / "step-worker-0").unlink(missing_ok=True)
+    client = there.start(*job, "halved", "0.15")
+    wait_for(lambda: (there.folder / "step-worker-0").exists(), 60)
+    time.sleep(1.5)
+    there.lose_node()
+    try:
+        code, said = finished(client, 180)
+        assert code == 0, said
+        assert "waiting: to begin again" in said, said
+        whole, halved = (
+            load_file(there.folder / f"{each}-end.safetensors") for each in ("whole", "halved")
+        )
+        assert all(torch.equal(a, halved[key]) for key, a in whole.items())
+    finally:
+        there.mend()
+
+
 @needs_hosts
 def test_a_job_that_was_cut_off_goes_on_when_it_is_submitted_again(there: Any) -> None:
     """Where nobody puts it back into a queue: over ssh, on Vertex AI."""
