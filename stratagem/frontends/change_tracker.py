@@ -122,6 +122,11 @@ def _modules(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
 
 
+def module_attributes(module: nn.Module) -> AttributeTracker:
+    """Plain attributes of a module and its parts, but torch's own."""
+    return AttributeTracker(_modules(module), _TORCHS, nested=True)
+
+
 class ChangeTracker:
     """What callbacks change between two moments at which all replicas have the same.
 
@@ -150,7 +155,7 @@ class ChangeTracker:
         self._params.mark(list(module.parameters()), closely=self._own and not self.in_common)
         self._buffers.mark(list(module.buffers()), closely=self._own)
         if self._own:
-            self._attributes = AttributeTracker(_modules(module), _TORCHS, nested=True)
+            self._attributes = module_attributes(module)
             self._frozen = _requires_grad(module)
             self._layout, self._state = self._current_layout(), self._current_state()
 
@@ -239,7 +244,7 @@ def share_attributes(module: nn.Module, replica: Replica) -> None:
     parts = _modules(module)
     mine = None
     if replica.is_chief:
-        known = AttributeTracker(parts, _TORCHS, nested=True).everything()
+        known = module_attributes(module).everything()
         mine = [_requires_grad(module), [list(each) for each in known]]
     frozen, attributes = broadcast_tree(replica.collective, mine)
     if not replica.is_chief:

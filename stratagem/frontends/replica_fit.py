@@ -148,6 +148,8 @@ class ReplicaSide:
         adopt = partial(standby_state.adopt, job, self.step)
         can_follow = standby_state.possible(job, self.step)
         replica.collective.offer(state if can_follow else None, adopt)
+        watched = self.is_chief and job.journal is not None
+        self._traces = standby_state.StepTraces(job) if watched else None
 
     def begin(self, epoch: int) -> None:
         self.job.module.train()
@@ -220,7 +222,11 @@ class ReplicaSide:
             journal.before_update(self.job.module, self.tally if several else None)
             self.step.keep()
         journal.before_batch()
+        if self._traces is not None:
+            self._traces.before()
         done_here = self.replica.collective.step(partial(self.step.take, portion, last))
+        if self._traces is not None and self._traces.left():
+            self.replica.collective.offer(None, lambda told: None)  # nobody follows from here on
         if self.step.settled:
             journal.updated(self.job.recipe.metrics, self.replica)
             self.step.sync()
@@ -235,6 +241,8 @@ class ReplicaSide:
         """Keep what this training goes on from, when replicas have come together again."""
         job, replica, begun = self.job, self.replica, self.job.source.journal.begun
         found = journal.interrupt(job.recipe.metrics, self.tally, begun)
+        if self._traces is not None:
+            self._traces.undo()
         lossy_wire.break_off(self.step.keeper)
         heir = job.succession if job.by_itself else None
         if found is not None and (replica.is_chief or heir is not None):

@@ -22,6 +22,8 @@ from stratagem.replicas.zygote import how_it_ended
 from stratagem.training.placement import Placement, sit
 from stratagem.training.replica import current_replica, set_called
 
+log = logging.getLogger("stratagem")
+
 
 class LocalMembership(Membership):
     """The members on this process's own devices; also hears who has left the cluster."""
@@ -32,8 +34,15 @@ class LocalMembership(Membership):
 
     def _become(self, trouble: Failure) -> None:
         first = self.trouble is None and trouble.kind == "died" and trouble.rank > 0
-        if not first or self.stand_in is None or not self.stand_in(trouble):
+        if not first or not self._is_replaced(trouble):
             super()._become(trouble)
+
+    def _is_replaced(self, trouble: Failure) -> bool:
+        try:
+            return self.stand_in is not None and self.stand_in(trouble)
+        except Exception:  # whatever it is, the others must hear who has died
+            log.exception("%s has no standby", trouble.member)
+            return False
 
     def give_up_on(self, trouble: Failure) -> None:
         """Nobody could take its place."""

@@ -84,6 +84,7 @@ class Standbys:
         """The call is over; its standbys end beside what comes next."""
         self._over.set()
         self._collective.log, self._waiting = None, {}
+        self._replaced.clear()
 
     def _keep_ready(
         self, made: CollectiveLog, over: threading.Event, waiting: dict[int, Follower]
@@ -95,7 +96,6 @@ class Standbys:
             for rank in ranks:
                 if made.state is not None and rank not in waiting and not over.is_set():
                     self._start(rank, made, waiting)
-        over.wait()
         with self._lock:
             left = list(waiting.values())
             waiting.clear()
@@ -115,7 +115,7 @@ class Standbys:
             waiting[rank] = one
         try:
             one.send(data, lambda: None)
-        except ConnectionError:
+        except (OSError, ValueError):  # it has ended, or too many files are open for `select`
             self._drop(rank)
 
     def _drop(self, rank: int) -> None:
@@ -139,23 +139,16 @@ class Standbys:
         return True
 
     def _take_place(self, trouble: Failure, one: Follower) -> None:
-        rank, made = trouble.rank, self._collective.log
-        turn = self._collective.turn_of(rank)
-        known = self._replaced.get(rank)
-        again = known is not None and known[0] == turn  # it would die there time after time
-        if made is None or again or not self._is_in_step(made, turn):
-            self._drop(rank)
-            self._membership.give_up_on(trouble)
-            return
-        order, segment = made.order(turn)
-        self._replaced[rank] = turn, segment
         try:
-            one.member.recv(1)  # that it is ready
-            one.member.sendall(order)
-        except OSError:  # it has died, too, or the call is over
-            self._drop(rank)
+            taken = self._send_into_step(trouble.rank, one)
+        except Exception:  # state that cannot travel, no memory: the others must hear who has died
+            log.exception("the standby of %s cannot take its place", trouble.member)
+            taken = False
+        if not taken:
+            self._drop(trouble.rank)
             self._membership.give_up_on(trouble)
             return
+        rank = trouble.rank
         with self._lock:
             self._waiting.pop(rank, None)
         device = self._placement.devices[self._placement.leader + rank]
@@ -165,6 +158,23 @@ class Standbys:
         log.warning("%s", epitaph(trouble.member, status, "Its standby goes on."))
         record_fault(trouble)
         event("join", "its standby has taken its place", about=one.name)
+
+    def _send_into_step(self, rank: int, one: Follower) -> bool:
+        """Whether the standby could be told to do the step in which one has died."""
+        made = self._collective.log
+        turn = self._collective.turn_of(rank)
+        known = self._replaced.get(rank)
+        again = known is not None and known[0] == turn  # it would die there time after time
+        if made is None or again or not self._is_in_step(made, turn):
+            return False
+        order, segment = made.order(turn)
+        self._replaced[rank] = turn, segment
+        try:
+            one.member.recv(1)  # that it is ready
+            one.member.sendall(order)
+        except OSError:  # it has died, too, or the call is over
+            return False
+        return True
 
     def _is_in_step(self, made: CollectiveLog, turn: int) -> bool:
         """Whether this process, too, is in the step in which one has died, or comes to it; not if

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.errors import NotDistributable
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.wire.collective_log import is_ready
 
@@ -22,19 +24,18 @@ pytestmark = pytest.mark.timeout(120)
 ROWS, BATCH, EPOCHS = 192, 48, 16
 
 
-class Deadly:
+def deadly(folder: Path) -> Any:
     """A loss that takes a while, and kills the replica whose name is in the folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
-        name = self.folder / str(sg.current_replica().index)
+        name = folder / str(sg.current_replica().index)
         if name.exists():
             name.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         return nn.functional.cross_entropy(output, target)
+
+    return loss
 
 
 class Kills(sg.callbacks.Callback):
@@ -57,15 +58,51 @@ class Kills(sg.callbacks.Callback):
             (self.folder / str(rank)).touch()
 
 
-def train(strategy: Any, killed: bool, dtype: torch.dtype, folder: Path) -> Any:
+class Counting(nn.Tanh):
+    """Counts its calls, which standbys leave out."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return super().forward(x) / (1 + 0.01 * self.calls)
+
+
+class Slowing(torch.optim.SGD):
+    """Lowers its own learning rate at each step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] *= 0.99
+
+
+class Odd(torch.optim.SGD):
+    """Has a state that does not travel."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("seen", {1})
+
+
+def train(
+    strategy: Any,
+    killed: bool,
+    dtype: torch.dtype,
+    folder: Path,
+    middle: type[nn.Module] = nn.Tanh,
+    optimizer: Any = torch.optim.Adam,
+) -> Any:
     dice = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, 8, generator=dice, dtype=dtype)
     y = torch.randint(0, 4, (ROWS,), generator=dice)
     torch.manual_seed(5)
     with strategy.scope(check=False):
-        module = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4)).to(dtype)
+        module = nn.Sequential(nn.Linear(8, 64), middle(), nn.Linear(64, 4)).to(dtype)
         model = sg.Model(module)
-        model.compile(lambda p: torch.optim.Adam(p, lr=1e-2), Deadly(folder), metrics=["accuracy"])
+        model.compile(lambda p: optimizer(p, lr=1e-2), deadly(folder), metrics=["accuracy"])
     kills = Kills(strategy if killed else None, folder)
     rate = sg.callbacks.LearningRateScheduler(lambda epoch, now: now * 0.97)
     history = model.fit(
@@ -105,3 +142,32 @@ def test_a_death_in_a_step(
         for name in ("loss", "accuracy"):
             assert each[1][name] == pytest.approx(expected[1][name], abs=1e-5), name
         assert each[2].calls == expected[2].calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given", [{"middle": Counting}, {"optimizer": Slowing}, {"optimizer": Odd}]
+)
+def test_what_a_standby_is_not_told(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What steps write beside weights and state: replicas come together anew, and have it all."""
+
+    class AtOnce(Kills):
+        def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.calls.append(batch)
+            if self.strategy is not None and len(self.calls) == 40:
+                (self.folder / "1").touch()
+                self.killed.append(1)
+
+    monkeypatch.setattr(sys.modules[__name__], "Kills", AtOnce)
+    found = []
+    for count in (1, 2):
+        devices = [f"cpu:{i}" for i in range(count)]
+        loud = count == 2 and given.get("optimizer") is Odd  # and nobody waits
+        said = pytest.raises(NotDistributable) if loud else nullcontext()
+        with closing(sg.MirroredStrategy(devices, elastic=True)) as strategy, said:
+            found.append(train(strategy, count == 2, torch.float64, tmp_path, **given))
+    for mine, theirs in zip(found[-1][0], found[0][0], strict=True):
+        assert mine is theirs or torch.allclose(mine, theirs, rtol=0, atol=1e-13)
+    assert given.get("optimizer") is Odd or found[1][2].killed
