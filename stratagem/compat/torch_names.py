@@ -28,7 +28,6 @@ __all__ = ["BatchNorm", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "
 #: where a name lies (tests/compat has one object of each kind), and why it is needed
 PRIVATE = {
     "Tensor._version": "counts writes in place: whether a tensor was changed since",
-    "Tensor._use_count": "whether autograd keeps a gradient that is about to be written over",
     "Tensor._backward_hooks": "hooks of the user on a gradient that is put together elsewhere",
     "Tensor._post_accumulate_grad_hooks": "hooks of the user, and ours, on finished gradients",
     "SparseTensor._indices": "rows of a sparse gradient that is not coalesced",

@@ -125,7 +125,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bucket", metavar="URL", help="where tasks meet: gs://my-bucket/jobs (vertex)")
     add("--vertex-endpoint", metavar="HOST", help="another than the region's (vertex)")
     add(
-        "--dry-run", action="store_true", help="print what would be sent, to the byte; send nothing"
+        "--dry-run",
+        action="store_true",
+        help="print what would be sent, to the byte but for the secret and values of --env; "
+        "send nothing",
     )
     add("--follow", action="store_true", help="show what tasks print, to the end; exit as the job")
     add("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module")

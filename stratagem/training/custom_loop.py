@@ -95,10 +95,9 @@ class LossReader:
             self.loss = weakref.ref(losses[0]) if len(losses) == 1 else None
             if self.scale is not None:
                 self._apply_scale(self.scale(), losses, handles)
-            if self.reading.counts:
-                for found in self.exchanges:
-                    if (exchange := found()) is not None:
-                        exchange.keep_earlier()
+            for found in self.exchanges:  # whether a sum is divided depends on other replicas, too
+                if (exchange := found()) is not None:
+                    exchange.keep_earlier()
             backward()
         finally:
             self.is_reading = False
@@ -145,7 +144,7 @@ class LossReader:
             self._agreed = True
             self._agree(names, terms, constants)
         if borrowed:
-            return Reading(counts=True)  # of borrowed rows: they weigh nothing
+            return BY_ROWS  # of borrowed rows: they weigh nothing
         if len(names) == 1 == len(terms) and (unit := self._units.get(names[0])) is not None:
             if plain and not constants:
                 self._usual.learn(losses[0], terms[0], share.examples, unit)
@@ -158,8 +157,7 @@ class LossReader:
         """Of one mean, whose unit all replicas know."""
         weight = only.count / self.share.examples
         self._apply([(only, weight / unit)], handles)
-        counts = only.counted or isinstance(weight, Tensor) or weight != unit
-        return Reading(weight / unit, 0.0, 0.0, weight, counts)
+        return Reading(weight / unit, 0.0, 0.0, weight)
 
     def _is_for_all(self, losses: Sequence[Tensor]) -> bool:
         """Whether a pass reaches a prepared parameter; others may be one replica's alone."""
@@ -241,10 +239,8 @@ class LossReader:
         found += [(term, base) for term in terms if term.kind == "fixed"]
         whole = share.total / share.examples * self.beyond
         found += [(term, whole) for term in terms if term.kind == "sum"]
-        counts = any(t.counted or t.picked for t in terms) or not share.announced
-        counts = counts or isinstance(base, Tensor) or base != 1.0
         summed = bool(terms) and all(term.kind in ("sum", "fixed") for term in terms)
-        return found, Reading(base, spread, mark, self._weight(terms, base), counts, summed)
+        return found, Reading(base, spread, mark, self._weight(terms, base), summed)
 
     def _weight(self, terms: list[Term], base: float | Tensor) -> float | Tensor:
         means = [term for term in terms if term.kind == "mean"]

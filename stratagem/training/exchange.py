@@ -181,6 +181,7 @@ class GradientExchange(Keeper):
         total = reader.settle(notes.tolist())
         if abs(total - 1.0) > (1e-6 if notes.dtype is torch.float32 else 1e-14):
             self._divide(torch.tensor(total, dtype=notes.dtype, device=notes.device))
+        self._earlier = None
 
     def _divide(self, total: Tensor) -> None:
         """Divide what this pass has added to the gradients; zeros stay if nothing counts."""
@@ -199,12 +200,17 @@ class GradientExchange(Keeper):
 
     def keep_earlier(self) -> None:
         """Before a pass whose sum may have to be divided: earlier gradients stay what they are."""
-        self._earlier = None
-        for i, param in enumerate(self.buckets.params):
-            if param.grad is not None and self._is_reduced(i, param):
-                buckets = self.buckets
-                self._earlier = [b.flat[: buckets.length(b)].clone() for b in buckets.buckets]
-                return
+        self._earlier, buckets = None, self.buckets
+        if all(param.grad is None for param in buckets.params):
+            return
+        reduced = [self._is_reduced(i, param) for i, param in enumerate(buckets.params)]
+        if any(reduced):
+            self._earlier = [b.flat[: buckets.length(b)].clone() for b in buckets.buckets]
+            for bucket, before in zip(buckets.buckets, self._earlier, strict=True):
+                sizes = [buckets.params[i].numel() for i in bucket.members]
+                for i, part in zip(bucket.members, torch.split(before, sizes), strict=True):
+                    if not reduced[i]:  # what lies there is of a pass that is forgotten
+                        part.zero_()
 
     def verify(self) -> None:
         """Check the readings of losses that have not been checked for a while."""

@@ -27,8 +27,6 @@ class Reading(NamedTuple):
 
     #: of the share's value, for each of its rows, where several are averaged
     weight: float | Tensor = 1.0
-    #: whether replicas may come to a sum that is not 1
-    counts: bool = False
     #: whether the loss is a sum, and nothing else
     summed: bool = False
 
@@ -54,7 +52,7 @@ class UsualLoss:
         self._known: tuple[str, float, float] | None = None
         #: the class of its node; what all passes tell that leave no value out
         self._node: type[Any] = type(None)
-        self._whole = BY_ROWS
+        self._whole, self._counted = BY_ROWS, False
 
     def learn(self, loss: Tensor, term: Term, rows: int, unit: float) -> None:
         """A pass was read in full, and this is its only term."""
@@ -63,7 +61,7 @@ class UsualLoss:
         known = plain and not name.startswith("Multi")
         self._known = (name, term.full / rows, unit) if known else None
         self._node = type(node) if known and term.full == unit * rows else type(None)
-        self._whole = Reading(weight=unit, counts=term.counted)
+        self._whole, self._counted = Reading(weight=unit), term.counted
 
     def reading(self, loss: Tensor, rows: int, passes: int) -> Reading | None:
         """What the other replicas are told, where no value of `rows` rows is left out or weighs
@@ -73,12 +71,13 @@ class UsualLoss:
             return None
         if node is None or node._saved_reduction != _MEAN:
             return None
-        if self._whole.counts:
+        if self._counted:
             total = node._saved_total_weight
             count = float(total) if total.is_cpu else 0.0  # not to wait for the device
+            full = node._saved_target.numel()  # half of the rows may weigh twice as much
         else:
-            count = node._saved_self.numel()
-        return self._whole if count == self._whole.weight * rows else None
+            count = full = node._saved_self.numel()
+        return self._whole if count == full == self._whole.weight * rows else None
 
     def term(self, loss: Tensor, rows: int, passes: int) -> tuple[Term, float] | None:
         """The only term of a loss over `rows` rows, and its unit; None where it is to be read."""

@@ -11,24 +11,14 @@ message of their own.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
-
-
-def _unkept() -> int:
-    """References to a tensor that a list and a name here have: Python's versions differ."""
-    held = [torch.empty(0)]
-    last = held[0]
-    return sys.getrefcount(last)
-
-
-_UNKEPT = _unkept()
 
 
 @dataclass
@@ -58,8 +48,8 @@ class Buckets:
         self.notes_size = notes + len(self.params)
         plan = plan_buckets(self.params, capacity)
         self.views: list[Tensor] = [torch.empty(0)] * len(self.params)
-        #: in loops that are not ours, what `p.grad` becomes, for as long as nobody keeps it
-        self._given: list[Tensor | None] | None = None
+        #: in loops that are not ours, the last `p.grad` of each parameter, if it is still there
+        self._given: list[TensorWeakRef | None] | None = None
         if may_be_kept:
             self._given = [None] * len(self.params)
         self.buckets: list[Bucket] = []
@@ -119,10 +109,8 @@ class Buckets:
         """Return what a parameter's `grad` becomes: a tensor over its place in the bucket."""
         if self._given is None:
             return self.views[index]
-        given = self._given[index]
-        if given is None:
-            # with a count of writes of its own: what a graph keeps is unchanged by the next pass
-            given = self._given[index] = self.views[index].data
+        given = self.views[index].detach()
+        self._given[index] = TensorWeakRef(given)
         return given
 
     def spare(self, index: int) -> None:
@@ -131,13 +119,9 @@ class Buckets:
         On one device the next gradient is another tensor, and the last one stays what it was.
         """
         last = None if self._given is None else self._given[index]
-        if last is None:
-            return
-        # by a name of the loop's, or by autograd, which torch may count beside Python
-        if sys.getrefcount(last) > _UNKEPT or last._use_count() > 1 or last.requires_grad:  # type: ignore[attr-defined]
-            assert self._given is not None
-            self._given[index] = None
-            last.data = last.detach().clone()
+        kept = None if last is None else last()
+        if kept is not None:
+            kept.data = kept.detach().clone()
 
     def full(self) -> list[Bucket]:
         """Return the buckets that may leave now, in the same order on every replica.

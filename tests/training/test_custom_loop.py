@@ -414,3 +414,35 @@ def test_whole_batches_may_have_any_loss() -> None:
     with closing(made) as one:
         trained = one.run(train, one)[0]
     assert distance(trained, train(None)) < 1e-6 and moved(trained, mlp())
+
+
+# --- gradients that add up over passes ----------------------------------------------------------
+
+
+def accumulated(on: sg.Strategy | None, forget: bool) -> nn.Module:
+    """Only shares of the second replica have a row that does not count."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(3, 4).double()
+    x, v = torch.randn(64, 3).double(), torch.randn(64, 4).double()
+    counts = torch.arange(64) % 16 != 14
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x, counts, v), batch_size=8)
+    if on is not None:
+        model, optimizer, loader = on.prepare(model, optimizer, loader)
+    for i, (a, count, b) in enumerate(loader):
+        F.mse_loss(model(a)[count], b[count]).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        elif forget:
+            next(model.parameters()).grad = None
+    return model
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_a_mask_on_one_replica_while_gradients_add_up(
+    forget: bool, two: sg.MirroredStrategy
+) -> None:
+    expected = accumulated(None, forget)
+    for trained in two.run(accumulated, two, forget):
+        assert distance(trained, expected) < 1e-12

@@ -243,6 +243,20 @@ def test_a_usual_loss_is_read_in_full_ever_less(
                 in_shares(mixed, Rows(7, 5), sizes, by)
 
 
+def test_half_of_the_rows_that_weigh_twice_are_no_usual_loss() -> None:
+    by, twice = readers(2), torch.full((CLASSES,), 2.0, dtype=torch.float64)
+
+    def half(net: nn.Module, rows: Rows) -> Tensor:
+        return F.cross_entropy(net(rows.x)[:2], rows.y[:2], weight=twice)
+
+    for turn in range(9):
+        batch = Rows(8, turn)
+        batch.y[:] = 1
+        compare(TERMS["cross entropy"], batch, (4, 4), by)
+    with pytest.raises(sg.NotDistributable, match="by their place"):
+        in_shares(half, batch, (4, 4), by)
+
+
 @pytest.mark.parametrize(
     ("loss", "why"),
     [

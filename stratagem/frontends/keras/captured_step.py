@@ -34,7 +34,7 @@ from stratagem.compat.torch_names import (
     scripted,
     traced,
 )
-from stratagem.frontends.keras.image_layout import without_copies
+from stratagem.frontends.keras.image_layout import all_keras, without_copies
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.frontends.keras.step_settings import StepSettings
 from stratagem.wire.device_kinds import gpu_in_use
@@ -65,12 +65,15 @@ class CapturedStep:
         self._seen: dict[Hashable, list[float]] = {}
         self._graphs: dict[Hashable, _StepGraph | None] = {}
         self._why: str | None = None
+        #: whether images may stay as they lie; None: to be looked at
+        self._lies: bool | None = None
 
     @contextmanager
     def during(self, *, between_steps: bool) -> Iterator[None]:
         """A call of the user's, or one inside of another."""
         before = self.is_open, self.between_steps
         self.stale, self.is_open, self.between_steps = True, True, before[1] or between_steps
+        self._lies = None
         try:
             yield
         finally:
@@ -78,12 +81,12 @@ class CapturedStep:
 
     def __call__(self, data: Any, share: Hashable = None) -> Any:
         """The step on these rows, which are this share of a batch; returns its logs."""
-        own = without_copies(type(self._model).train_step.__get__(self._model))
         if self.between_steps:
             self.stale = True  # to look through a model before each step takes too long
-            return own(data)
+            return self._own()(data)
         if self.stale and self._look():
             self._seen = {}
+        own = self._own()
         tensors: list[Tensor] = []
         shape = None if self._why else _shape(data, tensors)
         if shape is None:
@@ -102,9 +105,16 @@ class CapturedStep:
         seen.append(time.perf_counter() - begun)
         return logs
 
+    def _own(self) -> Callable[[Any], Any]:
+        """The model's own step."""
+        if self._lies is None:
+            self._lies = all_keras(self._model)
+        own: Callable[[Any], Any] = type(self._model).train_step.__get__(self._model)
+        return without_copies(own) if self._lies else own
+
     def _look(self) -> bool:
         """Forget all graphs if the model is not what it was; whether it is not."""
-        self.stale, settings = False, StepSettings(self._model)
+        self.stale, self._lies, settings = False, None, StepSettings(self._model)
         self._why = _why_not(self._model, settings)
         if changed := settings != self._settings:
             self._settings, self._graphs = settings, {}

@@ -4,20 +4,46 @@ Keras on torch copies images to channels first before each convolution and each 
 convolution back again. torch's operators take a view of them as well: the same numbers, and none of
 the copies, nor those that gradients of another layout need. Sums over rows and pixels (of a bias'
 gradient) go in another order, so their last bits may differ.
+
+A convolution keeps its input for backward. Keras' own layers never write into it; those of the user
+may, so that models with code of theirs keep the copies.
 """
 
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import keras
 from torch import Tensor
 
 from stratagem.compat.keras_names import TO_CHANNELS_FIRST, torch_operators
+from stratagem.compat.torch_names import MODULE_HOOKS, has_global_hooks
 
 _CHANNELS_FIRST = (0, 3, 1, 2)
+_CALLED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
+_WRAPS = (keras.layers.Lambda, keras.layers.TorchModuleWrapper)
 _here = threading.local()
+
+
+def all_keras(model: Any) -> bool:
+    """Whether only code of Keras' own sees the images: no layer, function or hook of the user."""
+    layers = list(model._flatten_layers())
+    graphs = [getattr(each, "_functional", each) for each in layers]
+    operations = [each for graph in graphs for each in getattr(graph, "operations", ())]
+    return not has_global_hooks() and all(map(_is_keras, {*layers, *operations}))
+
+
+def _is_keras(part: Any) -> bool:
+    called: list[Any] = [v for v in vars(part).values() if isinstance(v, _CALLED)]
+    called = [each.func if isinstance(each, partial) else each for each in called]
+    homes = [str(getattr(each, "__module__", None)) for each in (type(part), *called)]
+    hooks = any(vars(part).get(kind) for kind in MODULE_HOOKS)
+    own = all(home.startswith(("keras.", "stratagem.")) for home in homes)
+    return own and not hooks and not isinstance(part, _WRAPS)
 
 
 def without_copies(step: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -23,7 +23,7 @@ class Engine(Protocol):
         """Look at everything that can be wrong before anything starts; raises `UsageError`."""
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
-        """What will be sent, to the byte."""
+        """What will be sent, to the byte but for the secret and values of --env."""
 
     def send(self, request: JobRequest, job: JobFolder) -> str:
         """Start it; the engine's own name for it."""

@@ -102,3 +102,53 @@ def test_what_does_not_lie_so_is_copied() -> None:
         assert torch.equal(seen[-1], move(given)), "other numbers"
     assert [each.data_ptr() == images.data_ptr() for each in seen] == [True, False, False]
     assert move(images).data_ptr() != images.data_ptr()
+
+
+class InPlace(layers.Layer):  # type: ignore[misc]
+    """Writes into what its second convolution keeps for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = layers.Conv2D(2, 3, padding="same")
+        self.second = layers.Conv2D(2, 3, padding="same")
+
+    def build(self, shape: Any) -> None:
+        self.first.build(shape)
+        self.second.build(shape)
+
+    def call(self, x: Any) -> Any:
+        x = self.first(x)
+        x += self.second(x)
+        return x
+
+
+def in_place(x: Any) -> Any:
+    return x.mul_(2.0) if x.device.type == "cpu" else x * 2.0
+
+
+def written(how: str, one: bool) -> list[Any]:
+    keras.utils.set_random_seed(0)
+    images = keras.Input((SIDE, SIDE, 2))
+    if how == "a layer":
+        found: Any = keras.Sequential([keras.Input((SIDE, SIDE, 2)), InPlace()])(images)
+    else:
+        before = layers.Conv2D(2, 3, padding="same")(images)
+        after = layers.ReLU()(layers.Conv2D(2, 3, padding="same")(before))  # deeper: it is first
+        wraps = layers.Lambda if how == "Lambda" else layers.Activation
+        found = layers.Add()([wraps(in_place)(before), after])
+    model = keras.Model(images, layers.Dense(1)(layers.Flatten()(found)))
+    if one:
+        with strategy(1).scope():
+            model.compile("sgd", "mse")
+    else:
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(1).normal(size=(8, SIDE, SIDE, 2))
+    model.fit(x, x[:, 0, 0, :1], batch_size=4, shuffle=False, verbose=0)
+    weights: list[Any] = model.get_weights()
+    return weights
+
+
+@pytest.mark.parametrize("how", ["a layer", "Lambda", "an activation"])
+def test_code_of_the_user_may_write_into_images(how: str) -> None:
+    expected, found = written(how, one=False), written(how, one=True)
+    assert max(abs(a - b).max() for a, b in zip(expected, found, strict=True)) < 1e-6
