@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import Queue
@@ -27,9 +26,12 @@ class Post:
     """What members of a group hand to each other, by sender, receiver and tag."""
 
     size: int
-    boxes: dict[tuple[int, int, int], Queue[Tensor]] = field(
-        default_factory=lambda: defaultdict(Queue)
-    )
+    boxes: dict[tuple[int, int, int], Queue[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # All of them now: two threads that miss the same one would make it twice.
+        ranks = range(self.size)
+        self.boxes = {(a, b, tag): Queue() for a in ranks for b in ranks for tag in (6, 7)}
 
 
 @dataclass
