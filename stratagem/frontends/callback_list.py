@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from stratagem.errors import UsageError
+from stratagem.frontends.callback_changes import CallbackChanges
 from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress, takes
-from stratagem.frontends.change_tracker import ChangeTracker
 
 #: Lightning's names, and those for the same here
 _NEVER = {
@@ -85,7 +85,7 @@ class CallbackList:
             isinstance(c, LambdaCallback) or not type(c).__module__.startswith("stratagem.")
             for c in self.callbacks
         )
-        self.changes = ChangeTracker(model if self.callbacks else None, own=own)
+        self.changes = CallbackChanges(model if self.callbacks else None, own=own)
 
     def _who(self, *names: str) -> list[Callback]:
         """Those that do something at one of these."""
@@ -109,7 +109,7 @@ class CallbackList:
         return self._model is not None and bool(self._model.stop_training)
 
     def train_begin(self) -> None:
-        self.changes.settle()
+        self.changes.mark()
         for callback in self.callbacks:
             _with_logs(callback.on_train_begin)()
 
@@ -118,22 +118,22 @@ class CallbackList:
             _with_logs(callback.on_train_end)()
 
     def epoch_begin(self, epoch: int) -> None:
-        self.changes.settle()
+        self.changes.mark()
         for callback in self.callbacks:
             _with_logs(callback.on_epoch_begin, 1)(epoch)
 
     def epoch_end(self, epoch: int, logs: Logs) -> None:
-        self.changes.settle()
+        self.changes.mark()
         for callback in self.callbacks:
             callback.on_epoch_end(epoch, logs)
 
     def test_begin(self) -> None:
-        self.changes.settle()
+        self.changes.mark()
         for callback in self.callbacks:
             _with_logs(callback.on_test_begin)()
 
     def test_end(self, logs: Logs) -> None:
-        self.changes.settle()
+        self.changes.mark()
         for callback in self.callbacks:
             callback.on_test_end(logs)
 
@@ -145,7 +145,7 @@ class CallbackList:
 
     @torch.enable_grad()
     def test_batch_end(self, batch: int, tally: Any) -> None:
-        self.changes.settle()
+        self.changes.mark()
         logs = self._logs.of(tally)
         for callback in self._test_end:
             callback.on_test_batch_end(batch, logs)
@@ -165,7 +165,7 @@ class CallbackList:
 
     @torch.enable_grad()
     def predict_batch_end(self, batch: int, outputs: Any) -> None:
-        self.changes.settle()
+        self.changes.mark()
         for callback in self._predict_end:
             callback.on_predict_batch_end(batch, {"outputs": outputs})
 
@@ -176,7 +176,7 @@ class CallbackList:
 
     def batch_end(self, batch: int, tally: Any) -> None:
         if self.between_steps:
-            self.changes.settle()
+            self.changes.mark()
         if not self._end:
             return
         logs = self._logs.of(tally)

@@ -5,7 +5,7 @@
             print(epoch, logs["loss"], self.model.optimizer.param_groups[0]["lr"])
 
 A callback may change weights, the optimizer's settings, or plain attributes of the model
-(change_tracker.py), or set `self.model.stop_training`; every replica follows.
+(callback_changes.py), or set `self.model.stop_training`; every replica follows.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from stratagem.errors import UsageError
 from stratagem.frontends import outputs
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.alignment import align, align_loss, own_streams
+from stratagem.frontends.callback_changes import Listen, heed, news
 from stratagem.frontends.callback_list import CallbackList
-from stratagem.frontends.change_tracker import Listen, heed, news
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.progress_meter import ProgressMeter
 from stratagem.frontends.recipe import Recipe
@@ -111,7 +111,7 @@ def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str
     check = RowCheck(job.module, job.recipe, replica, "evaluate")
     check.open = check.open and not job.tried
     if job.between:
-        job.callbacks.changes.settle()
+        job.callbacks.changes.mark()
     sums, tally = [], LossSum()
     for number, portion in enumerate(job.portions(replica)):
         if job.between:
@@ -188,7 +188,7 @@ def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]
     adapter = TorchAdapter(job.module, None, job.recipe, replica)
     check = RowCheck(job.module, job.recipe, replica, "predict")
     if job.between:
-        job.callbacks.changes.settle()
+        job.callbacks.changes.mark()
     mine: list[Any] = []
     for number, portion in enumerate(job.portions(replica)):
         if job.between:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stratagem.data.streams import mixed
 from stratagem.errors import ReplicaError, UsageError
@@ -19,7 +19,7 @@ from stratagem.frontends import replica_progress, standby_state
 from stratagem.frontends.alignment import align, align_loss, move, own_streams
 from stratagem.frontends.apart import Apart
 from stratagem.frontends.batch_scheduler import Segments
-from stratagem.frontends.change_tracker import heed, news, share_attributes
+from stratagem.frontends.callback_changes import heed, news, share_attributes
 from stratagem.frontends.divided import Divided
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.fit_journal import FitJournal
@@ -31,6 +31,7 @@ from stratagem.frontends.sources import Portion
 from stratagem.frontends.staged import Staged
 from stratagem.frontends.step_choice import choose
 from stratagem.frontends.steps import Sliced, Step
+from stratagem.state.change_tracker import requires_grad
 from stratagem.state.optimizer_recipe import group_settings
 from stratagem.state.shared_state import warm_up
 from stratagem.training import lossy_wire, setup
@@ -107,7 +108,7 @@ class ReplicaSide:
         self._rehearsed = False
         job.callbacks.changes.alone = replica.count == 1
         if job.journal is not None and job.journal.restarts:
-            job.callbacks.changes.settle()  # all have what the chief has, also if it was alone
+            job.callbacks.changes.mark()  # all have what the chief has, also if it was alone
         try:
             self._follow_the_chief()
         except BaseException:
@@ -139,7 +140,7 @@ class ReplicaSide:
             self.step.before_commit = partial(job.journal.gather, replica)
             if isinstance(self.step, Apart):
                 self.step.keep_journal(job.journal)
-        self._frozen = _frozen(job.module)
+        self._trained = requires_grad(job.module)
         common = isinstance(replica.collective, SharedMemoryCollective) and isinstance(
             self.step, Sliced | Staged | Divided
         )
@@ -185,7 +186,7 @@ class ReplicaSide:
 
     def _thaw(self) -> None:
         """Others are trained from this epoch on, if a callback has frozen or unfrozen some."""
-        if _frozen(self.job.module) != self._frozen and self.replica.count > 1:
+        if requires_grad(self.job.module) != self._trained and self.replica.count > 1:
             scaler, before = self.step.scaler, self.step.keeper
             kept = {} if before is None else lossy_wire.handed_on(before)
             self.step.close()
@@ -194,7 +195,7 @@ class ReplicaSide:
             if self.step.keeper is not None and kept:
                 self.step.keeper.load(gather_tree(self.replica.collective, kept))
             self.step.scaler = scaler  # it goes on with the scale that it has found
-            self.job.callbacks.changes.settle()
+            self.job.callbacks.changes.mark()
 
     def take(self, work: tuple[Portion, bool]) -> None:
         portion, last = work
@@ -336,10 +337,6 @@ class ReplicaSide:
                 "and the updates of the other replicas since the last one would be lost; write "
                 "them at the end of an epoch, or leave sync out."
             )
-
-
-def _frozen(module: nn.Module) -> list[bool]:
-    return [not p.requires_grad for p in module.parameters()]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

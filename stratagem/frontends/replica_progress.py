@@ -79,7 +79,7 @@ def go_on(
     if told["replicas"]:
         saved_buffers = [each["buffers"] for each in told["replicas"]]
         take_buffers(list(job.module.buffers()), saved_buffers, replica)
-    job.callbacks.changes.settle()
+    job.callbacks.changes.mark()
     go_on_with_data(job, replica, told, own and own["random"])
 
 

@@ -26,7 +26,7 @@ from stratagem.servers.no_collective import in_group
 from stratagem.servers.session import Session
 from stratagem.servers.task_main import current_worker
 from stratagem.servers.training_plan import Clip
-from stratagem.state.write_tracker import TrackedState
+from stratagem.state.change_tracker import KeptState
 from stratagem.training.replica import Replica, alone, current_replica
 from stratagem.training.termination import Termination
 
@@ -200,7 +200,7 @@ class ChiefSide(WorkerSide):
         self._residuals: list[Any] = []
         self.segments = Segments()
         self.tally = RunningLoss(self.worker, lambda: self.loss_sum)
-        self.state = TrackedState(job.optimizer, session.params)
+        self.state = KeptState(job.optimizer, session.params)
         self._told: list[Any] = []
         self._stats, self._details = server_stats.EpochStats(), server_stats.Details()
         #: the version that was brought home after an epoch
@@ -219,7 +219,7 @@ class ChiefSide(WorkerSide):
         if self._home is not None:
             return self._home  # nobody has trained since
         version = self.session.read_state()
-        self.job.callbacks.changes.settle()
+        self.job.callbacks.changes.mark()
         self.state.mark()
         return version
 
@@ -277,7 +277,7 @@ class ChiefSide(WorkerSide):
 
     def arrive(self) -> None:
         self.worker.arrive()
-        self.job.callbacks.changes.settle()  # what came is no change of theirs
+        self.job.callbacks.changes.mark()  # what came is no change of theirs
 
     def refresh(self) -> None:
         self.worker.refresh()  # or what callbacks write would undo the update
@@ -329,7 +329,7 @@ class ChiefSide(WorkerSide):
         replicas = [each.get("residuals", {}) for each in saved["replicas"]]
         self.session.residuals.go_on(saved.get("residuals") or replicas)
         self._follow_beside(between=False)
-        self.job.callbacks.changes.settle()
+        self.job.callbacks.changes.mark()
 
     def listen(self, *, between: bool = False) -> bool:
         """Tell the servers what callbacks changed: settings, or the weights themselves."""
@@ -374,7 +374,7 @@ class ChiefSide(WorkerSide):
         if state:
             self.session.send_state(state)
             self.state.mark()
-        changes.settle()
+        changes.mark()
 
 
 class RunningLoss:

@@ -60,4 +60,4 @@ class ServerRecovery:
         if job.resumed is None:
             raise StratagemError(f"{found} is there no more; start the job again.") from lost
         job.last_saved, job.terminated, model.stop_training = None, False, False
-        job.callbacks.changes.settle()
+        job.callbacks.changes.mark()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.data.streams import mixed, throw_beside_torch
-from stratagem.frontends.change_tracker import AttributeTracker, Change, module_attributes
-from stratagem.frontends.change_tracker import adopt as adopt_attributes
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.steps import Replicated, Sliced, Step
+from stratagem.state import change_tracker
+from stratagem.state.change_tracker import AttributeTracker, Change, module_attributes
 from stratagem.state.optimizer_recipe import group_settings
 
 
@@ -63,7 +63,7 @@ class StepTraces:
     def undo(self) -> None:
         """The step under way, if there is one, breaks off."""
         for objects, known in self._kept:
-            adopt_attributes(objects, known)
+            change_tracker.adopt(objects, known)
 
     def _look(self) -> list[Any]:
         return [*map(_numbers, self._groups), *(buffer._version for buffer in self._buffers)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stratagem.errors import NotDistributable
 from stratagem.servers.loop_session import LoopSession
-from stratagem.state.write_tracker import TrackedState, WriteTracker
+from stratagem.state.change_tracker import KeptState, TensorTracker
 
 
 class LoopWrites:
@@ -12,8 +12,8 @@ class LoopWrites:
 
     def __init__(self, session: LoopSession) -> None:
         self._session = session
-        self._weights, self._closely = WriteTracker(session.params, closely=True), False
-        self._state = TrackedState(session.optimizer, session.params)
+        self._weights, self._closely = TensorTracker(session.params, closely=True), False
+        self._state = KeptState(session.optimizer, session.params)
 
     def mark(self) -> None:
         """Take the weights as they are, by their content, for those of the servers."""
@@ -39,8 +39,7 @@ class LoopWrites:
         if not session.worker.is_chief:
             session.worker.memory.take_back()  # the chief's values come
             return
-        written = [*weights.written(), *weights.slipped()]
-        if written:
+        if written := weights.changes():
             session.worker.memory.take_back()
             session.worker.assign(session.params, written)
             weights.mark(closely=True)
@@ -51,9 +50,9 @@ class LoopWrites:
     def check_weights(self, *, stepped: bool) -> None:
         """In the loop: send weights that were written before the step, refuse all others."""
         session = self._session
-        written, slipped = self._weights.written(), self._weights.slipped()
-        if not (written or slipped):
+        if not (written := self._weights.changes()):
             return
+        slipped = self._weights.slipped()
         if slipped or stepped or session.plan.workers > 1:
             raise NotDistributable(
                 "weights were written in the loop "

@@ -21,10 +21,14 @@ from stratagem.compat.torch_names import (
     will_run,
 )
 from stratagem.errors import NotDistributable
-
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-#: what every module has; whether it trains, and its hooks, are looked at elsewhere
-_TORCHS = frozenset(vars(nn.Module()))
+from stratagem.state.change_tracker import (
+    MODULE_ATTRIBUTES,
+    PLAIN,
+    difference,
+    layout,
+    snapshot,
+    state_of,
+)
 
 
 class LoopWatch:
@@ -35,29 +39,29 @@ class LoopWatch:
         if any(_hooks(optimizer, OPTIMIZER_HOOKS)):
             raise _hooked("the optimizer", "do what it does in the loop, around step()")
         self._check_hooks()
-        self._tensors, self._parts = self._layout(), self._attributes()
-        self._state = self._state_now()
+        self._layout = layout(model, remove_duplicate=False)
+        self.mark()
+        self.mark_state()
 
     def check(self) -> None:
         """Refuse hooks, other parts, and other attributes."""
         self._check_hooks()
-        tensors, parts = self._layout(), self._attributes()
-        if name := _difference(self._tensors, tensors):
+        if names := difference(self._layout, layout(self._model, remove_duplicate=False)):
             raise NotDistributable(
-                f"{name} of the model has been replaced behind prepare, and the other stages keep "
-                "what was there; write into it (`with torch.no_grad(): p.copy_(...)`, "
-                "load_state_dict without assign=True), or replace it before prepare."
+                f"{names[-1]!r} of the model has been replaced behind prepare, and the other "
+                "stages keep what was there; write into it (`with torch.no_grad(): "
+                "p.copy_(...)`, load_state_dict without assign=True), or replace it before prepare."
             )
-        if name := _difference(self._parts, parts):
+        if names := difference(self._attributes, self._look()):
             raise NotDistributable(
-                f"the attribute {name} of the model has changed behind prepare (by the loop, or in "
-                "a forward without gradients), and the other stages do not follow; set it before "
-                "prepare, or keep it in a buffer and write into that."
+                f"the attribute {names[-1]!r} of the model has changed behind prepare (by the "
+                "loop, or in a forward without gradients), and the other stages do not follow; "
+                "set it before prepare, or keep it in a buffer and write into that."
             )
 
-    def settle(self) -> None:
+    def mark(self) -> None:
         """What a pass through the stages has changed is the model's own doing."""
-        self._parts = self._attributes()
+        self._attributes = self._look()
 
     def _check_hooks(self) -> None:
         """Refuse hooks on modules and parameters: they would run by microbatch, and elsewhere."""
@@ -74,38 +78,31 @@ class LoopWatch:
             raise _hooked("the optimizer", "do what it does in the loop, before step()")
 
     def state_replaced(self) -> bool:
-        """Whether the loop has put other state into the optimizer since `state_known`."""
+        """Whether the loop has put other state into the optimizer since the mark."""
         return self._state != self._state_now()
 
-    def state_known(self) -> None:
+    def mark_state(self) -> None:
         """The state is what all stages have."""
         self._state = self._state_now()
 
-    def _layout(self) -> dict[str, Any]:
-        model = self._model
-        named: list[Iterable[tuple[str, Any]]] = [
-            model.named_modules(remove_duplicate=False),
-            model.named_parameters(remove_duplicate=False),
-            model.named_buffers(remove_duplicate=False),
-        ]
-        return {repr(name): id(each) for kind in named for name, each in kind}
+    def _look(self) -> dict[str, Any]:
+        shared = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
 
-    def _attributes(self) -> dict[str, Any]:
-        own = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
+        def other(value: Any) -> Any:
+            """Whatever is written into tensors that all stages share."""
+            written = isinstance(value, Tensor) and id(value) not in shared
+            return id(value), value._version if written else 0
+
         return {
-            repr(f"{path}.{name}".lstrip(".")): _snapshot(value, own)
+            f"{path}.{name}".lstrip("."): v if type(v) in PLAIN else snapshot(v, other)
             for path, part in self._model.named_modules()
-            for name, value in vars(part).items()
-            if name not in _TORCHS
+            for name, v in vars(part).items()
+            if name not in MODULE_ATTRIBUTES
         }
 
-    def _state_now(self) -> list[Any]:
-        return [
-            (name, id(value) if isinstance(value, Tensor) else value)
-            for group in self._optimizer.param_groups
-            for param in group["params"]
-            for name, value in (("", None), *self._optimizer.state.get(param, {}).items())
-        ]
+    def _state_now(self) -> tuple[int, Any]:
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        return len(params), state_of(self._optimizer, params, versions=False)
 
 
 def refuse_other_backwards(anchor: Tensor) -> None:
@@ -120,27 +117,6 @@ def refuse_other_backwards(anchor: Tensor) -> None:
             "backward(inputs=) and create_graph=True cannot go through them; call backward() and "
             "read p.grad, or use a MirroredStrategy."
         )
-
-
-def _snapshot(value: Any, own: set[int]) -> Any:
-    """What tells later whether this is still the same value. `own`: ids of tensors that all stages
-    share, whatever is written into them."""
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, Tensor):
-        return id(value), 0 if id(value) in own else value._version
-    if isinstance(value, dict):
-        return id(value), [(key, _snapshot(each, own)) for key, each in value.items()]
-    if isinstance(value, list | tuple | set):
-        return id(value), [_snapshot(each, own) for each in value]
-    return id(value)
-
-
-def _difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first name that is new, gone, or of something else; the innermost one of several."""
-    if before == now:
-        return None
-    return next(n for n in reversed({**before, **now}) if before.get(n, n) != now.get(n, n))
 
 
 def _hooks(owner: Any, kinds: Iterable[str]) -> Iterable[Any]:

@@ -115,7 +115,7 @@ class StagedLoop(StagePasses):
         """From now on the model's calls, and the optimizer's, are those of all stages."""
         model, optimizer = self._model, self._optimizer
         vars(model)["forward"] = _Forward(self, model)
-        self._watch.settle()
+        self._watch.mark()
         handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -176,7 +176,7 @@ class StagedLoop(StagePasses):
             whole = joined(told["pieces"], self._passes[number].pieces)
         finally:
             split.outputs.release()
-        self._watch.settle()
+        self._watch.mark()
         self._failed = False
         return number, whole, told["trained"]
 
@@ -197,7 +197,7 @@ class StagedLoop(StagePasses):
         self._play_backward(number, there)
         for index in self._settled(split):
             self._params[index].grad = self._lent(index)
-        self._watch.settle()
+        self._watch.mark()
         self._failed = False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -230,7 +230,7 @@ class StagedLoop(StagePasses):
             param.grad = gradient
         self._waiting = []
         self._finish_step()
-        self._watch.state_known()
+        self._watch.mark_state()
         figures_of(self._replica).step(self._rows)
 
     def _loaded(self, optimizer: Optimizer) -> None:
@@ -238,7 +238,7 @@ class StagedLoop(StagePasses):
         if self._state is not None:
             self._commands.tell("own")
             self._own()
-            self._watch.state_known()
+            self._watch.mark_state()
 
     def _split_for(self, x: dict[str, Any]) -> int:
         """The number of the split for a model in this mode."""
@@ -252,7 +252,7 @@ class StagedLoop(StagePasses):
                 return at
         self._commands.tell("split", vars(mode))
         self._split(vars(mode), x)
-        self._watch.state_known()
+        self._watch.mark_state()
         return len(self._splits) - 1
 
     def _refuse_failed(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.errors import NotDistributable
-from stratagem.frontends.change_tracker import AttributeTracker, adopt
+from stratagem.state.change_tracker import AttributeTracker, adopt
 from stratagem.wire.tree import decode, encode
 from tests.support import data, distance
 

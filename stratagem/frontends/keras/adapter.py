@@ -21,7 +21,6 @@ from torch import Tensor
 
 from stratagem.data.shares import rows, share
 from stratagem.data.streams import generator_states
-from stratagem.frontends.change_tracker import adopt
 from stratagem.frontends.keras import attributes
 from stratagem.frontends.keras.captured_step import CapturedStep
 from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
@@ -35,7 +34,7 @@ from stratagem.frontends.keras.step_logs import (
     user_metrics,
 )
 from stratagem.frontends.outputs import check_rows
-from stratagem.state.write_tracker import WriteTracker
+from stratagem.state.change_tracker import TensorTracker, adopt
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import set_random
@@ -63,7 +62,7 @@ class KerasAdapter:
         self.last: Any = None
         self._tensors: list[Tensor] = []
         #: how often each tensor had been written to when all copies were last alike
-        self._writes = WriteTracker()
+        self._writes = TensorTracker()
 
     def own(self, name: str) -> Callable[..., Any]:
         """The model's own method, beneath what the driver laid over it."""
@@ -130,7 +129,7 @@ class KerasAdapter:
     def written(self) -> list[tuple[int, Tensor]]:
         """Numbers and values of the tensors that were written to since; a new one starts at 0."""
         mine = self.tensors()
-        return [(i, mine[i].detach()) for i in self._writes.written(mine)]
+        return [(i, mine[i].detach()) for i in self._writes.changes(mine)]
 
     def follow(self, changes: Sequence[Any], trainable: Sequence[bool] | None = None) -> None:
         """Take over attributes that were changed on the chief, and what is trained from now on."""

@@ -11,7 +11,7 @@ import keras
 from torch.nn import Module
 
 from stratagem.errors import UsageError
-from stratagem.frontends.change_tracker import AttributeTracker, Change
+from stratagem.state.change_tracker import AttributeTracker, Change
 
 #: what Keras and torch set by themselves, on every replica in its own time
 _THEIR_OWN = frozenset({"training", "built"})

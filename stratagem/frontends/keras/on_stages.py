@@ -29,7 +29,7 @@ from stratagem.frontends.keras.stage_batch import StageBatch
 from stratagem.frontends.keras.stage_variables import PartedVariables, SharedVariables
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.rules.schedules import SCHEDULES
-from stratagem.state.write_tracker import WriteTracker
+from stratagem.state.change_tracker import TensorTracker
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline, Settings
@@ -160,7 +160,7 @@ class StageSteps(ReplicaSteps):
         ]
         self._ties = TiedGradients(self._collective, params, used)
         self._home.own(used)
-        self._state = WriteTracker(kept(model))
+        self._state = TensorTracker(kept(model))
         channels = StageChannels(parts, replica.count, self._collective)
         return Stage(graph, parts, replica.index, channels)
 
@@ -248,7 +248,7 @@ class StageSteps(ReplicaSteps):
     def _refuse_effects(self, batch: StageBatch) -> None:
         """Layers that keep something in mind would do so once a microbatch, and some add losses."""
         model = self.adapter.model
-        written = self._state.written()
+        written = self._state.changes()
         if written and batch.count > 1 and self._pipeline.batch_norm is None:
             names = [v.path for v in model.non_trainable_weights]
             name = names[written[0]] if written[0] < len(names) else "a buffer"

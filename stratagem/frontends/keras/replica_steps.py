@@ -20,8 +20,8 @@ from stratagem.frontends.keras.adapter import (
     trainable,
 )
 from stratagem.frontends.keras.denominators import SharedPart, synchronise
+from stratagem.state.change_tracker import TensorTracker
 from stratagem.state.keras_stepper import fuse
-from stratagem.state.write_tracker import WriteTracker
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.local_steps import LocalUpdates
 from stratagem.training.lossy_wire import break_off, check_optimizer, handed_on, load_kept, rejoin
@@ -150,12 +150,12 @@ class ReplicaSteps:
     def _adding(self, exchange: GradientExchange) -> Iterator[None]:
         """While a step trains: what backward makes is added up over the replicas."""
         exchange.armed, reduced = True, exchange.finished
-        weights = WriteTracker(exchange.buckets.params)
+        weights = TensorTracker(exchange.buckets.params)
         try:
             yield
         finally:
             exchange.armed = False
-        if exchange.finished == reduced and weights.written():
+        if exchange.finished == reduced and weights.changes():
             raise NotDistributable(
                 "train_step changed the weights without loss.backward(), so the replicas could "
                 "not add their gradients up; call loss.backward() and take the gradients from "

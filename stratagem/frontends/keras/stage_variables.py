@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from stratagem.frontends.keras.owned_update import slots
+from stratagem.state.change_tracker import TensorTracker
 from stratagem.state.parted_model import PartedTensors
 from stratagem.state.shared_model import SharedTensors
-from stratagem.state.write_tracker import WriteTracker
 from stratagem.wire.collective import Collective
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import broadcast_tree, gather_tree
@@ -55,7 +55,7 @@ class PartedVariables:
         self._tensors = PartedTensors(_held(model), collective)
         self._collective = collective
         self._slots = slots(model.optimizer)
-        self._written = WriteTracker(self._slots)
+        self._written = TensorTracker(self._slots)
 
     def own(self, used: dict[Tensor, list[int]]) -> None:
         """Who uses each tensor, its owner first. Collective."""
@@ -74,7 +74,7 @@ class PartedVariables:
         """Have everything everywhere. Collective."""
         if not self._tensors.bring_home():
             return
-        mine = [*self._written.written(), *self._written.slipped()]
+        mine = self._written.changes()
         for rank, written in enumerate(gather_tree(self._collective, mine)):
             theirs = [self._slots[i] for i in written]
             told = broadcast_tree(self._collective, [t.detach() for t in theirs], rank)

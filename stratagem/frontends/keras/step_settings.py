@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -19,14 +18,15 @@ from torch import Tensor
 
 from stratagem.compat.keras_names import BOOKKEEPING
 from stratagem.compat.torch_names import MODULE_HOOKS, has_global_hooks
+from stratagem.state.change_tracker import MODULE_ATTRIBUTES, PLAIN, snapshot
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, type(...)})
+_VALUES = frozenset({complex, bytes, type(...)})
 _NAMED = (type, types.ModuleType, enum.Enum, torch.dtype, torch.device, np.dtype)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, np.ufunc)
 #: bookkeeping, or what never takes part in a step
 _UNHEARD = (keras.KerasTensor, keras.Initializer, keras.Optimizer)
 #: of attributes: torch's own, bookkeeping of Keras, and what a step itself writes
-_BESIDE = frozenset(vars(torch.nn.Module())) | BOOKKEEPING
+_BESIDE = MODULE_ATTRIBUTES | BOOKKEEPING
 _LARGE = 1 << 16
 
 
@@ -42,7 +42,7 @@ class StepSettings:
         layers = list(model._flatten_layers())
         graphs = [getattr(each, "_functional", each) for each in layers]
         operations = [each for graph in graphs for each in getattr(graph, "operations", ())]
-        self.value: Hashable = (
+        self.value: Any = (
             keras.config.epsilon(),
             keras.config.floatx(),
             keras.config.image_data_format(),
@@ -62,33 +62,27 @@ class StepSettings:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _called_with(self, operation: Any) -> Hashable:
+    def _called_with(self, operation: Any) -> Any:
         """What a layer or an operation of a functional model is given beside tensors."""
         given = [node.arguments for node in operation._inbound_nodes]
         return tuple(self._of((each.args, each.kwargs)) for each in given)
 
-    def _of(self, value: Any) -> Hashable:
+    def _of(self, value: Any) -> Any:
+        return snapshot(value, self._single)
+
+    def _single(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _PLAIN:
-            return kind, value  # 1 is not True
-        if isinstance(value, list | tuple):
-            return kind, *map(self._of, value)
-        if isinstance(value, dict):
-            return kind, *((self._of(name), self._of(each)) for name, each in value.items())
+        if kind in _VALUES:
+            return kind, value
         if isinstance(value, _UNHEARD):
             return None
         if id(value) in self._known:
             return "again", self._known[id(value)]
         self._known[id(value)] = len(self._known)
-        return self._single(kind, value)
-
-    def _single(self, kind: type, value: Any) -> Hashable:
         if isinstance(value, keras.Variable):
             self.variables[id(value)] = value
             at = value.value
             return id(value), id(at), value.trainable, self._of(value.regularizer)
-        if isinstance(value, set | frozenset):
-            return kind, frozenset(map(self._of, value))
         if isinstance(value, slice):
             return kind, *map(self._of, (value.start, value.stop, value.step))
         if isinstance(value, _NAMED):
@@ -106,9 +100,9 @@ class StepSettings:
             return getattr(value, "__func__", value), id(getattr(value, "__self__", None))
         if not self._ask(kind, value) or kind.__module__.startswith("stratagem."):
             return kind
-        plain, of = _PLAIN, self._of
+        plain, of = PLAIN, self._of
         return kind, *[
-            (name, type(each), each) if type(each) in plain else (name, of(each))
+            (name, type(each), each) if type(each) in plain else (name, of(each))  # 1 is not True
             for name, each in vars(value).items()
             if name not in _BESIDE
         ]

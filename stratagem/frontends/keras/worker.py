@@ -28,7 +28,7 @@ from stratagem.servers.no_collective import in_group
 from stratagem.servers.push_committer import GroupedCommitter, PushCommitter
 from stratagem.servers.session import Late
 from stratagem.state import keras_recipe
-from stratagem.state.write_tracker import WriteTracker
+from stratagem.state.change_tracker import TensorTracker
 from stratagem.training import setup
 from stratagem.training.command_loop import END, CommandLoop
 from stratagem.training.committer import Committer
@@ -117,9 +117,9 @@ class TicketStep:
         return self._counted
 
     def _play(self, data: Any) -> None:
-        weights = WriteTracker(self.params)
+        weights = TensorTracker(self.params)
         self.adapter.play("train_step", data)
-        if weights.written():
+        if weights.changes():
             raise NotDistributable(
                 "train_step wrote to weights that are trained, and the servers do not see that; "
                 "have the optimizer do it (kernel_constraint=..., weight_decay=...), or a callback."

@@ -1,0 +1,255 @@
+"""What has changed of a model and its optimizer since all processes had the same.
+
+A tracker takes things as they are for known (`mark`) and says later what is another (`changes`):
+
+    TensorTracker      tensors, by version and memory; closely: by their content, too
+    AttributeTracker   attributes of some objects, a module's mode among them
+    KeptState          an optimizer's state that servers keep
+
+What is only compared is described: `layout` and `requires_grad` of a module, `state_of` an
+optimizer, `snapshot` of any attribute; `difference` names what is another. Callbacks of `fit`,
+custom loops, Keras' drivers, servers and standbys all ask these, at the boundary of a step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.state.digest import digest
+
+#: the number of an object, the name of its attribute, and the new value
+Change = tuple[int, str, Any]
+
+#: numbers, words and switches, which are compared by their values
+PLAIN = frozenset({bool, int, float, str, type(None)})
+_COLLECTIONS = (list, tuple, dict, set, frozenset)
+_MOST = 256  # entries of a list or dict that others are sent; what is longer is data
+#: attributes that every module has
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_NOT = object()
+
+
+class TensorTracker:
+    """Tells which of some tensors were written to since the mark, or given other memory."""
+
+    def __init__(self, tensors: Sequence[Tensor] = (), *, closely: bool = False) -> None:
+        self._tensors = tensors
+        self.mark(closely=closely)
+
+    def mark(self, tensors: Sequence[Tensor] | None = None, *, closely: bool = False) -> None:
+        """Take the tensors as they are now for known; `closely`: also their content, so that
+        what is written past autograd (`p.data`) is seen."""
+        self._tensors = self._tensors if tensors is None else tensors
+        self._digests = [digest(t) for t in self._tensors] if closely else None
+        self._marks = {id(t): (t._version, t.data_ptr()) for t in self._tensors}
+
+    def changes(self, tensors: Sequence[Tensor] | None = None) -> list[int]:
+        """The positions of those that have changed since; one that was not there at the mark
+        counts if it was written to at all."""
+        known = self._marks
+        found = [
+            i
+            for i, t in enumerate(self._tensors if tensors is None else tensors)
+            if known.get(id(t), (0, t.data_ptr())) != (t._version, t.data_ptr())
+        ]
+        return found if self._digests is None else [*found, *self.slipped()]
+
+    def slipped(self) -> list[int]:
+        """Of those that were marked closely, the ones that have changed without being written."""
+        known, digests = self._marks, self._digests or ()
+        return [
+            i
+            for i, (t, was) in enumerate(zip(self._tensors, digests, strict=False))
+            if known[id(t)] == (t._version, t.data_ptr()) and digest(t) != was
+        ]
+
+
+class AttributeTracker:
+    """Attributes of some objects that others can be sent: numbers, words, switches, None and
+    tensors; with `nested` also short lists, tuples and dicts (with words for keys) of them."""
+
+    def __init__(
+        self, objects: Sequence[Any], but: Collection[str] = (), *, nested: bool = False
+    ) -> None:
+        self.objects, self._but, self._nested = objects, but, nested
+        self.mark()
+
+    def mark(self) -> None:
+        """Take the attributes as they are now for known."""
+        self._seen = self._look()
+
+    def changes(self) -> list[Change]:
+        """The attributes that are new or other ones since the mark."""
+        now = self._look()
+        if now == self._seen:
+            return []
+        return [
+            (i, name, _portable(vars(self.objects[i])[name]))
+            for i, (old, new) in enumerate(zip(self._seen, now, strict=True))
+            for name, seen in new.items()
+            if name not in old or old[name] != seen
+        ]
+
+    def everything(self) -> list[Change]:
+        """All of them, for a copy that was made earlier."""
+        return [
+            (i, name, _portable(vars(self.objects[i])[name]))
+            for i, each in enumerate(self._seen)
+            for name in each
+        ]
+
+    def values(self) -> list[tuple[Any, dict[str, Any]]]:
+        """The objects, each with the values of its plain attributes at the mark."""
+        pairs = zip(self.objects, self._seen, strict=True)
+        return [(obj, {name: vars(obj)[name] for name in seen}) for obj, seen in pairs]
+
+    def _look(self) -> list[dict[str, Any]]:
+        but, look, found = self._but, _sent_deeply if self._nested else _sent, []
+        for obj in self.objects:
+            seen = {
+                n: v if type(v) in PLAIN else look(v) for n, v in vars(obj).items() if n not in but
+            }
+            found.append({name: value for name, value in seen.items() if value is not _NOT})
+        return found
+
+
+def snapshot(value: Any, other: Callable[[Any], Any], *, sendable: bool = False) -> Any:
+    """What tells later whether this is still the same value: of collections their content, and
+    `other(value)` of what is not plain. `sendable`: nothing of collections that cannot be sent."""
+    if type(value) in PLAIN:
+        return value
+    if not isinstance(value, _COLLECTIONS) or (sendable and not _sendable(value)):
+        return other(value)
+    names, each = ([*value], value.values()) if isinstance(value, dict) else ([], value)
+    inside = [v if type(v) in PLAIN else snapshot(v, other, sendable=sendable) for v in each]
+    return _NOT if sendable and _NOT in inside else (type(value), names, inside)
+
+
+def _sendable(value: Any) -> bool:
+    kind = type(value)
+    if kind not in (list, tuple, dict) or len(value) > _MOST:
+        return False
+    return kind is not dict or all(type(key) is str for key in value)
+
+
+def _sent(value: Any) -> Any:
+    """Of what is neither plain nor a collection, tensors and numpy's numbers are sent."""
+    if isinstance(value, np.generic):
+        return value.item()
+    plain = type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided
+    return (Tensor, id(value), value._version, value.data_ptr()) if plain else _NOT
+
+
+_sent_deeply = partial(snapshot, other=_sent, sendable=True)
+
+
+def _portable(value: Any) -> Any:
+    """A plain value for other processes."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _portable(each) for key, each in value.items()}
+    return type(value)(map(_portable, value)) if isinstance(value, list | tuple) else value
+
+
+def adopt(objects: Sequence[Any], changes: Sequence[Change]) -> None:
+    """Make the same changes to a copy; a tensor goes where the one before it was."""
+    for index, name, value in changes:
+        attributes = vars(objects[index])
+        before = attributes.get(name)
+        if isinstance(value, Tensor) and isinstance(before, Tensor):
+            value = value.to(before.device)
+        attributes[name] = value
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """All of them but compiled ones, whose attributes are not to be seen."""
+    return [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+
+
+def module_attributes(module: nn.Module) -> AttributeTracker:
+    """Attributes of a module and its parts, but torch's own, which the mode is not."""
+    return AttributeTracker(parts_of(module), MODULE_ATTRIBUTES - {"training"}, nested=True)
+
+
+def requires_grad(module: nn.Module) -> list[bool]:
+    return [p.requires_grad for p in module.parameters()]
+
+
+def layout(module: nn.Module, *, buffers: bool = True, **named: bool) -> dict[str, int]:
+    """Of which objects a module is made, by name; `named`: options of torch's `named_modules`."""
+    kinds: list[Iterable[tuple[str, Any]]] = [
+        module.named_modules(**named),  # type: ignore[arg-type]
+        module.named_parameters(**named),
+        module.named_buffers(**named) if buffers else (),
+    ]
+    return {name: id(each) for kind in kinds for name, each in kind}
+
+
+def difference(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
+    """What is new, gone, or of something else."""
+    if before == now:
+        return []
+    return [n for n in {**before, **now} if before.get(n, _NOT) != now.get(n, _NOT)]
+
+
+def state_of(
+    optimizer: Optimizer, params: Iterable[Tensor], *, versions: bool = True
+) -> dict[tuple[int, str], Any]:
+    """Of which objects an optimizer's state is made, by the parameter's number and the name;
+    `versions`: what is written in place is another."""
+    state = optimizer.state
+    return {
+        (i, name): (id(v), v._version if versions else 0) if isinstance(v, Tensor) else v
+        for i, param in enumerate(params)
+        for name, v in state.get(param, {}).items()
+    }
+
+
+class _State(defaultdict[Any, Any]):
+    """An optimizer's state that knows whether it was thrown away, though nothing was in it."""
+
+    cleared = False
+
+    def clear(self) -> None:
+        self.cleared = True
+        super().clear()
+
+
+class KeptState:
+    """The state of torch's optimizer over some parameters, which servers keep."""
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+        self._optimizer, self._params = optimizer, params
+        self.mark()
+
+    def mark(self) -> None:
+        """Take the state as it is now for known."""
+        self._state = _State(dict, self._optimizer.state)
+        self._optimizer.state = self._state
+        self._marks = state_of(self._optimizer, self._params)
+
+    def changes(self) -> dict[int, dict[str, Any]]:
+        """By parameter: what was put in the place of its state since."""
+        state = self._optimizer.state
+        found = {i for i, _ in difference(self._marks, state_of(self._optimizer, self._params))}
+        everything = state is not self._state or self._state.cleared
+        return {
+            i: dict(state.get(param, {}))
+            for i, param in enumerate(self._params)
+            if everything or i in found
+        }
+
+    def end(self) -> None:
+        """Give the optimizer a plain state again."""
+        self._optimizer.state = defaultdict(dict, self._optimizer.state)
