@@ -26,8 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stratagem.cluster.handshake import Proof, WrongSecret, no_answer, peer_name
+from stratagem.cluster.parsing import listing
 from stratagem.cluster.sockets import not_in_children
-from stratagem.cluster.waiting import listing
 from stratagem.errors import HandshakeError
 
 log = logging.getLogger("stratagem")

@@ -37,9 +37,9 @@ from stratagem.cluster.framing import (
     decode_header,
     encode,
 )
+from stratagem.cluster.parsing import listing
 from stratagem.cluster.sockets import is_loopback
 from stratagem.cluster.spec import ClusterSpec
-from stratagem.cluster.waiting import listing
 from stratagem.errors import ClusterError, HandshakeError
 
 log = logging.getLogger("stratagem")

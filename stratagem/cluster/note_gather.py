@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from stratagem.cluster.failure import Failure, Member
 from stratagem.cluster.handshake import NOTE_LIMIT
-from stratagem.cluster.waiting import Wait, listing
+from stratagem.cluster.parsing import listing
+from stratagem.cluster.waiting import Wait
 from stratagem.errors import ReplicaLost, ReplicaStalled, UsageError
 
 log = logging.getLogger("stratagem")

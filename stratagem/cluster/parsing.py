@@ -6,7 +6,7 @@ import ipaddress
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stratagem.errors import ClusterError
@@ -121,3 +121,11 @@ def _ipv6(text: str) -> str:
         return str(ipaddress.IPv6Address(text))
     except ValueError:
         raise ValueError("has no IPv6 address between its brackets") from None
+
+
+def listing(names: Sequence[str], most: int = 8) -> str:
+    """Join names for a sentence: "a, b and c"; a long list ends in "and 92 more"."""
+    shown = list(names) if len(names) <= most else [*names[:most], f"{len(names) - most} more"]
+    if len(shown) < 2:
+        return "".join(shown)
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"

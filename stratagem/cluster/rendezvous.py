@@ -24,7 +24,7 @@ from stratagem.cluster.membership import Membership
 from stratagem.cluster.message_router import OUTSIDE
 from stratagem.cluster.sockets import connect, listen
 from stratagem.cluster.spec import ClusterSpec, Task
-from stratagem.cluster.waiting import FIRST, Wait, missing_error, say_missing
+from stratagem.cluster.waiting import FIRST, Wait, missing_error, reach, say_missing
 from stratagem.errors import ClusterError, ReplicaMissing
 
 log = logging.getLogger("stratagem")
@@ -264,25 +264,24 @@ class Visitor:
 
     def arrive(self) -> socket.socket:
         """Return the connection to the chief once the chief says that all are here."""
-        while True:
-            try:
-                sock = connect(
-                    self._who(self._host).where, min(CONNECT, self._patience.left + RETRY)
-                )
-                try:
-                    return self._enter(sock)
-                except BaseException:
-                    sock.close()
-                    raise
-            except (Stranger, WrongSecret):
-                self._refusals += 1
-                if self._refusals >= REFUSALS:
-                    raise
-                why, pause = "it refused us", 1.0
-            except OSError as problem:
-                why, pause = str(problem), RETRY
-            self._look_around([self._host], why)
-            time.sleep(pause)
+        (sock,) = reach([self._who(self._host)], self._call_on, self._patience)
+        return sock
+
+    def _call_on(self, hub: Member) -> socket.socket:
+        """One try."""
+        sock = connect(hub.where, min(CONNECT, self._patience.left + RETRY))
+        try:
+            return self._enter(sock)
+        except (Stranger, WrongSecret) as problem:
+            sock.close()
+            self._refusals += 1
+            if self._refusals >= REFUSALS:
+                raise
+            time.sleep(1.0)
+            raise ConnectionError("it refused us") from problem
+        except BaseException:
+            sock.close()
+            raise
 
     def _enter(self, sock: socket.socket) -> socket.socket:
         """Prove, say who we are, and wait inside for the others."""
@@ -309,9 +308,7 @@ class Visitor:
                 silent = time.monotonic() - heard > STALL
                 # The chief gives up at about the same time and knows best for whom: hear it out.
                 extra = 0.0 if silent else GREETING
-                self._look_around(
-                    sorted({self._host, *missing}) if silent else missing, extra=extra
-                )
+                self._look_around(sorted({self._host, *missing}) if silent else missing, extra)
 
     def _hear(self, note: dict[str, object]) -> list[int]:
         """Return the ranks that the chief misses; raise if it waits no longer, or not for us."""
@@ -333,12 +330,12 @@ class Visitor:
         # Ourselves we know to be here, whatever the chief thought when it wrote this.
         return [rank for rank in missing if rank in known and rank != self._rank]
 
-    def _look_around(self, missing: Sequence[int], why: str = "", extra: float = 0.0) -> None:
+    def _look_around(self, missing: Sequence[int], extra: float) -> None:
         """Say who is missing, when it is time to; give up when the limit and `extra` are over."""
         members = [self._who(rank) for rank in missing]
         if self._patience.waited >= self._limit + extra:
             members = members or [self._who(self._host)]
-            raise missing_error(members, self._patience.waited, why)
+            raise missing_error(members, self._patience.waited)
         say_missing(members, self._patience)
 
     def _who(self, rank: int) -> Member:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from stratagem.cluster.failure import Member
+from stratagem.cluster.handshake import Stranger, WrongSecret
+from stratagem.cluster.parsing import listing
 from stratagem.errors import ReplicaMissing
 
 log = logging.getLogger("stratagem")
 
 FIRST = (2.0, 5.0)
 EVERY = 10.0
+_RETRY = 0.1  # seconds between two tries
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+_Line = TypeVar("_Line", bound=_Closes)
 
 
 class Wait:
@@ -54,6 +65,47 @@ class Wait:
         return True
 
 
+def reach(
+    members: Sequence[Member],
+    attempt: Callable[[Member], _Line],
+    patience: Wait,
+    watch: Callable[[], object] = lambda: None,
+    left: Callable[[Mapping[Member, _Line]], Collection[Member]] = lambda _: (),
+) -> list[_Line]:
+    """A connection to each member, which is tried until it answers; ReplicaMissing names those
+    that never do. A replica comes to its chief this way, and a task to the servers.
+
+    `watch` is called between two tries, and may raise: whoever started them knows if they died.
+    `left` is asked, once all are reached, who has hung up meanwhile: another may take its place.
+    """
+    found: dict[Member, _Line] = {}
+    why = ""
+    try:
+        while True:
+            for member in members:
+                if member not in found:
+                    try:
+                        found[member] = attempt(member)
+                    except (Stranger, WrongSecret):
+                        raise
+                    except OSError as problem:
+                        why = str(problem)
+            for member in left(found) if len(found) == len(members) else ():
+                found.pop(member).close()
+            missing = [member for member in members if member not in found]
+            if not missing:
+                return [found[member] for member in members]
+            if patience.over:
+                raise missing_error(missing, patience.waited, why)
+            watch()
+            say_missing(missing, patience)
+            time.sleep(_RETRY)
+    except BaseException:
+        for line in found.values():
+            line.close()
+        raise
+
+
 def say_missing(missing: Sequence[Member], patience: Wait) -> None:
     """Log who is being waited for, when it is time to."""
     if missing and patience.due():
@@ -73,11 +125,3 @@ def missing_error(missing: Sequence[Member], waited: float, why: str = "") -> Re
 
 def _places(members: Sequence[Member]) -> str:
     return listing([f"{member.name} at {member.where}" for member in members])
-
-
-def listing(names: Sequence[str], most: int = 8) -> str:
-    """Join names for a sentence: "a, b and c"; a long list ends in "and 92 more"."""
-    shown = list(names) if len(names) <= most else [*names[:most], f"{len(names) - most} more"]
-    if len(shown) < 2:
-        return "".join(shown)
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"

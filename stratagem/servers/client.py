@@ -23,7 +23,7 @@ from stratagem.rules.stats import Stats
 from stratagem.rules.tickets import Ticket
 from stratagem.rules.updates import Asynchronous
 from stratagem.servers.connections import Connections
-from stratagem.servers.reach import Address, room
+from stratagem.servers.shard_lines import Address
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.servers.transfers import Transfers
 from stratagem.servers.worker_memory import WorkerMemory
@@ -201,7 +201,7 @@ class Client(Transfers):
 
     def _take(self, told: Mapping[str, Any], frame: Frame) -> Assignment:
         """A ticket has come; its values are on their way."""
-        payload = room(int(told.get("payload", 0)), frame)
+        payload = frame.room(int(told.get("payload", 0)))
         if "payload" in told:
             self.lines.read_into(0, [payload], more=True)
         after = int(told["after"])
@@ -301,7 +301,7 @@ class Client(Transfers):
     def gather(self) -> tuple[list[Any], float, int]:
         """Every worker's report on the epoch, the loss added up, and over how many examples."""
         frame = self.lines.call(0, {"t": "gather"})
-        trees = [room(int(size), frame) for size in frame.header["sizes"]]
+        trees = [frame.room(int(size)) for size in frame.header["sizes"]]
         if frame.size:
             self.lines.read_into(0, trees)
         told = frame.header

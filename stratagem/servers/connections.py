@@ -17,17 +17,22 @@ from typing import Any
 from stratagem.cluster.failure import headline, is_server_lost, server_lost
 from stratagem.errors import ReplicaError, ReplicaFailed, StratagemError
 from stratagem.rules.stats import Stats
-from stratagem.servers.reach import Address, meet, reach
-from stratagem.servers.shard_lines import LineLost, ShardLines
+from stratagem.servers.shard_lines import Address, Line, LineLost, ShardLines
 from stratagem.servers.task_heartbeat import KNOWS_BETTER, TaskHeartbeat
 from stratagem.training.agreement import Patience
 from stratagem.wire.segment import host_identity
-from stratagem.wire.tcp import Connection
+from stratagem.wire.tcp import TRY, Connection, connect, connect_all
 
 #: "0" has tensors travel over sockets on one machine, too
 SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
 
 log = logging.getLogger("stratagem")
+
+_LOOK = 0.1  # seconds that an answer of the coordinator's is waited for between two tries
+
+
+class _SomeAreGone(Exception):
+    """The job goes on without some of its servers, which are waited for in vain."""
 
 
 class Connections(ShardLines):
@@ -53,17 +58,15 @@ class Connections(ShardLines):
         self._visit: Connection | None = None
         self._asking = threading.Lock()
         hello = {**me, "token": secrets.token_hex(8)}
-        tasks = [(f"ps {i}", where) for i, where in enumerate(address.servers)]
         limit = patience.arrive
         self._hello, self._limit = hello, limit
         self._lost: set[int] = set()
-        self._lines, hosts = meet(address, hello, limit, watch)
+        self._lines = _meet(address, hello, limit, watch)
+        hosts = {line.connection.host for lines in self._lines for line in lines}
         try:
-            (beats,) = reach(
-                tasks[:1], address.secret, {"hello": "heartbeat", **hello}, limit, watch
-            )
+            beats = self._call_on_coordinator({"hello": "heartbeat", **hello}, watch)
             self.heartbeat = TaskHeartbeat(beats, patience.answer, self._cut_off)
-            self._visit = self._call_on_coordinator(limit)
+            self._visit = self._call_on_coordinator({"hello": "visitor", "name": self._name})
             #: whether every server can map this process' memory
             self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and hosts == {host_identity()}
         except BaseException:
@@ -102,10 +105,11 @@ class Connections(ShardLines):
         told = frame.header["stats"]
         return Stats.from_json(told) if told else None
 
-    def _call_on_coordinator(self, limit: float) -> Connection:
-        hello = {"hello": "visitor", "name": self._name}
-        coordinator = [("ps 0", self.address.servers[0])]
-        return reach(coordinator, self.address.secret, hello, limit, self._check)[0]
+    def _call_on_coordinator(
+        self, hello: Mapping[str, Any], watch: Callable[[], None] | None = None
+    ) -> Connection:
+        coordinator, secret = self.address.members()[:1], self.address.secret
+        return connect_all(coordinator, secret, hello, self._limit, watch or self._check)[0]
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -153,3 +157,50 @@ class Connections(ShardLines):
         """Return why a connection ended; the heartbeat may know better than the connection."""
         self.fell = True
         return self.heartbeat.explain(KNOWS_BETTER) or server_lost(f"ps {i}")
+
+
+def _meet(
+    address: Address, hello: Mapping[str, Any], limit: float, watch: Callable[[], None]
+) -> list[list[Line]]:
+    """By shard: a worker's line to its server; none to those that the coordinator knows are gone.
+
+    `watch` is called while servers do not answer yet, and may raise.
+    """
+    hello, gone, tasks = {"hello": "worker", **hello}, set[int](), address.members()
+    asking: list[Connection] = []
+
+    def look() -> None:
+        watch()
+        if len(tasks) > 1 and (found := _gone(address, asking)) > gone:
+            gone.update(found)
+            raise _SomeAreGone
+
+    try:
+        while True:
+            wanted = [i for i in range(len(tasks)) if i not in gone]
+            try:
+                found = connect_all([tasks[i] for i in wanted], address.secret, hello, limit, look)
+            except _SomeAreGone:
+                continue
+            here = dict(zip(wanted, found, strict=True))
+            return [[Line(i, here[i])] if i in here else [] for i in range(len(tasks))]
+    finally:
+        for connection in asking:
+            connection.close()
+
+
+def _gone(address: Address, asking: list[Connection]) -> set[int]:
+    """Return which servers the coordinator says are gone; `asking` is the line to it."""
+    question = {"t": "holders", "generation": -1, "lost": []}
+    try:
+        if not asking:
+            asking.append(connect(address.servers[0], address.secret, limit=TRY))
+            asking[0].send({"hello": "visitor", "name": "a worker that comes"})
+            asking[0].send(question)
+        if asking[0].readable(_LOOK) and (frame := asking[0].receive()) is not None:
+            asking[0].send(question)
+            return set(frame.header.get("gone", ()))
+    except OSError as problem:
+        log.info("ps 0 does not answer yet: %s", problem)
+        asking.clear()
+    return set()

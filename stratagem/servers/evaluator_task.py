@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stratagem.cluster.failure import Member
 from stratagem.cluster.handshake import secret_for
 from stratagem.cluster.spec import Place
-from stratagem.servers.reach import reach
 from stratagem.training.agreement import Patience
 from stratagem.training.replica import Replica
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Settings
+from stratagem.wire.tcp import connect_all
 
 
 class EvaluatorLink:
@@ -20,8 +21,8 @@ class EvaluatorLink:
         spec = place.spec
         secret = secret_for(spec, spec.jobs["ps"], insecure=insecure)
         hello = {"hello": "evaluator", "name": str(place.task)}
-        self._told = [("ps 0", spec.jobs["ps"][0])], secret, hello, patience.arrive
-        (self._connection,) = reach(*self._told)
+        self._told = [Member("ps 0", spec.jobs["ps"][0])], secret, hello, patience.arrive
+        (self._connection,) = connect_all(*self._told)
 
     def over(self) -> bool:
         """Whether the job has ended; where it goes back to a checkpoint, it has not."""
@@ -33,7 +34,7 @@ class EvaluatorLink:
             if frame is None or "again" not in frame.header:
                 return True
             self._connection.close()
-            (self._connection,) = reach(*self._told)
+            (self._connection,) = connect_all(*self._told)
         return False
 
     def close(self) -> None:

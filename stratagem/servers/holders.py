@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from stratagem.cluster.failure import server_lost
+from stratagem.cluster.failure import Member, server_lost
 from stratagem.errors import ReplicaLost
-from stratagem.servers.reach import reach
 from stratagem.servers.shard import Order
 from stratagem.servers.training_plan import holders_of
-from stratagem.wire.tcp import Connection
+from stratagem.wire.tcp import Connection, connect_all
 
 _T = TypeVar("_T")
 
@@ -138,9 +137,9 @@ class Holders:
         """Connect to (server, shard): the server makes room for the shard, unless it has it."""
         found = []
         for server, shard in wanted:
-            task = [(f"ps {server}", self.addresses[server])]
+            task = Member(f"ps {server}", self.addresses[server])
             hello = {"hello": "coordinator", "name": "ps 0", "shard": shard}
-            (connection,) = reach(task, self.secret, hello, self.limit, welcomes={})
+            (connection,) = connect_all([task], self.secret, hello, self.limit)
             found.append(FarServer(server, connection))
         return found
 

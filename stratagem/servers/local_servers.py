@@ -10,7 +10,7 @@ from stratagem.cluster.failure import failed
 from stratagem.errors import ReplicaLost
 from stratagem.replicas.pool import Pool
 from stratagem.servers.local_workers import patiently
-from stratagem.servers.reach import Address
+from stratagem.servers.shard_lines import Address
 from stratagem.servers.task_main import serve
 from stratagem.training.agreement import Patience
 

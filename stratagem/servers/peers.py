@@ -43,7 +43,8 @@ class Peers:
 
     def remove(self, peer: Peer) -> None:
         with self._lock:
-            self._here.remove(peer)
+            if peer in self._here:
+                self._here.remove(peer)
             self._heartbeats.forget(peer)
         peer.hang_up()
 

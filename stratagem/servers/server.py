@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.failure import (
+    Member,
     chief_lost,
     error_note,
     error_of,
@@ -42,7 +43,6 @@ from stratagem.servers import (  # noqa: F401  (fill the table of requests)
 from stratagem.servers.coordinator import Coordinator
 from stratagem.servers.holders import Holders
 from stratagem.servers.peers import Peers
-from stratagem.servers.reach import reach
 from stratagem.servers.requests import Peer, answer
 from stratagem.servers.server_figures import ServerFigures
 from stratagem.servers.shard import Shard, shares_memory
@@ -54,7 +54,7 @@ from stratagem.training.agreement import Patience
 from stratagem.wire import lateness
 from stratagem.wire.segment import host_identity
 from stratagem.wire.send_queue import SendQueue
-from stratagem.wire.tcp import Connection, Listener
+from stratagem.wire.tcp import Connection, Listener, connect_all
 from stratagem.wire.tree import TREE_LIMIT
 
 log = logging.getLogger("stratagem")
@@ -126,7 +126,6 @@ class Server:
 
     def _meet_the_others(self) -> None:
         """Connect: the coordinator to the other servers for orders, they to it for heartbeats."""
-        tasks = [(f"ps {i}", address) for i, address in enumerate(self.addresses)]
         limit = self.patience.arrive
         if self.index == 0:
             holders, peers = Holders(self.addresses, self.secret, limit), self.peers
@@ -138,7 +137,7 @@ class Server:
             coordinator.holders, self.coordinator = holders, coordinator
             return
         hello = {"hello": "heartbeat", "name": self.name, "server": self.index, "token": self.name}
-        (beats,) = reach(tasks[:1], self.secret, hello, limit, welcomes={})
+        (beats,) = connect_all([Member("ps 0", self.addresses[0])], self.secret, hello, limit)
         self._heartbeat = TaskHeartbeat(beats, self.patience.answer, self._fail)
         self._heartbeat.on_over = self._end
 
@@ -227,10 +226,9 @@ class Server:
             time.sleep(0.01)  # the other servers are still being reached
         self._chief_came = self._chief_came or peer.chief
         self.returning = self.returning or (peer.chief and peer.returns)
-        self.peers.add(peer)
         try:
-            if frame.header.get("greets"):
-                connection.send({"welcome": host_identity()})
+            connection.send({"welcome": host_identity()})  # before anything else is told
+            self.peers.add(peer)
             serve(peer)
         except OSError as problem:
             log.info("%s has hung up: %s", peer.name, problem)

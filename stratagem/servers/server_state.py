@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from stratagem.servers.connections import Connections
-from stratagem.servers.reach import Line, room
 from stratagem.servers.shard import OF_WORKER
-from stratagem.servers.shard_lines import LineLost
+from stratagem.servers.shard_lines import Line, LineLost
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.servers.worker_memory import WorkerMemory
 from stratagem.state.partition import cut_values
@@ -138,7 +137,7 @@ class ServerState:
         flat = torch.empty(self.plan.layout.loads[i], dtype=self.plan.dtype)
         while True:
             frame = self.lines.call(i, {"t": "snapshot taken", "number": number, "after": after})
-            tree = room(int(frame.header["states"]), frame)
+            tree = frame.room(int(frame.header["states"]))
             try:
                 self.lines.read_into(i, [flat, tree])
             except LineLost:

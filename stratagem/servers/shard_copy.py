@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from stratagem.cluster.failure import Member
 from stratagem.errors import ReplicaError
-from stratagem.servers.reach import reach, room
 from stratagem.servers.shard import Shard
 from stratagem.servers.training_plan import TrainingPlan
-from stratagem.wire.tcp import Connection
+from stratagem.wire.tcp import Connection, connect_all
 from stratagem.wire.tree import TREE_LIMIT, decode, encode
 
 log = logging.getLogger("stratagem")
@@ -41,7 +41,7 @@ def send_copy(
 ) -> None:
     """Send a copy to the server at this address, and wait until it has it."""
     hello = {"hello": "source", "name": f"the holder of shard {shard}", "shard": shard}
-    (connection,) = reach([(f"ps of shard {shard}", address)], secret, hello, limit)
+    (connection,) = connect_all([Member(f"ps of shard {shard}", address)], secret, hello, limit)
     with connection:
         connection.send(*copy)
         connection.receive()
@@ -56,7 +56,7 @@ def take_copy(shard: Shard, connection: Connection) -> None:
     if told["plan"] is not None and int(told["fit"]) < shard.fit:
         connection.skip(TREE_LIMIT)  # the chief has begun another fit here since
     elif told["plan"] is not None:
-        tree = room(frame.size, frame)
+        tree = frame.room(frame.size)
         connection.read_into([tree])
         values, states, waiting = decode(tree)
         with shard.changed:

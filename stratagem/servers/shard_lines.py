@@ -9,16 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from stratagem.cluster.failure import error_of
+from stratagem.cluster.failure import Member, error_of
 from stratagem.errors import ReplicaError, ReplicaMissing
-from stratagem.servers.reach import TRY, Address, Line, reach
 from stratagem.servers.task_heartbeat import TaskHeartbeat
-from stratagem.wire.tcp import Frame
+from stratagem.wire.tcp import TRY, Connection, Frame, connect_all
 from stratagem.wire.tree import TREE_LIMIT, decode
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the servers are, and what proves that one belongs to their job."""
+
+    servers: tuple[str, ...]
+    secret: bytes
+
+    def members(self) -> list[Member]:
+        return [Member(f"ps {i}", where) for i, where in enumerate(self.servers)]
+
+
+@dataclass(eq=False)
+class Line:
+    """A connection to one server, about one shard."""
+
+    server: int
+    connection: Connection
+    #: the generation of servers in which it was made: one that came back later is another process
+    made_in: int = 0
 
 
 class LineLost(Exception):
@@ -192,10 +213,10 @@ class ShardLines:
 
     def _reach(self, shard: int, server: int, generation: int) -> Line | None:
         """Connect to a server that holds another's shard; None if the server is gone."""
-        task = (f"ps {server}", self.address.servers[server])
+        task = self.address.members()[server]
         hello = {"hello": "copy", "shard": shard, **self._hello}
         try:
-            (found,) = reach([task], self.address.secret, hello, TRY, self._check)
+            (found,) = connect_all([task], self.address.secret, hello, TRY, self._check)
         except ReplicaMissing:
             self._lost.add(server)
             return None

@@ -17,8 +17,8 @@ from stratagem.servers import recovery
 from stratagem.servers.client import Client
 from stratagem.servers.loop_device_group import end_assistance
 from stratagem.servers.no_collective import NoCollective
-from stratagem.servers.reach import Address
 from stratagem.servers.server import Server
+from stratagem.servers.shard_lines import Address
 from stratagem.tracebacks import described
 from stratagem.training.agreement import Patience
 from stratagem.training.devices import place as device_of

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from stratagem.figures.meter import METER
 from stratagem.servers.connections import Connections
-from stratagem.servers.reach import Line
 from stratagem.servers.server_state import ServerState
-from stratagem.servers.shard_lines import LineLost
+from stratagem.servers.shard_lines import Line, LineLost
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.servers.transfer_threads import TransferThreads
 from stratagem.servers.worker_memory import WorkerMemory

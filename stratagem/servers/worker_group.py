@@ -34,7 +34,7 @@ from stratagem.servers.client import Client
 from stratagem.servers.local_cluster import LocalCluster
 from stratagem.servers.local_servers import LocalServers
 from stratagem.servers.local_workers import LocalWorkers, patiently
-from stratagem.servers.reach import Address
+from stratagem.servers.shard_lines import Address
 from stratagem.servers.task_main import (
     become,
     present,

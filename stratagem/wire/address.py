@@ -56,14 +56,14 @@ def encrypted(address: str, tls: bool | None) -> bool:
     return not local if tls is None else tls
 
 
-def reach(address: str, limit: float) -> socket.socket:
+def call(address: str, limit: float) -> socket.socket:
     """Connect within `limit` seconds; OSError if nobody answers."""
     if is_unix(address):
-        return _reach_unix(_unix_name(address), time.monotonic() + limit)
+        return _call_unix(_unix_name(address), time.monotonic() + limit)
     return sockets.connect(address, limit)
 
 
-def _reach_unix(name: str, deadline: float) -> socket.socket:
+def _call_unix(name: str, deadline: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         while True:

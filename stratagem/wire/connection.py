@@ -38,6 +38,12 @@ class Frame:
     header: dict[str, Any]
     size: int
 
+    def room(self, size: int) -> Tensor:
+        """Memory for a part of the body, which cannot be larger than the body."""
+        if not 0 <= size <= self.size:
+            raise WireError(f"a part of {size} bytes was announced in a body of {self.size}")
+        return torch.empty(size, dtype=torch.uint8)
+
 
 class _ClosedHere(WireError):
     """This side closed the connection."""
@@ -79,6 +85,8 @@ class Connection(AbstractContextManager["Connection"]):
     def __init__(self, channel: Channel, peer: str) -> None:
         #: who is at the other end, for messages; whoever learns a better name may set it
         self.peer = peer
+        #: the identity of the peer's host, once it has said so
+        self.host = ""
         self._channel = channel
         self._sending = threading.Lock()
         self._gate = threading.Lock()

@@ -14,23 +14,36 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from stratagem.cluster.acceptor import GREETING, Acceptor
+from stratagem.cluster.failure import Member
 from stratagem.cluster.framing import VERSION
 from stratagem.cluster.handshake import peer_name, prove, recv_note, send_note
 from stratagem.cluster.parsing import quote
 from stratagem.cluster.sockets import not_in_children
+from stratagem.cluster.waiting import FIRST, Wait, reach
 from stratagem.errors import HandshakeError
-from stratagem.wire.address import encrypted, forget, is_unix, listen, local_address, reach, tune
+from stratagem.wire.address import call, encrypted, forget, is_unix, listen, local_address, tune
 from stratagem.wire.channel import PlainChannel, hang_up
 from stratagem.wire.connection import Connection, Frame, WireError
 from stratagem.wire.tls import TlsChannel, context, shake_hands, wrap
 
-__all__ = ["Connection", "Frame", "Listener", "WireError", "connect", "local_address"]
+__all__ = [
+    "Connection",
+    "Frame",
+    "Listener",
+    "WireError",
+    "connect",
+    "connect_all",
+    "local_address",
+]
 
 log = logging.getLogger("stratagem")
+
+TRY = 2.0  # seconds for one try to connect
+_LOOK = 0.1  # seconds between two looks around while a peer does not answer
 
 
 def connect(address: str, secret: bytes, *, limit: float, tls: bool | None = None) -> Connection:
@@ -42,11 +55,63 @@ def connect(address: str, secret: bytes, *, limit: float, tls: bool | None = Non
     if encrypt:
         context(secret, False)  # takes long the first time: not while the peer waits
     deadline = time.monotonic() + limit
-    greeting = Greeting(reach(address, limit), secret, server=False, tls=encrypt)
+    greeting = Greeting(call(address, limit), secret, server=False, tls=encrypt)
     connection = greeting.meet(deadline - time.monotonic())
     if not is_unix(address):
         connection.peer = address
     return connection
+
+
+def connect_all(
+    members: Sequence[Member],
+    secret: bytes,
+    hello: Mapping[str, object],
+    limit: float,
+    watch: Callable[[], object] = lambda: None,
+) -> list[Connection]:
+    """A connection to each member, all of which have answered `hello`; `watch` as in `reach`."""
+    patience, greeted = Wait(limit, first=FIRST), set[Connection]()
+
+    def left(found: Mapping[Member, Connection]) -> list[Member]:
+        """Greet those that are new; one that is about to end does not answer."""
+        new = {member: each for member, each in found.items() if each not in greeted}
+        told = [member for member, each in new.items() if _tell(each, hello)]
+        for member in told:
+            if _heard(new[member], watch, patience):
+                greeted.add(new[member])
+        return [member for member, each in new.items() if each not in greeted]
+
+    return reach(
+        members,
+        lambda member: connect(member.where, secret, limit=min(TRY, limit)),
+        patience,
+        watch,
+        left,
+    )
+
+
+def _tell(connection: Connection, hello: Mapping[str, object]) -> bool:
+    try:
+        connection.send(hello)
+    except OSError as problem:
+        log.info("%s has hung up: %s", connection.peer, problem)
+        return False
+    return True
+
+
+def _heard(connection: Connection, watch: Callable[[], object], patience: Wait) -> bool:
+    """Wait for the answer to `hello`, which says what host it comes from."""
+    try:
+        while not connection.readable(_LOOK):
+            if patience.over:
+                return False
+            watch()
+        frame = connection.receive()
+    except OSError as problem:
+        log.info("%s has hung up: %s", connection.peer, problem)
+        return False
+    connection.host = "" if frame is None else str(frame.header.get("welcome"))
+    return frame is not None
 
 
 class Listener:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from stratagem.cluster import waiting
 from stratagem.cluster.heartbeat import REMIND, STALL, Heartbeats, Silence
-from stratagem.cluster.waiting import Wait, listing
+from stratagem.cluster.parsing import listing
+from stratagem.cluster.waiting import Wait
 
 
 def test_a_silence_is_named_once_then_reminded_of_then_over() -> None:
