@@ -35,7 +35,7 @@ from stratagem.training.tensor_program import (
     shapes_of,
     table,
 )
-from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_memory import sharing
 from stratagem.wire.shared_scratch import SharedScratch
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
@@ -81,8 +81,8 @@ class Divided(OneDevice):
         settings: Settings,
     ) -> None:
         super().__init__(module, optimizer, recipe, replica)
-        assert isinstance(replica.collective, SharedMemoryCollective) and settings.tensor
-        self._collective, self._asked = replica.collective, dict(settings.tensor.plan)
+        assert settings.tensor is not None
+        self._collective, self._asked = sharing(replica.collective), dict(settings.tensor.plan)
         self._group = SharedScratch(self._collective)
         self._whole = list(self._params)
         self._shared = SharedTensors(self._whole, self._collective, returns=False)

@@ -29,7 +29,7 @@ from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
 from stratagem.training.stage import Stage
-from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_memory import sharing
 from stratagem.wire.shared_scratch import SharedScratch
 from stratagem.wire.subgroup import subgroup
 from stratagem.wire.tree import broadcast_tree, gather_tree
@@ -74,9 +74,7 @@ class MeshStaged(Staged):
         row = subgroup(self._everybody, grid)
         column = subgroup(self._everybody, list(zip(*grid, strict=True)))
         self._column = column
-        self._scratch = (
-            SharedScratch(column) if isinstance(column, SharedMemoryCollective) else None
-        )
+        self._scratch = SharedScratch(sharing(column)) if column.shares_memory else None
         own = Replica(stage, stages, replica.device, replica.name, row, replica.membership)
         super().__init__(module, optimizer, recipe, own, settings)
 

@@ -37,7 +37,6 @@ from stratagem.state.shared_state import warm_up
 from stratagem.training import lossy_wire, setup
 from stratagem.training.replica import Replica, alone, current_replica
 from stratagem.training.step_figures import figures_of
-from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
@@ -50,7 +49,7 @@ def fit(job: Fit) -> None:
     job.recipe.metrics.to(replica.device)
     if job.journal is None or not job.journal.restarts:
         lossy_wire.begin_anew()
-    in_place = job.settings.one_pipeline and isinstance(replica.collective, SharedMemoryCollective)
+    in_place = job.settings.one_pipeline and replica.collective.shares_memory
     align(job.module, replica, values=not in_place)  # or stages find them in shared memory
     align_loss(job.recipe.loss, replica)
     if job.journal is not None and replica.count > 1:
@@ -141,9 +140,8 @@ class ReplicaSide:
             if isinstance(self.step, Apart):
                 self.step.keep_journal(job.journal)
         self._trained = requires_grad(job.module)
-        common = isinstance(replica.collective, SharedMemoryCollective) and isinstance(
-            self.step, Sliced | Staged | Divided
-        )
+        common = isinstance(self.step, Sliced | Staged | Divided)
+        common = common and replica.collective.shares_memory
         job.callbacks.changes.in_common = common and not isinstance(self.step, MeshStaged)
         state = partial(standby_state.of, job, self.step)
         adopt = partial(standby_state.adopt, job, self.step)

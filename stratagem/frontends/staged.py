@@ -47,7 +47,6 @@ from stratagem.training.stage_plan import (
     say_plan,
 )
 from stratagem.training.tied_gradients import TiedGradients, devices_of, refuse_strays
-from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 #: settings, rows, the modes of its parts and the layers that a model was measured for
@@ -97,8 +96,7 @@ class Staged(OneDevice):
         self._collective, self._pipeline = replica.collective, settings.pipeline
         self._schedule = SCHEDULES[self._pipeline.schedule]
         tensors = [*module.parameters(), *module.buffers()]
-        shared = isinstance(replica.collective, SharedMemoryCollective)
-        form: Any = SharedModel if shared else PartedModel
+        form: Any = SharedModel if replica.collective.shares_memory else PartedModel
         self._home: SharedModel | PartedModel = form(tensors, optimizer, replica.collective)
         self._stage: Stage | ColumnStage | None = None
         self._owned: list[nn.Parameter] = []

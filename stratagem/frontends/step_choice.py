@@ -20,7 +20,6 @@ from stratagem.state.sliced import can_slice
 from stratagem.training.lossy_wire import check_optimizer, refuse_half
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
-from stratagem.wire.shared_memory import SharedMemoryCollective
 
 
 def choose(
@@ -51,10 +50,15 @@ def choose(
     if settings.sharded:
         return _sharded(module, optimizer, recipe, replica, settings)
     plain = settings.wire in (None, "float32") and settings.op != "auto" and not settings.committer
-    shared = isinstance(replica.collective, SharedMemoryCollective)
     params = [p for p in module.parameters() if p.requires_grad]
     half = recipe.autocast is torch.float16
-    if plain and shared and not half and params and can_slice(optimizer, params):
+    if (
+        plain
+        and replica.collective.shares_memory
+        and not half
+        and params
+        and can_slice(optimizer, params)
+    ):
         return Sliced(module, optimizer, recipe, replica, settings)
     form = Replicated if settings.sync is None else Apart
     return form(module, optimizer, recipe, replica, settings)
@@ -64,7 +68,7 @@ def _sharded(
     module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica, settings: Settings
 ) -> Step:
     """One set in shared memory on the CPUs of a machine; elsewhere torch's fully_shard."""
-    if isinstance(replica.collective, SharedMemoryCollective):
+    if replica.collective.shares_memory:
         refuse_unshared(module, optimizer, recipe)
         return SharedSet(module, optimizer, recipe, replica, settings)
     refuse_undivided(module, optimizer, recipe, replica)

@@ -29,7 +29,7 @@ from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.gradient_placement import PlacedGradients, is_kept, is_unseen
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
-from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_memory import sharing
 
 
 class Step(Protocol):
@@ -315,12 +315,12 @@ class Sliced(Replicated):
         settings: Settings,
     ) -> None:
         super().__init__(module, optimizer, recipe, replica, settings)
-        assert isinstance(replica.collective, SharedMemoryCollective)
         self._elastic = settings.elastic
         buckets = self.committer.buckets
         factored = self._factored(buckets.params)
         try:
-            self.sliced = self.sliced_update(optimizer, buckets, replica.collective, factored)
+            shared = sharing(replica.collective)
+            self.sliced = self.sliced_update(optimizer, buckets, shared, factored)
         except BaseException:  # somebody has died meanwhile
             Replicated.leave(self)
             raise

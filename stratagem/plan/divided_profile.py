@@ -23,7 +23,7 @@ from stratagem.training.replica import current_replica
 from stratagem.training.tensor_ops import Enter, sum_of_parts
 from stratagem.training.tensor_plan import TensorPlan, Use, make_plan
 from stratagem.training.tensor_program import gathered_layers, shapes_of
-from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_memory import sharing
 from stratagem.wire.shared_scratch import SharedScratch
 
 #: processes for which it is planned which layers are divided
@@ -68,9 +68,7 @@ def meeting_seconds() -> float:
 
 def _meet() -> float:
     """On a process; of the typical one, which may have waited for the other."""
-    collective = current_replica().collective
-    assert isinstance(collective, SharedMemoryCollective)
-    group, times = SharedScratch(collective), []
+    group, times = SharedScratch(sharing(current_replica().collective)), []
     x = torch.zeros(16, requires_grad=True)
     enter = Enter(group)
     for _ in range(_MEETINGS):

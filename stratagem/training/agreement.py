@@ -20,7 +20,6 @@ from stratagem.training.cross_device import (
     CrossDeviceOps,
     Ground,
     ReductionToOneDevice,
-    SharedMemoryAllReduce,
 )
 from stratagem.training.devices import identity
 from stratagem.training.placement import Placement
@@ -156,7 +155,7 @@ def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer
 def _offer(party: AgreeingProcess, op: CrossDeviceOps, size: int) -> Offer:
     if size == 1:
         return Offer()
-    shared = isinstance(op, SharedMemoryAllReduce)
+    shared = op.shares_memory
     return Offer(
         secrets.token_hex(4) if party.settings.op == "auto" or not shared else None,
         Segment(SharedMemoryCollective.control_size(size)) if shared else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from stratagem.errors import UsageError
 from stratagem.training.devices import canonical
@@ -17,6 +18,8 @@ from stratagem.wire.device_kinds import kind_of
 @dataclass(frozen=True)
 class CrossDeviceOps:
     """Base of the choices below; each gives the plain sum for every number of replicas."""
+
+    shares_memory: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class ReductionToOneDevice(CrossDeviceOps):
 @dataclass(frozen=True)
 class SharedMemoryAllReduce(CrossDeviceOps):
     """CPU replicas of one machine add each other's gradients in place."""
+
+    shares_memory = True
 
 
 _NAMES: dict[str, CrossDeviceOps] = {
@@ -132,7 +137,7 @@ def check(op: CrossDeviceOps, ground: Ground) -> None:
             f"TPUs add up by their own collective, and {type(op).__name__} is none of it; leave "
             "cross_device_ops out."
         )
-    if isinstance(op, SharedMemoryAllReduce) and (ground.kinds != {"cpu"} or not ground.one_host):
+    if op.shares_memory and (ground.kinds != {"cpu"} or not ground.one_host):
         raise UsageError(
             "SharedMemoryAllReduce works between CPU replicas of one machine only; use "
             "RingAllReduce() or NcclAllReduce(), or leave cross_device_ops out."

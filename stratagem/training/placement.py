@@ -18,7 +18,6 @@ from stratagem.training.cross_device import (
     Ground,
     HierarchicalCopyAllReduce,
     ReductionToOneDevice,
-    SharedMemoryAllReduce,
     possible,
 )
 from stratagem.training.devices import place
@@ -172,7 +171,7 @@ def _connect(
     if placement.size == 1:
         return Alone()
     late = Limit(membership, placement.step)
-    if isinstance(op, SharedMemoryAllReduce):
+    if op.shares_memory:
         if placement.segment is None or name != "main":
             raise ClusterError("there is one shared-memory collective a team, made at its start.")
         control = Segment.attach(placement.segment)

@@ -21,7 +21,7 @@ from stratagem.training.exchange import GradientExchange, write_notes
 from stratagem.training.replica import Replica
 from stratagem.wire.collective import Pending
 from stratagem.wire.ordered_sum import OrderedSum
-from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_memory import sharing
 
 
 class OneSum(Reducer):
@@ -50,13 +50,13 @@ class ShardedExchange(GradientExchange):
         reducer: Reducer,
         **options: Any,
     ) -> None:
-        collective = replica.collective
-        assert isinstance(collective, SharedMemoryCollective)
         trained = [(n, p) for n, p in named if p.requires_grad]
         self._names = [name for name, _ in trained]
         # a bucket has the last parameter first, as backward makes them
         self._last = len(trained) - 1
-        self.sums = OrderedSum([p.numel() for _, p in reversed(trained)], collective)
+        self.sums = OrderedSum(
+            [p.numel() for _, p in reversed(trained)], sharing(replica.collective)
+        )
         self._had: set[int] = set()
         super().__init__(named, replica, OneSum(self.sums), **options)
 

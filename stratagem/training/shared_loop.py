@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from stratagem.errors import NotDistributable
 from stratagem.state.shared_model import OwnedState, SharedTensors
 from stratagem.training.replica import Replica
-from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_memory import sharing
 
 
 def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -34,7 +34,7 @@ def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 def refuse_loop(replica: Replica, optimizer: Optimizer) -> None:
     """Refuse what replicas cannot update in parts."""
-    if not isinstance(replica.collective, SharedMemoryCollective):
+    if not replica.collective.shares_memory:
         raise NotDistributable(
             "between machines and on GPUs a replica of ShardedStrategy has rows of each parameter, "
             "and a loop of your own updates whole ones; use sg.Model(...).fit, or "
@@ -52,8 +52,7 @@ class SharedUpdate:
     """Runs around `optimizer.step`. Made collectively."""
 
     def __init__(self, replica: Replica, optimizer: Optimizer) -> None:
-        collective = replica.collective
-        assert isinstance(collective, SharedMemoryCollective)
+        collective = sharing(replica.collective)
         self._replica, self._collective = replica, collective
         params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         mine = divided([p.numel() for p in params], replica.count)[replica.index]

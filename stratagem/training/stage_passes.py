@@ -28,7 +28,7 @@ from stratagem.training.stage import Kept, Stage, StageChannels
 from stratagem.training.stage_parts import cut, tensors_of
 from stratagem.training.stage_plan import check_layers, make_plan, prove, prove_rows, say_plan
 from stratagem.training.tied_gradients import TiedGradients, devices_of, refuse_strays
-from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_memory import sharing
 from stratagem.wire.tree import broadcast_tree, gather_tree
 from stratagem.wire.tree_channel import TreeChannel, open_channels
 
@@ -106,8 +106,8 @@ class StagePasses:
     def __init__(
         self, replica: Replica, pipeline: Pipeline, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        assert isinstance(replica.collective, SharedMemoryCollective)
-        self._replica, self._collective, self._pipeline = replica, replica.collective, pipeline
+        self._replica, self._pipeline = replica, pipeline
+        self._collective = sharing(replica.collective)
         self._model, self._optimizer = model, optimizer
         self._params = list(model.parameters())
         tensors = [*self._params, *model.buffers()]

@@ -33,7 +33,6 @@ from stratagem.training.settings import Pipeline
 from stratagem.training.stage_passes import Mode, StagePasses, joined, with_tensors
 from stratagem.training.stage_plan import check_optimizer
 from stratagem.training.step_figures import figures_of
-from stratagem.wire.shared_memory import SharedMemoryCollective
 
 
 class _Head(torch.autograd.Function):
@@ -328,7 +327,7 @@ def prepare_staged(
             "a loop over the stages of a pipeline runs on the first of them, which ends the "
             "others' calls; put it into a function, and call strategy.run(train)."
         )
-    if not isinstance(replica.collective, SharedMemoryCollective):
+    if not replica.collective.shares_memory:
         raise NotDistributable(
             "a loop of your own leads stages on the CPUs of one machine, by shared memory, and "
             "these are on other hosts or devices; use sg.Model(...).fit."

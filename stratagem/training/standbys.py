@@ -30,7 +30,7 @@ from stratagem.wire.collective import Collective
 from stratagem.wire.collective_log import CollectiveLog, LogFollower, is_ready
 from stratagem.wire.lateness import Limit
 from stratagem.wire.segment import Segment
-from stratagem.wire.shared_memory import SharedMemoryCollective, Watch
+from stratagem.wire.shared_memory import SharedMemoryCollective, Watch, sharing
 from stratagem.wire.standby import StandbyCollective
 
 log = logging.getLogger("stratagem")
@@ -65,12 +65,12 @@ class Standbys:
     def of(replica: Replica, placement: Placement, pool: Pool, give_up: float) -> Standbys | None:
         """Those of replicas that share memory, and are all of this process."""
         collective, membership = replica.collective, replica.membership
-        if not isinstance(collective, SharedMemoryCollective) or sys.platform != "linux":
+        if not collective.shares_memory or sys.platform != "linux":
             return None
         assert isinstance(membership, LocalMembership)
         if len(membership.cluster.members) > 1:
             return None
-        return Standbys(collective, placement, membership, pool, give_up)
+        return Standbys(sharing(collective), placement, membership, pool, give_up)
 
     def begin(self) -> None:
         """A call begins that replicas may die in."""

@@ -29,6 +29,8 @@ class Collective(ABC):
     size: int
     #: whether a reduction runs beside the computation, so that several buckets pay off
     overlaps: bool = True
+    #: whether replicas map each other's memory (`wire.shared_memory.sharing`)
+    shares_memory: bool = False
     #: whether it takes part: not so a standby's
     live: bool = True
 

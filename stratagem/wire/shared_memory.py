@@ -26,7 +26,7 @@ from torch import Tensor
 
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.figures.meter import METER
-from stratagem.wire.collective import Pending
+from stratagem.wire.collective import Collective, Pending
 from stratagem.wire.collective_log import TURN, LoggedCollective
 from stratagem.wire.mailboxes import WORDS, Mailboxes
 from stratagem.wire.segment import Segment, aligned
@@ -78,6 +78,7 @@ class SharedMemoryCollective(LoggedCollective):
     """
 
     overlaps = False  # the cores that would add are the cores that compute
+    shares_memory = True
 
     def __init__(
         self,
@@ -274,6 +275,12 @@ class SharedMemoryCollective(LoggedCollective):
 
     def close(self) -> None:
         self._tables.clear()
+
+
+def sharing(collective: Collective) -> SharedMemoryCollective:
+    """The same, of replicas that share memory; the caller has seen to that."""
+    assert isinstance(collective, SharedMemoryCollective), "these replicas share no memory"
+    return collective
 
 
 def sum_rows(table: SharedTable, start: int, weights: list[float], total: Tensor) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from stratagem.wire.collective import Collective
 from stratagem.wire.segment import Segment
-from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_memory import SharedMemoryCollective, sharing
 from stratagem.wire.torch_dist import TorchCollective
 from stratagem.wire.tree import gather_tree
 
@@ -20,8 +20,7 @@ def subgroup(collective: Collective, groups: Sequence[Sequence[int]]) -> Collect
     (ranks,) = (group for group in groups if collective.rank in group)
     if isinstance(collective, TorchCollective):
         return _among(collective, tuple(ranks))
-    assert isinstance(collective, SharedMemoryCollective)
-    own = None
+    whole, own = sharing(collective), None
     if collective.rank == ranks[0]:
         own = Segment(SharedMemoryCollective.control_size(len(ranks)))
     handles = gather_tree(collective, None if own is None else own.handle)
@@ -29,9 +28,9 @@ def subgroup(collective: Collective, groups: Sequence[Sequence[int]]) -> Collect
     collective.barrier()  # nobody lets go of what the others are about to map
 
     def watch(rank: int, seconds: float) -> None:
-        collective.look(ranks[rank], seconds)
+        whole.look(ranks[rank], seconds)
 
-    names = [collective.names[rank] for rank in ranks]
+    names = [whole.names[rank] for rank in ranks]
     place = list(ranks).index(collective.rank)
     return SharedMemoryCollective(place, len(ranks), control, watch, names)
 

@@ -20,7 +20,7 @@ from stratagem.figures.meter import METER
 from stratagem.wire.collective import Collective
 from stratagem.wire.point_to_point import BackgroundWork
 from stratagem.wire.process_group import ProcessGroup
-from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_memory import sharing
 from stratagem.wire.slots import SlotChannel, channel_words
 from stratagem.wire.torch_dist import TorchCollective
 from stratagem.wire.tree import TREE_LIMIT, Tree, decode, encode
@@ -49,11 +49,11 @@ def open_channels(
 
     `slots`: how many messages lie in shared memory before a sender waits.
     """
-    if isinstance(collective, SharedMemoryCollective):
-        size = channel_words(slots)
-        words = collective.table(max(len(pairs), 1) * size, torch.int64, rows=1).words()[0]
+    if collective.shares_memory:
+        size, shared = channel_words(slots), sharing(collective)
+        words = shared.table(max(len(pairs), 1) * size, torch.int64, rows=1).words()[0]
         return [
-            SlotChannel(collective, words[i * size : (i + 1) * size], sender, receiver, slots)
+            SlotChannel(shared, words[i * size : (i + 1) * size], sender, receiver, slots)
             for i, (sender, receiver) in enumerate(pairs)
         ]
     assert isinstance(collective, TorchCollective)

@@ -25,7 +25,7 @@ from stratagem.state.shared_model import SharedTensors
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.sharded_exchange import ShardedExchange
 from stratagem.training.shared_loop import divided
-from stratagem.wire.shared_memory import SharedMemoryCollective
+from stratagem.wire.shared_memory import sharing
 from stratagem.wire.tree import gather_tree
 
 
@@ -36,7 +36,7 @@ class OnShards(OnReplicas):
         if call.trains:
             model = self._driver.model
             collective = self._driver.strategy.replica_group.start().collective
-            check(model, shared=isinstance(collective, SharedMemoryCollective))
+            check(model, shared=collective.shares_memory)
         return super().start(call)
 
 
@@ -71,8 +71,7 @@ class ShardSteps(ReplicaSteps):
         """The committer, with variables and slots in shared memory. Collective."""
         model, replica = self.adapter.model, self.adapter.replica
         check(model, shared=True)
-        collective = replica.collective
-        assert isinstance(collective, SharedMemoryCollective)
+        collective = sharing(replica.collective)
         self._variables = list(model.trainable_variables)
         params = [v.value for v in self._variables]
         self._shared = SharedTensors([*params, *slots(model.optimizer)], collective)

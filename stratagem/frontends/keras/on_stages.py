@@ -38,7 +38,6 @@ from stratagem.training.stage_parts import cut, tensors_of
 from stratagem.training.stage_plan import StagePlan, check_layers, make_plan, say_plan
 from stratagem.training.tied_gradients import TiedGradients, devices_of
 from stratagem.wire.collective import Collective
-from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 #: settings and rows that a model was measured for
@@ -138,8 +137,7 @@ class StageSteps(ReplicaSteps):
         self._trainable = trainable(model)
         self._bring_home()
         if self._home is None:
-            shared = isinstance(self._collective, SharedMemoryCollective)
-            form: Any = SharedVariables if shared else PartedVariables
+            form: Any = SharedVariables if self._collective.shares_memory else PartedVariables
             self._home = form(model, self._collective)
         assert self._home is not None
         graph = layer_graph(model)
