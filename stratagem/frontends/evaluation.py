@@ -17,7 +17,7 @@ from stratagem.frontends.alignment import align, align_loss, own_streams
 from stratagem.frontends.callback_changes import Listen, heed, news
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.loss_sum import LossSum
-from stratagem.frontends.progress_meter import ProgressMeter
+from stratagem.frontends.progress import ProgressMeter
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.sources import Portion, Source

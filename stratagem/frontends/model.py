@@ -31,10 +31,8 @@ from stratagem.frontends.fit_check import check_fit, meets_servers_again
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.fit_journal import FitJournal
 from stratagem.frontends.metrics import MetricSet
-from stratagem.frontends.optimizers import make_optimizer
-from stratagem.frontends.progress import ProgressBar
-from stratagem.frontends.progress_meter import Verbosity, check_verbose, meter_for
-from stratagem.frontends.recipe import Recipe, describe, in_words
+from stratagem.frontends.progress import ProgressBar, Verbosity, check_verbose, meter_for
+from stratagem.frontends.recipe import Recipe, describe, in_words, make_optimizer
 from stratagem.frontends.server_recovery import ServerRecovery
 from stratagem.frontends.sources import Source
 from stratagem.frontends.succession import Succession

@@ -1,9 +1,193 @@
-"""A progress bar an epoch: time left, loss, metrics, examples per second."""
+"""How far one pass over the data has come: a bar where one can move, else a line at its end."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from stratagem.errors import UsageError
 from stratagem.frontends.callbacks import Logs, Progress
-from stratagem.frontends.progress_meter import ProgressMeter, Verbosity
+
+_REFRESH = 0.1
+Verbosity = int | str
+
+
+def check_verbose(verbose: Verbosity) -> None:
+    if verbose not in ("auto", 0, 1, 2):
+        raise UsageError(f'verbose is {verbose!r}; it is "auto", 0, 1 or 2.')
+
+
+class ProgressMeter:
+    """One pass: `advance` after each batch, `finish` at its end, `close` whatever happened.
+
+    Args:
+        name: what stands before the bar.
+        title: what begins the line that is printed where no bar moves; None prints no line.
+        moves: whether a bar is wanted, where one can move and no other moves already (a callback
+            of `fit` that calls `evaluate`).
+    """
+
+    _moving: ClassVar[ProgressMeter | None] = None
+
+    def __init__(self, name: str, steps: int | None, *, title: str | None, moves: bool) -> None:
+        from rich.console import Console
+
+        self._console = Console(file=sys.stdout)
+        self._steps, self._title = steps, title
+        self._started = self._drawn = time.perf_counter()
+        self._examples = 0
+        self._bar: _TerminalBar | _NotebookBar | None = None
+        if not moves or ProgressMeter._moving is not None:
+            return
+        if self._console.is_jupyter:
+            self._bar = _NotebookBar(self._console, name, steps)
+        elif self._console.is_terminal:
+            self._bar = _TerminalBar(self._console, name, steps)
+        ProgressMeter._moving = self if self._bar is not None else None
+
+    def advance(self, done: int, examples: int, figures: Callable[[], str] = str) -> None:
+        """So many batches and examples are done; `figures` is asked only when it is drawn."""
+        self._examples = examples
+        if self._bar is None:
+            return
+        now, full = time.perf_counter(), done == self._steps
+        if full or now - self._drawn >= _REFRESH:
+            self._drawn = now
+            speed = f"{examples / (now - self._started):,.0f} examples/s"
+            # at the end at once: a callback may print then, and the bar is drawn below it
+            self._bar.show(completed=done, figures=figures(), speed=speed, refresh=full)
+
+    def finish(self, results: Mapping[str, float], speed: float | None = None) -> None:
+        """The pass is over, with these results."""
+        seconds = time.perf_counter() - self._started
+        if speed is None:
+            speed = self._examples / max(seconds, 1e-9)
+        rate = f"{speed:,.0f} examples/s"
+        figures = [f"{name} {_figure(value)}" for name, value in results.items()]
+        if self._bar is not None:
+            self._bar.show(completed=self._steps, total=self._steps)
+            self._bar.conclude(figures, rate)
+        elif self._title is not None:
+            parts = [self._title, f"{seconds:.1f} s", "  ".join(figures), rate]
+            line = "  ".join(part for part in parts if part)
+            self._console.print(line, highlight=False, soft_wrap=True)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the terminal as it was, after an error too."""
+        if self._bar is not None:
+            ProgressMeter._moving = None
+            self._bar.stop()
+            self._bar = None
+
+
+def _figure(value: float) -> str:
+    """What was counted is a whole number, what was measured is not."""
+    return f"{value:,d}" if isinstance(value, int) else f"{value:.4f}"
+
+
+class _Bar:
+    """What both kinds have."""
+
+    _rich: Any
+    _task: Any
+
+    def show(self, **fields: Any) -> None:
+        raise NotImplementedError
+
+    def conclude(self, figures: list[str], speed: str) -> None:
+        """The results, all of them: where they do not fit the speed is left out, then they take
+        several lines."""
+        room = self._room()
+        whole = "  ".join(figures)
+        if len(whole) + len(speed) <= room:
+            self.show(figures=whole, speed=speed)
+            return
+        lines = figures[:1]
+        for figure in figures[1:]:
+            longer = f"{lines[-1]}  {figure}"
+            lines = [*lines[:-1], longer] if len(longer) <= room else [*lines, figure]
+        self.show(figures="\n".join(lines), speed="")
+
+    def _room(self) -> int:
+        """Columns that the bar leaves for figures and speed."""
+        from rich.measure import Measurement
+
+        console = self._rich.console
+        self._rich.update(self._task, figures="", speed="")
+        table = self._rich.make_tasks_table(self._rich.tasks)
+        wide = console.options.update(max_width=10_000)
+        return int(console.width - Measurement.get(console, wide, table).maximum)
+
+
+class _TerminalBar(_Bar):
+    """A line of the terminal that rich draws again and again."""
+
+    def __init__(self, console: Any, name: str, steps: int | None) -> None:
+        self._rich, self._task = _columns(console, name, steps)
+        self._rich.live.auto_refresh = True
+        self._rich.start()
+
+    def show(self, **fields: Any) -> None:
+        self._rich.update(self._task, **fields)
+
+    def stop(self) -> None:
+        self._rich.stop()
+
+
+class _NotebookBar(_Bar):
+    """An output of the cell that is replaced; rich's own way there needs ipywidgets."""
+
+    def __init__(self, console: Any, name: str, steps: int | None) -> None:
+        from IPython.display import display
+
+        self._rich, self._task = _columns(console, name, steps)
+        self._handle: Any = display(self._picture(), display_id=True)  # type: ignore[no-untyped-call]
+
+    def _picture(self) -> Any:
+        return self._rich.make_tasks_table(self._rich.tasks)
+
+    def show(self, **fields: Any) -> None:
+        self._rich.update(self._task, **fields)
+        self._handle.update(self._picture())
+
+    def stop(self) -> None:
+        """It stays as it is."""
+
+
+def _columns(console: Any, name: str, steps: int | None) -> tuple[Any, Any]:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[figures]}"),
+        TextColumn("[dim]{task.fields[speed]}"),
+        console=console,
+        auto_refresh=False,
+    )
+    return bar, bar.add_task(name, total=steps, figures="", speed="")
+
+
+def meter_for(
+    verb: str, steps: int | None, verbose: Verbosity, *, shown: bool
+) -> ProgressMeter | None:
+    """Something to watch while a verb runs, where it is shown."""
+    check_verbose(verbose)
+    if not verbose or not shown:
+        return None
+    title = None if verbose == "auto" else verb
+    return ProgressMeter(verb, steps, title=title, moves=verbose != 2)
 
 
 class ProgressBar(Progress):

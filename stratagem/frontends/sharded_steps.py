@@ -18,7 +18,7 @@ from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import Dealt, Sliced, ratio
 from stratagem.state.optimizer_recipe import ELEMENTWISE
-from stratagem.state.sharded_update import ShardedUpdate
+from stratagem.state.sliced import ShardedUpdate
 from stratagem.training import sync_batchnorm
 from stratagem.training.cross_device import NcclAllReduce
 from stratagem.training.gradient_placement import FactoredGradients

@@ -19,10 +19,16 @@ from stratagem.errors import UsageError
 from stratagem.figures.trial_record import VARIABLE, read_epochs
 from stratagem.launch.supervise import SignalQueue, ending
 from stratagem.launch.sweep_folder import LOG, SweepFolder
-from stratagem.launch.sweep_report import summary, unknown_flag, without_metric, write_table
 from stratagem.launch.sweep_settings import SweepSettings
 from stratagem.launch.sweep_study import SweepStudy
-from stratagem.launch.sweep_view import SweepView, TrialRow
+from stratagem.launch.sweep_view import (
+    SweepView,
+    TrialRow,
+    summary,
+    unknown_flag,
+    without_metric,
+    write_table,
+)
 from stratagem.launch.trial_jobs import TrialJobs
 from stratagem.launch.trial_slots import Slot, TrialSlots
 from stratagem.training.termination import EXIT_CODE

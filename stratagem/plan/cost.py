@@ -6,11 +6,11 @@ predict(profile, hardware, Configuration(MULTI_WORKER, hosts=4)).step
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 
 from stratagem.errors import UsageError
 from stratagem.plan.configuration import SERVERS, SHARDED, TENSOR, Configuration
-from stratagem.plan.divided_step import DividedStep
 from stratagem.plan.formulas import (
     Calibration,
     added,
@@ -338,3 +338,32 @@ class _ServerStep(PredictedStep):
         if self.link > self.cal.cipher * (self.cfg.per_host if "worker" in whose else 1):
             return f"{whose} encryption"
         return f"{whose} link ({say_rate(self.hw.link)})"
+
+
+class DividedStep(PredictedStep):
+    """n processes with n times the rows: of divided layers each has 1/n, of others all."""
+
+    def divided(self) -> Prediction:
+        """As many examples a step as mirrored replicas on as many devices would take."""
+        found, n = self.profile.divided, self.cfg.replicas
+        if found is None:
+            raise UsageError("which layers can be divided was not measured; plan another strategy.")
+        crossing = n * found.crossing  # each writes its own, and reads everybody's
+        meeting = found.meeting or self.cal.crossing
+        parts = {
+            "compute": self.compute * found.seconds,
+            "layers that all compute": self.compute * n * (1 - found.seconds),
+            "handing over": crossing * (2 + n) / self.hw.local + found.meetings * meeting,
+            "optimizer": self.profile.optimizer * self.crowding * self._own(found.fixed),
+            "overhead": self.cal.step,
+        }
+        held = self.profile.footprint
+        memory = None
+        if held is not None:
+            kept = n * held.activations * self._own(found.activations)
+            memory = held.fixed * self._own(found.fixed) + kept
+        return replace(self.prediction(parts), memory=memory)
+
+    def _own(self, share: float) -> float:
+        """What a process has of something of which this share is divided."""
+        return share / self.cfg.replicas + 1 - share

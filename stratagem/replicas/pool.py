@@ -272,3 +272,60 @@ class _unbroken:
     def __exit__(self, *_: object) -> None:
         if self._main:
             signal.signal(signal.SIGINT, self._before)
+
+
+class Spares:
+    """Followers without a name or work; made in the background, one set at a time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Follower] = []
+        self._thread: threading.Thread | None = None
+        self._open = True
+
+    def prepare(self, count: int) -> None:
+        """Have as many as that, soon."""
+        self._join()
+        if len(self._waiting) < count and self._open:
+            missing = count - len(self._waiting)
+            self._thread = threading.Thread(target=self._fork, args=(missing,), daemon=True)
+            self._thread.start()
+
+    def take(self, names: list[str]) -> list[Follower]:
+        """Give these names to those who wait, as far as there are any; where the settings of this
+        process have changed since they were forked, none."""
+        self._join()
+        now = ZygoteProcess.setting()
+        if any(one.setting != now or not one.waits() for one in self._waiting):
+            self._end_waiting()
+        taken = self._waiting[: len(names)]
+        del self._waiting[: len(taken)]
+        for one, name in zip(taken, names, strict=False):
+            one.name = name
+        return taken
+
+    def end(self) -> None:
+        """End those who wait, for good."""
+        self._open = False
+        self._join()
+        self._end_waiting()
+
+    def _fork(self, count: int) -> None:
+        for _ in range(count):
+            if not self._open:
+                return
+            try:
+                self._waiting.append(Follower("a spare replica"))
+            except (OSError, ReplicaLost):  # whoever needs one forks it, and hears why not
+                return
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _end_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            ZygoteProcess.get().end([one.pid for one in waiting])
+        for one in waiting:
+            one.close(pipes=True)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from stratagem.codecs.codec import Codec
+from stratagem.codecs.codec import Codec, codec_for
+from stratagem.codecs.compression import Compression
+from stratagem.codecs.int8 import Int8
+from stratagem.codecs.pushed import PushFeedback, decode_piece, piece_bytes
+from stratagem.codecs.topk import TopK
+from stratagem.errors import NotDistributable
+from stratagem.rules.updates import Synchronous
 from stratagem.servers.training_plan import TrainingPlan
 
 
@@ -71,3 +79,81 @@ class Outbox:
 
     def load(self, states: Sequence[Any], index: int) -> None:
         """Go on, as worker `index`, from the states of all workers."""
+
+
+class CompressedOutbox(Outbox):
+    """Encodes each piece of a gradient, and keeps what is left out.
+
+    Servers of this machine read numbers, not bytes: those that the bytes stand for.
+    """
+
+    def __init__(
+        self, plan: TrainingPlan, flat: Tensor, feedback: PushFeedback, *, near: bool
+    ) -> None:
+        super().__init__(plan, codec_for(None, plan.dtype), flat)
+        self.feedback, self._near, self._record = feedback, near, feedback.record
+        self._shapes = piece_shapes(plan)
+        self._sizes = encoded_sizes(plan, self._record)
+        self._bytes = [torch.zeros(sum(sizes), dtype=torch.uint8) for sizes in self._sizes]
+        self._starts = [list(accumulate(sizes, initial=0)) for sizes in self._sizes]
+
+    @property
+    def numbered(self) -> bool:  # type: ignore[override]
+        return not self.feedback.dense
+
+    def take(self, variable: int, flat: Tensor, pieces: Sequence[tuple[int, int]]) -> None:
+        self.feedback.charge(variable, flat)
+        for server, number in pieces:
+            e, into = self.plan.layout.extents[server][number], self.slots[server][number]
+            if self.feedback.dense:
+                into.copy_(self.feedback.dense_piece(variable, e.start, e.start + len(into)))
+                continue
+            at, shape = self._starts[server], self._shapes[server][number]
+            wire = self._bytes[server][at[number] : at[number + 1]]
+            self.feedback.encode(variable, e.start, shape, wire)
+            if self._near:
+                decode_piece(self._record, wire, shape, into)
+
+    def rows(self, variable: int, first: int, numbers: Tensor, values: Tensor) -> Tensor:
+        """In eight bits by `Int8`; by others as they are, being few already."""
+        if isinstance(self._record, TopK) and self._record.momentum:
+            raise NotDistributable(
+                f"wire={self._record!r} keeps a momentum, which rows of a sparse gradient would "
+                "not get; use sparse=False, or TopK without momentum and the optimizer's own."
+            )
+        if self.feedback.dense or not isinstance(self._record, Int8):
+            return super().rows(variable, first, numbers, values)
+        return self.feedback.encode_rows(variable, first, numbers, values)
+
+    def part(self, server: int) -> Tensor:
+        return super().part(server) if self.feedback.dense else self._bytes[server]
+
+    def sizes(self, server: int) -> list[int]:
+        return super().sizes(server) if self.feedback.dense else self._sizes[server]
+
+    def header(self) -> dict[str, Any]:
+        return {"dense": True} if self.feedback.dense else {}
+
+    def settle(self, *, counted: bool) -> None:
+        self.feedback.settle(counted=counted)
+
+    def state(self) -> dict[str, Any]:
+        return self.feedback.state()
+
+    def load(self, states: Sequence[Any], index: int) -> None:
+        mean = isinstance(self.plan.updates, Synchronous)
+        self.feedback.load(states, index, self.plan.workers, mean)
+
+
+def piece_shapes(plan: TrainingPlan) -> list[list[tuple[int, ...]]]:
+    """By server: the shapes of its pieces."""
+    return [
+        [e.piece.shape(plan.shapes[e.piece.variable]) for e in extents]
+        for extents in plan.layout.extents
+    ]
+
+
+def encoded_sizes(plan: TrainingPlan, record: Compression) -> list[list[int]]:
+    """By server: the bytes of its pieces."""
+    size = plan.dtype.itemsize
+    return [[piece_bytes(record, shape, size) for shape in part] for part in piece_shapes(plan)]

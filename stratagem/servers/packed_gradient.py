@@ -13,7 +13,7 @@ from stratagem.codecs.compression import Compression
 from stratagem.codecs.int8 import Int8
 from stratagem.codecs.pushed import decode_piece, row_bytes
 from stratagem.errors import UsageError
-from stratagem.servers.compressed_outbox import encoded_sizes, piece_shapes
+from stratagem.servers.outbox import encoded_sizes, piece_shapes
 from stratagem.servers.training_plan import TrainingPlan
 
 

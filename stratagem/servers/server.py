@@ -36,10 +36,7 @@ from stratagem.errors import (
     StratagemError,
     UsageError,
 )
-from stratagem.servers import (  # noqa: F401  (fill the table of requests)
-    coordinator_requests,
-    holder_requests,
-)
+from stratagem.servers import coordinator_requests  # noqa: F401  (fills the table of requests)
 from stratagem.servers.coordinator import Coordinator
 from stratagem.servers.holders import Holders
 from stratagem.servers.peers import Peers

@@ -22,7 +22,6 @@ from stratagem.data.shares import count_rows
 from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.figures.meter import METER
 from stratagem.rules.tickets import Ticket
-from stratagem.servers.accumulation import Accumulation
 from stratagem.servers.batch_source import (
     BatchSource,
     IndexSource,
@@ -31,7 +30,7 @@ from stratagem.servers.batch_source import (
     read,
 )
 from stratagem.servers.client import EpochOver, FitOver
-from stratagem.servers.loop_device_group import LoopDeviceGroup
+from stratagem.servers.loop_device_group import Accumulation, LoopDeviceGroup
 from stratagem.servers.loop_session import LoopSession
 from stratagem.servers.loop_writes import LoopWrites
 from stratagem.servers.push_committer import PushCommitter

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from stratagem.codecs.codec import Codec, codec_for
 from stratagem.codecs.pushed import PushFeedback
 from stratagem.errors import NotDistributable
-from stratagem.servers.compressed_outbox import CompressedOutbox
-from stratagem.servers.outbox import Outbox
+from stratagem.servers.outbox import CompressedOutbox, Outbox
 from stratagem.servers.shard import memory_of, memory_size
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.wire.device_kinds import DeviceKind, kind_of

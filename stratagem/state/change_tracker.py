@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.state.digest import digest
-
 #: the number of an object, the name of its attribute, and the new value
 Change = tuple[int, str, Any]
 
@@ -253,3 +251,14 @@ class KeptState:
     def end(self) -> None:
         """Give the optimizer a plain state again."""
         self._optimizer.state = defaultdict(dict, self._optimizer.state)
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> list[int]:
+    """Sums of its bits, of all and of some of them; another one after a change, but for chance."""
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = len(bits) - len(bits) % 4
+    words = bits[:whole].view(torch.int32)
+    sums = [words.sum(), words[: len(words) // 2].sum(), words[::2].sum(), bits[whole:].sum()]
+    found: list[int] = torch.stack(sums).tolist()
+    return found

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.state.digest import digest
+from stratagem.state.change_tracker import digest
 from stratagem.training.hints import tell_without_loader
 from stratagem.training.loss_reading import BY_ROWS, Reading, UsualLoss, times, zeroed, zeros
 from stratagem.training.loss_terms import Doubt, Term, terms_of

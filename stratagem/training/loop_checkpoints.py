@@ -34,11 +34,19 @@ from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import meetings, setup
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.loop_journal import LoopJournal, journal_of
-from stratagem.training.loop_things import plain_state, read_state, refuse_forgotten, state_of
 from stratagem.training.lossy_wire import load_kept
 from stratagem.training.prepare import Prepared, committer_of
 from stratagem.training.replica import Replica
-from stratagem.training.replica_state import own_of, own_state, set_random, take_buffers
+from stratagem.training.replica_state import (
+    own_of,
+    own_state,
+    plain_state,
+    read_state,
+    refuse_forgotten,
+    set_random,
+    state_of,
+    take_buffers,
+)
 from stratagem.training.termination import EXIT_CODE
 from stratagem.wire.tree import broadcast_tree, gather_tree
 

@@ -26,8 +26,7 @@ from stratagem.training.replica import Replica
 from stratagem.wire.collective import Alone, Collective
 from stratagem.wire.device_kinds import kind_of
 from stratagem.wire.lateness import AGAIN, FIRST, Limit, say_late
-from stratagem.wire.meeting_store import MeetingStore
-from stratagem.wire.process_group import Meeting
+from stratagem.wire.process_group import Meeting, MeetingStore
 from stratagem.wire.segment import Segment
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.torch_dist import HierarchicalCollective, OneDeviceCollective, TorchCollective

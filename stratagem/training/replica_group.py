@@ -33,8 +33,7 @@ from stratagem.errors import (
     UsageError,
 )
 from stratagem.figures.recorder import event
-from stratagem.replicas.pool import Pool
-from stratagem.replicas.spares import Spares
+from stratagem.replicas.pool import Pool, Spares
 from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
 from stratagem.training.elastic import Again, Elastic, Tries

@@ -17,7 +17,7 @@ from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.wire_choice import reducer
 from stratagem.data.streams import RngStates, mixed, throw_beside_torch
 from stratagem.errors import NotDistributable
-from stratagem.state.digest import digest
+from stratagem.state.change_tracker import digest
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
 from stratagem.wire.collective import Collective

@@ -7,6 +7,7 @@ wrap models in DDP. Sixteen-bit tensors travel as they are and are added up in f
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import time
 import weakref
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from stratagem.cluster.membership import Membership
 from stratagem.compat.torch_names import gloo_options, nccl_options, registered_group
 from stratagem.errors import DeviceError
 from stratagem.figures.meter import METER
@@ -302,3 +304,48 @@ def _release() -> None:
 
 def _ended(works: deque[Any]) -> bool:
     return all(work.is_completed() for work in works)
+
+
+_Base: Any = dist.Store  # type: ignore[attr-defined]
+
+
+class MeetingStore(_Base):  # type: ignore[misc]
+    """A torch Store over a membership; `name` keeps it apart from others over the same one.
+
+    It has what groups of Gloo and NCCL ask for at their start: set, get, wait and check. Every
+    key has one writer. torch's own store listens for whoever connects, without a proof of
+    anything; the membership's connections have proved the job's secret.
+    """
+
+    def __init__(self, membership: Membership, name: str, limit: timedelta) -> None:
+        super().__init__()
+        self._membership = membership
+        self._name = name
+        self._limit = limit
+
+    def within(self, name: str) -> MeetingStore:
+        """Another over the same membership, for some of the members."""
+        return MeetingStore(self._membership, f"{self._name}/{name}", self._limit)
+
+    def _key(self, key: str) -> str:
+        return f"{self._name}/{key}"
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Write a value for all members."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._membership.publish(self._key(key), base64.b64encode(data).decode())
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value and return it."""
+        self.wait([key])
+        return base64.b64decode(self._membership.board.read(self._key(key)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all of these have been written."""
+        limit = (timeout or self._limit).total_seconds()
+        found = [self._key(key) for key in keys]
+        self._membership.board.wait(found, limit, lambda: self._membership.trouble)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of these have been written."""
+        return self._membership.board.has(self._key(key) for key in keys)

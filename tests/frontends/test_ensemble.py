@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import stratagem as sg
-from stratagem.frontends.ensemble_report import EnsembleReport
+from stratagem.frontends.ensemble import EnsembleReport
 from stratagem.launch import cli
 from tests.support import strategy
 

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.cluster.membership import Membership
 from stratagem.training import gpu_memory
-from stratagem.wire.meeting_store import MeetingStore
-from stratagem.wire.process_group import Meeting, ProcessGroup
+from stratagem.wire.process_group import Meeting, MeetingStore, ProcessGroup
 from tests.support import data, distance, mlp, moved
 
 pytestmark = [

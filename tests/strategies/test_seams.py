@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.frontends import steps
 from stratagem.state.sliced import SlicedUpdate
-from stratagem.training.loop_things import read_state
+from stratagem.training.replica_state import read_state
 from tests.support import distance, strategy
 
 pytestmark = pytest.mark.timeout(120)

@@ -18,8 +18,7 @@ from torch import Tensor
 import stratagem as sg
 from stratagem.cluster.membership import Membership
 from stratagem.wire.collective import Collective
-from stratagem.wire.meeting_store import MeetingStore
-from stratagem.wire.process_group import Meeting, ProcessGroup
+from stratagem.wire.process_group import Meeting, MeetingStore, ProcessGroup
 from tests.support import strategy
 
 pytestmark = pytest.mark.timeout(60)

@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader
 from stratagem.data.passes import dice_of, set_states, states_now
 from stratagem.errors import UsageError
 from stratagem.frontends.keras.adapter import take_progress
+from stratagem.state.change_tracker import digest
 from stratagem.state.checkpoint_folder import CheckpointFolder
-from stratagem.state.digest import digest
 
 log = logging.getLogger("stratagem")
 
