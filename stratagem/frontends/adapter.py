@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,18 @@ from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
+from stratagem.training.settings import Settings
 
 _NO_CAST = nullcontext()
+
+
+class Training(NamedTuple):
+    """What is trained, and how: all that a step is made from, beside its replica."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    recipe: Recipe
+    settings: Settings
 
 
 class TorchAdapter:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.frontends.adapter import TorchAdapter
+from stratagem.frontends.adapter import TorchAdapter, Training
 from stratagem.frontends.fit_journal import FitJournal
 from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.sources import Portion
@@ -28,8 +28,8 @@ class Apart(Replicated):
 
     committer: LocalUpdates
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, training: Training, replica: Replica) -> None:
+        super().__init__(training, replica)
         #: numerators and denominators that the others do not know yet, and their global batches
         self._untold: list[Tensor] = []
         self._totals: list[int] = []

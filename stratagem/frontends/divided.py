@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.optim import Optimizer
 
 from stratagem.data.shares import rows, tensors_in
 from stratagem.errors import NotDistributable
-from stratagem.frontends.adapter import call
+from stratagem.frontends.adapter import Training, call
 from stratagem.frontends.fit_job import Fit
-from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.staged import in_order
 from stratagem.frontends.steps import OneDevice
@@ -25,7 +23,6 @@ from stratagem.training import setup
 from stratagem.training.isolated_run import dry_run
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.replica import Replica
-from stratagem.training.settings import Settings
 from stratagem.training.tensor_plan import check_plan, make_plan
 from stratagem.training.tensor_program import (
     OPENED,
@@ -72,17 +69,11 @@ def check(job: Fit, devices: int) -> None:
 class Divided(OneDevice):
     """One process of a tensor-parallel group."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        recipe: Recipe,
-        replica: Replica,
-        settings: Settings,
-    ) -> None:
-        super().__init__(module, optimizer, recipe, replica)
-        assert settings.tensor is not None
-        self._collective, self._asked = sharing(replica.collective), dict(settings.tensor.plan)
+    def __init__(self, training: Training, replica: Replica) -> None:
+        super().__init__(training, replica)
+        asked = training.settings.tensor
+        assert asked is not None
+        self._collective, self._asked = sharing(replica.collective), dict(asked.plan)
         self._group = SharedScratch(self._collective)
         self._whole = list(self._params)
         self._shared = SharedTensors(self._whole, self._collective, returns=False)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stratagem.data.shares import rows, share
+from stratagem.frontends.adapter import Training
 from stratagem.frontends.microbatches import MicroBatches
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
@@ -27,7 +27,6 @@ from stratagem.frontends.staged import Staged
 from stratagem.training.columns import ColumnStage
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.replica import Replica
-from stratagem.training.settings import Settings
 from stratagem.training.stage import Stage
 from stratagem.wire.shared_memory import sharing
 from stratagem.wire.shared_scratch import SharedScratch
@@ -57,16 +56,9 @@ class RowShare(MicroBatches):
 class MeshStaged(Staged):
     """One stage of one row."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        recipe: Recipe,
-        replica: Replica,
-        settings: Settings,
-    ) -> None:
-        assert settings.pipeline is not None
-        self._everybody, count = replica.collective, settings.pipeline.data
+    def __init__(self, training: Training, replica: Replica) -> None:
+        assert training.settings.pipeline is not None
+        self._everybody, count = replica.collective, training.settings.pipeline.data
         stages = replica.count // count
         self._row, stage = divmod(replica.index, stages)
         self._row_count = count
@@ -76,7 +68,7 @@ class MeshStaged(Staged):
         self._column = column
         self._scratch = SharedScratch(sharing(column)) if column.shares_memory else None
         own = Replica(stage, stages, replica.device, replica.name, row, replica.membership)
-        super().__init__(module, optimizer, recipe, own, settings)
+        super().__init__(training, own)
 
     def _begin(self, portion: Portion) -> Stage | ColumnStage:
         return super()._begin(self._batch)  # a row may have no rows to trace with

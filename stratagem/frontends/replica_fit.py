@@ -16,6 +16,7 @@ from stratagem.data.streams import mixed
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.figures.meter import loading
 from stratagem.frontends import replica_progress, standby_state
+from stratagem.frontends.adapter import Training
 from stratagem.frontends.alignment import align, align_loss, move, own_streams
 from stratagem.frontends.apart import Apart
 from stratagem.frontends.batch_scheduler import Segments
@@ -130,7 +131,8 @@ class ReplicaSide:
             rows = job.settings.pipeline is not None and job.settings.pipeline.data > 1
             form = Divided if job.settings.tensor else MeshStaged if rows else Staged
         self._passes_on = False
-        self.step: Step = form(job.module, job.optimizer, job.recipe, replica, job.settings)
+        training = Training(job.module, job.optimizer, job.recipe, job.settings)
+        self.step: Step = form(training, replica)
         changes = job.callbacks.changes
         self.step.followed = lambda: changes.followed
         self.step.keeps = replica.is_chief or job.succession is not None

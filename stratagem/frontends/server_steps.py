@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.data.shares import rows, share
-from stratagem.frontends.adapter import TorchAdapter
+from stratagem.frontends.adapter import TorchAdapter, Training
 from stratagem.frontends.batch_scheduler import BatchScheduler
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.losses import SummedLoss
@@ -127,7 +127,7 @@ class Grouped(Replicated):
         waiting: Any = self._later
         recipe = replace(job.recipe, metrics=waiting)
         # the type of the wire is for what goes to the servers
-        super().__init__(job.module, job.optimizer, recipe, replica, Settings())
+        super().__init__(Training(job.module, job.optimizer, recipe, Settings()), replica)
         self._job = job
         self._push = None if session is None else PushCommitter(session, session.settings)
         self._group = GroupedCommitter(self.committer, replica, self._push, self._adjust)

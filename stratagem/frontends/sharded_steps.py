@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable
+from stratagem.frontends.adapter import Training
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import Dealt, Sliced, ratio
@@ -24,7 +25,6 @@ from stratagem.training.cross_device import NcclAllReduce
 from stratagem.training.gradient_placement import FactoredGradients
 from stratagem.training.layer_shards import LayerShards
 from stratagem.training.replica import Replica
-from stratagem.training.settings import Settings
 from stratagem.training.sharded_exchange import ShardedExchange
 
 
@@ -35,16 +35,9 @@ class SharedSet(Sliced):
     sliced_update = ShardedUpdate
     committer: ShardedExchange
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        recipe: Recipe,
-        replica: Replica,
-        settings: Settings,
-    ) -> None:
-        made = replace(settings, committer=ShardedExchange)
-        super().__init__(module, optimizer, recipe, replica, made)
+    def __init__(self, training: Training, replica: Replica) -> None:
+        settings = replace(training.settings, committer=ShardedExchange)
+        super().__init__(training._replace(settings=settings), replica)
 
     def arm(self, apply: bool) -> None:
         """What would be accumulated here is added to the sum at once."""
@@ -64,20 +57,14 @@ class FullySharded(Dealt):
     them: so each share's part of that loss counts as often as there are replicas.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        recipe: Recipe,
-        replica: Replica,
-        settings: Settings,
-    ) -> None:
-        super().__init__(module, optimizer, recipe, replica)
+    def __init__(self, training: Training, replica: Replica) -> None:
+        super().__init__(training, replica)
         self._borrows = True  # layers meet when they gather their parameters
-        self.shards = LayerShards(module, optimizer, replica)
+        self.shards = LayerShards(training.module, training.optimizer, replica)
         self._run = self.shards.run
         try:
-            self._unsync = sync_batchnorm.install(self._run, replica, settings.sync_batchnorm)
+            synced = training.settings.sync_batchnorm
+            self._unsync = sync_batchnorm.install(self._run, replica, synced)
         except BaseException:
             self.shards.leave()
             raise

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stratagem.data.shares import rows
 from stratagem.errors import NotDistributable
+from stratagem.frontends.adapter import Training
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.microbatches import MicroBatches
-from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import OneDevice
 from stratagem.rules.chunk_choice import ChunkChoice
@@ -34,7 +33,7 @@ from stratagem.training.columns import ColumnChannels, ColumnStage
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
-from stratagem.training.settings import Pipeline, Settings
+from stratagem.training.settings import Pipeline
 from stratagem.training.stage import Stage, StageChannels
 from stratagem.training.stage_parts import cut, tensors_of
 from stratagem.training.stage_plan import (
@@ -83,15 +82,9 @@ def check(job: Fit, devices: int) -> None:
 class Staged(OneDevice):
     """One device of a pipeline."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        recipe: Recipe,
-        replica: Replica,
-        settings: Settings,
-    ) -> None:
-        super().__init__(module, optimizer, recipe, replica)
+    def __init__(self, training: Training, replica: Replica) -> None:
+        super().__init__(training, replica)
+        module, optimizer, _, settings = training
         assert settings.pipeline is not None
         self._collective, self._pipeline = replica.collective, settings.pipeline
         self._schedule = SCHEDULES[self._pipeline.schedule]

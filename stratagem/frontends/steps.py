@@ -15,12 +15,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stratagem.data.shares import share
-from stratagem.frontends.adapter import TorchAdapter
+from stratagem.frontends.adapter import TorchAdapter, Training
 from stratagem.frontends.loss_sum import LossSum
-from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.state.factors import Factors, worth_factoring
 from stratagem.state.sliced import SlicedUpdate
@@ -28,7 +26,6 @@ from stratagem.training import setup, sync_batchnorm
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.gradient_placement import PlacedGradients, is_kept, is_unseen
 from stratagem.training.replica import Replica
-from stratagem.training.settings import Settings
 from stratagem.wire.shared_memory import sharing
 
 
@@ -84,12 +81,10 @@ class Step(Protocol):
 class OneDevice(TorchAdapter):
     """One replica."""
 
-    def __init__(
-        self, module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica
-    ) -> None:
-        super().__init__(module, optimizer, recipe, replica)
+    def __init__(self, training: Training, replica: Replica) -> None:
+        super().__init__(training.module, training.optimizer, training.recipe, replica)
         self.tally = LossSum()
-        self.take_in: Callable[..., None] = recipe.metrics.update
+        self.take_in: Callable[..., None] = training.recipe.metrics.update
         self.keeps = replica.is_chief
         self.before_commit: Callable[[], None] = lambda: None
         self.followed: Callable[[], int] = lambda: 0
@@ -161,10 +156,8 @@ class Searching(OneDevice):
 class Dealt(OneDevice):
     """A share of each batch: backward of this share's part of the global loss."""
 
-    def __init__(
-        self, module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica
-    ) -> None:
-        super().__init__(module, optimizer, recipe, replica)
+    def __init__(self, training: Training, replica: Replica) -> None:
+        super().__init__(training, replica)
         #: whether a share without rows takes part with a borrowed one, since layers meet
         self._borrows = False
         self._pair: Tensor | None = None
@@ -247,15 +240,9 @@ class Replicated(Dealt):
     #: where gradients of linear layers are made
     placed_gradients = PlacedGradients
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        recipe: Recipe,
-        replica: Replica,
-        settings: Settings,
-    ) -> None:
-        super().__init__(module, optimizer, recipe, replica)
+    def __init__(self, training: Training, replica: Replica) -> None:
+        super().__init__(training, replica)
+        module, optimizer, recipe, settings = training
         self._borrows = self._sync_norm = settings.sync_batchnorm
         self._unsync = sync_batchnorm.install(module, replica, self._sync_norm)
         named = list(module.named_parameters())
@@ -306,21 +293,14 @@ class Sliced(Replicated):
 
     sliced_update = SlicedUpdate
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        recipe: Recipe,
-        replica: Replica,
-        settings: Settings,
-    ) -> None:
-        super().__init__(module, optimizer, recipe, replica, settings)
-        self._elastic = settings.elastic
+    def __init__(self, training: Training, replica: Replica) -> None:
+        super().__init__(training, replica)
+        self._elastic = training.settings.elastic
         buckets = self.committer.buckets
         factored = self._factored(buckets.params)
         try:
             shared = sharing(replica.collective)
-            self.sliced = self.sliced_update(optimizer, buckets, shared, factored)
+            self.sliced = self.sliced_update(self.optimizer, buckets, shared, factored)
         except BaseException:  # somebody has died meanwhile
             Replicated.leave(self)
             raise
