@@ -184,12 +184,13 @@ def requires_grad(module: nn.Module) -> list[bool]:
     return [p.requires_grad for p in module.parameters()]
 
 
-def layout(module: nn.Module, *, buffers: bool = True, **named: bool) -> dict[str, int]:
-    """Of which objects a module is made, by name; `named`: options of torch's `named_modules`."""
+def layout(module: nn.Module, *, buffers: bool = True, aliases: bool = False) -> dict[str, int]:
+    """Of which objects a module is made, by name; `aliases`: by all of their names."""
+    once = not aliases
     kinds: list[Iterable[tuple[str, Any]]] = [
-        module.named_modules(**named),  # type: ignore[arg-type]
-        module.named_parameters(**named),
-        module.named_buffers(**named) if buffers else (),
+        module.named_modules(remove_duplicate=once),
+        module.named_parameters(remove_duplicate=once),
+        module.named_buffers(remove_duplicate=once) if buffers else (),
     ]
     return {name: id(each) for kind in kinds for name, each in kind}
 

@@ -39,14 +39,14 @@ class LoopWatch:
         if any(_hooks(optimizer, OPTIMIZER_HOOKS)):
             raise _hooked("the optimizer", "do what it does in the loop, around step()")
         self._check_hooks()
-        self._layout = layout(model, remove_duplicate=False)
+        self._layout = layout(model, aliases=True)
         self.mark()
         self.mark_state()
 
     def check(self) -> None:
         """Refuse hooks, other parts, and other attributes."""
         self._check_hooks()
-        if names := difference(self._layout, layout(self._model, remove_duplicate=False)):
+        if names := difference(self._layout, layout(self._model, aliases=True)):
             raise NotDistributable(
                 f"{names[-1]!r} of the model has been replaced behind prepare, and the other "
                 "stages keep what was there; write into it (`with torch.no_grad(): "
