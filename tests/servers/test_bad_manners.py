@@ -113,7 +113,7 @@ def test_a_job_that_runs_needs_no_new_connections(monkeypatch: pytest.MonkeyPatc
     def refused(*_: object) -> None:
         raise ConnectionRefusedError("a stranger was first")
 
-    monkeypatch.setattr(connections, "reach", refused)
+    monkeypatch.setattr(connections, "connect_all", refused)
     for worker in office.workers:
         assert worker.stats() is None
     office.close()
