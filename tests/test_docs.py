@@ -57,6 +57,16 @@ def test_dead_links_are_seen(tmp_path: Path) -> None:
     assert dead_links(page) == ["c.md", "b.md#no-heading", "#b"]
 
 
+def test_the_table_of_strategies_has_the_arguments_that_each_takes() -> None:
+    """The last two columns of the README: whether `wire=` and `sync=` may be given."""
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)\(.*\|([^|\n]*)\|([^|\n]*)\|$", text, re.MULTILINE)
+    assert {name for name, *_ in rows} >= {"MirroredStrategy", "ShardedStrategy", "Mesh"}
+    for name, *told in rows:
+        takes = inspect.signature(getattr(sg, name)).parameters
+        assert [bool(cell.strip()) for cell in told] == ["wire" in takes, "sync" in takes], name
+
+
 def test_tests_that_a_page_names_exist() -> None:
     """`test_a.py::test_b`, in tests/strategies, or in tests/frontends and tests by their folder."""
     homes = [ROOT / "tests" / folder for folder in ("strategies", "frontends", ".")]

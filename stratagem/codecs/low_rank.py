@@ -97,33 +97,40 @@ class LowRank(Feedback):
         left += sum(end - start for start, end in made.others)
         right = sum(m.columns * m.rank for m in made.matrices)
         like = made.kept["residual"]
-        for side, count in (("left", left + 1), ("right", right)):  # one number for a NaN
+        for side, count in (("left", left), ("right", right)):
             pack = self.collective.buffer(count, like.dtype, like.device)
             self._packs[flat.data_ptr(), side] = pack
         return made
 
-    def send(self, memory: Memory, spoilt: bool) -> None:
+    def _reduce(self, memory: Memory, weight: float) -> None:
+        """Weigh the gradient as it is added to what was left out: a pass over memory less. A number
+        that is none needs no search: it makes a factor none, and that is seen by all."""
+        if self.steps < self.record.dense_steps:
+            super()._reduce(memory, weight)
+            return
         assert isinstance(memory, FactorMemory)
-        draft = memory.draft["residual"].copy_(memory.kept["residual"])
-        if not spoilt:
-            draft.add_(memory.flat)
+        kept, draft = memory.kept["residual"], memory.draft["residual"]
+        if weight:
+            torch.add(kept, memory.flat, alpha=weight, out=draft)
+        else:
+            draft.copy_(kept)
         left, right = (self._packs[memory.flat.data_ptr(), side] for side in ("left", "right"))
         thin = [m.of(draft) @ q for m, q in zip(memory.matrices, memory.factors, strict=True)]
         _pack([*thin, *(draft[a:b] for a, b in memory.others)], left)
-        left[-1] = math.nan if spoilt else 0.0
-        self.collective.all_reduce(left).wait()
+        if left.numel():
+            self.collective.all_reduce(left).wait()
         if not finite(left):
             memory.spoilt = True
             return
         bases = [orthogonal(p) for p in _unpack(left, thin)]
-        own = [m.of(draft).T @ p for m, p in zip(memory.matrices, bases, strict=True)]
+        own = [p.T @ m.of(draft) for m, p in zip(memory.matrices, bases, strict=True)]
         if own:
             _pack(own, right)
             self.collective.all_reduce(right).wait()
         memory.spoilt = not finite(right)
-        found = zip(_unpack(right, own), memory.factors, strict=True)
-        memory.new_factors = [_begin_with(q, before) for q, before in found]
         sums = _unpack(right, own)
+        found = zip(sums, memory.factors, strict=True)
+        memory.new_factors = [_begin_with(q.T, before) for q, before in found]
         self._write(memory, bases, own, sums, left[sum(p.numel() for p in thin) :])
 
     def _write(
@@ -137,8 +144,12 @@ class LowRank(Feedback):
         """Write the gradient, and subtract from the draft what this replica has sent of it."""
         draft = memory.draft["residual"]
         for i, matrix in enumerate(memory.matrices):
-            matrix.of(memory.flat).copy_(bases[i] @ sums[i].T)
-            matrix.of(draft).addmm_(bases[i], own[i].T, alpha=-1.0)
+            into = matrix.of(memory.flat)
+            if into.dtype is draft.dtype:
+                torch.mm(bases[i], sums[i], out=into)
+            else:
+                into.copy_(bases[i] @ sums[i])
+            matrix.of(draft).addmm_(bases[i], own[i], alpha=-1.0)
         at = 0
         for start, end in memory.others:
             memory.flat[start:end].copy_(others[at : at + end - start])
@@ -171,7 +182,7 @@ def _first(matrix: _Matrix, like: Tensor) -> Tensor:
 
 def _begin_with(found: Tensor, before: Tensor) -> Tensor:
     """What the next step begins with: a column of zeros would find nothing there."""
-    return torch.where(found.any(0), found, before)
+    return torch.where(found.any(0), found, before).contiguous()
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

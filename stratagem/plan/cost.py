@@ -31,6 +31,8 @@ from stratagem.wire.send_queue import TurnRule
 
 #: beyond so many, threads copy no faster
 _MEMORY_THREADS = 4
+#: passes over the weights in a meeting: read, subtract, step, write, read again
+_MEETING = 5
 _MESSAGES, _INSIDE = "messages", "links inside the host"
 
 
@@ -91,6 +93,7 @@ class _MirroredStep(PredictedStep):
             "optimizer": profile.optimizer,
             "overhead": cal.step * times,
             **({"rounding to 16 bits": cast} if cast else {}),
+            **self._met(),
         }
         return self.prediction(parts)
 
@@ -121,8 +124,16 @@ class _MirroredStep(PredictedStep):
             **{name: part / cfg.every for name, part in carried.items()},
             "optimizer": profile.optimizer,
             "overhead": cal.step,
+            **self._met(),
         }
         return self.prediction(parts)
+
+    def _met(self) -> dict[str, float]:
+        """What a meeting of weights costs beside the link: the way of a round, and a new start."""
+        if self.cfg.every == 1 or not self.on_cpu:
+            return {}
+        passes = _MEETING * self.profile.dense_bytes / self.hw.local
+        return {"meeting": passes / self.cfg.every}
 
     def gathered(self) -> Prediction:
         """fully_shard: values are gathered for forward and for backward, gradients go to owners.

@@ -129,6 +129,6 @@ def sent(wire: str, shapes: tuple[tuple[int, ...], ...], itemsize: int, replicas
         left = sum(m.rows * m.rank for m in memory.matrices)
         left += sum(end - start for start, end in memory.others)
         right = sum(m.columns * m.rank for m in memory.matrices)
-        return Sent(rounds=((left + 1) * itemsize, right * itemsize))
+        return Sent(rounds=(left * itemsize, right * itemsize))
     codec = cast(Any, record)
     return Sent(width(codec, layout.slices(replicas), itemsize))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,12 +109,13 @@ class PredictedStep:
         return alone * (1 + self.cal.contention * (min(here, cores) - 1))
 
     def waiting(self) -> float:
-        """How much longer than usual the last replica that counts takes."""
+        """How much longer than usual the last replica that counts takes; where they meet every so
+        many steps, they wait for the slowest in that many, which are less unlike."""
         spread, n = self.profile.spread, self.cfg.replicas
         factor = sampled(self.cfg.counted, n, spread)
         if self.on_cpu and self.cfg.hosts == 1 and self.profile.crowd:
             factor /= sampled(n, n, spread)  # the slowest of all is in what was measured
-        return self.compute * max(0.0, factor - 1)
+        return self.compute * max(0.0, factor - 1) / math.sqrt(self.cfg.every)
 
     def prediction(
         self, parts: dict[str, float], within: tuple[float, float] | None = None

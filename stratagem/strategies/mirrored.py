@@ -162,11 +162,6 @@ def meeting(settings: Settings, sync: Sync | None) -> Settings:
             f"sync={sync!r}; it is sg.EveryStep(), sg.LocalSteps(20), sg.DiLoCo(20) or "
             'sg.Gossip("ring").'
         )
-    if settings.elastic and isinstance(sync, Gossip):
-        raise UsageError(
-            f"elastic=True has those who are left hold the next meeting, and with sync={sync!r} "
-            "neighbours mix their weights and nobody meets; use sg.LocalSteps or sg.DiLoCo."
-        )
     if settings.sync_batchnorm:
         raise UsageError(
             "sync_batchnorm=True has replicas meet in every layer of every step, and "

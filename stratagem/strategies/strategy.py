@@ -225,6 +225,8 @@ def _with_fresh_share(
         meetings.tell_apart(replica, "strategy.run has ended")
         return result
     except Exception as error:
+        if journal is not None:
+            journal.rounds.break_off()
         hints.explain(error)
         raise
     finally:

@@ -8,7 +8,7 @@ new takes the weights of the last meeting, with no way of its own, and so what c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,23 @@ from torch import Tensor
 
 from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
+from stratagem.training.replica import Replica
+from stratagem.wire.tree import broadcast_tree
+
+
+@dataclass(frozen=True)
+class KeptWire:
+    """What a wire had kept after so many steps."""
+
+    steps: int
+    state: Mapping[str, Any]
+
+    def state_at(self, steps: int) -> Mapping[str, Any]:
+        return self.state if steps == self.steps else {}
+
+    @property
+    def at(self) -> list[int]:
+        return [0, self.steps]
 
 
 @dataclass
@@ -32,7 +49,7 @@ class BrokenRound:
     momenta: dict[str, Tensor]
     #: the inner optimizer's state, and what the wires of meetings go on from
     optimizer: list[Any]
-    wires: list[Reducer]
+    wires: list[Reducer | KeptWire]
     #: losses and metrics of which the others do not know
     untold: Any = None
     #: weights and optimizer before the last update, where that may have to be undone
@@ -47,6 +64,11 @@ class BrokenRound:
         apart = any(self.unmet) and not self.alone
         return [self.meetings, self.updates, int(apart), int(self.earlier is not None)]
 
+    @property
+    def at(self) -> list[int] | None:
+        """Meetings and updates; None where it has gone on alone."""
+        return None if self.alone else [self.meetings, self.updates]
+
     def go_back_to(self, updates: int) -> None:
         """Undo the last update, if the others have not made it."""
         if self.earlier is not None and self.updates == updates + 1:
@@ -55,11 +77,13 @@ class BrokenRound:
 
     def go_alone(self) -> None:
         """Nobody else is here, and what one replica does is its own; momenta wait for others."""
-        self.meetings, self.alone = self.meetings + 1, True
+        if not self.alone:
+            self.meetings, self.alone = self.meetings + 1, True
 
     def shared(self) -> dict[str, Any]:
         """What is the same on all that have come as far."""
-        steps = [wire.steps if isinstance(wire, Feedback) else 0 for wire in self.wires]
+        keeps = (Feedback, KeptWire)
+        steps = [wire.steps if isinstance(wire, keeps) else 0 for wire in self.wires]
         return {"old": self.old, "momenta": self.momenta, "unmet": self.unmet, "steps": steps}
 
 
@@ -79,10 +103,88 @@ def comes_as_far(mine: list[int] | None, chief: list[int]) -> bool:
     return mine is not None and mine[0] == chief[0] and mine[1] - mine[3] <= chief[1] <= mine[1]
 
 
-def rejoin_wire(wire: Reducer, before: Reducer | None, steps: int, gather: Any) -> None:
+def rejoin_wire(wire: Reducer, before: Reducer | KeptWire | None, steps: int, gather: Any) -> None:
     """Go on with what a meeting's wire has kept. `gather` returns everybody's. Collective."""
     if not isinstance(wire, Feedback):
         return
-    kept = before.state_at(steps).get("kept", {}) if isinstance(before, Feedback) else {}
+    keeps = isinstance(before, Feedback | KeptWire)
+    kept = before.state_at(steps).get("kept", {}) if keeps else {}  # type: ignore[union-attr]
     shared = {name: kept[name] for name in ("of_sums", "factors") if name in kept}
     wire.rejoin(steps, kept, gather(shared))
+
+
+class LoopRounds:
+    """What this process goes on from in a custom loop: its own state after the last updates.
+
+    A loop is begun again where the chief was after its last whole batch. Another replica may have
+    come further: by a batch, or by a round, if it met the chief and heard of a death later.
+    """
+
+    def __init__(self) -> None:
+        self._keeper: Any = None
+        #: after the last two whole batches; before and after the last meeting
+        self._last: list[BrokenRound | KeptWire] = []
+        self._around: list[BrokenRound | KeptWire] = []
+        #: after an update in the batch that broke off
+        self._unfinished: list[BrokenRound | KeptWire] = []
+
+    def keep(self, keeper: Any) -> None:
+        """A batch that ended with an update is done with. One that is alone keeps nothing new."""
+        mark = None if keeper is None else self._mark(keeper)
+        if mark is None:
+            return
+        if self._last and isinstance(mark, BrokenRound) and _meetings(mark, self._last[-1]):
+            self._around = [self._last[-1], mark]
+        self._keeper, self._last, self._unfinished = keeper, [*self._last[-1:], mark], []
+
+    def break_off(self) -> None:
+        """Others have left or joined in the midst of a batch; its update may have been made."""
+        keeper, self._keeper = self._keeper, None
+        mark = None if keeper is None else self._mark(keeper)
+        self._unfinished = [] if mark is None else [mark]
+
+    def _mark(self, keeper: Any) -> BrokenRound | KeptWire | None:
+        before = self._last[-1] if self._last else None
+        found: BrokenRound | Feedback | None = keeper.broken_off(before)
+        if not isinstance(found, BrokenRound):
+            return None if found is None else _copied(found, before)
+        befores = before.wires if isinstance(before, BrokenRound) else [None] * len(found.wires)
+        found.wires = [_copied(*both) for both in zip(found.wires, befores, strict=True)]
+        return found
+
+    @property
+    def own(self) -> BrokenRound | KeptWire | None:
+        """After the last whole batch."""
+        return self._last[-1] if self._last else None
+
+    def find(self, chief: list[int]) -> BrokenRound | KeptWire | None:
+        """Where this process was after as many updates as the chief; not beyond its meetings."""
+        known = [*self._around, *self._last, *self._unfinished]
+        alike = [m for m in known if (at := m.at) and at[1] == chief[1] and at[0] <= chief[0]]
+        return max(alike, key=lambda mark: mark.at or [0], default=None)
+
+
+def _meetings(mark: BrokenRound, before: BrokenRound | KeptWire) -> bool:
+    return isinstance(before, BrokenRound) and mark.meetings > before.meetings
+
+
+def _copied(wire: Any, before: Any = None) -> Any:
+    """What a wire keeps, as it is now; the copy before if nothing was sent since."""
+    if not isinstance(wire, Feedback):
+        return wire
+    same = isinstance(before, KeptWire) and before.steps == wire.steps
+    return before if same else KeptWire(wire.steps, wire.state())
+
+
+def rejoin_loop(rounds: LoopRounds | None, keeper: Any, replica: Replica) -> None:
+    """Go on in a custom loop, among others than before, from where the chief was. Collective."""
+    own = None if rounds is None else rounds.own
+    if replica.count == 1:
+        if isinstance(own, BrokenRound):
+            own.go_alone()
+        return
+    leads = replica.collective.rank == 0
+    chief = broadcast_tree(replica.collective, own.at if leads and own is not None else None)
+    if not leads:
+        own = None if chief is None or rounds is None else rounds.find(chief)
+    keeper.rejoin(own, replica)

@@ -30,7 +30,7 @@ from stratagem.training.lossy_wire import Keeper
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
 from stratagem.training.step_figures import figures_of
-from stratagem.wire.buckets import Buckets
+from stratagem.wire.buckets import WHOLE, Buckets
 from stratagem.wire.collective import Collective, Pending
 
 BUCKET_BYTES = 8 << 20
@@ -81,7 +81,7 @@ class GradientExchange(Keeper):
         self.buckets = Buckets(
             params,
             reducer.buffer,
-            capacity=BUCKET_BYTES if overlaps else 1 << 62,
+            capacity=BUCKET_BYTES if overlaps else WHOLE,
             notes=notes,
             notes_apart=replica.collective.buffer if reducer.lossy else None,
             may_be_kept=every_backward,

@@ -25,9 +25,9 @@ from stratagem.state.outer import OuterFragment, OuterPart, fragmented
 from stratagem.training.broken_round import BrokenRound, comes_as_far, furthest, rejoin_wire
 from stratagem.training.custom_loop import LossReader
 from stratagem.training.exchange import GradientExchange
+from stratagem.training.gossip import mix, take_neighbours
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import optimizer_state, take_optimizer_state
-from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 #: the outer optimizer that takes the mean
@@ -61,6 +61,10 @@ class LocalUpdates(GradientExchange):
         #: whether an update was made for which `sync` is still to come; and what was before it
         self.uncounted = False
         self._earlier_update: tuple[dict[str, Tensor], list[Any]] | None = None
+        #: where replicas that mix may leave: weights before mixing, and the optimizer, after the
+        #: last two updates
+        self._unmixed: list[tuple[dict[str, Tensor], list[Any]]] = []
+        self._undoes = undoes
         trained = [(name, p) for name, p in named if p.requires_grad]
         outer = every.outer if isinstance(every, DiLoCo) else MEAN
         wire = every.wire if isinstance(every, LocalSteps | DiLoCo) else None
@@ -137,7 +141,9 @@ class LocalUpdates(GradientExchange):
         turn = self.cadence.updates
         due = self.cadence.updated()
         if isinstance(self.every, Gossip):
-            _mix(self._parts(), self.replica.collective, self.every, turn)
+            if self._undoes:
+                self._unmixed = [*self._unmixed[-1:], _own(self._parts(), self.optimizer)]
+            mix(self._parts(), self.replica.collective, self.every, turn)
         if due is not None:
             self._due = due
             self._agree()
@@ -153,6 +159,7 @@ class LocalUpdates(GradientExchange):
                 self._meet(fragment)
                 self.cadence.unmet[number] = 0
         self.cadence.met()
+        self._unmixed = []
 
     def _agree(self) -> None:
         """Refuse a meeting to which replicas come with different counts. Collective."""
@@ -185,22 +192,29 @@ class LocalUpdates(GradientExchange):
 
     def remember(self) -> None:
         """An update begins that may have to be undone."""
-        mine = _by_name(part.now() for part in self._parts())
-        self._earlier_update = (mine, optimizer_state(self.optimizer))
+        self._earlier_update = _own(self._parts(), self.optimizer)
 
-    def broken_off(self) -> BrokenRound:
+    def broken_off(self, before: Any = None) -> BrokenRound:
         late = int(self.uncounted and not self.cadence.together)
+        mine, optimizer = _own(self._parts(), self.optimizer)
+        earlier = self._earlier_update if self.uncounted else None
+        if self._unmixed and self.uncounted:
+            earlier = self._unmixed[-1]
+        elif self._unmixed:
+            mine, earlier = self._unmixed[-1][0], self._unmixed[0] if self._unmixed[1:] else None
+        # what is known of a round stays until its meeting
+        same = before is not None and before.meetings == self.meetings and any(before.unmet)
         return BrokenRound(
             self.meetings,
             self.cadence.updates + int(self.uncounted),
             [n + late + int(i == self._due) for i, n in enumerate(self.cadence.unmet)],
-            old=_by_name(part.old() for part in self._parts()),
-            mine=_by_name(part.now() for part in self._parts()),
-            momenta=_by_name(part.saved() for part in self._parts()),
-            optimizer=[] if self.optimizer is None else optimizer_state(self.optimizer),
+            old=before.old if same else _by_name(part.old() for part in self._parts()),
+            mine=mine,
+            momenta=before.momenta if same else _by_name(part.saved() for part in self._parts()),
+            optimizer=optimizer,
             wires=[fragment.reducer for fragment in self.fragments],
             untold=self.untold(),
-            earlier=self._earlier_update if self.uncounted else None,
+            earlier=earlier,
         )
 
     @torch.no_grad()
@@ -224,19 +238,30 @@ class LocalUpdates(GradientExchange):
         for fragment, before, steps in zip(self.fragments, befores, told["steps"], strict=True):
             gather = partial(gather_tree, replica.collective)
             rejoin_wire(fragment.reducer, before, int(steps), gather)
-        if apart and source == 0:
-            self._hold(mine, counts, told["unmet"])
-        same = mine is not None and mine.updates == counts[0][1] and not mine.alone
+        gossips = isinstance(self.every, Gossip)
+        same = mine is not None and (gossips or mine.updates == counts[0][1]) and not mine.alone
         if mine is not None and same and self.optimizer is not None:
             take_optimizer_state(self.optimizer, mine.optimizer)
+        if apart and source == 0:
+            self._hold(mine, counts, told["unmet"])
 
     def _hold(self, mine: BrokenRound | None, counts: list[Any], unmet: list[int]) -> None:
-        """Hold the meeting that broke off, with those who have come as far as the chief."""
+        """Hold the meeting that broke off, with those who have come as far as the chief; or mix."""
         self._begin_round()
-        here = [comes_as_far(each, counts[0]) for each in counts]
-        if mine is not None and here[self.replica.collective.rank]:
+        gossip, rank = self.every, self.replica.collective.rank
+        if isinstance(gossip, Gossip):
+            here = [each is not None and each[0] == counts[0][0] for each in counts]
+        else:
+            here = [comes_as_far(each, counts[0]) for each in counts]
+        if mine is not None and here[rank]:
             for part in self._parts():
                 part.take(mine.mine)
+        if isinstance(gossip, Gossip):
+            take_neighbours(self._parts(), self.replica.collective, here)
+            self.cadence.unmet, self.cadence.since = unmet, max(unmet)
+            self._unmixed = [_own(self._parts(), self.optimizer)]
+            mix(self._parts(), self.replica.collective, gossip, self.cadence.updates - 1)
+            return
         for fragment, updates in zip(self.fragments, unmet, strict=True):
             if updates:
                 self._meet(fragment, sum(here))
@@ -272,19 +297,10 @@ class LocalUpdates(GradientExchange):
             take_optimizer_state(self.optimizer, states[self.replica.index]["optimizer"])
 
 
-def _mix(parts: Sequence[OuterPart], collective: Collective, gossip: Gossip, turn: int) -> None:
-    """Mix the weights with those of the neighbours."""
-    rank, size = collective.rank, collective.size
-    weights = gossip.weights(rank, size, turn)
-    receivers = gossip.receivers(rank, size, turn)
-    senders = [other for other in weights if other != rank]
-    for part in parts:
-        mixed = part.read()
-        received = collective.trade(mixed, receivers, senders)
-        mixed.mul_(weights[rank])
-        for other, values in zip(senders, received, strict=True):
-            mixed.add_(values, alpha=weights[other])
-        part.write(mixed)
+def _own(parts: Iterable[OuterPart], optimizer: Any) -> tuple[dict[str, Tensor], list[Any]]:
+    """Copy a replica's weights and its optimizer's state."""
+    mine = _by_name(part.now() for part in parts)
+    return mine, [] if optimizer is None else optimizer_state(optimizer)
 
 
 def _by_name(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from stratagem.state.checkpoint_folder import (
 )
 from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import meetings, setup
+from stratagem.training.broken_round import rejoin_loop
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.loop_journal import LoopJournal, journal_of
 from stratagem.training.lossy_wire import load_kept
@@ -240,7 +241,9 @@ class LoopCheckpoints:
         self._keep()
         if self._agreement is not None and (self.step >= self._agreement.next or self._owed):
             self._look()
-        self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
+        committer = committer_of(self.model)
+        if committer is None or not committer.apart:  # else at the next meeting
+            self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
 
     def _hand_over(self) -> None:
         """Tell where the data's order stands, if another may be the chief next. Collective."""
@@ -310,7 +313,11 @@ class LoopCheckpoints:
 
     def _keep(self) -> None:
         """In an elastic job: have the loop go on from here when replicas leave or join."""
-        if self._memory is not None and not self._waiting:
+        if self._waiting:
+            return
+        if (journal := journal_of(self.replica)) is not None:
+            journal.rounds.keep(committer_of(self.model))
+        if self._memory is not None:
             known = self._told or {"random": generator_states(self.replica.device)}
             mine = {"random": known["random"], "buffers": []}
             things = {name: state_of(each) for name, each in self.things.items()}
@@ -351,6 +358,10 @@ class LoopCheckpoints:
         )
         residuals = [each.get("residuals", {}) for each in told["replicas"]]
         load_kept(committer_of(self.model), residuals)
+        if "restarts" in told:
+            journal = journal_of(replica)
+            rounds = None if journal is None else journal.rounds
+            rejoin_loop(rounds, committer_of(self.model), replica)
         self._load_things(told["things"])
         self._go_on_with_data(told)
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from stratagem.data.streams import generator_states, set_beside_torch
 from stratagem.errors import UsageError
+from stratagem.training.broken_round import LoopRounds
 from stratagem.training.elastic import Again
 from stratagem.training.replica import Replica
 from stratagem.training.termination import Termination
@@ -40,6 +41,8 @@ class LoopJournal:
         self.last_saved: tuple[int, float] | None = None
         #: SIGTERM counts in whichever try it comes, and between them
         self.termination = Termination()
+        #: with a lossy wire, or `sync=`: what this replica alone has
+        self.rounds = LoopRounds()
         self._random: dict[str, Any] | None = None
         self._kept: dict[str, Any] | None = None
 

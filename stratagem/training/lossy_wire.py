@@ -151,8 +151,9 @@ class Keeper:
         """Go on from the states of all replicas."""
         self.reducer.load(states)
 
-    def broken_off(self) -> Any:
-        """What is kept here when replicas leave or join, for `rejoin`; None: nothing."""
+    def broken_off(self, before: Any = None) -> Any:
+        """What is kept here when replicas leave or join, for `rejoin`; None: nothing. What has not
+        changed since `before`, which it returned earlier, need not be copied again."""
         return self.reducer if isinstance(self.reducer, Feedback) else None
 
     def rejoin(self, mine: Any, replica: Replica) -> None:
@@ -173,16 +174,6 @@ def break_off(keeper: Keeper | None) -> None:
     found = None if keeper is None else keeper.broken_off()
     if found is not None and not _broken_off:  # else it broke off before all were here
         _broken_off.append(found)
-
-
-def refuse_elastic(settings: Settings, what: str) -> None:
-    """Refuse what does not keep a committer's memory when replicas leave or join."""
-    if settings.elastic and (isinstance(settings.wire, Compression) or settings.sync is not None):
-        kept = f"sync={settings.sync!r}" if settings.sync is not None else f"wire={settings.wire!r}"
-        raise NotDistributable(
-            f"with elastic=True, what {kept} keeps goes on in fit of sg.Model, and "
-            f"not in {what}; use sg.Model, or leave one of the two out."
-        )
 
 
 def begin_anew() -> None:

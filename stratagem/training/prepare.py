@@ -18,7 +18,7 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.training import fingerprint, hints, meetings, setup, sync_batchnorm
 from stratagem.training.custom_loop import LossReader, check_reduction, read_losses, reader_of
 from stratagem.training.exchange import GradientExchange, open_exchange
-from stratagem.training.lossy_wire import check_optimizer, refuse_elastic
+from stratagem.training.lossy_wire import check_optimizer
 from stratagem.training.replica import Replica, be, current_replica
 from stratagem.training.settings import Settings
 from stratagem.training.shared_loop import refuse_loop, share_update
@@ -53,7 +53,6 @@ def prepare(
 ) -> Prepared:
     """Make `backward` leave the global gradient, and the loader deal out shares. Collective."""
     check_reduction(loss_reduction)
-    refuse_elastic(settings, "custom loops")
     model.to(replica.device)
     if replica.count == 1:
         part_gradients(model)  # others may have left an elastic job

@@ -20,6 +20,11 @@ from torch.utils.weak import TensorWeakRef
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
+#: of a capacity, that all gradients lie in one bucket, where none travels before the others
+WHOLE = 1 << 62
+#: bytes with which the first bucket leaves, so that the link is not idle while others are made
+_FIRST = 1 << 20
+
 
 @dataclass
 class Bucket:
@@ -143,8 +148,12 @@ class Buckets:
 
 
 def plan_buckets(params: Sequence[nn.Parameter], capacity: int) -> list[list[int]]:
-    """Parameters in reverse order, by type; a new bucket when one is full."""
+    """Parameters in reverse order, by type; a new bucket when one is full.
+
+    The first is full early; else it could wait for the bias of a layer whose weights do not fit.
+    """
     plan: list[list[int]] = []
+    first = WHOLE if capacity == WHOLE else min(_FIRST, capacity)
     order = list(reversed(range(len(params))))
     for dtype in dict.fromkeys(params[i].dtype for i in order):
         room = -1
@@ -157,4 +166,6 @@ def plan_buckets(params: Sequence[nn.Parameter], capacity: int) -> list[list[int
                 room = max(capacity, size)
             plan[-1].append(i)
             room -= size
+            if len(plan) == 1 and capacity - room >= first:
+                room = -1
     return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -16,8 +17,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.training.broken_round import furthest
-from tests.strategies.test_compressed import Kill, cluster_of, far, rows
+from stratagem.training.broken_round import BrokenRound, LoopRounds, furthest
+from tests.codecs.by_hand import Replicas
+from tests.strategies.test_compressed import (
+    RECORDS,
+    Kill,
+    by_formula,
+    cluster_of,
+    far,
+    rows,
+)
 from tests.strategies.test_meetings import BATCH, EPOCHS, SYNCS, ByHand, adam, fitted
 from tests.support import mlp, strategy
 
@@ -43,25 +52,54 @@ class Leaving(ByHand):
         self.since = 0
 
 
-class Renewed(ByHand):
-    """The same where all but the first begin anew: a meeting of one, for all, after `at`."""
+class Broken(ByHand):
+    """The same where replicas leave after `at` updates, and those who are left meet, or mix."""
 
-    def __init__(self, sync: Any, count: int, at: int) -> None:
+    def __init__(self, sync: Any, count: int, at: int, left: int) -> None:
         super().__init__(sync, count)
-        self.at = at
+        self.at, self.left = at, left
+
+    def mix(self) -> None:
+        if self.updates == self.at:
+            self.leave()
+        super().mix()
 
     def batch(self, x: Tensor, y: Tensor) -> None:
         super().batch(x, y)
-        if self.updates == self.at:
-            everybody, self.replicas = self.replicas, self.replicas[:1]
+        if self.updates == self.at and not isinstance(self.sync, sg.Gossip):
+            self.leave()
             for number in range(len(self.fragments)):
                 if self.unmet[number]:
                     self.meet(number)
-            self.since, self.unmet = 0, [0] * len(self.fragments)
-            self.replicas = everybody
-            for module, optimizer in zip(everybody[1:], self.optimizers[1:], strict=True):
-                module.load_state_dict(everybody[0].state_dict())
-                optimizer.load_state_dict(copy.deepcopy(self.optimizers[0].state_dict()))
+            self.since = 0
+
+    def leave(self) -> None:
+        self.count = self.left
+        del self.replicas[self.left :], self.optimizers[self.left :]
+
+
+class Renewed(Broken):
+    """The same where all but the first begin anew: a meeting of one, for all, after `at`."""
+
+    def __init__(self, sync: Any, count: int, at: int) -> None:
+        super().__init__(sync, count, at, 1)
+
+    def mix(self) -> None:
+        if self.updates == self.at:
+            self.renew()
+        ByHand.mix(self)
+
+    def batch(self, x: Tensor, y: Tensor) -> None:
+        everybody, optimizers, count = [*self.replicas], [*self.optimizers], self.count
+        super().batch(x, y)
+        if self.count != count:
+            self.replicas, self.optimizers, self.count = everybody, optimizers, count
+            self.renew()
+
+    def renew(self) -> None:
+        for module, optimizer in zip(self.replicas[1:], self.optimizers[1:], strict=True):
+            module.load_state_dict(self.replicas[0].state_dict())
+            optimizer.load_state_dict(copy.deepcopy(self.optimizers[0].state_dict()))
 
 
 class KillAndSee(Kill):
@@ -93,6 +131,7 @@ def step(self, *given):
     result = plain(self, *given)
     made[0] += 1
     if made[0] == 5 and sys.argv[3] == "2":
+        time.sleep(1.0)  # the others have made that update, too, by then
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 
@@ -105,26 +144,35 @@ torch.save(list(fitted(strategy)[0].module.state_dict().values()), sys.argv[2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diloco", "fragments"])
+@pytest.mark.parametrize("name", ["diloco", "fragments", "ring"])
 def test_who_is_left_holds_the_next_meeting(name: str, tmp_path: Path) -> None:
     """Its fifth update is the last of the third worker's; the others go on to the next meeting."""
     running = cluster_of(3, LEAVER, name, tmp_path)
     assert [each.wait(100) for each in running] == [0, 0, -signal.SIGKILL]
     first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
     assert all(map(torch.equal, first, second))
-    last = 4 if name == "fragments" else 5  # a part meets after every update, or all after three
-    expected = Leaving(SYNCS[name], 3, last, 2).train()
+    if name == "ring":  # it dies before it has mixed
+        expected = Broken(SYNCS[name], 3, 5, 2).train()
+    else:  # a part meets after every update, or all after three
+        expected = Leaving(SYNCS[name], 3, 4 if name == "fragments" else 5, 2).train()
     pairs = zip(first, expected.state_dict().values(), strict=True)
     assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-12
     assert far(expected, ByHand(SYNCS[name], 3).train()) > 1e-6
 
 
-@pytest.mark.parametrize("at", [6, pytest.param(7, marks=pytest.mark.slow)])
-def test_who_is_new_takes_the_weights_of_a_meeting(at: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("diloco", 6),
+        pytest.param("diloco", 7, marks=pytest.mark.slow),
+        pytest.param("ring", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_who_is_new_takes_the_weights_of_a_meeting(name: str, at: int) -> None:
     """On one machine all followers begin anew when one dies; here in mid-round, and at its end."""
-    with strategy(3, cross_device_ops="ring", sync=SYNCS["diloco"], elastic=True) as made:
+    with strategy(3, cross_device_ops="ring", sync=SYNCS[name], elastic=True) as made:
         model, history = fitted(made, callbacks=[KillAndSee(made, at, 1)], validation_data=rows())
-    expected = Renewed(SYNCS["diloco"], 3, at).train()
+    expected = Renewed(SYNCS[name], 3, at).train()
     assert far(model.module, expected) < 1e-12
     with torch.no_grad():
         x, y = rows()
@@ -165,15 +213,122 @@ def test_whose_meeting_counts() -> None:
     assert furthest([[3, 9, 1, 0], None, [4, 9, 0, 0], [4, 10, 1, 0]]) == 2
 
 
-def test_what_cannot_be_elastic_is_refused() -> None:
-    with pytest.raises(sg.UsageError, match=r"use sg\.LocalSteps or sg\.DiLoCo"):
-        strategy(2, sync=sg.Gossip(), elastic=True)
-    refused = pytest.raises(sg.NotDistributable, match=r"LocalSteps.*not in custom loops")
-    with strategy(2, sync=sg.LocalSteps(3), elastic=True) as made, refused:
-        made.run(_prepared, made)
+# --- custom loops --------------------------------------------------------------------------------
 
 
-def _prepared(made: Any) -> None:
-    module = mlp()
-    loader = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
-    made.prepare(module, adam(module.parameters()), loader)
+def looped(made: Any, optimizer: Any, see: Callable[[int], None] = lambda seen: None) -> list[Any]:
+    """A loop as users write it; `see` is called as a batch begins."""
+    module = mlp().double()
+    data = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
+    model, optimizer, loader = made.prepare(module, optimizer(module.parameters()), data)
+    losses: list[float] = []
+    loader.remember(losses=losses)
+    for epoch in loader.epochs(EPOCHS):
+        for batch, (x, y) in enumerate(loader, loader.seen):
+            see(4 * epoch + batch)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(0.0)
+    assert len(losses) == 4 * EPOCHS
+    return [p.detach().clone() for p in model.parameters()]
+
+
+LOOP = """
+import os, signal, sys, time
+import torch
+import stratagem as sg
+from stratagem.state.outer import OuterPart
+from tests.strategies.test_broken_rounds import adam, looped
+from tests.strategies.test_compressed import RECORDS, sgd
+from tests.strategies.test_meetings import SYNCS
+
+name, place = sys.argv[1].split()
+kind, made = OuterPart if place == "in" else torch.optim.Optimizer, [0]
+verb, last = ("meet", 3) if place == "in" else ("zero_grad", 5)
+plain = getattr(kind, verb)
+
+def act(self, *given, **options):
+    made[0] += 1
+    if made[0] == last and sys.argv[3] == "2":
+        time.sleep(1.0)  # the others have ended this batch by then, or wait in the meeting
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(self, *given, **options)
+
+setattr(kind, verb, act)
+options = {"sync": SYNCS[name]} if name in SYNCS else {"wire": RECORDS[name]}
+strategy = sg.MultiWorkerMirroredStrategy(devices=["cpu:0"], elastic=True, **options)
+found = strategy.run(looped, strategy, adam if name in SYNCS else sgd)
+torch.save(found[0], sys.argv[2])
+"""
+#: where the third worker dies, and after how many updates the others go on
+PLACES: list[Any] = [("diloco", "in", 6)]
+SLOW: list[Any] = [("local", "between", 6), ("fragments", "between", 5), ("ring", "between", 5)]
+SLOW += [(name, "between", 5) for name in ("int8", "topk", "power")]
+PLACES += [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
+
+
+@pytest.mark.parametrize(("name", "place", "at"), PLACES)
+def test_a_loop_goes_on_without_the_dead(name: str, place: str, at: int, tmp_path: Path) -> None:
+    """The batch that broke off is taken again; what was done since the meeting is not lost."""
+
+    def lose(step: int, replicas: Replicas) -> None:
+        if step == at and replicas.count == 3:
+            replicas.f[len(replicas.f) * 2 // 3 :] = 0.0  # the slice that it added up
+            replicas.e, replicas.u, replicas.count = replicas.e[:2], replicas.u[:2], 2
+
+    running = cluster_of(3, LOOP, f"{name} {place}", tmp_path)
+    assert [each.wait(100) for each in running] == [0, 0, -signal.SIGKILL]
+    first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
+    assert all(map(torch.equal, first, second))
+    if name in RECORDS:
+        expected = by_formula(RECORDS[name], 3, before=lose)
+    else:
+        expected = Broken(SYNCS[name], 3, at, 2).train()
+        assert far(expected, ByHand(SYNCS[name], 3).train()) > 1e-6
+    assert _far(first, expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["diloco", pytest.param("ring", marks=pytest.mark.slow)])
+def test_who_is_new_in_a_loop_takes_the_chiefs_weights(name: str) -> None:
+    """Followers begin anew; the chief breaks off when it next meets them, or mixes."""
+    at, killed = 6, []
+
+    def see(made: Any, seen: int) -> None:
+        if seen == at and made.replica_group._pool is not None and not killed:
+            killed.append(seen)
+            os.kill(made.replica_group._pool.followers[1].pid, signal.SIGKILL)
+
+    with strategy(3, cross_device_ops="ring", sync=SYNCS[name], elastic=True) as made:
+        found = made.run(looped, made, adam, lambda seen: see(made, seen))
+    assert killed and all(map(torch.equal, found[0], found[1]))
+    assert _far(found[0], Renewed(SYNCS[name], 3, at).train()) < 1e-12
+
+
+def _far(weights: list[Tensor], module: Any) -> float:
+    pairs = zip(weights, module.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def test_a_replica_that_came_further_goes_back_to_where_the_chief_was() -> None:
+    rounds = LoopRounds()
+    for meetings, updates in ((0, 1), (0, 2), (1, 3), (1, 4), (1, 5)):
+        rounds.keep(_Kept(meetings, updates))
+    assert rounds.own is not None and rounds.own.at == [1, 5]
+    found = {updates: rounds.find([1, updates]) for updates in range(1, 7)}
+    assert [updates for updates, mark in found.items() if mark] == [2, 3, 4, 5]
+    assert rounds.find([0, 3]) is None  # it has not held that meeting
+    rounds.keep(_Kept(1, 5))
+    rounds._keeper.updates = 6
+    rounds.break_off()
+    assert rounds.own.at == [1, 5] and rounds.find([1, 6]) is not None
+
+
+class _Kept:
+    """A committer with so many updates."""
+
+    def __init__(self, meetings: int, updates: int) -> None:
+        self.meetings, self.updates = meetings, updates
+
+    def broken_off(self, before: Any = None) -> BrokenRound:
+        return BrokenRound(self.meetings, self.updates, [0], {}, {}, {}, [], [])

@@ -354,9 +354,6 @@ def test_what_cannot_go_together_is_refused() -> None:
         compiled(made, sgd)
     with pytest.raises(sg.UsageError, match="elastic=True may leave one"):
         strategy(2, wire=sg.TopK(0.1, momentum=0.9), elastic=True)
-    refused = pytest.raises(sg.NotDistributable, match="not in custom loops")
-    with strategy(2, wire=sg.Int8(), elastic=True) as made, refused:
-        made.run(twice, made)
     with pytest.raises(sg.UsageError, match=r"sg\.Int8"):
         strategy(2, wire=sg.Int8)
 

@@ -100,7 +100,7 @@ class ByHand:
         for index in range(4):
             old = [p.clone() for p in self.params(index)]
             for i, p in enumerate(self.params(index)):
-                near = [i, (i - 1) % n, (i + 1) % n] if ring else [i, (i - hop) % n]
+                near = {i, (i - 1) % n, (i + 1) % n} if ring else {i, (i - hop) % n}
                 p.copy_(torch.stack([old[j] for j in near]).mean(0))
 
     def meet(self, number: int) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stratagem.codecs.feedback import Feedback, Memory
+from stratagem.codecs.feedback import Memory
+from stratagem.codecs.low_rank import LowRank
 from stratagem.training import exchange
 from tests.strategies.test_compressed import RECORDS, in_a_loop, moved_from, sgd
 from tests.support import data, mlp, strategy
@@ -20,14 +21,14 @@ pytestmark = pytest.mark.timeout(120)
 def in_buckets(made: Any, size: int) -> tuple[list[torch.Tensor], list[bool]]:
     """Weights of a loop with buckets of so many bytes; and of each step, whether a bucket was taken
     before the first layer had its gradient."""
-    begun, waited, plain = threading.Event(), [], Feedback._reduce
+    begun, waited, plain = threading.Event(), [], LowRank._reduce
     before, exchange.BUCKET_BYTES = exchange.BUCKET_BYTES, size
 
-    def reduce(self: Feedback, memory: Memory, weight: float) -> None:
+    def reduce(self: LowRank, memory: Memory, weight: float) -> None:
         begun.set()
         plain(self, memory, weight)
 
-    Feedback._reduce = reduce  # type: ignore[method-assign]
+    LowRank._reduce = reduce  # type: ignore[method-assign]
     try:
         module = mlp().double()
         model, optimizer, _ = made.prepare(module, sgd(module.parameters()))
@@ -39,7 +40,7 @@ def in_buckets(made: Any, size: int) -> tuple[list[torch.Tensor], list[bool]]:
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        exchange.BUCKET_BYTES, Feedback._reduce = before, plain  # type: ignore[method-assign]
+        exchange.BUCKET_BYTES, LowRank._reduce = before, plain  # type: ignore[method-assign]
     return [p.detach().clone() for p in model.parameters()], waited
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -65,7 +66,7 @@ def weights(module: nn.Module) -> Tensor:
 class Training:
     """One replica."""
 
-    def __init__(self, circle: Circle, sync: Any, make: Any = sgd) -> None:
+    def __init__(self, circle: Circle, sync: Any, make: Any = sgd, **options: Any) -> None:
         self.replica = Replica(
             circle.rank, circle.size, torch.device("cpu"), "one", circle, Membership.alone()
         )
@@ -75,7 +76,7 @@ class Training:
         self.committer: GradientExchange = (
             GradientExchange(*given, notes=2)
             if sync is None
-            else LocalUpdates(*given, every=sync, notes=2)
+            else LocalUpdates(*given, every=sync, notes=2, **options)
         )
         self.committer.optimizer = self.optimizer
 
@@ -267,3 +268,38 @@ def test_fragments_are_neighbours_and_none_is_empty(sizes: list[int], parts: int
     found = fragmented(named, parts)
     assert [each for part in found for each in part] == named
     assert len(found) == min(parts, len(sizes))
+
+
+@few
+@given(st.lists(st.booleans(), min_size=1, max_size=4), st.sampled_from(["ring", "exponential"]))
+def test_who_is_new_takes_its_neighbours_weights_and_all_mix(new: list[bool], graph: str) -> None:
+    """Of five replicas some are left, others come; the last mix is made again on their graph."""
+    sync, here = sg.Gossip(graph), [True, *(not each for each in new)]
+
+    def leave(circle: Circle) -> Any:
+        one = Training(circle, sync, undoes=True)
+        for number in range(3):
+            one.step(number, [1, 2, 0, 1, 1])
+            one.committer.sync()
+        return one.committer.broken_off()
+
+    broken = together(5, leave)
+
+    def go_on(circle: Circle) -> tuple[Tensor, Tensor]:
+        one = Training(circle, sync, undoes=True)
+        mine = replace(broken[circle.rank]) if here[circle.rank] else None
+        one.committer.rejoin(mine, one.replica)
+        mixed = weights(one.module)
+        one.committer.meet()
+        return mixed, weights(one.module)
+
+    found = together(len(here), go_on)
+    starts: list[Tensor] = []
+    for rank, was_here in enumerate(here):
+        mine = torch.cat([values.reshape(-1) for values in broken[rank].mine.values()])
+        starts.append(mine if was_here else starts[-1])
+    for rank, (mixed, met) in enumerate(found):
+        parts = [weight * starts[r] for r, weight in sync.weights(rank, len(here), 2).items()]
+        assert torch.allclose(mixed, torch.stack(parts).sum(0), atol=1e-12, rtol=0)
+        assert torch.equal(met, found[0][1])
+        assert torch.allclose(met, torch.stack(starts).mean(0), atol=1e-12, rtol=0)

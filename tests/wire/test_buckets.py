@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from stratagem.wire.buckets import Buckets
+from stratagem.wire.buckets import WHOLE, Buckets, plan_buckets
 
 sizes = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=12)
 
@@ -105,3 +105,11 @@ def test_a_kept_gradient_stays_what_it_was(keeper: str) -> None:
         if product is not None:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 torch.autograd.grad(product, weight)
+
+
+def test_the_first_bucket_does_not_wait_for_the_bias_of_a_layer_that_does_not_fit() -> None:
+    sizes = [(1024, 1024), (1024,), (1024, 1024), (1024,), (10, 1024), (10,)]
+    params = [nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+    assert plan_buckets(params, 8 << 20) == [[5, 4, 3, 2], [1, 0]]
+    assert plan_buckets(params, WHOLE) == [[5, 4, 3, 2, 1, 0]]
+    assert plan_buckets(params, 64) == [[5], [4], [3], [2], [1], [0]]

@@ -55,11 +55,16 @@ def test_the_mean_is_an_outer_step_of_rate_one() -> None:
     assert far(trained(sg.Gossip("exponential"), "adam")[0], alone) < 0.1
 
 
-@pytest.mark.parametrize("at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in (6, 7))])
-def test_who_is_new_takes_the_weights_of_a_meeting(at: int, tmp_path: Any) -> None:
+LATER = [(sg.DiLoCo(3), 6), (sg.DiLoCo(3), 7), (sg.Gossip(), 5), (sg.Gossip(), 6)]
+
+
+@pytest.mark.parametrize(
+    ("sync", "at"),
+    [(sg.DiLoCo(3), 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in LATER)],
+)
+def test_who_is_new_takes_the_weights_of_a_meeting(sync: Any, at: int, tmp_path: Any) -> None:
     """On one machine all followers begin anew when one dies: within a step, which is done again,
     in mid-round, and at its end."""
-    sync = sg.DiLoCo(3)
     x, y = (each.numpy() for each in rows())
     with strategy(3, cross_device_ops="ring", sync=sync, elastic=True) as where:
         optimizer = Dies(0.1, momentum=0.5)
