@@ -20,7 +20,15 @@ from torch import nn
 
 from stratagem.errors import UsageError
 from stratagem.figures.trial_record import MODEL
-from stratagem.frontends.ensemble_member import EnsembleMember, KerasMember, TorchMember, member_of
+from stratagem.frontends.ensemble_member import (
+    EnsembleMember,
+    KerasMember,
+    TorchMember,
+    check_devices,
+    member_of,
+    side_by_side,
+)
+from stratagem.strategies.strategy import Strategy
 
 _FILE = "ensemble.json"
 
@@ -28,7 +36,7 @@ Build = Callable[[Mapping[str, str]], nn.Module]
 
 
 class Ensemble:
-    """Classifiers with the same classes; each predicts on the devices of its own strategy.
+    """Classifiers with the same classes, on the devices of their own strategies or of one for all.
 
     >>> ensemble = sg.Ensemble([first, second, third])
     >>> ensemble.predict(x)                     # the mean of their probabilities
@@ -36,7 +44,11 @@ class Ensemble:
     """
 
     def __init__(
-        self, models: Sequence[Any], vote: bool = False, from_logits: bool | None = None
+        self,
+        models: Sequence[Any],
+        vote: bool = False,
+        from_logits: bool | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         """`models` are of sg.Model, nn.Module or Keras.
 
@@ -45,10 +57,15 @@ class Ensemble:
                 probabilities counts.
             from_logits: whether the members' outputs are logits; known of models that were
                 compiled with a loss of torch's or Keras' own.
+            strategy: its devices share the members, which answer side by side: with two devices
+                the first, third, ... on one, the others on the other. Without it every member
+                answers in its turn, on all devices of the strategy that it was made in.
         """
         if not isinstance(models, list | tuple) or not models:
             raise UsageError("sg.Ensemble takes a list of models: sg.Ensemble([first, second]).")
-        self.vote = vote
+        self.vote, self.strategy = vote, strategy
+        if strategy is not None:
+            check_devices(strategy)
         self.members: list[EnsembleMember] = [
             member_of(model, number, from_logits) for number, model in enumerate(models)
         ]
@@ -71,7 +88,12 @@ class Ensemble:
         return EnsembleReport(own, members)
 
     def _each(self, x: Any, batch_size: int | None) -> list[NDArray[Any]]:
-        found = [member.probabilities(x, batch_size) for member in self.members]
+        if self.strategy is None:
+            outputs = [member.predict(x, batch_size) for member in self.members]
+        else:
+            outputs = side_by_side(self.strategy, self.members, x, batch_size)
+        pairs = zip(self.members, outputs, strict=True)
+        found = [member.probabilities(output) for member, output in pairs]
         for number, each in enumerate(found[1:], 1):
             if each.shape != found[0].shape:
                 raise UsageError(
@@ -99,7 +121,10 @@ class Ensemble:
 
     @classmethod
     def load(
-        cls, folder: str | os.PathLike[str], modules: Sequence[nn.Module] | None = None
+        cls,
+        folder: str | os.PathLike[str],
+        modules: Sequence[nn.Module] | None = None,
+        strategy: Strategy | None = None,
     ) -> Ensemble:
         """Read what `save` wrote; `modules` are those that the torch members' weights go into."""
         path = Path(folder) / _FILE
@@ -115,7 +140,7 @@ class Ensemble:
                 "modules are given for them: Ensemble.load(folder, [Net(), ...])."
             )
         models = [_read(file, None if file.suffix == ".keras" else left.pop(0)) for file in found]
-        made = cls(models, about["vote"], from_logits=False)
+        made = cls(models, about["vote"], from_logits=False, strategy=strategy)
         for member, logits in zip(made.members, about["from_logits"], strict=True):
             member.from_logits = logits
         return made
@@ -127,6 +152,7 @@ class Ensemble:
         build: Build | None = None,
         vote: bool = False,
         from_logits: bool | None = None,
+        strategy: Strategy | None = None,
     ) -> Ensemble:
         """The models that a sweep has kept, by the number of their trial.
 
@@ -145,7 +171,7 @@ class Ensemble:
             _read(file, None if build is None or file.suffix == ".keras" else build(flags_of(file)))
             for file in files
         ]
-        return cls(models, vote, from_logits)
+        return cls(models, vote, from_logits, strategy)
 
 
 def kept_models(sweep: Path) -> list[Path]:

@@ -326,9 +326,13 @@ class Model:
         """Outputs for every example, in order, on the CPU; `steps` and `verbose` as in `evaluate`,
         and of `callbacks` their `on_predict_...` methods."""
         asked.whole(1, steps=steps)
-        recipe = self.recipe or Recipe(losses.resolve("mse"), MetricSet(None))
-        source = inputs.source_of(x, batch_size=batch_size)
+        source, recipe = inputs.source_of(x, batch_size=batch_size), self.recipe_to_predict
         return self._watched(evaluation.predict, source, recipe, steps, callbacks, verbose)
+
+    @property
+    def recipe_to_predict(self) -> Recipe:
+        """What `compile` was given, if it was called."""
+        return self.recipe or Recipe(losses.resolve("mse"), MetricSet(None))
 
     def _watched(
         self,

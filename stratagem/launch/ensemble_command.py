@@ -14,8 +14,10 @@ examples:
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
+from stratagem.launch.cli import whole
 from stratagem.launch.user_files import arrays, function
 
 
@@ -28,17 +30,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--build", metavar="FILE.py:NAME", help="makes a torch module from a trial's flags")
     add("--from-logits", action="store_true", default=None, help="the members' outputs are logits")
     add("--batch", type=int, metavar="N", help="examples at a time")
+    add(
+        "--replicas", type=whole(1), default=1, metavar="N", help="processes that share the members"
+    )
     add("--out", metavar="DIR", help="save the ensemble there")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the table; save the ensemble if asked to."""
     from stratagem.frontends.ensemble import Ensemble  # imports torch
+    from stratagem.strategies.mirrored import MirroredStrategy
 
     x, y = arrays(Path(args.data))
     build = function(args.build) if args.build else None
-    ensemble = Ensemble.from_sweep(args.run, build, args.vote, args.from_logits)
-    print(ensemble.evaluate(x, y, batch_size=args.batch))
+    with ExitStack() as held:
+        strategy = None
+        if args.replicas > 1:
+            devices = [f"cpu:{i}" for i in range(args.replicas)]
+            strategy = held.enter_context(MirroredStrategy(devices))
+        ensemble = Ensemble.from_sweep(args.run, build, args.vote, args.from_logits, strategy)
+        print(ensemble.evaluate(x, y, batch_size=args.batch))
     if args.out:
         print(f"saved in {ensemble.save(args.out)}")
     return 0

@@ -152,7 +152,7 @@ class Strategy(CustomLoopCalls):
         if inside is not None:
             return inside
         if dry_run.wanted():
-            return _alone(self)
+            return _alone(place(self.devices[0]))
         if len(self.replica_group.devices) > 1:
             raise UsageError(
                 f"this strategy has {len(self.replica_group.devices)} replicas in this process, "
@@ -240,15 +240,19 @@ def _gather_here(tensors: list[Tensor]) -> list[Tensor]:
 
 def here(strategy: Strategy, function: Callable[[Any], Any], job: Any) -> Any:
     """Run `function` in this process alone, on the first of the strategy's devices."""
-    before = set_called(_alone(strategy))
+    return alone_on(place(strategy.replica_group.devices[0]), function, job)
+
+
+def alone_on(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function` as if the replica on that device were the only one."""
+    before = set_called(_alone(device))
     try:
-        return function(job)
+        return function(*args)
     finally:
         set_called(before)
 
 
-def _alone(strategy: Strategy) -> Replica:
-    device = place(strategy.replica_group.devices[0])
+def _alone(device: torch.device) -> Replica:
     return Replica(0, 1, device, "this process", Alone(), Membership.alone())
 
 

@@ -4,6 +4,7 @@ worse."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,61 @@ def test_members_are_spread_over_replicas(digits: tuple[Any, Any]) -> None:
     x = digits[0][1000:]
     got = sg.Ensemble([model, model]).predict(x, batch_size=64)
     np.testing.assert_allclose(got, by_hand([model], x)[0], atol=1e-6)
+
+
+class Noting(nn.Module):
+    """Leaves a file for each process that computes it."""
+
+    def __init__(self, path: Path, inner: nn.Module) -> None:
+        super().__init__()
+        self.path, self.inner = path, inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.path.with_suffix(f".{os.getpid()}").touch()
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+class NotingLayer(keras.layers.Layer):  # type: ignore[misc]
+    path: Path | None = None
+
+    def call(self, inputs: Any) -> Any:
+        if self.path is not None:
+            self.path.with_suffix(f".{os.getpid()}").touch()
+        return inputs
+
+
+def test_members_on_several_devices(
+    models: list[sg.Model], digits: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """Each computes where it should, and nowhere else; all answer as on one device."""
+    x, y = digits[0][1000:], digits[1][1000:]
+    own = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    layer = NotingLayer()
+    of_layers = keras.Sequential([keras.Input((64,)), layer, keras.layers.Dense(10)])
+    of_layers.compile("sgd", own)
+    members = [*models, of_layers]
+    one = sg.Ensemble(members)
+    expected, report = one.predict(x, batch_size=100), one.evaluate(x, y, batch_size=100)
+    layer.path = tmp_path / "3"
+    noting: list[Any] = []
+    for number, model in enumerate(models):
+        noting.append(sg.Model(Noting(tmp_path / str(number), model.module), strategy(1)))
+        noting[-1].compile("adam", "cross_entropy")
+    devices = strategy(2)
+    spread = sg.Ensemble([*noting, of_layers], strategy=devices)
+    np.testing.assert_allclose(spread.predict(x, batch_size=100), expected, atol=1e-6)
+    pids = devices.run(os.getpid)
+    assert pids[0] == os.getpid() != pids[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"{n}.{pids[n % 2]}" for n in range(4)]
+    got = spread.evaluate(x, y, batch_size=100)
+    assert got.ensemble == pytest.approx(report.ensemble, abs=1e-6)
+    for mine, theirs in zip(got.members, report.members, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-6)
+    with pytest.raises(sg.UsageError, match="a DataLoader is no array"):
+        spread.predict(torch.utils.data.DataLoader(list(x)))
+    with pytest.raises(sg.UsageError, match="shared by the devices of one process"):
+        sg.Ensemble(models, strategy=sg.PipelineStrategy(["cpu:0", "cpu:1"]))
 
 
 def test_the_report_says_when_it_is_worse() -> None:
@@ -261,7 +317,7 @@ def test_the_command(
     Path("net.py").write_text(BUILD)
     command = ["ensemble", "run", "--data", "valid.npz"]
     build = ["--build", "net.py:build", "--from-logits"]
-    assert cli.main([*command, *build, "--out", "best"]) == 0
+    assert cli.main([*command, *build, "--out", "best", "--replicas", "2"]) == 0
     text = capsys.readouterr().out
     expected = sg.Ensemble(models[:2]).evaluate(x, y)
     assert text == f"{expected}\nsaved in best\n"
