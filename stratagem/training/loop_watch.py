@@ -1,4 +1,4 @@
-"""What a custom loop changes of its model and optimizer that the other stages would not follow.
+"""What a custom loop changes of its model and optimizer that the other processes would not follow.
 
 The loop runs in the first process. Other processes have models of their own, whose parameters,
 buffers and optimizer state alone are shared; whatever else the loop changes is refused by name.
@@ -44,19 +44,19 @@ class LoopWatch:
         tensors, parts = self._layout(), self._attributes()
         if name := _difference(self._tensors, tensors):
             raise NotDistributable(
-                f"{name} of the model has been replaced behind prepare, and the other stages keep "
-                "what was there; write into it (`with torch.no_grad(): p.copy_(...)`, "
+                f"{name} of the model has been replaced behind prepare, and the other processes "
+                "keep what was there; write into it (`with torch.no_grad(): p.copy_(...)`, "
                 "load_state_dict without assign=True), or replace it before prepare."
             )
         if name := _difference(self._parts, parts):
             raise NotDistributable(
                 f"the attribute {name} of the model has changed behind prepare (by the loop, or in "
-                "a forward without gradients), and the other stages do not follow; set it before "
-                "prepare, or keep it in a buffer and write into that."
+                "a forward without gradients), and the other processes do not follow; set it "
+                "before prepare, or keep it in a buffer and write into that."
             )
 
     def settle(self) -> None:
-        """What a pass through the stages has changed is the model's own doing."""
+        """What a pass through the model has changed is the model's own doing."""
         self._parts = self._attributes()
 
     def _check_hooks(self) -> None:
@@ -78,7 +78,7 @@ class LoopWatch:
         return self._state != self._state_now()
 
     def state_known(self) -> None:
-        """The state is what all stages have."""
+        """The state is what all processes have."""
         self._state = self._state_now()
 
     def _layout(self) -> dict[str, Any]:
@@ -116,14 +116,14 @@ def refuse_other_backwards(anchor: Tensor) -> None:
         whole = False
     if not whole or torch.is_grad_enabled():
         raise NotDistributable(
-            "stages add gradients to p.grad of all parameters, so torch.autograd.grad, "
+            "processes add gradients to p.grad of all parameters, so torch.autograd.grad, "
             "backward(inputs=) and create_graph=True cannot go through them; call backward() and "
             "read p.grad, or use a MirroredStrategy."
         )
 
 
 def _snapshot(value: Any, own: set[int]) -> Any:
-    """What tells later whether this is still the same value. `own`: ids of tensors that all stages
+    """What tells later whether this is still the same value. `own`: ids of tensors that processes
     share, whatever is written into them."""
     if type(value) in _PLAIN:
         return value
@@ -153,6 +153,6 @@ def _hooks(owner: Any, kinds: Iterable[str]) -> Iterable[Any]:
 
 def _hooked(what: str, remedy: str) -> NotDistributable:
     return NotDistributable(
-        f"{what} has a hook, which would run by microbatch or in another process, where the loop "
+        f"{what} has a hook, which would run by microbatch, or in another process, where the loop "
         f"does not see it; take it away, and {remedy}."
     )
