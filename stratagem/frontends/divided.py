@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from stratagem.data.shares import rows, tensors_in
+from stratagem.data.shares import rows
 from stratagem.errors import NotDistributable
-from stratagem.frontends.adapter import Training, call
+from stratagem.frontends.adapter import Training
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.staged import in_order
 from stratagem.frontends.steps import OneDevice
 from stratagem.state.divided_update import DividedUpdate
-from stratagem.state.optimizer_recipe import ELEMENTWISE
 from stratagem.state.shared_model import SharedTensors
 from stratagem.training import setup
-from stratagem.training.isolated_run import dry_run
-from stratagem.training.layer_graph import LayerGraph, trace
-from stratagem.training.replica import Replica
-from stratagem.training.tensor_plan import check_plan, make_plan
-from stratagem.training.tensor_program import (
-    OPENED,
-    OwnParts,
-    agree,
-    divided_program,
-    shapes_of,
-    table,
+from stratagem.training.divided_model import (
+    TRIED,
+    DividedModel,
+    check_alike,
+    check_elementwise,
 )
+from stratagem.training.layer_graph import trace
+from stratagem.training.replica import Replica
+from stratagem.training.tensor_plan import check_plan
+from stratagem.training.tensor_program import OPENED, OwnParts
 from stratagem.wire.shared_memory import sharing
 from stratagem.wire.shared_scratch import SharedScratch
-from stratagem.wire.tree import broadcast_tree, gather_tree
-
-log = logging.getLogger("stratagem")
-
-#: rows on which it is tried that the divided layers are the model
-_TRIED = 5
+from stratagem.wire.tree import gather_tree
 
 
 def check(job: Fit, devices: int) -> None:
@@ -56,12 +47,7 @@ def check(job: Fit, devices: int) -> None:
             "processes that divide layers run them one by one, so jit_compile=True cannot be used; "
             "leave it out."
         )
-    if type(job.optimizer) not in ELEMENTWISE:
-        raise NotDistributable(
-            f"{type(job.optimizer).__name__} may look at whole parameters, of which a process of "
-            "TensorParallelStrategy updates a part; use SGD, AdamW or another of torch's "
-            "optimizers that treat each element by itself, or a PipelineStrategy."
-        )
+    check_elementwise(job.optimizer)
     job.module.train()
     check_plan(trace(job.module, job.source.known_input(), OPENED), dict(tensor.plan), devices)
 
@@ -92,55 +78,14 @@ class Divided(OneDevice):
         replica = self.replica
         graph = trace(self.module, portion.x, OPENED)
         names = [str(node.target) for node in graph.inputs]
-        few = rows(portion.x, 0, min(portion.total, _TRIED))
-        shapes = self._shapes(graph, in_order(names, few))
+        few = in_order(names, rows(portion.x, 0, min(portion.total, TRIED)))
         judged = getattr(self.recipe.loss, "function", None)
         kept = set(judged.parameters()) if isinstance(judged, nn.Module) else set[Tensor]()
-        plan = make_plan(graph, replica.count, self._asked, shapes, kept)
-        statistics = [b for b in self.module.buffers() if b in plan.divided]
-        self._statistics = SharedTensors(statistics, self._collective)
-        self._parts = OwnParts(plan, self._whole, replica.index, replica.count)
-        self._run = divided_program(graph, plan, self._parts, self._group)
+        model = DividedModel(graph, few, self._whole, replica, self._asked, self._group, kept=kept)
+        self._run, self._parts, self._statistics = model.run, model.parts, model.statistics
         self._params = list(dict.fromkeys([*self._whole, *(p.leaf for p in self._parts.own)]))
-        self._prove(few)
         self._update = DividedUpdate(self.optimizer, self._parts.own, self._collective)
         self._collective.forget_mail()  # in which the whole model has come
-        self._group.seen = 0.0
-        if replica.leads:
-            level = logging.INFO if self._asked else logging.WARNING
-            told = table(graph, plan, replica.count)
-            log.log(level, "layers divided over %d devices:\n%s", replica.count, told)
-
-    @torch.no_grad()
-    def _shapes(self, graph: LayerGraph, inputs: list[Any]) -> dict[fx.Node, torch.Size]:
-        """Of all values; only the first process runs whole layers. Collective."""
-        nodes, told = list(graph.graph.nodes), None
-        if self.replica.leads:
-            with dry_run(*self.module.modules()):
-                found = shapes_of(graph, inputs)
-            told = [list(found[node]) if node in found else None for node in nodes]
-        told = broadcast_tree(self._collective, told)
-        return {n: torch.Size(shape) for n, shape in zip(nodes, told, strict=True) if shape}
-
-    @torch.no_grad()
-    def _prove(self, few: Any) -> None:
-        """Refuse a model whose divided layers do not give what its forward gives. Collective."""
-        whole: list[Tensor] = []
-        if self.replica.leads:
-            with dry_run(*self.module.modules()):
-                whole = [t.clone() for t in tensors_in([call(self.module, few)])]
-        self._collective.barrier()  # statistics are shared, and are as they were
-        with dry_run(*self.module.modules()):
-            divided = [t.clone() for t in tensors_in([call(self._run, few)])]
-            self._collective.barrier()  # nobody takes back what others still read
-        same = not self.replica.leads or agree(whole, divided)
-        if not all(gather_tree(self._collective, same)):
-            raise NotDistributable(
-                f"the divided layers of {type(self.module).__name__} do not give what its forward "
-                "gives, so that forward does something that was not seen when it was traced (a "
-                "global, a random number, the number of rows); put that part into a submodule of "
-                "its own which is not torch's, with a line that depends on values."
-            )
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -173,8 +118,8 @@ class Divided(OneDevice):
             square = sum(map(float, squares))
         told = gather_tree(self._collective, [self._loss, self._group.seen, square])
         self._group.seen = 0.0
-        self._check_alike([loss for loss, *_ in told])
-        self._check_alike([seen for _, seen, _ in told])
+        check_alike([loss for loss, *_ in told])
+        check_alike([seen for _, seen, _ in told])
         self._clip(leaves, math.sqrt(sum(square for *_, square in told)))
         self._update.step()
         self.forget_gradients()
@@ -186,18 +131,6 @@ class Divided(OneDevice):
             if part.division is not None and part.param.grad is not None:
                 more = part.division.part(part.param.grad.contiguous(), self.replica.index)
                 part.leaf.grad = more if part.leaf.grad is None else part.leaf.grad + more
-
-    def _check_alike(self, values: list[float]) -> None:
-        """Refuse to go on where processes have come apart."""
-        first = values[0]
-        for value in values:
-            near = math.isclose(value, first, rel_tol=1e-4, abs_tol=1e-6) or value == first
-            if not near and not (math.isnan(value) and math.isnan(first)):
-                raise NotDistributable(
-                    "processes that divide layers have computed different values of one batch "
-                    f"({first:.6g} and {value:.6g}): the model or the loss draws numbers that are "
-                    "not torch's (random, numpy), or depends on the process; draw with torch."
-                )
 
     def _clip(self, leaves: list[nn.Parameter], norm: float) -> None:
         """As torch's clip_grad_norm_ and clip_grad_value_, by the norm of the whole gradient."""

@@ -140,10 +140,12 @@ def _is_recurrent(graph: LayerGraph, node: fx.Node) -> bool:
 
 
 def _cost(layer: nn.RNNBase, axis: int, shape: torch.Size, pieces: int) -> LayerCost:
-    """One layer for a chunk of time; the fastest of a few rounds."""
+    """One layer for a chunk of time, the fastest of a few rounds: of the rows of several replicas,
+    and so much shorter, as processes have it that take the rows of all."""
     params = list(layer.parameters())
     size = list(shape[:2])
-    size[axis] = max(size[axis] // pieces, 1)
+    size[axis] = max(size[axis] // (pieces * _PROCESSES), 1)
+    size[1 - axis] *= _PROCESSES
     kept = 0
 
     def pack(tensor: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.training import dry_run, meetings
+from stratagem.training.led_prepare import led, prepare_led
 from stratagem.training.loop_calls import backward_counted, mean_of_batch, rows_of_share
 from stratagem.training.loop_checkpoints import check_loader, resumable
 from stratagem.training.loop_journal import journal_of
 from stratagem.training.prepare import Prepared, prepare, prepare_loader
 from stratagem.training.replica import Replica, current_call
 from stratagem.training.settings import Settings
-from stratagem.training.staged_loop import led, prepare_staged
 
 #: a folder of checkpoints, or a plan for them
 Resume = str | os.PathLike[str] | Checkpoints | None
@@ -93,10 +93,9 @@ class CustomLoopCalls(ABC):
                 "prepare was given a model without its optimizer; call prepare(model, optimizer, "
                 "loader) to train; to evaluate, prepare(loader) deals out a loader by itself."
             )
-        staged = self.settings.pipeline is not None and (replica.count > 1 or led() is not None)
-        if staged and not dry_run.wanted():
-            assert self.settings.pipeline is not None
-            return prepare_staged(replica, self.settings.pipeline, model, optimizer, loader)
+        together = self.settings.one_copy and (replica.count > 1 or led() is not None)
+        if together and not dry_run.wanted():
+            return prepare_led(replica, self.settings, model, optimizer, loader)
         if elastic:
             self._let_begin_again(loader)
         found = prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
@@ -152,13 +151,7 @@ class CustomLoopCalls(ABC):
 
 def _check_loop(settings: Settings, resume: Resume) -> None:
     """Refuse strategies that cannot leave the loop to the user."""
-    if settings.tensor is not None:
-        raise NotDistributable(
-            "layers are divided when a model is traced with its first batch, which a loop of "
-            "your own does not leave to it; use sg.Model(...).fit, or prepare with a "
-            "MirroredStrategy."
-        )
-    if resume is not None and (settings.sharded or settings.pipeline):
+    if resume is not None and (settings.sharded or settings.one_copy):
         raise NotDistributable(
             "resume=... keeps what every replica has, and processes of this strategy have "
             "parts of an optimizer's state; use sg.Model(...).fit(checkpoint=..., resume=True)."

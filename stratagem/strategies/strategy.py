@@ -21,6 +21,7 @@ from stratagem.training import dry_run, hints, meetings
 from stratagem.training.agreement import Patience
 from stratagem.training.custom_loop import begin_loop
 from stratagem.training.devices import place
+from stratagem.training.led_prepare import led, led_loops
 from stratagem.training.loop_journal import LoopJournal
 from stratagem.training.replica import (
     Replica,
@@ -33,7 +34,6 @@ from stratagem.training.replica import (
 )
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Settings
-from stratagem.training.staged_loop import led, loop_of_stages
 from stratagem.wire.collective import Alone
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _with_fresh_share(
     meetings.forget(replica)
     result = None
     try:
-        with loop_of_stages(), user_code():
+        with led_loops(), user_code():
             result = fn(*args)
         meetings.tell_apart(replica, "strategy.run has ended")
         return result

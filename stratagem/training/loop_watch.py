@@ -1,4 +1,4 @@
-"""What a custom loop changes of its model and optimizer that the other stages would not follow.
+"""What a custom loop changes of its model and optimizer that the other processes would not follow.
 
 The loop runs in the first process. Other processes have models of their own, whose parameters,
 buffers and optimizer state alone are shared; whatever else the loop changes is refused by name.
@@ -49,18 +49,18 @@ class LoopWatch:
         if names := difference(self._layout, layout(self._model, aliases=True)):
             raise NotDistributable(
                 f"{names[-1]!r} of the model has been replaced behind prepare, and the other "
-                "stages keep what was there; write into it (`with torch.no_grad(): "
+                "processes keep what was there; write into it (`with torch.no_grad(): "
                 "p.copy_(...)`, load_state_dict without assign=True), or replace it before prepare."
             )
         if names := difference(self._attributes, self._look()):
             raise NotDistributable(
                 f"the attribute {names[-1]!r} of the model has changed behind prepare (by the "
-                "loop, or in a forward without gradients), and the other stages do not follow; "
+                "loop, or in a forward without gradients), and the other processes do not follow; "
                 "set it before prepare, or keep it in a buffer and write into that."
             )
 
     def mark(self) -> None:
-        """What a pass through the stages has changed is the model's own doing."""
+        """What a pass through the model has changed is the model's own doing."""
         self._attributes = self._look()
 
     def _check_hooks(self) -> None:
@@ -82,7 +82,7 @@ class LoopWatch:
         return self._state != self._state_now()
 
     def mark_state(self) -> None:
-        """The state is what all stages have."""
+        """The state is what all processes have."""
         self._state = self._state_now()
 
     def _look(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def refuse_other_backwards(anchor: Tensor) -> None:
         whole = False
     if not whole or torch.is_grad_enabled():
         raise NotDistributable(
-            "stages add gradients to p.grad of all parameters, so torch.autograd.grad, "
+            "processes add gradients to p.grad of all parameters, so torch.autograd.grad, "
             "backward(inputs=) and create_graph=True cannot go through them; call backward() and "
             "read p.grad, or use a MirroredStrategy."
         )
@@ -129,6 +129,6 @@ def _hooks(owner: Any, kinds: Iterable[str]) -> Iterable[Any]:
 
 def _hooked(what: str, remedy: str) -> NotDistributable:
     return NotDistributable(
-        f"{what} has a hook, which would run by microbatch or in another process, where the loop "
+        f"{what} has a hook, which would run by microbatch, or in another process, where the loop "
         f"does not see it; take it away, and {remedy}."
     )

@@ -7,8 +7,7 @@ in memory that all processes share; the first one says what is done, and the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,32 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shares import map_parts, rows, share, tensors_in
+from stratagem.data.shares import rows, share, tensors_in
 from stratagem.errors import NotDistributable
 from stratagem.rules.schedules import SCHEDULES
-from stratagem.state.shared_model import OwnedState, SharedTensors, shared_views
+from stratagem.state.shared_model import OwnedState
 from stratagem.training import setup
 from stratagem.training.layer_graph import LayerGraph, trace
+from stratagem.training.led_loop import LedLoop
+from stratagem.training.loop_process import Mode, with_tensors
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage import Kept, Stage, StageChannels
 from stratagem.training.stage_parts import cut, tensors_of
 from stratagem.training.stage_plan import check_layers, make_plan, prove, prove_rows, say_plan
 from stratagem.training.tied_gradients import TiedGradients, devices_of, refuse_strays
-from stratagem.wire.shared_memory import sharing
 from stratagem.wire.tree import broadcast_tree, gather_tree
 from stratagem.wire.tree_channel import TreeChannel, open_channels
-
-
-@dataclass
-class Mode:
-    """What a forward is traced for; told by the first process."""
-
-    #: names of the arguments that the loop gives
-    names: list[str]
-    #: whether each module is in training, and each parameter trained
-    training: list[bool]
-    trained: list[bool]
 
 
 @dataclass
@@ -100,28 +89,18 @@ class _Tail(torch.autograd.Function):
         return None, None, *ctx.held.gradients[ctx.m]
 
 
-class StagePasses:
+class StagePasses(LedLoop):
     """One process of a pipeline, and what it does when the first one says so. Made collectively."""
 
     def __init__(
         self, replica: Replica, pipeline: Pipeline, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        self._replica, self._pipeline = replica, pipeline
-        self._collective = sharing(replica.collective)
-        self._model, self._optimizer = model, optimizer
-        self._params = list(model.parameters())
-        tensors = [*self._params, *model.buffers()]
-        self._shared = SharedTensors(tensors, self._collective, keeps=False)
-        homes = {p: view for p, view, _ in shared_views(self._params, self._collective)}
-        self._homes = [homes[param] for param in self._params]
-        self._splits: list[StageSplit] = []
-        self._passes: dict[int, WholePass] = {}
+        self._pipeline = pipeline
         #: what this process steps, once the model is split
         self._stepped: list[int] = []
         self._state: OwnedState | None = None
-        self._autocast: list[Any] = [False, "bfloat16"]
-        self._rows = 0
         self._draws = False
+        super().__init__(replica, model, optimizer, [*model.parameters(), *model.buffers()])
 
     def _split(self, told: dict[str, Any], x: dict[str, Any] | None = None) -> None:
         """Trace, measure and cut; the first process has a batch at hand."""
@@ -178,6 +157,23 @@ class StagePasses:
         self._state = OwnedState(self._optimizer, owned, leads=self._replica.leads)
         self._state.share(self._collective)
 
+    def _lead_pass(self, at: int, cast: list[Any], dropped: list[int], x: Any) -> tuple[Any, Any]:
+        split, dice = self._splits[at], torch.get_rng_state()
+        seeds = torch.randint(2**62, (max(min(split.microbatches, self._rows), 1),)).tolist()
+        if split.draws:  # else the loop's own draws are those of one device
+            dice = torch.get_rng_state()
+        given = [x[name] for name in split.mode.names]
+        sent = [value if i in split.elsewhere else None for i, value in enumerate(given)]
+        number, total = self._count, self._rows
+        self._commands.tell("forward", at, number, total, seeds, cast, dropped, sent)
+        self._play_forward(at, number, total, seeds, cast, dropped, given)
+        torch.set_rng_state(dice)
+        told = split.outputs.take()
+        try:
+            return joined(told["pieces"], self._passes[number].pieces), told["trained"]
+        finally:
+            split.outputs.release()
+
     def _play_forward(
         self,
         at: int,
@@ -203,7 +199,16 @@ class StagePasses:
             split.outputs.post({"pieces": held.found, "trained": held.trained})
             held.found = []
 
-    def _play_backward(self, number: int, there: list[bool]) -> None:
+    def _tell_backward(
+        self, number: int, there: list[bool], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Only the last stage is given the gradients."""
+        self._commands.tell("backward", number, there, [])
+        self._passes[number].split.gradients.post(list(grads))
+
+    def _play_backward(
+        self, number: int, there: list[bool], grads: Sequence[Tensor | None]
+    ) -> list[int]:
         held = self._passes.pop(number)
         split = held.split
         if split.gradients.receiver == self._collective.rank:
@@ -220,6 +225,7 @@ class StagePasses:
         with torch.no_grad():
             self._play(held, "B", [], [])
         split.ties.send()
+        return self._settled(split)
 
     def _play(
         self, held: WholePass, kind: str, inputs: Sequence[Any], seeds: Sequence[int]
@@ -237,10 +243,6 @@ class StagePasses:
         for index, param in enumerate(self._params):
             param.grad = self._lent(index) if index in mine and there[index] else None
 
-    def _lent(self, index: int) -> Tensor:
-        """The shared gradient as a tensor of its own: `p.grad.data = ...` leaves the place."""
-        return self._homes[index].detach()
-
     def _settled(self, split: StageSplit) -> list[int]:
         """Put gradients where all see them; returns the numbers of all that are there."""
         named = dict(self._model.named_parameters())
@@ -249,42 +251,13 @@ class StagePasses:
         self._handed_in()
         return [i for each in gather_tree(self._collective, mine) for i in each]
 
+    def _before_update(self, there: list[bool]) -> None:
+        self._hold(self._stepped, there)
+
     def _finish_step(self) -> None:
         self._shared.take_back([self._params[i] for i in self._stepped])
         assert self._state is not None
         self._state.share(self._collective)
-
-    def _become(self, mode: Mode) -> None:
-        for part, training in zip(self._model.modules(), mode.training, strict=True):
-            part.training = training
-        for param, trained in zip(self._params, mode.trained, strict=True):
-            param.requires_grad_(trained)
-
-    def _cast(self) -> AbstractContextManager[Any]:
-        enabled, name = self._autocast
-        return torch.autocast("cpu", getattr(torch, name), enabled=enabled)
-
-    def _handed_in(self) -> list[bool]:
-        """Which parameters have a gradient; what the loop has put there comes into its place."""
-        for index, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
-            if param.grad is None:
-                continue
-            if param.grad.layout is not torch.strided:
-                raise NotDistributable(
-                    "a parameter has a sparse gradient, for which stages have no shared place; use "
-                    "sparse=False."
-                )
-            if param.grad.data_ptr() != home.data_ptr():
-                home.copy_(param.grad)
-                param.grad = self._lent(index)
-        return [param.grad is not None for param in self._params]
-
-
-def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree with other tensors."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    return map_parts(lambda part: with_tensors(part, change), tree)
 
 
 def joined(outputs: Sequence[Any], pieces: Sequence[tuple[int, int]]) -> Any:

@@ -421,5 +421,28 @@ def test_single_precision(pipe: Pipe) -> None:
     module, (x, y) = mlp(), data(50)
     one = by_hand(module, adam, F.cross_entropy, x, y, batch=16)
     assert distance(one, fitted(pipe(2, "auto"), module, x, y, optimizer=adam).module) < 1e-6
-    half = fitted(pipe(2, "auto"), module, x, y, optimizer=adam, precision="bfloat16").module
-    assert 1e-7 < distance(one, half) < 0.05
+
+
+class Half(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def test_mixed_precision(pipe: Pipe) -> None:
+    """In bfloat16 as one device; by microbatches the sums of weight gradients are rounded in
+    another order, which changes less than bfloat16 itself does."""
+    module, (x, y) = mlp(), data(50)
+    whole = by_hand(module, sgd, F.cross_entropy, x, y, batch=16)
+    half: Any = by_hand(Half(module), sgd, F.cross_entropy, x, y, batch=16)
+    one = half.inner
+    rounding = distance(whole, one)
+    assert rounding > 1e-5
+    for stages, microbatches, most in ((2, 1, 1e-6), (3, 1, 1e-6), (2, 4, rounding)):
+        on = pipe(stages, microbatches)
+        found = fitted(on, module, x, y, optimizer=sgd, precision="bfloat16").module
+        assert distance(one, found) < most

@@ -1,4 +1,5 @@
-"""A loop of one's own through the stages of a pipeline: the weights of one device.
+"""A loop of one's own through the stages of a pipeline, or divided layers: the weights of one
+device.
 
 The reference is the same loop without a strategy.
 """
@@ -36,6 +37,12 @@ def pair() -> Iterator[sg.PipelineStrategy]:
 @pytest.fixture(scope="module")
 def three() -> Iterator[sg.PipelineStrategy]:
     with sg.PipelineStrategy(cpus(3), 4, "interleaved") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def divided() -> Iterator[sg.TensorParallelStrategy]:
+    with sg.TensorParallelStrategy(cpus(2)) as made:
         yield made
 
 
@@ -87,7 +94,7 @@ def training(prepare: Callable[..., Any], model: nn.Module) -> Any:
     return torch.tensor(seen), momenta
 
 
-@pytest.mark.parametrize("stages", ["pair", "three"])
+@pytest.mark.parametrize("stages", ["pair", "three", "divided"])
 def test_the_loop_of_one_device(stages: str, request: pytest.FixtureRequest) -> None:
     """Losses, norms, outputs, momenta and weights."""
     on = request.getfixturevalue(stages)
@@ -112,7 +119,8 @@ def test_every_number_of_rows(pair: sg.PipelineStrategy) -> None:
     both(loop, deep(), pair)
 
 
-def test_skips_ties_names_and_several_passes(pair: sg.PipelineStrategy) -> None:
+@pytest.mark.parametrize("stages", ["pair", "divided"])
+def test_skips_ties_names_and_several_passes(stages: str, request: pytest.FixtureRequest) -> None:
     """Two outputs in one loss, one that is thrown away, a forward in eval mode with gradients,
     frozen parameters, a state that is loaded on the way, a copy of the model."""
     dice = torch.Generator().manual_seed(0)
@@ -143,7 +151,7 @@ def test_skips_ties_names_and_several_passes(pair: sg.PipelineStrategy) -> None:
         with torch.no_grad():
             return copy.deepcopy(model)(x)
 
-    one, other = both(loop, Knotted().double(), pair)
+    one, other = both(loop, Knotted().double(), request.getfixturevalue(stages))
     assert torch.allclose(one, other, 1e-12, 1e-12)
 
 

@@ -1,10 +1,10 @@
-"""A Keras model on the stages of a pipeline, with the result of one device.
+"""A Keras model on the stages of a pipeline, or of rows of them, with the result of one device.
 
 Every process has the model, and runs its own layers on one microbatch after another. Weights and
 the optimizer's slots lie in shared memory; between machines each has those of its layers. Each
-steps the optimizer on its own variables. The last stage has the loss and the metrics. Tests and
-predictions need no pipeline: each process takes a share of the rows through the whole model, as
-replicas do.
+steps the optimizer on its own variables. The last stage has the loss and the metrics. Rows of a
+mesh take shares of a batch, and have their gradients added up. Tests and predictions need no
+pipeline: each process takes a share of the rows through the whole model, as replicas do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends.keras.adapter import kept, own_variables, trainable
+from stratagem.frontends.keras.adapter import kept, own_variables, roll_dice, trainable
 from stratagem.frontends.keras.driver import Call
 from stratagem.frontends.keras.model_graph import functional, layer_graph
 from stratagem.frontends.keras.on_replicas import OnReplicas
@@ -31,6 +31,7 @@ from stratagem.frontends.keras.step_logs import has_own
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.mesh_grid import MeshGrid
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline, Settings
 from stratagem.training.stage import Stage, StageChannels
@@ -81,16 +82,29 @@ class StageSteps(ReplicaSteps):
         assert settings.pipeline is not None
         self._pipeline: Pipeline = settings.pipeline
         self._stage: Stage | None = None
+        self._mesh: MeshGrid | None = None
         self._home: SharedVariables | PartedVariables | None = None
         self._microbatches = 1
         self.verbs["take"] = self.take
 
     @property
+    def _grid(self) -> MeshGrid:
+        """Its place; found when all have begun. Collective then."""
+        if self._mesh is None:
+            self._mesh = MeshGrid(self.adapter.replica, self._pipeline.data)
+        return self._mesh
+
+    @property
     def _collective(self) -> Collective:
-        return self.adapter.replica.collective
+        """Of the stages of one row."""
+        return self._grid.place.collective
 
     def become(self, told: dict[str, Any]) -> None:
+        """Be as the chief's copy; other rows of a mesh draw other numbers."""
         self.adapter.become(told)
+        replica = self.adapter.replica
+        if row := replica.index * self._pipeline.data // replica.count:
+            roll_dice(self.adapter.model, told["seed"], row)
 
     def follow(self, changes: list[Any], trained: list[bool]) -> None:
         self.adapter.follow(changes, trained)
@@ -106,7 +120,9 @@ class StageSteps(ReplicaSteps):
     def average(self) -> None:
         """Have everybody find what all have written."""
         self._bring_home()
-        self._collective.barrier()
+        if self._pipeline.data > 1 and self._pipeline.batch_norm is not None:
+            self.adapter.average()  # of what rows have kept in mind
+        self.adapter.replica.collective.barrier()
 
     def together(self, act: Callable[..., Any], *arguments: Any) -> Any:
         self._bring_home()
@@ -132,7 +148,7 @@ class StageSteps(ReplicaSteps):
 
     def _begin(self, data: Any, total: int) -> Stage:
         """Measure and split, with the first batch at hand. Collective."""
-        model, replica = self.adapter.model, self.adapter.replica
+        model, replica = self.adapter.model, self._grid.place
         model._symbolic_build(data_batch=data)  # metrics, also where nothing is counted
         self._trainable = trainable(model)
         self._bring_home()
@@ -141,12 +157,12 @@ class StageSteps(ReplicaSteps):
             self._home = form(model, self._collective)
         assert self._home is not None
         graph = layer_graph(model)
-        check(model, self._pipeline, replica.count, graph)
+        check(model, self._pipeline, self.adapter.replica.count, graph)
         mine = None
-        if replica.leads:
+        if self.adapter.replica.leads:
             plan = self._plan(graph, data, total)
             mine = [plan.microbatches, list(plan.firsts)]
-        self._microbatches, firsts = broadcast_tree(self._collective, mine)
+        self._microbatches, firsts = broadcast_tree(self._grid.everybody, mine)
         parts = cut(graph, firsts)
         self._has_last = (len(parts) - 1) % replica.count == replica.index
         users: list[set[Tensor]] = [set() for _ in range(replica.count)]
@@ -171,11 +187,12 @@ class StageSteps(ReplicaSteps):
         own = [(tensor, tensor.detach().clone()) for tensor in touched]
 
         def inputs(count: int) -> list[Tensor]:
-            whole = StageBatch(model, self.adapter.replica, data, total, 1).inputs()[0]
+            whole = StageBatch(model, self._grid, data, total).inputs()[0]
             return [each[:count] for each in whole]
 
-        count = self.adapter.replica.count
-        plan, table = make_plan(graph, self._pipeline, count, total, inputs)
+        first, last = self._grid.share(total)
+        count = self._grid.place.count
+        plan, table = make_plan(graph, self._pipeline, count, last - first, inputs)
         with torch.no_grad():
             for tensor, before in own:
                 tensor.copy_(before)
@@ -186,7 +203,7 @@ class StageSteps(ReplicaSteps):
     # --- one step ---------------------------------------------------------------------------
 
     def train(self, data: Any, total: int) -> Any:
-        adapter, replica = self.adapter, self.adapter.replica
+        adapter, place = self.adapter, self._grid.place
         adapter.mode(True)
         if self._stage is None:
             self._stage = self._begin(data, total)
@@ -194,10 +211,10 @@ class StageSteps(ReplicaSteps):
         self._home.leave_home()
         adapter.part.begin(total, total)
         adapter.model.zero_grad()
-        batch = StageBatch(adapter.model, replica, data, total, self._microbatches)
+        batch = StageBatch(adapter.model, self._grid, data, total, self._microbatches)
         seeds, dice = torch.randint(2**62, (batch.count,)).tolist(), torch.get_rng_state()
         schedule = SCHEDULES[self._pipeline.schedule]
-        ops = schedule(replica.index, replica.count, batch.count, self._pipeline.parts)
+        ops = schedule(place.index, place.count, batch.count, self._pipeline.parts)
         self._state.mark()
         adapter.model._clear_losses()
         self._stage.run(ops, batch.inputs(), seeds, batch.judge)
@@ -205,8 +222,9 @@ class StageSteps(ReplicaSteps):
         self._refuse_effects(batch)
         self._ties.send()
         self._check_owned()
+        self._grid.add_up(v.value for v in self._owned)
         self._finish(batch, total)
-        self._figures.step(replica.share.examples)
+        self._figures.step(adapter.replica.share.examples)
         return adapter.own("get_metrics_result")()
 
     def _finish(self, batch: StageBatch, total: int) -> None:
@@ -219,15 +237,18 @@ class StageSteps(ReplicaSteps):
                 each.backward()
         grads = [v.value.grad for v in self._owned]
         loss = batch.loss() if self._has_last else None
-        told = gather_tree(self._collective, [loss, penalty, square(grads), _any(grads)])
-        if not any(some for *_, some in told):
+        mine = [loss, penalty, square(grads), _any(grads)]
+        everybody = gather_tree(self._grid.everybody, mine)
+        row = self._grid.own(everybody)  # every row has the gradient of all
+        if not any(some for *_, some in row):
             raise UsageError("no variable of the model has a gradient; is its loss a constant?")
         if self._has_last:
-            assert loss is not None
-            whole = loss + sum(penalty for _, penalty, _, _ in told)
-            model._loss_tracker.update_state(whole, sample_weight=total)
+            losses = [loss for loss, *_ in everybody if loss is not None]
+            whole = sum(losses) + sum(penalty for _, penalty, _, _ in row)
+            if self._grid.row == 0:
+                model._loss_tracker.update_state(whole, sample_weight=total)
             batch.count_metrics()
-        update(optimizer, grads, self._owned, math.sqrt(sum(each for _, _, each, _ in told)))
+        update(optimizer, grads, self._owned, math.sqrt(sum(each for _, _, each, _ in row)))
         model.zero_grad()
         assert self._home is not None
         self._home.updated()
@@ -247,12 +268,13 @@ class StageSteps(ReplicaSteps):
         """Layers that keep something in mind would do so once a microbatch, and some add losses."""
         model = self.adapter.model
         written = self._state.changes()
-        if written and batch.count > 1 and self._pipeline.batch_norm is None:
+        pieces = batch.count > 1 or self._pipeline.data > 1
+        if written and pieces and self._pipeline.batch_norm is None:
             names = [v.path for v in model.non_trainable_weights]
             name = names[written[0]] if written[0] < len(names) else "a buffer"
             raise NotDistributable(
                 f"a layer writes to {name!r} when it is called, once a microbatch where one device "
-                "does it once a batch; use microbatches=1, or a MirroredStrategy."
+                f"does it once a batch; use {_whole(self._pipeline)}, or a MirroredStrategy."
             )
         for layer in model._flatten_layers():
             if layer._losses:
@@ -267,16 +289,16 @@ def _any(grads: list[Tensor | None]) -> bool:
     return any(grad is not None for grad in grads)
 
 
+def _whole(pipeline: Pipeline) -> str:
+    """What has batches in one piece."""
+    return "microbatches=1" if pipeline.data == 1 else "one PipelineStrategy with microbatches=1"
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
 def check(model: Any, pipeline: Pipeline, devices: int, graph: LayerGraph | None = None) -> None:
     """Refuse what a pipeline cannot do as one device does; without its shapes, only the rest."""
-    if pipeline.data > 1:
-        raise NotDistributable(
-            "rows of pipelines train torch modules so far, and this is a Keras model; use one "
-            "PipelineStrategy, or give sg.Model a torch module of the same layers."
-        )
     if pipeline.columns is not None:
         raise NotDistributable(
             "columns cut torch's recurrent modules, and this is a Keras model; leave columns out."
@@ -286,7 +308,7 @@ def check(model: Any, pipeline: Pipeline, devices: int, graph: LayerGraph | None
     _check_layers(model, pipeline)
     if model.built or not isinstance(model, keras.Sequential):
         functional(model)
-        check_layers(graph or layer_graph(model), pipeline, devices)
+        check_layers(graph or layer_graph(model), pipeline, devices // pipeline.data)
 
 
 def _check_own(model: Any) -> None:
@@ -300,21 +322,22 @@ def _check_own(model: Any) -> None:
 
 
 def _check_layers(model: Any, pipeline: Pipeline) -> None:
-    many = pipeline.microbatches != 1 and pipeline.batch_norm is None
+    pieces = pipeline.microbatches != 1 or pipeline.data > 1
+    many, remedy = pieces and pipeline.batch_norm is None, _whole(pipeline)
     for layer in model._flatten_layers():
         if many and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             raise NotDistributable(
                 f"{layer.name!r} is a BatchNormalization, which looks at all rows of a batch, and "
                 "a pipeline cuts batches into microbatches; use GroupNormalization or "
-                'LayerNormalization, or microbatches=1, or say batch_norm="microbatch" to have it '
+                f'LayerNormalization, or {remedy}, or say batch_norm="microbatch" to have it '
                 "normalise over microbatches, unlike one device."
             )
         counts = not isinstance(layer, keras.Model) and layer.metrics  # as Keras counts
-        if pipeline.microbatches != 1 and counts:
+        if pieces and counts:
             raise NotDistributable(
                 f"layer {layer.name!r} has a metric of its own, which would count microbatches "
                 "where one device counts batches; give metrics to compile(), or use "
-                "microbatches=1, or a MirroredStrategy."
+                f"{remedy}, or a MirroredStrategy."
             )
         if layer.activity_regularizer is not None:
             raise NotDistributable(

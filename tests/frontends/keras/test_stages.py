@@ -190,6 +190,19 @@ def test_sample_weights_class_weights_and_sums(pipe: Pipe) -> None:
     same(pipe(), deep, x, y, loss=lambda: summed, optimizer=keras.optimizers.SGD)
 
 
+def test_mixed_precision(pipe: Pipe) -> None:
+    """With one microbatch to rounding in single precision."""
+
+    def half() -> Any:
+        mixed = keras.DTypePolicy("mixed_bfloat16")
+        body = [layers.Dense(8, activation="tanh", dtype=mixed) for _ in range(3)]
+        return keras.Sequential([keras.Input((6,)), *body, layers.Dense(3)])
+
+    x, y = numbers(37)
+    model = same(pipe(2, 1), half, x, y)
+    assert apart(model, trained(None, deep, x, y)[0]) > 1e-4
+
+
 def reader() -> Any:
     """A mask that crosses the cut."""
     return keras.Sequential(

@@ -1,0 +1,247 @@
+"""Custom loops over processes that have one model together: the loop runs in the first of them, and
+the others do what it says.
+
+    model(x)          forward through the layers of all; the output of the whole batch
+    loss.backward()   the gradient of that output, backward through the layers of all
+    optimizer.step()  every process updates its own part
+
+The loss is computed from whole outputs, so any loss is that of one device. The loop sees
+parameters, gradients and state whole, and may clip or change them as ever. A forward without
+gradients runs in the first process alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stratagem.data.shares import rows_of, tensors_in
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.training.command_loop import END
+from stratagem.training.loop_process import LoopProcess, Mode, with_tensors
+from stratagem.training.loop_watch import LoopWatch, refuse_other_backwards
+from stratagem.training.replica import Replica
+from stratagem.training.step_figures import figures_of
+
+
+class _Head(torch.autograd.Function):
+    """What the loop sees of all stages: outputs forward, and gradients of them backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, loop: LedLoop, x: dict[str, Any], told: Any, *params: Tensor
+    ) -> Any:
+        number, told[0], trained = loop.lead_forward(x)
+        tensors = list(tensors_in(told[0]))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(t for t, is_so in zip(tensors, trained, strict=True) if not is_so)
+        )
+        ctx.loop, ctx.number, ctx.params = loop, number, len(params)
+        weakref.finalize(ctx, loop.dropped.append, number).atexit = False
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.loop.lead_backward(ctx.number, grads)
+        return (None,) * (4 + ctx.params)
+
+
+class _Forward:
+    """In place of a model's forward. A copy of the model has its own one."""
+
+    def __init__(self, loop: LedLoop, model: nn.Module) -> None:
+        self._loop, self._model = loop, model
+        self.plain = model.forward
+        self.__signature__ = inspect.signature(model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            self._loop.take_back()
+            return self.plain(*args, **kwargs)
+        return self._loop.forward(self._named(*args, **kwargs))
+
+    def _named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments by their names, without those that are None by default."""
+        given = self.__signature__.bind(*args, **kwargs).arguments
+        defaults = self.__signature__.parameters
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None or defaults[name].default is not None
+        }
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._model, "forward")
+
+
+class LedLoop(LoopProcess):
+    """What the first process does besides. Made collectively, by all of them."""
+
+    def __init__(
+        self, replica: Replica, model: nn.Module, optimizer: Optimizer, shared: Iterable[Tensor]
+    ) -> None:
+        self._watch = LoopWatch(model, optimizer)
+        super().__init__(replica, model, optimizer, shared)
+        self._count = 0
+        #: numbers of passes whose outputs nobody holds any more
+        self.dropped: list[int] = []
+        self._failed = False
+        self._waiting: list[Tensor | None] = []
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._undo: list[Callable[[], Any]] = []
+
+    @abstractmethod
+    def _lead_pass(self, at: int, cast: list[Any], dropped: list[int], x: Any) -> tuple[Any, Any]:
+        """As the first: forward through split `at`; the output, and which of its tensors have
+        gradients."""
+
+    def lead(self) -> None:
+        """From now on the model's calls, and the optimizer's, are those of all stages."""
+        model, optimizer = self._model, self._optimizer
+        vars(model)["forward"] = _Forward(self, model)
+        self._watch.mark()
+        handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+        self._undo = [*(handle.remove for handle in handles), partial(vars(model).pop, "forward")]
+
+    def end(self, *, failed: bool) -> None:
+        """The loop is over: the model is as any other again."""
+        if not failed:
+            self._commands.tell(END)
+        for undo in self._undo:
+            undo()
+        self._shared.close()
+
+    def take_back(self) -> None:
+        """What the loop has given other memory (`p.data = ...`) is shared again."""
+        self._shared.take_back()
+
+    def forward(self, x: dict[str, Any]) -> Any:
+        """The output of the whole batch."""
+        told: list[Any] = [None]
+        # parameters are arguments so that a backward for some of them comes here, and is refused
+        given = (self._anchor, self, x, told, *self._params)
+        found = iter(_Head.apply(*given))  # type: ignore[no-untyped-call]
+        return with_tensors(told[0], lambda _: next(found))
+
+    def lead_forward(self, x: dict[str, Any]) -> tuple[int, Any, list[bool]]:
+        """The number of the pass, the outputs, and which of them have a gradient."""
+        self._refuse_failed()
+        if any(tensor.requires_grad for tensor in tensors_in(x)):
+            raise NotDistributable(
+                "an input of the model requires a gradient, which the other processes do not bring "
+                "back; detach it, or use a MirroredStrategy."
+            )
+        self._watch.check()
+        self._failed = True  # until it is known that it has not
+        self.take_back()
+        self._rows = rows_of(x)
+        dice = torch.get_rng_state()
+        at = self._split_for(x)
+        torch.set_rng_state(dice)
+        self._count += 1
+        kind = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
+        cast = [torch.is_autocast_enabled("cpu"), kind]
+        dropped, self.dropped[:] = list(self.dropped), []
+        whole, trained = self._lead_pass(at, cast, dropped, x)
+        self._watch.mark()
+        self._failed = False
+        return self._count, whole, trained
+
+    def lead_backward(self, number: int, grads: Sequence[Tensor | None]) -> None:
+        self._refuse_failed()
+        if number not in self._passes:
+            raise UsageError(
+                "this output of the model has been through a backward already, and the processes "
+                "keep nothing behind it; add up the losses and call backward once, or call the "
+                "model again."
+            )
+        refuse_other_backwards(self._anchor)
+        self._watch.check()
+        self._failed = True
+        there = self._handed_in()
+        self._tell_backward(number, there, grads)
+        for index in self._play_backward(number, there, grads):
+            self._params[index].grad = self._lent(index)
+        self._watch.mark()
+        self._failed = False
+
+    def _tell_backward(
+        self, number: int, there: list[bool], grads: Sequence[Tensor | None]
+    ) -> None:
+        """Have the others do it; gradients of the output go to all of them."""
+        self._commands.tell("backward", number, there, list(grads))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(each is not None for each in (*args[1:], *kwargs.values())):
+            raise NotDistributable(
+                "optimizer.step(closure) evaluates the loss while others update their parameters; "
+                "call backward first and step() without a closure, or use a MirroredStrategy."
+            )
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise NotDistributable(
+                "a GradScaler leaves a fused optimizer to unscale gradients, which others do not "
+                "know of; use fused=False, or call scaler.unscale_(optimizer) before."
+            )
+        self._refuse_failed()
+        self._watch.check_step_hooks(1)
+        if not self._splits:
+            return  # all of it is here
+        if self._watch.state_replaced():
+            self._loaded(optimizer)
+        there = self._handed_in()
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self._commands.tell("step", groups, there)
+        self._waiting = [param.grad for param in self._params]
+        self._before_update(there)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._splits:
+            return
+        self._finish_step()
+        for param, gradient in zip(self._params, self._waiting, strict=True):
+            param.grad = gradient
+        self._waiting = []
+        self._watch.mark_state()
+        figures_of(self._replica).step(self._rows)
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """The state is another one: everybody must have its part of it."""
+        if self._splits:
+            self._commands.tell("own")
+            self._own()
+            self._watch.mark_state()
+
+    def _split_for(self, x: dict[str, Any]) -> int:
+        """The number of the split for a model in this mode."""
+        mode = Mode(
+            list(x),
+            [part.training for part in self._model.modules()],
+            [param.requires_grad for param in self._params],
+        )
+        for at, split in enumerate(self._splits):
+            if split.mode == mode:
+                return at
+        self._commands.tell("split", vars(mode))
+        self._split(vars(mode), x)
+        self._watch.mark_state()
+        return len(self._splits) - 1
+
+    def _refuse_failed(self) -> None:
+        if self._failed:
+            raise UsageError(
+                "a pass through the model has failed, and its processes wait at different places; "
+                "let the error end the loop, and call strategy.run again."
+            )

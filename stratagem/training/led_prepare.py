@@ -1,0 +1,102 @@
+"""`prepare` where all processes have one model together: the loop runs in the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stratagem.errors import NotDistributable, UsageError
+from stratagem.training import fingerprint
+from stratagem.training.divided_model import check_elementwise
+from stratagem.training.divided_passes import DividedPasses
+from stratagem.training.led_loop import LedLoop
+from stratagem.training.prepare import Prepared, check_parameters
+from stratagem.training.replica import Replica, alone, current_call, set_called
+from stratagem.training.settings import Settings
+from stratagem.training.stage_passes import StagePasses
+from stratagem.training.stage_plan import check_optimizer
+
+
+class LoopRunsElsewhere(BaseException):
+    """Ends the user's function on a process that does what the first one says."""
+
+
+#: on the first process: the loop that is under way
+_led: list[LedLoop] = []
+
+
+def prepare_led(
+    replica: Replica, settings: Settings, model: nn.Module, optimizer: Optimizer, loader: Any
+) -> Prepared:
+    """Have the loop run here, if this is the first process, and the others serve it. Collective."""
+    _check(settings, optimizer)
+    if _led:
+        raise NotDistributable(
+            "processes that have one model together have one in a loop of your own, and this is "
+            "the second; call it from the first one's forward, or use a MirroredStrategy."
+        )
+    if current_call() is None:
+        raise UsageError(
+            "a loop over processes that have one model together runs on the first of them, which "
+            "ends the others' calls; put it into a function, and call strategy.run(train)."
+        )
+    if not replica.collective.shares_memory:
+        raise NotDistributable(
+            "a loop of your own leads processes on the CPUs of one machine, by shared memory, and "
+            "these are on other hosts or devices; use sg.Model(...).fit."
+        )
+    check_parameters(model, optimizer)
+    look = fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=True)
+    fingerprint.check(replica, "prepare", look)
+    loop = _made(replica, settings, model, optimizer)
+    if not replica.leads:
+        loop.serve()
+        raise LoopRunsElsewhere
+    loop.lead()
+    _led.append(loop)
+    set_called(alone(replica))
+    return Prepared(model, optimizer, loader)
+
+
+def _check(settings: Settings, optimizer: Optimizer) -> None:
+    """Refuse what cannot be led."""
+    pipeline = settings.pipeline
+    if pipeline is None:
+        check_elementwise(optimizer)
+        return
+    if pipeline.columns is not None or pipeline.data > 1:
+        raise NotDistributable(
+            "a loop of your own runs through one pipeline, in microbatches; leave columns= and "
+            "data= (or the mesh) out, or use sg.Model(...).fit."
+        )
+    check_optimizer(optimizer)
+
+
+def _made(replica: Replica, settings: Settings, model: nn.Module, optimizer: Optimizer) -> LedLoop:
+    if settings.pipeline is not None:
+        return StagePasses(replica, settings.pipeline, model, optimizer)
+    assert settings.tensor is not None
+    return DividedPasses(replica, settings.tensor, model, optimizer)
+
+
+def led() -> Replica | None:
+    """In a loop that runs once for all processes: the one replica that they are together."""
+    return current_call() if _led else None
+
+
+@contextmanager
+def led_loops() -> Iterator[None]:
+    """Around the user's function: a loop that was prepared in it is over when it ends."""
+    failed = True
+    try:
+        yield
+        failed = False
+    except LoopRunsElsewhere:
+        return
+    finally:
+        while _led:
+            _led.pop().end(failed=failed)

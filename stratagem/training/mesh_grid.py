@@ -1,0 +1,84 @@
+"""Rows of pipelines: each takes a share of every batch, and gradients are added up over the rows.
+
+             stage 0    stage 1
+    row 0  [ replica 0, replica 1 ]   a pipeline with one set of parameters
+    row 1  [ replica 2, replica 3 ]   another
+              column     column       add gradients up when their backward is done
+
+A column waits for its own stages only, so the last stage's gradients are added up while the first
+ones are still in their backward. All rows make the same update of the same sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.data.shares import share
+from stratagem.training.replica import Replica
+from stratagem.wire.collective import Collective
+from stratagem.wire.shared_memory import sharing
+from stratagem.wire.shared_scratch import SharedScratch
+from stratagem.wire.subgroup import subgroup
+
+
+class MeshGrid:
+    """The place of one replica. Made collectively; one row is the pipeline itself."""
+
+    def __init__(self, replica: Replica, count: int) -> None:
+        self.everybody, self.count = replica.collective, count
+        stages = replica.count // count
+        self.row, stage = divmod(replica.index, stages)
+        #: among the stages of its row
+        self.place = replica
+        self._column: Collective | None = None
+        self._scratch: SharedScratch | None = None
+        if count > 1:
+            grid = [[row * stages + s for s in range(stages)] for row in range(count)]
+            row = subgroup(self.everybody, grid)
+            self._column = subgroup(self.everybody, list(zip(*grid, strict=True)))
+            if self._column.shares_memory:
+                self._scratch = SharedScratch(sharing(self._column))
+            device, name = replica.device, replica.name
+            self.place = Replica(stage, stages, device, name, row, replica.membership)
+
+    def share(self, total: int) -> tuple[int, int]:
+        """Where the rows of a batch begin and end that this row takes."""
+        return share(total, self.count, self.row)
+
+    def own(self, told: Sequence[Any]) -> Sequence[Any]:
+        """Of what everybody told: what the stages of this row did."""
+        first = self.row * self.place.count
+        return told[first : first + self.place.count]
+
+    def add_up(self, params: Iterable[Tensor]) -> None:
+        """Have every row the sum of all rows' gradients."""
+        if self._column is None:
+            return
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for param in params:
+            if param.requires_grad:
+                by_type.setdefault(param.dtype, []).append(param)
+        for alike in by_type.values():
+            self._add_up(self._column, alike)
+
+    def _add_up(self, column: Collective, params: list[Tensor]) -> None:
+        """Gradients of one type; one that no row has stays away, as on one device."""
+        grads = [p.grad for p in params]
+        has = [float(grad is not None) for grad in grads]
+        flat = [
+            torch.zeros_like(p) if grad is None else grad
+            for p, grad in zip(params, grads, strict=True)
+        ]
+        sizes = [p.numel() for p in params]
+        told = torch.cat([*(grad.reshape(-1) for grad in flat), flat[0].new_tensor(has)])
+        if self._scratch is not None:
+            told = self._scratch.sum(told)
+        else:
+            column.all_reduce(told).wait()
+        *sums, there = torch.split(told, [*sizes, len(params)])
+        for param, total, count in zip(params, sums, there.tolist(), strict=True):
+            param.grad = total.view(param.shape) if count else None
