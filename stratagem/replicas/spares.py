@@ -25,6 +25,22 @@ class Spares:
             self._thread = threading.Thread(target=self._fork, args=(missing,), daemon=True)
             self._thread.start()
 
+    def preload(self, call: bytes) -> None:
+        """Have them import what this call needs, beside it: the next one will need it, too."""
+        before = self._thread
+        if before is None and all(one.preloaded for one in self._waiting):
+            return
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            for one in self._waiting:
+                if not one.preloaded:
+                    one.preload(call)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
     def take(self, names: list[str]) -> list[Follower]:
         """Give these names to those who wait, as far as there are any; where the settings of this
         process have changed since they were forked, none."""
