@@ -63,4 +63,4 @@ def test_long_runs_in_short(figure: Any) -> None:
 def test_a_cable_and_a_worker_that_joins() -> None:
     cut, joining = reliability.hosts(30, cut=5.0)
     assert "survived; named after" in cut and max(differences([cut])) < 1e-12, cut
-    assert "after they are interrupted" in joining
+    assert "the others stand still" in joining

@@ -65,11 +65,13 @@ def between_hosts(expected: list[torch.Tensor], epochs: int, cut: float = 10.0) 
     found = [torch.tensor(each, dtype=torch.float64) for each in json.loads(told[10:])]
     worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     after = next(end for end in ends if end > when["heal", 1]) - when["heal", 1]
-    usual = statistics.median(b - a for a, b in pairwise(ends))
-    still = next(end for end in ends if end > joined) - joined
+    # what the step in which it joined took more than those of the two others before
+    alone = [b - a for a, b in pairwise(ends) if when["kill", 2] < a and b < joined][1:]
+    usual = statistics.median(alone)
+    still = next(b - a for a, b in pairwise(ends) if b > joined) - usual
     return [
         f"| {rows[0]} | survived; named after {named - when['cut', 1]:.1f} s; the next step "
         f"{after:.1f} s after it healed; largest difference of a weight {worst:.1e} |",
-        f"| {rows[1]} | the next step of the others {still:.2f} s after they are interrupted, "
-        f"where a step takes {usual:.2f} s |",
+        f"| {rows[1]} | the others stand still {still:.3f} s: so much more than a step before "
+        f"({usual:.2f} s) takes the one in which it joins |",
     ]

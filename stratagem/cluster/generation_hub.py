@@ -122,7 +122,7 @@ class GenerationHub(Door):
         except ReplicaMissing:
             sockets = {}
         if old is not None:
-            old.leave()
+            old.leave(wait=False)
         if not sockets or not self._open:
             return None
         members = [self._members[rank] for rank in self._order]

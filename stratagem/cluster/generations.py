@@ -112,7 +112,7 @@ class Generations:
             self._door.hurry = hurry
             sockets = self._door.gather(old.still_here, old, self._limit, call)
             _say_who_joins(old, [self._members[rank] for rank in sorted(sockets)])
-            old.leave()
+            old.leave(wait=False)
             return self._as_hub(sockets)
         trouble, host = old.trouble, 0 if self._hub is None else OUTSIDE
         lost = trouble is not None and trouble.rank == host and trouble.kind in ("died", "stalled")
@@ -122,7 +122,7 @@ class Generations:
                 _say_who_joins(old, found.members)
             return found
         finally:
-            old.leave()
+            old.leave(wait=False)
 
     def _as_hub(self, sockets: dict[int, socket.socket]) -> Membership:
         assert self._door is not None

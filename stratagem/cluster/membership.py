@@ -162,14 +162,17 @@ class Membership:
         if found is not None:
             _call_back(callback, found)
 
-    def leave(self) -> None:
-        """Say goodbye, so that nobody takes this for a death; end the thread, close everything."""
+    def leave(self, *, wait: bool = True) -> None:
+        """Say goodbye, so that nobody takes this for a death; end the thread, close everything.
+
+        Without `wait`: beside what comes next, since a peer that is cut off answers no goodbye.
+        """
         with self._changed:
             first, self._left = not self._left, True
         if self._star is not None:
             if first:
                 self._tell({"t": "bye", "rank": self.rank})
-            self._star.stop()
+            self._star.stop(wait=wait)
 
     def _become(self, trouble: Failure) -> None:
         """Take the first trouble, pass it on, and call back with no lock held."""

@@ -34,7 +34,9 @@ RETRY = 0.2  # seconds between two tries to connect
 CONNECT = 2.0  # seconds for one try
 REFUSALS = 3  # in a row, until a refusal is no accident of a chief that is being restarted
 
-_PAUSE = 0.02  # seconds between two looks for arrivals: those who come together again wait for it
+#: seconds between two looks for arrivals: at first, as those who come together again wait for it
+_SOON, _PAUSE = 0.001, 0.02
+_FIRST = 1.0  # seconds for which that is soon
 _SEND = 1.0
 
 _Arrival = tuple[socket.socket, dict[str, object]]
@@ -114,7 +116,8 @@ class Gathering:
 
     def _attend(self, selector: selectors.BaseSelector) -> None:
         """One round: whoever came in, whoever hung up, and a word to those who wait."""
-        for key, _ in selector.select(_PAUSE):
+        pause = _SOON if self._patience.waited < _FIRST else _PAUSE
+        for key, _ in selector.select(pause):
             self._left(selector, key.data)
         while not self._arrivals.empty():
             conn, hello = self._arrivals.get()

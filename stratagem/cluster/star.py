@@ -147,6 +147,10 @@ class Star(Generic[Key]):
                 log.warning("the membership's thread is still busy with a callback; not waiting")
 
     def _begin_to_stop(self) -> None:
+        """Say goodbye; nobody waits for an answer on what its owner has closed, whose end the
+        selector has not told, and never will."""
+        for rank in [rank for rank, link in self._links.items() if link.sock.fileno() < 0]:
+            self.drop(rank)
         if self._last_call is None:
             self._last_call = time.monotonic() + LINGER
 

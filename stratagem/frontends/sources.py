@@ -11,7 +11,7 @@ the number of a batch travels, of datasets the indices of its rows, of streams t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -61,6 +61,21 @@ class Portion:
     weight: Tensor | None
     examples: int
     total: int
+
+
+class UnreadPortion(Portion):
+    """A share whose rows are read when somebody looks: a standby leaves nearly all of them out."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, read: Callable[[], Portion]) -> None:
+        self._read = read
+
+    def __getattr__(self, name: str) -> Any:
+        found = self._read()
+        for each in Portion.__slots__:
+            setattr(self, each, getattr(found, each))
+        return getattr(found, name)
 
 
 class Source:
@@ -184,7 +199,8 @@ class ArraySource(Source):
         first = self.journal.skip()
         self.journal.then()
         for batch in range(first, self.steps):
-            yield self._cut(data, order, batch, replica.index, replica.count)
+            cut = partial(self._cut, data, order, batch, replica.index, replica.count)
+            yield cut() if replica.collective.live else UnreadPortion(cut)
 
     def known_input(self) -> Any:
         return self.x

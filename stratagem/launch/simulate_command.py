@@ -132,6 +132,11 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="--elastic: until those who are here have come together again (400ms)",
     )
+    add(
+        "--standby",
+        metavar="TIME",
+        help="--elastic on one machine: until a process stands by for each, again after a kill",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -183,6 +188,8 @@ def read(args: argparse.Namespace) -> Scenario:
     )
     updates = _updates(args)
     each = 1 if isinstance(updates, Synchronous) else args.workers
+    standby = None if args.standby is None else seconds(args.standby, "--standby")
+    elastic = Regrouping(seconds(args.regroup, "--regroup"), standby=standby)
     return Scenario(
         args.workers,
         args.steps * each,
@@ -194,7 +201,7 @@ def read(args: argparse.Namespace) -> Scenario:
         patience=seconds(args.patience, "--patience"),
         seed=args.seed,
         overhead=_overhead(args.overhead),
-        elastic=Regrouping(seconds(args.regroup, "--regroup")) if args.elastic else None,
+        elastic=elastic if args.elastic or standby is not None else None,
     )
 
 

@@ -28,6 +28,8 @@ class FollowerState:
     on_failure: Callable[[str], None] | None = None
 
 
+#: before a call that is not run, only prepared for, and never answered; no pickle begins so
+PRELOAD = b"preload:"
 #: set in a follower's process, None everywhere else
 state: FollowerState | None = None
 
@@ -64,6 +66,9 @@ def main(
     if sys.platform != "linux":
         _die_with_socket(state.sock)
     while (data := pipe_frames.receive(control)) is not None:
+        if data.startswith(PRELOAD):
+            graph_pickle.preload(data[len(PRELOAD) :])
+            continue
         try:
             pipe_frames.send(control, _answer(data))
         except ConnectionError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import math
 import mmap
 import pickle
@@ -28,6 +29,8 @@ from stratagem.compat.torch_names import OpOverload, OpOverloadPacket, parametri
 from stratagem.errors import StratagemError, UsageError
 from stratagem.wire.segment import Segment
 from stratagem.wire.tree import SIGNED
+
+log = logging.getLogger("stratagem")
 
 _LARGE = 1 << 16
 #: asked first how an object is reduced; NotImplemented leaves it to the next
@@ -218,3 +221,37 @@ def loads_call(data: bytes) -> Any:
         if "." not in name:
             setattr(sys.modules["__main__"], name, thing)
     return call
+
+
+class _Placeholder:
+    """What stands for anything that a pickle would make."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __call__(self, *_: Any, **__: Any) -> _Placeholder:
+        return self
+
+    __setstate__ = append = extend = add = __setitem__ = __call__
+
+
+#: functions of pickles that import what their arguments name
+_IMPORTING = {("cloudpickle.cloudpickle", "subimport"), (__name__, "_reach")}
+
+
+class _Importer(pickle.Unpickler):
+    """Imports the modules that a pickle names, and makes nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _IMPORTING:
+            return super().find_class(module, name)
+        if module != "__main__":
+            importlib.import_module(module)
+        return _Placeholder
+
+
+def preload(call: bytes) -> None:
+    """In a child: import what a call needs, so that nobody waits for that when one comes."""
+    try:
+        _Importer(io.BytesIO(call)).load()
+    except (Exception, SystemExit) as problem:  # the call says itself what is wrong, if it comes
+        log.debug("what a call needs is imported when it comes: %r", problem)

@@ -12,11 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from stratagem.errors import ReplicaLost
 from stratagem.replicas import graph_pickle, pipe_frames
-from stratagem.replicas.follower import CallResult
+from stratagem.replicas.follower import PRELOAD, CallResult
 from stratagem.replicas.zygote import ZygoteGone, ZygoteProcess
 
 
@@ -24,7 +24,7 @@ class Follower:
     """One follower: its process id and the sockets that lead to it."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.preloaded = name, False
         self._failure: CallResult | None = None
         self.control, control = socket.socketpair()
         self._inbox = pipe_frames.PipeReader(self.control)
@@ -70,6 +70,12 @@ class Follower:
         if answer is not None and answer.failed:
             self._failure = answer
         return answer
+
+    def preload(self, call: bytes) -> None:
+        """Have it import what a call needs, before one comes."""
+        self.preloaded = True
+        with contextlib.suppress(OSError):  # who needs it sees that it is gone
+            pipe_frames.send(self.control, PRELOAD + call)
 
     def waits(self) -> bool:
         """Whether it lives, as far as its socket tells, and nothing was asked of it."""
@@ -195,15 +201,16 @@ class Pool:
             try:
                 follower.send(last[1], watch)
             except ConnectionError:
-                _raise_ended(follower, watch)
+                self._raise_ended(follower, watch)
+                raise
         self.call = None if last is None else last[1]
 
-    def replace(self, index: int, follower: Follower) -> int | None:
-        """Have another process in the place of one that died; returns how that ended."""
+    def replace(self, index: int, follower: Follower) -> int:
+        """Have another process in the place of one that died; returns that one's process id."""
         dead, self.followers[index] = self.followers[index], follower
         self._relay.add(follower)
         dead.control.close()
-        return self._zygote.end([dead.pid]).get(dead.pid)
+        return dead.pid
 
     def collect(self, watch: Callable[[], None]) -> list[CallResult]:
         """Every follower's answer; `watch` is called while waiting and may raise."""
@@ -216,15 +223,27 @@ class Pool:
                 if one.control is not sock:
                     continue  # another has taken its place
                 answer = one.answer(0.0, watch)
-                if answer is None:
-                    _raise_ended(one, watch)
-                answers[waiting[sock]] = answer
+                if answer is not None:
+                    answers[waiting[sock]] = answer
+                elif one in self.followers:
+                    self._raise_ended(one, watch)
             if not ready:
                 watch()
         self.release()
         self.call = None
         self.drain()
         return [answers[i] for i in range(len(self.followers))]
+
+    def _raise_ended(self, one: Follower, watch: Callable[[], None]) -> None:
+        """Wait a moment for the membership to name who died: a closed socket says only that one
+        did. Returns where another takes its place."""
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            watch()
+            if one not in self.followers:
+                return
+            time.sleep(0.01)
+        raise ChildProcessError(f"{one.name} has ended.")
 
     def release(self) -> None:
         """All followers have read the call: the memory in which it came is theirs alone."""
@@ -250,15 +269,6 @@ class Pool:
                 follower.close()
             self.release()
         return status
-
-
-def _raise_ended(one: Follower, watch: Callable[[], None]) -> NoReturn:
-    """Wait a moment for the membership to name who died: a closed socket says only that one did."""
-    until = time.monotonic() + 1.0
-    while time.monotonic() < until:
-        watch()
-        time.sleep(0.01)
-    raise ChildProcessError(f"{one.name} has ended.")
 
 
 class _unbroken:
@@ -289,6 +299,22 @@ class Spares:
             missing = count - len(self._waiting)
             self._thread = threading.Thread(target=self._fork, args=(missing,), daemon=True)
             self._thread.start()
+
+    def preload(self, call: bytes) -> None:
+        """Have them import what this call needs, beside it: the next one will need it, too."""
+        before = self._thread
+        if before is None and all(one.preloaded for one in self._waiting):
+            return
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            for one in self._waiting:
+                if not one.preloaded:
+                    one.preload(call)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
 
     def take(self, names: list[str]) -> list[Follower]:
         """Give these names to those who wait, as far as there are any; where the settings of this

@@ -264,6 +264,8 @@ class ReplicaGroup:
             call = (function, told, torch.get_default_dtype(), RngStates.of_caller())
             watch = replica.membership.raise_if_gone
             self._pool.submit(run_call, [call] * len(self._pool.followers), watch)
+            if self._elastic is not None and self._pool.call is not None:
+                self._spares.preload(self._pool.call)
             if self._standbys is None:  # which read the call, too, whenever they are begun
                 replica.release_call = self._pool.release
         if self._threads:

@@ -37,7 +37,7 @@ log = logging.getLogger("stratagem")
 
 _FIRST = 0.3  # seconds that a call must last to be worth them
 _LOOK = 0.05  # seconds between two looks whether one is missing
-_WAIT = 1.0  # seconds for the first replica to come to the step in which one has died
+_GLANCE = 0.0005  # seconds between two looks whether the first replica has come to a step
 
 
 class Standbys:
@@ -82,7 +82,8 @@ class Standbys:
 
     def rest(self) -> None:
         """The call is over; its standbys end beside what comes next."""
-        self._over.set()
+        with self._lock:  # whoever takes a place has taken it, or never does
+            self._over.set()
         self._collective.log, self._waiting = None, {}
         self._replaced.clear()
 
@@ -135,37 +136,40 @@ class Standbys:
         if not one.waits() or not is_ready(one.member):
             self._drop(rank)
             return False
-        threading.Thread(target=self._take_place, args=(trouble, one), daemon=True).start()
+        arguments = (trouble, one, self._over)
+        threading.Thread(target=self._take_place, args=arguments, daemon=True).start()
         return True
 
-    def _take_place(self, trouble: Failure, one: Follower) -> None:
+    def _take_place(self, trouble: Failure, one: Follower, over: threading.Event) -> None:
+        rank, dead = trouble.rank, None
         try:
-            taken = self._send_into_step(trouble.rank, one)
+            taken = self._send_into_step(rank, one, over)
         except Exception:  # state that cannot travel, no memory: the others must hear who has died
             log.exception("the standby of %s cannot take its place", trouble.member)
             taken = False
-        if not taken:
-            self._drop(trouble.rank)
+        device = self._placement.devices[self._placement.leader + rank]
+        with self._lock:
+            if taken and not over.is_set():  # else all come apart, and it would be left behind
+                self._waiting.pop(rank, None)
+                member = Member(one.name, f"{device}, pid {one.pid}")
+                self._membership.replace(rank, member, one.member)
+                dead = self._pool.replace(rank - 1, one)
+        if dead is None:
+            self._drop(rank)
             self._membership.give_up_on(trouble)
             return
-        rank = trouble.rank
-        with self._lock:
-            self._waiting.pop(rank, None)
-        device = self._placement.devices[self._placement.leader + rank]
-        member = Member(one.name, f"{device}, pid {one.pid}")
-        self._membership.replace(rank, member, one.member)
-        status = self._pool.replace(rank - 1, one)
+        status = ZygoteProcess.get().end([dead]).get(dead)
         log.warning("%s", epitaph(trouble.member, status, "Its standby goes on."))
         record_fault(trouble)
         event("join", "its standby has taken its place", about=one.name)
 
-    def _send_into_step(self, rank: int, one: Follower) -> bool:
+    def _send_into_step(self, rank: int, one: Follower, over: threading.Event) -> bool:
         """Whether the standby could be told to do the step in which one has died."""
         made = self._collective.log
         turn = self._collective.turn_of(rank)
         known = self._replaced.get(rank)
         again = known is not None and known[0] == turn  # it would die there time after time
-        if made is None or again or not self._is_in_step(made, turn):
+        if made is None or again or not self._is_in_step(made, turn, over):
             return False
         order, segment = made.order(turn)
         self._replaced[rank] = turn, segment
@@ -176,17 +180,17 @@ class Standbys:
             return False
         return True
 
-    def _is_in_step(self, made: CollectiveLog, turn: int) -> bool:
+    def _is_in_step(self, made: CollectiveLog, turn: int, over: threading.Event) -> bool:
         """Whether this process, too, is in the step in which one has died, or comes to it; not if
-        that one had met others in it."""
-        until = time.monotonic() + _WAIT
-        while time.monotonic() < until and not self._over.is_set():
+        that one had met others in it. While it is at neither it waits for nobody, and all others
+        wait for it: no time is lost."""
+        while not over.is_set() and not made.broken:
             opened = made.opened
-            if made.broken or opened == turn:
-                return opened == turn and made.state is not None
+            if opened == turn:
+                return made.state is not None
             if opened is not None or self._collective.position[0] > turn:
                 return False
-            time.sleep(0.0005)
+            time.sleep(_GLANCE)
         return False
 
 

@@ -68,11 +68,14 @@ class CollectiveLog:
         if self._size > MOST:
             self.give_up()
             return
-        content: Any = b"" if data is None else data.numpy()
-        for part in (_HEAD.pack(KINDS.index(kind), turn, box, length), content):
-            left = memoryview(part)
-            while left:
-                left = left[os.write(self._fd, left) :]
+        head = _HEAD.pack(KINDS.index(kind), turn, box, length)
+        if data is None:
+            os.write(self._fd, head)
+            return
+        content: Any = data.numpy()
+        left = memoryview(content)[max(0, os.writev(self._fd, [head, content]) - _HEAD.size) :]
+        while left:
+            left = left[os.write(self._fd, left) :]
 
     def give_up(self) -> None:
         """Have nobody follow this call."""

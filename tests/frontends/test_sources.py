@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.data import (
 )
 
 import stratagem as sg
+from stratagem.frontends.sources import ArraySource, Portion
 from tests.support import by_hand, data, distance, mlp, moved, strategy
 
 
@@ -260,3 +262,30 @@ def test_persistent_workers_shuffle_as_on_one_device(some: sg.Strategy) -> None:
     assert [[row[0] for row in part] for part in module.seen] == [ids[:each] for ids in expected]
     assert len({row[1] for part in module.seen for row in part}) == 1, "workers were restarted"
     assert expected[:3] != expected[3:6]
+
+
+# --- standbys ------------------------------------------------------------------------------------
+
+
+def test_a_standby_reads_the_rows_of_no_step_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows, if it looks; those of steps that it leaves out are not touched."""
+    x, y = data(60)
+    source, read = ArraySource(x, y, None, 10, shuffle=True), list[int]()
+    plain = ArraySource._cut
+    monkeypatch.setattr(
+        ArraySource, "_cut", lambda self, *given: (read.append(given[2]), plain(self, *given))[1]
+    )
+
+    def portions(live: bool) -> list[Portion]:
+        collective = SimpleNamespace(live=live)
+        replica: Any = SimpleNamespace(
+            device=torch.device("cpu"), index=1, count=3, collective=collective
+        )
+        return list(source.portions(replica, 0))
+
+    expected = portions(live=True)
+    read.clear()
+    found = portions(live=False)
+    assert not read
+    assert torch.equal(found[4].x, expected[4].x) and torch.equal(found[4].y, expected[4].y)
+    assert (found[4].examples, found[4].total) == (expected[4].examples, 10) and read == [4]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,3 +123,41 @@ def test_servers_say_it_too_if_something_cannot_travel(served: sg.ParameterServe
     with pytest.raises(sg.UsageError, match=r"cannot be sent to them.*_thread.lock"):
         served.run(lambda lock: None, threading.Lock())
     assert served.run(lambda: 1) == [1, 1]
+
+
+class Costly:
+    """An object that is not to be made before it is needed."""
+
+    made = 0
+
+    def __reduce__(self) -> Any:
+        return _make_costly, ({"a": [1]},), {"b": 2}
+
+
+def _make_costly(_: Any) -> Costly:
+    Costly.made += 1
+    return Costly()
+
+
+def test_preloading_imports_what_a_call_needs_and_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules of its classes, and those that functions of a script use."""
+    for name in ("preloaded_a", "preloaded_b"):
+        (tmp_path / f"{name}.py").write_text("class Thing:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    a, b = (importlib.import_module(f"preloaded_{name}") for name in "ab")
+    thing: Any = a.Thing()
+    thing.parts = {"net": stack(), "costly": Costly(), "set": {1.5}, "rows": np.zeros(1 << 15)}
+    script: dict[str, Any] = {"b": b, "__name__": "__main__"}
+    exec("def work(): return b.Thing()", script)
+    call, _ = graph_pickle.dumps((script["work"], (thing,), {}))
+    for name in ("preloaded_a", "preloaded_b"):
+        del sys.modules[name]
+    graph_pickle.preload(call)
+    assert {"preloaded_a", "preloaded_b"} <= sys.modules.keys()
+    assert Costly.made == 0
+    (tmp_path / "preloaded_a.py").write_text("raise SystemExit(3)\n")
+    del sys.modules["preloaded_a"]
+    graph_pickle.preload(call)  # the call itself will say so
+    graph_pickle.preload(b"no pickle")

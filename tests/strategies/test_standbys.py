@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import stratagem as sg
 from stratagem.errors import NotDistributable
+from stratagem.replicas.pool import Follower
 from stratagem.training.replica_group import ReplicaGroup
+from stratagem.training.standbys import Standbys
 from stratagem.wire.collective_log import is_ready
+from tests.clock import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -30,7 +37,12 @@ def deadly(folder: Path) -> Any:
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
-        name = folder / str(sg.current_replica().index)
+        replica = sg.current_replica()
+        if replica.collective.live:  # a standby that rehearses draws nothing that counts
+            drawn = [float(torch.rand(())), random.random(), float(np.random.rand())]
+            with (folder / f"drawn {replica.count} {os.getpid()}").open("a") as file:
+                file.write(f"{drawn}\n")
+        name = folder / str(replica.index)
         if name.exists():
             left = int(name.read_text() or 0)
             if left == 0:
@@ -116,18 +128,25 @@ def train(
     return [*module.parameters(), *state], history, kills
 
 
+def note_falls(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """Why replicas have come together anew."""
+    falls: list[BaseException] = []
+    plain = ReplicaGroup._fall
+    monkeypatch.setattr(
+        ReplicaGroup, "_fall", lambda self, error: (falls.append(error), plain(self, error))[1]
+    )
+    return falls
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
 )
 def test_a_death_in_a_step(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Copies of the model (float64), and slices of one in shared memory (float32)."""
-    falls = []
-    plain = ReplicaGroup._fall
-    monkeypatch.setattr(
-        ReplicaGroup, "_fall", lambda self, error: (falls.append(error), plain(self, error))[1]
-    )
+    """Copies of the model (float64), and slices of one in shared memory (float32). Nobody draws
+    what another has drawn, those who take a place included."""
+    falls = note_falls(monkeypatch)
     devices = [f"cpu:{i}" for i in range(3)]
     with (
         closing(sg.MirroredStrategy(["cpu:0"])) as one,
@@ -137,6 +156,9 @@ def test_a_death_in_a_step(
         found = train(several, True, dtype, tmp_path)
         assert len(found[2].killed) == 2 and not falls, "nobody came together anew"
         assert not set(found[2].killed) & set(several.replica_group._pool.pids)
+        drawn = [json.loads(line) for each in tmp_path.glob("drawn 3 *") for line in each.open()]
+        assert len(list(tmp_path.glob("drawn 3 *"))) == 5, "three, and two that took a place"
+        assert all(len(set(of_one)) == len(drawn) for of_one in zip(*drawn, strict=True))
         # who took a place goes on with the next call
         again = train(several, False, dtype, tmp_path)
     limit = 1e-13 if dtype is torch.float64 else 1e-6
@@ -177,3 +199,79 @@ def test_what_a_standby_is_not_told(
     for mine, theirs in zip(found[-1][0], found[0][0], strict=True):
         assert mine is theirs or torch.allclose(mine, theirs, rtol=0, atol=1e-13)
     assert not (tmp_path / "1").exists(), "nobody has died"
+
+
+@pytest.mark.slow
+def test_two_die_and_one_has_no_standby(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All come together anew; nobody waits for the standby that takes the other's place just then,
+    and it is not left behind."""
+    monkeypatch.setattr("stratagem.cluster.star.LINGER", 40.0)
+    falls, sent = note_falls(monkeypatch), list[int]()
+    start, send = Standbys._start, Standbys._send_into_step
+
+    def start_one(self: Any, rank: int, *given: Any) -> None:
+        if rank == 1:
+            start(self, rank, *given)
+
+    def send_late(self: Any, rank: int, one: Follower, over: threading.Event) -> bool:
+        taken = send(self, rank, one, over)
+        sent.append(one.pid)
+        os.kill(self._pool.followers[1].pid, signal.SIGKILL)
+        assert taken and over.wait(20), "the others have heard of the second death"
+        return taken
+
+    monkeypatch.setattr(Standbys, "_start", start_one)
+    monkeypatch.setattr(Standbys, "_send_into_step", send_late)
+    devices = [f"cpu:{i}" for i in range(3)]
+    with (
+        closing(sg.MirroredStrategy(["cpu:0"])) as one,
+        closing(sg.MirroredStrategy(devices, elastic=True)) as several,
+    ):
+        expected = train(one, False, torch.float64, tmp_path)
+        found = train(several, True, torch.float64, tmp_path)
+        assert len(sent) == len(falls) == 1
+        wait_for(lambda: not Path(f"/proc/{sent[0]}").exists(), 10.0, "for the standby's end")
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-13)
+    assert found[2].calls == expected[2].calls
+
+
+SLOW_TO_IMPORT = """
+import os
+import time
+import torch
+with open(os.environ["IMPORTED"], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+time.sleep(0.5)
+def loss(output, target):
+    return torch.nn.functional.cross_entropy(output, target)
+"""
+
+
+@pytest.mark.slow
+def test_who_takes_a_place_has_imported_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without standbys, too: nobody waits for modules of the user's."""
+    imported = tmp_path / "imported"
+    (tmp_path / "slow_to_import.py").write_text(SLOW_TO_IMPORT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("IMPORTED", str(imported))
+    import slow_to_import  # type: ignore[import-not-found]
+
+    before: list[set[str]] = []
+
+    class KillsOne(sg.callbacks.Callback):
+        def on_batch_end(self, batch: int, logs: Any = None) -> None:
+            if not before:
+                wait_for(lambda: len(imported.read_text().split()) == 3, what="for the spare")
+                before.append(set(imported.read_text().split()))
+                os.kill(strategy.replica_group._pool.pids[0], signal.SIGKILL)
+
+    with closing(sg.MirroredStrategy(["cpu:0", "cpu:1"], "ring", elastic=True)) as strategy:
+        with strategy.scope(check=False):
+            model = sg.Model(nn.Linear(8, 4))
+            model.compile("sgd", slow_to_import.loss)
+        x, y = torch.randn(64, 8), torch.randint(0, 4, (64,))
+        model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[KillsOne()])
+        assert str(strategy.replica_group._pool.pids[0]) in before[0]
