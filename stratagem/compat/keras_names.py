@@ -20,6 +20,7 @@ PRIVATE = {
     "keras.src.models.functional.Functional": "the class of functional models, also subclassed",
     "keras.src.models.model.inject_functional_model_class": "a subclass that is made functional",
     "keras.src.backend.torch.nn._transpose_spatial_inputs": "copies images to channels first",
+    "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter": "slices arrays",
     "keras.src.utils.tracking.Tracker": "keys variables by identity, which another process lacks",
     "keras.src.utils.backend_utils.DynamicBackend": "an object that pickles by its argument",
     "DynamicBackend._backend": "an object that pickles by its argument",
@@ -71,12 +72,18 @@ COLLECTIONS = tuple(kind for name, kind in vars(tracking).items() if name.starts
 SAVEABLE: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "KerasSaveable")
 OPTIMIZER: Any = next(c for c in keras.Optimizer.__mro__ if c.__name__ == "BaseOptimizer")
 
+ADAPTERS = "keras.src.trainers.data_adapters.array_data_adapter"
 TO_CHANNELS_FIRST = "_transpose_spatial_inputs"
 
 
 def torch_operators() -> Any:
     """The module of Keras' operators on torch, which only that backend may import."""
     return importlib.import_module("keras.src.backend.torch.nn")
+
+
+def array_adapter() -> Any:
+    """The class that slices arrays into batches."""
+    return importlib.import_module(ADAPTERS).ArrayDataAdapter
 
 
 #: attributes that do not decide what a training step does, or that a step itself writes; a name

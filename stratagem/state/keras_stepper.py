@@ -38,37 +38,45 @@ def _fused_step(optimizer: Any) -> Callable[..., None]:
 
     def step(grads: list[Any], variables: list[Any], learning_rate: Any) -> None:
         tensors = [v.value for v in variables]
-        first = tensors[0]
-        if not all(
-            t.dtype is torch.float32
-            and t.device == first.device
-            and t.is_contiguous()
-            and g.dtype is torch.float32
-            and g.is_contiguous()
-            and g.layout is torch.strided
-            for t, g in zip(tensors, grads, strict=True)
-        ):
+        if not is_plain(tensors) or not is_plain(grads):
             plain(grads, variables, learning_rate)
             return
         places = [optimizer._get_variable_index(v) for v in variables]
+        first = [optimizer._momentums[i].value for i in places]
+        second = [optimizer._velocities[i].value for i in places]
         time = int(optimizer.iterations) + 1
-        fused_adam(
-            tensors,
-            grads,
-            [optimizer._momentums[i].value for i in places],
-            [optimizer._velocities[i].value for i in places],
-            [],
-            [torch.tensor(float(time), device=first.device)] * len(places),
-            lr=float(learning_rate),
-            beta1=optimizer.beta_1,
-            beta2=optimizer.beta_2,
-            weight_decay=0.0,
-            eps=optimizer.epsilon / math.sqrt(1 - optimizer.beta_2**time),
-            amsgrad=False,
-            maximize=False,
+        times = [torch.tensor(float(time), device=tensors[0].device)] * len(places)
+        fused_step_of(
+            optimizer, (tensors, grads, first, second, [], times), float(learning_rate), time
         )
 
     return step
+
+
+def is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether the fused step takes them: all there, float32 in one piece, on one device."""
+    return all(
+        t is not None
+        and t.dtype is torch.float32
+        and t.layout is torch.strided
+        and t.is_contiguous()
+        and t.device == tensors[0].device
+        for t in tensors
+    )
+
+
+def fused_step_of(optimizer: Any, lists: Any, rate: float, time: int) -> None:
+    """Weights, gradients, both moments, none, and `time` for each: Adam's step number `time`."""
+    fused_adam(
+        *lists,
+        lr=rate,
+        beta1=optimizer.beta_1,
+        beta2=optimizer.beta_2,
+        weight_decay=0.0,
+        eps=optimizer.epsilon / math.sqrt(1 - optimizer.beta_2**time),
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 #: its step is no multiple of the learning rate

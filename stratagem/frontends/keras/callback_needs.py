@@ -68,16 +68,19 @@ def _needs(callback: Any) -> CallbackNeeds:
         backup = isinstance(callback, kinds.BackupAndRestore) and callback.save_freq != "epoch"
         return CallbackNeeds(train_logs=steps, test_logs=steps, steps=steps or backup)
 
-    def overridden(*names: str) -> bool:
-        return any(
-            name in callback.__dict__
-            or getattr(type(callback), name, None) is not getattr(kinds.Callback, name)
-            for name in names
-        )
+    after = overrides(callback, "on_train_batch_end", "on_batch_end")
+    before = overrides(callback, "on_train_batch_begin", "on_batch_begin")
+    tests = overrides(callback, "on_test_batch_end")
+    return CallbackNeeds(after, tests, True, after or before)
 
-    after = overridden("on_train_batch_end", "on_batch_end")
-    before = overridden("on_train_batch_begin", "on_batch_begin")
-    return CallbackNeeds(after, overridden("on_test_batch_end"), True, after or before)
+
+def overrides(callback: Any, *names: str) -> bool:
+    """Whether a callback has one of these methods itself."""
+    return any(
+        name in callback.__dict__
+        or getattr(type(callback), name, None) is not getattr(keras.callbacks.Callback, name)
+        for name in names
+    )
 
 
 #: a call of one step, after and before which anything may be looked at and changed

@@ -17,7 +17,7 @@ import inspect
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -40,6 +40,7 @@ from stratagem.frontends.keras.callback_needs import ONE_STEP, CallbackNeeds, pu
 from stratagem.frontends.keras.captured_step import CapturedStep
 from stratagem.frontends.keras.dry_run_fit import rehearse
 from stratagem.frontends.keras.model_pickle import number_of, optimizers
+from stratagem.frontends.keras.quiet_loop import quiet_loop
 from stratagem.frontends.keras.row_check import CheckSchedule, check_step
 from stratagem.frontends.keras.trial_fit import recorded
 from stratagem.state.keras_stepper import fuse
@@ -72,6 +73,14 @@ class Call:
 
     def run(self) -> Any:
         return self.own(*self.args, **self.kwargs)
+
+    def quietly(self) -> AbstractContextManager[None]:
+        """A fit without what nobody would notice, as far as callbacks let it."""
+        if self.name != "fit":
+            return nullcontext()
+        given = inspect.signature(self.own).bind_partial(*self.args, **self.kwargs).arguments
+        # with steps_per_epoch one slice may be for two epochs
+        return quiet_loop(slices=not self.needs.steps and given.get("steps_per_epoch") is None)
 
 
 class KerasSide(Protocol):
@@ -221,7 +230,7 @@ class Driver:
             )
         if not self.side.takes(call):
             device = keras.device(device_name(self.strategy.replica_group.start()))
-            with device, self._captured.during(between_steps=call.needs.acts):
+            with device, self._captured.during(between_steps=call.needs.acts), call.quietly():
                 return call.run()
         _refuse(self.model)
         if call.trains:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stratagem.compat.keras_names import TO_CHANNELS_FIRST, torch_operators
 from stratagem.compat.torch_names import MODULE_HOOKS, has_global_hooks
+from stratagem.frontends.keras import convolution
 
 _CHANNELS_FIRST = (0, 3, 1, 2)
 _CALLED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
@@ -75,3 +76,24 @@ def _install(operators: Any) -> None:
 
     to_channels_first.plain = plain  # type: ignore[attr-defined]
     setattr(operators, TO_CHANNELS_FIRST, to_channels_first)
+    if convolution.IS_FASTER:
+        operators.conv = _with_fast_gradients(operators.conv)
+
+
+def _with_fast_gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def conv(
+        inputs: Any,
+        kernel: Any,
+        strides: Any = 1,
+        padding: str = "valid",
+        data_format: str | None = None,
+        dilation_rate: Any = 1,
+    ) -> Any:
+        last = (data_format or keras.config.image_data_format()) == "channels_last"
+        if last and getattr(_here, "training", False) and isinstance(inputs, Tensor):
+            weights = kernel.value if isinstance(kernel, keras.Variable) else kernel
+            if convolution.fits(inputs, weights, strides, padding, dilation_rate):
+                return convolution.convolved(inputs, weights, padding)
+        return plain(inputs, kernel, strides, padding, data_format, dilation_rate)
+
+    return conv

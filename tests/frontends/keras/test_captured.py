@@ -13,7 +13,7 @@ import pytest
 from keras import layers
 
 import stratagem as sg
-from stratagem.frontends.keras import captured_step
+from stratagem.frontends.keras import captured_step, step_graph
 from tests.frontends.keras.served_support import close_served, served
 from tests.keras_support import apart, digits, history_apart, moved, strategy, train
 
@@ -26,15 +26,15 @@ class Runs(list[int]):
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    found, plain = Runs(), captured_step._StepGraph.run
+    found, plain = Runs(), step_graph.StepGraph.run
 
-    def run(self: Any, tensors: Any) -> Any:
+    def run(self: Any, tensors: Any, *more: Any) -> Any:
         found.append(len(tensors[0]))
-        return plain(self, tensors)
+        return plain(self, tensors, *more)
 
     monkeypatch.setattr(captured_step, "AFTER", 2)
     monkeypatch.setattr(captured_step, "LONG_STEP", 60.0)  # a busy machine is slow
-    monkeypatch.setattr(captured_step._StepGraph, "run", run)
+    monkeypatch.setattr(step_graph.StepGraph, "run", run)
     return found
 
 
@@ -341,13 +341,13 @@ def test_the_step_stays_as_it_is(
 def test_a_graph_with_other_numbers_is_not_used(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = captured_step.scripted
+    plain = step_graph.scripted
 
     def off(graph: Any, inputs: Any) -> Any:
         program = plain(graph, inputs)
         return lambda *given: [each + 1e-7 for each in program(*given)]
 
-    monkeypatch.setattr(captured_step, "scripted", off)
+    monkeypatch.setattr(step_graph, "scripted", off)
     with caplog.at_level(logging.DEBUG, logger="stratagem"):
         train(mlp, sgd, {"x": X, "y": Y, "batch_size": 10}, strategy(1))
     assert not runs and "other numbers" in caplog.text

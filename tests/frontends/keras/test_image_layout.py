@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ import pytest
 from keras import layers
 
 from stratagem.compat import keras_names
-from stratagem.frontends.keras import image_layout
+from stratagem.frontends.keras import convolution, image_layout
 from tests.keras_support import strategy
 
 ROWS, SIDE = 24, 12
@@ -87,6 +88,38 @@ def test_the_training_of_plain_keras_without_copies(
     copies.clear()
     trained(0)
     assert len(copies) >= 8 * 6, "plain Keras is not as it was"
+
+
+@pytest.mark.parametrize("padding", ["valid", "same"])
+def test_gradients_of_convolutions_by_other_operators(
+    monkeypatch: pytest.MonkeyPatch, padding: str
+) -> None:
+    """On any processor what is taken on ARM: the weights of plain Keras."""
+    found, plain = [], convolution.convolved
+
+    def counted(images: Any, kernel: Any, how: str) -> Any:
+        found.append(tuple(kernel.shape))
+        return plain(images, kernel, how)
+
+    operators = keras_names.torch_operators()
+    image_layout._install(operators)
+    monkeypatch.setattr(convolution, "convolved", counted)
+    monkeypatch.setattr(convolution, "_BYTES", 150_000 if padding == "same" else 1 << 27)
+    monkeypatch.setattr(operators, "conv", image_layout._with_fast_gradients(operators.conv))
+    weights = []
+    for where in (None, strategy(1)):
+        keras.utils.set_random_seed(0)
+        shapes = {"kernel_size": (3, 5), "padding": padding, "activation": "tanh"}
+        inside = [layers.Conv2D(16, **shapes), layers.Conv2D(18, **shapes), layers.Flatten()]
+        with where.scope() if where is not None else nullcontext():
+            model = keras.Sequential([keras.Input((9, 11, 2)), *inside, layers.Dense(2)])
+            model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        x = np.random.default_rng(1).normal(size=(10, 9, 11, 2)).astype("float32")
+        model.fit(x, x[:, 0, 0], batch_size=4, epochs=2, verbose=0, shuffle=False)
+        assert bool(found) == (where is not None)
+        weights.append(model.get_weights())
+    assert set(found) == {(3, 5, 16, 18)}
+    assert max(abs(a - b).max() for a, b in zip(*weights, strict=True)) < 1e-6
 
 
 def test_what_does_not_lie_so_is_copied() -> None:

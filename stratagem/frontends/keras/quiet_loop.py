@@ -1,0 +1,137 @@
+"""Keras' loop over batches without what nobody would notice.
+
+    callbacks    are not called for a batch if none of them has a method for batches
+    logs         are not computed then: Keras takes an epoch's from the metrics
+    batches      of arrays are sliced some at once, in the order in which Keras draws them
+
+So it is in a `fit` in which this process trains alone; other loops in the process stay Keras' own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from stratagem.compat.keras_names import array_adapter
+from stratagem.frontends.keras.callback_needs import overrides
+
+#: batches that are sliced at once, and bytes of them
+_AT_ONCE, _BYTES = 32, 1 << 22
+_BATCH_METHODS = tuple(
+    f"on_{kind}batch_{when}" for kind in ("train_", "") for when in ("begin", "end")
+)
+
+
+class _Here(threading.local):
+    """In a thread: whether a quiet loop runs, whether it slices batches, and of the batch under way
+    whether any callback listens, and whether the step may leave its logs out."""
+
+    runs = slices = idle = unread = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def quiet_loop(*, slices: bool) -> Iterator[None]:
+    """While a fit runs; `slices`: nobody can change the data between two steps."""
+    _install()
+    before = _here.runs, _here.slices
+    _here.runs, _here.slices = True, slices
+    try:
+        yield
+    finally:
+        _here.runs, _here.slices = before
+        _here.idle = _here.unread = False
+
+
+def logs_are_unread() -> bool:
+    """Whether nobody reads what the step under way returns; asked once by each step."""
+    unread, _here.unread = _here.unread, False
+    return unread
+
+
+def _install() -> None:
+    """Once a process; outside of such loops nothing changes."""
+    kind, adapter = keras.callbacks.CallbackList, array_adapter()
+    begin, end = kind.on_train_batch_begin, kind.on_train_batch_end
+    loader = adapter.get_torch_dataloader
+    if hasattr(begin, "plain"):
+        return
+
+    def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
+        _here.idle = _here.unread = _here.runs and _is_idle(self)
+        if not _here.idle:
+            begin(self, batch, logs)
+
+    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
+        _here.unread = False
+        if not _here.idle:
+            end(self, batch, logs)
+
+    def get_torch_dataloader(self: Any) -> Any:
+        found = loader(self)
+        return SlicedBatches(found) if _here.slices and _in_order(found) else found
+
+    on_train_batch_begin.plain = begin  # type: ignore[attr-defined]
+    kind.on_train_batch_begin, kind.on_train_batch_end = on_train_batch_begin, on_train_batch_end
+    adapter.get_torch_dataloader = get_torch_dataloader
+
+
+def _is_idle(callbacks: Any) -> bool:
+    plain = type(callbacks) is keras.callbacks.CallbackList
+    return plain and not any(overrides(each, *_BATCH_METHODS) for each in callbacks.callbacks)
+
+
+def _in_order(loader: Any) -> bool:
+    """Whether its whole order is drawn with the first batch, so that none is drawn too early."""
+    batches = loader.batch_sampler
+    kinds = (RandomSampler, SequentialSampler)
+    return type(batches) is BatchSampler and type(batches.sampler) in kinds
+
+
+class SlicedBatches:
+    """The batches of a DataLoader over arrays, of which some are views of one slice."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        iter(self._loader)  # draws a number for workers that it would start
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        order, rows_of = iter(self._loader.batch_sampler), self._loader.dataset.__getitems__
+        at_once = 0
+        for first in order:
+            several = [first, *islice(order, at_once and at_once - 1)]
+            found = rows_of([row for batch in several for row in batch])
+            at_once = at_once or max(1, min(_AT_ONCE, _BYTES // max(1, _size(found))))
+            yield from [found] if len(several) == 1 else _cut(found, len(first))
+
+
+def _size(batch: Any) -> int:
+    """Its bytes; many of what is not made of tensors in tuples, lists and dicts."""
+    if isinstance(batch, Tensor):
+        return batch.nbytes
+    if type(batch) not in (tuple, list, dict):
+        return _BYTES
+    return sum(map(_size, batch.values() if isinstance(batch, dict) else batch))
+
+
+def _cut(batches: Any, rows: int) -> Sequence[Any]:
+    """Batches of so many rows; the last one may have fewer."""
+    if isinstance(batches, Tensor):
+        return torch.split(batches, rows)
+    if isinstance(batches, dict):
+        cut = zip(*(_cut(part, rows) for part in batches.values()), strict=True)
+        return [dict(zip(batches, each, strict=True)) for each in cut]
+    return [type(batches)(e) for e in zip(*(_cut(p, rows) for p in batches), strict=True)]

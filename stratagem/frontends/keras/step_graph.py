@@ -1,0 +1,236 @@
+"""One training step of a Keras model as a graph of operators, and the program that runs it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from stratagem.compat.torch_names import TENSOR_HOOKS, OpOverload, copy_all, scripted, traced
+from stratagem.frontends.keras.planned_update import PlannedUpdate
+from stratagem.frontends.keras.trimmed_graph import trim
+
+
+class StepGraph:
+    """One step's graph, for batches of one shape."""
+
+    def __init__(
+        self, model: Any, own: Callable[[Any], Any], data: Any, tensors: list[Tensor]
+    ) -> None:
+        self._model, self._own, self._data = model, own, data
+        self._variables = list(model.trainable_variables)
+        self._weights: list[Tensor] = [v.value for v in self._variables]
+        beside = [*model.non_trainable_variables, *model.metrics_variables]
+        self._beside = list({id(v): v for v in beside}.values())
+        self._held = [*self._weights, *(v.value for v in self._beside)]
+        #: what the graph has a gradient of, what it writes, and what the logs are called
+        self._used: list[int] = []
+        self._written: list[Tensor] = []
+        #: of a worker of servers, which is told of the loss before gradients come
+        self._listener = model._loss_tracker.__dict__.get("update_state")
+        self._rows = len(tensors[0])
+        self._names: list[str] = []
+        graph = traced(self._step, [*self._held, *tensors])
+        _refuse(graph)
+        trim(graph)
+        short = copy.deepcopy(graph)
+        inputs = [*self._held, *tensors]
+        self._graph: Any = scripted(graph, inputs)
+        #: the same without logs, where nobody needs the loss
+        self._short: Any = None
+        if self._listener is None:
+            (found,) = (node for node in short.graph.nodes if node.op == "output")
+            found.args = (found.args[0][: len(self._used) + len(self._written)],)
+            self._short = scripted(short, inputs)
+        self._data = None
+        self._foretold: Sequence[Tensor] = ()
+
+    def _step(self, *tensors: Tensor) -> list[Tensor]:
+        """The step itself, on these values, and without a trace of it in the model."""
+        count, states = len(self._weights), tensors[len(self._weights) :][: len(self._beside)]
+        weights = [t.detach().requires_grad_() for t in tensors[:count]]
+        data = _packed(self._data, iter(tensors[count + len(states) :]))
+        values = [
+            *zip(self._variables, weights, strict=True),
+            *zip(self._beside, states, strict=True),
+        ]
+        given, losses, tracker = [], [], self._model._loss_tracker
+
+        def note(loss: Tensor, sample_weight: Any = None) -> Any:
+            losses.append(loss.detach())
+            return type(tracker).update_state(tracker, loss, sample_weight=sample_weight)
+
+        with (
+            _overlaid(self._model.optimizer, "apply", lambda grads, _: given.extend(grads)),
+            _overlaid(tracker, "update_state", note),
+            torch.enable_grad(),
+            keras.StatelessScope(state_mapping=values) as scope,
+        ):
+            logs = self._own(data)
+        self._used = [i for i, grad in enumerate(given) if grad is not None]
+        news = [scope.get_current_value(v) for v in self._beside]
+        heard = {id(v) for v in tracker.variables if self._listener is not None}
+        pairs = enumerate(zip(news, states, self._beside, strict=True))
+        changed = [i for i, (new, old, v) in pairs if new is not old and id(v) not in heard]
+        self._written = [self._beside[i].value for i in changed]
+        self._names = list(logs)
+        gradients = [given[i].contiguous() for i in self._used]
+        results = [each.detach() for each in logs.values()]
+        return [*gradients, *(news[i] for i in changed), *results, losses[0]]
+
+    def run(
+        self, tensors: list[Tensor], update: PlannedUpdate | None = None, unread: bool = False
+    ) -> dict[str, Tensor | None]:
+        """The step: gradients, states, update; returns the logs, or only their names."""
+        weights = self._weights
+        for weight in weights:
+            weight.grad = None
+        program = self._short if unread and self._short is not None else self._graph
+        with torch.no_grad():
+            gradients, news, logs = self._split(program(*self._held, *tensors))
+            copy_all(self._written, news)
+            if self._listener is not None:
+                self._listener(logs[-1], sample_weight=self._rows)
+            self._hand_in(gradients)
+            found = [weight.grad for weight in weights]
+            if update is None or not update.apply(found):
+                self._model.optimizer.apply(found, self._variables)
+        return dict(zip(self._names, logs, strict=False)) if logs else dict.fromkeys(self._names)
+
+    def _hand_in(self, gradients: list[Tensor]) -> None:
+        """Through backward if anybody listens there."""
+        used = [self._weights[i] for i in self._used]
+        if any(getattr(weight, kind) for weight in used for kind in TENSOR_HOOKS):
+            with torch.enable_grad():
+                _Handed.apply(gradients, *used).backward()  # type: ignore[no-untyped-call]
+        else:
+            for weight, gradient in zip(used, gradients, strict=True):
+                weight.grad = gradient
+
+    def _split(self, found: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        first, second = len(self._used), len(self._used) + len(self._written)
+        return list(found[:first]), list(found[first:second]), list(found[second:])
+
+    # --- the proof ----------------------------------------------------------------------------
+
+    def foretell(self, tensors: list[Tensor]) -> None:
+        """Say what the next step will do; twice, since the first run makes the program."""
+        with torch.no_grad():
+            for _ in range(2):
+                self._foretold = self._graph(*self._held, *tensors)
+                short = () if self._short is None else self._short(*self._held, *tensors)
+        if not all(_same(a, b) for a, b in zip(short, self._foretold, strict=False)):
+            raise ValueError("without its logs the graph gives other numbers")
+        if _overlap(self._foretold[: len(self._used)], self._held):
+            raise ValueError("gradients share memory")
+
+    @contextmanager
+    def listening(self) -> Iterator[dict[int, Tensor]]:
+        """While a step is made: the gradients as backward makes them, before they are added up."""
+        found: dict[int, Tensor] = {}
+
+        def hook(index: int) -> Callable[[Tensor], None]:
+            return lambda grad: found.__setitem__(index, grad.clone())
+
+        weights: list[Any] = list(self._weights)
+        hooks = [weight.register_hook(hook(i)) for i, weight in enumerate(weights)]
+        try:
+            yield found
+        finally:
+            for each in hooks:
+                each.remove()
+
+    def told(self, gradients: dict[int, Tensor], logs: Any) -> bool:
+        """Whether the step has done what was foretold."""
+        if sorted(gradients) != self._used or list(logs) != self._names:
+            return False
+        real = [gradients[i] for i in self._used] + self._written + list(logs.values())
+        foretold, self._foretold = self._foretold, ()
+        return all(_same(a, b) for a, b in zip(real, foretold[:-1], strict=True))
+
+
+@contextmanager
+def _overlaid(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Another method in the place of one, whether or not there is one in its place already."""
+    before = owner.__dict__.get(name)
+    owner.__dict__[name] = function
+    try:
+        yield
+    finally:
+        del owner.__dict__[name]
+        if before is not None:
+            owner.__dict__[name] = before
+
+
+class _Handed(torch.autograd.Function):
+    """Gradients that are there already, on their way through backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *weights: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return weights[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        handed, ctx.gradients = (None, *ctx.gradients), None
+        return handed
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype is b.dtype and bool(torch.equal(a.detach(), b))
+
+
+def _refuse(graph: Any) -> None:
+    """A graph that the next step may not have."""
+    for node in graph.graph.nodes:
+        tags = node.target.tags if isinstance(node.target, OpOverload) else ()
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise ValueError(f"{node.target} draws random numbers")
+        if torch.Tag.data_dependent_output in tags or _sized_by_values(node, tags):
+            raise ValueError(f"values decide how large the result of {node.target} is")
+        literal = all("lift_fresh" in str(user.target) for user in node.users)
+        if node.op == "get_attr" and not literal:
+            raise ValueError("a tensor that is no state of the model takes part")
+
+
+def _sized_by_values(node: Any, tags: Any) -> bool:
+    """Indexing is so by masks only."""
+    if torch.Tag.dynamic_output_shape not in tags or node.target is not torch.ops.aten.index.Tensor:
+        return torch.Tag.dynamic_output_shape in tags
+    kinds = [each.meta["tensor_meta"].dtype for each in node.args[1] if each is not None]
+    return torch.bool in kinds or torch.uint8 in kinds
+
+
+def _overlap(gradients: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
+    """Whether a gradient lies where another or something else lies."""
+    places = [(*_place(each), True) for each in gradients]
+    places += [(*_place(each), False) for each in held]
+    end_of_all = end_of_gradients = 0
+    for start, end, is_gradient in sorted(place for place in places if place[0] < place[1]):
+        if start < (end_of_all if is_gradient else end_of_gradients):
+            return True
+        end_of_all = max(end_of_all, end)
+        end_of_gradients = max(end_of_gradients, end) if is_gradient else end_of_gradients
+    return False
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """The first byte and that after the last."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in pairs)
+    first = tensor.data_ptr()
+    return first, first + (reach * tensor.element_size() if tensor.numel() else 0)
+
+
+def _packed(data: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same, of these tensors."""
+    if isinstance(data, dict):
+        return {name: _packed(each, tensors) for name, each in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)([_packed(each, tensors) for each in data])
+    return None if data is None else next(tensors)

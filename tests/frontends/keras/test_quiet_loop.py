@@ -1,0 +1,205 @@
+"""Captured steps without what nobody would notice: every bit stays, and whoever listens is told."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers
+
+from stratagem.compat.torch_names import traced
+from stratagem.frontends.keras import captured_step, driver, quiet_loop, step_graph
+from stratagem.frontends.keras.planned_update import PlannedUpdate
+from stratagem.frontends.keras.trimmed_graph import trim
+from stratagem.state.keras_stepper import fuse
+from tests.keras_support import apart, digits, moved, strategy, train
+
+X, Y = digits(100)
+LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def mlp() -> Any:
+    return keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(3)])
+
+
+def dropping() -> Any:
+    return keras.Sequential([keras.Input((8,)), layers.Dropout(0.5), layers.Dense(3)])
+
+
+def adam(**more: Any) -> dict[str, Any]:
+    optimizer = keras.optimizers.Adam(0.003, **more)
+    return {"optimizer": optimizer, "loss": LOGITS, "metrics": ["accuracy"]}
+
+
+class Seen:
+    """How often each short cut was taken."""
+
+    def __init__(self) -> None:
+        self.updates = self.unread = self.slices = 0
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found = Seen()
+    update, run, cut = PlannedUpdate.apply, step_graph.StepGraph.run, quiet_loop.SlicedBatches
+
+    def applied(self: Any, gradients: Any) -> bool:
+        found.updates += 1
+        return update(self, gradients)
+
+    def ran(self: Any, tensors: Any, update: Any, unread: bool) -> Any:
+        found.unread += unread
+        return run(self, tensors, update, unread)
+
+    def sliced(loader: Any) -> Any:
+        found.slices += 1
+        return cut(loader)
+
+    monkeypatch.setattr(captured_step, "AFTER", 2)
+    monkeypatch.setattr(captured_step, "LONG_STEP", 60.0)
+    monkeypatch.setattr(PlannedUpdate, "apply", applied)
+    monkeypatch.setattr(step_graph.StepGraph, "run", ran)
+    monkeypatch.setattr(quiet_loop, "SlicedBatches", sliced)
+    return found
+
+
+def loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No short cut from here on; steps are captured all the same."""
+    monkeypatch.setattr(driver.Call, "quietly", lambda self: nullcontext())
+    monkeypatch.setattr(PlannedUpdate, "of", lambda *_: None)
+    monkeypatch.setattr(step_graph, "trim", lambda graph: None)
+
+
+def everything(model: Any) -> list[Any]:
+    return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]
+
+
+def rates() -> list[Any]:
+    return [keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 / (1 + epoch))]
+
+
+@pytest.mark.parametrize(
+    ("build", "more", "cuts"),
+    [
+        (mlp, {"callbacks": rates(), "validation_split": 0.2}, (9, 9, 3)),
+        (mlp, {"shuffle": False, "sample_weight": np.linspace(0.1, 2, 100)}, (9, 9, 3)),
+        (mlp, {"shuffle": "batch"}, (9, 9, 0)),
+        (mlp, {"steps_per_epoch": 5, "epochs": 1}, (2, 2, 0)),
+        (dropping, {}, (0, 0, 3)),
+    ],
+)
+def test_every_bit_is_that_of_keras_loop(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, build: Any, more: Any, cuts: tuple[int, ...]
+) -> None:
+    fit = {"x": X, "y": Y, "batch_size": 16, "epochs": 3, **more}
+    ours, history = train(build, adam, fit, strategy(1))
+    drawn = torch.get_rng_state()
+    found = seen.updates, seen.unread, seen.slices
+    assert all(a >= b if b else not a for a, b in zip(found, cuts, strict=True)), found
+    loud(monkeypatch)
+    theirs, told = train(build, adam, fit, strategy(1))
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert (seen.updates, seen.unread, seen.slices) == found
+    assert moved(build, ours) and history == told
+    pairs = zip(everything(ours), everything(theirs), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+class Reads(keras.callbacks.Callback):  # type: ignore[misc]
+    """Asks for single steps, also from the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.told.append(self.model.train_on_batch(X[:16], Y[:16], return_dict=True))
+
+
+class Listens(Reads):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.told.append(dict(logs))
+
+
+@pytest.mark.parametrize("kind", [Reads, Listens])
+def test_who_listens_is_told(seen: Seen, kind: type[Reads]) -> None:
+    calls = [kind(), kind()]
+    fit = {"x": X, "y": Y, "batch_size": 16, "epochs": 2, "shuffle": False}
+    one, _ = train(mlp, adam, {**fit, "callbacks": [calls[0]]})
+    ours, _ = train(mlp, adam, {**fit, "callbacks": [calls[1]]}, strategy(1))
+    assert bool(seen.unread) == (kind is Reads) and apart(one, ours) < 1e-6
+    assert len(calls[0].told) == len(calls[1].told) == 2 * (1 if kind is Reads else 8)
+    for mine, theirs in zip(calls[1].told, calls[0].told, strict=True):
+        assert {k: float(v) for k, v in mine.items()} == pytest.approx(theirs, abs=1e-6)
+
+
+def test_the_progress_bar_moves(seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
+    with strategy(1).scope():
+        model = mlp()
+        model.compile(**adam())
+    model.fit(X, Y, batch_size=10, epochs=1, verbose=1)
+    assert "10/10" in capsys.readouterr().out and seen.updates and not seen.unread
+
+
+def constrained() -> Any:
+    last = layers.Dense(3, kernel_constraint="max_norm")
+    return keras.Sequential([keras.Input((8,)), last])
+
+
+@pytest.mark.parametrize(
+    ("build", "more"),
+    [
+        (mlp, {"clipnorm": 0.1}),
+        (mlp, {"clipvalue": 0.1}),
+        (mlp, {"global_clipnorm": 0.1}),
+        (mlp, {"weight_decay": 0.1}),
+        (mlp, {"use_ema": True}),
+        (mlp, {"gradient_accumulation_steps": 2}),
+        (mlp, {"loss_scale_factor": 8.0}),
+        (mlp, {"amsgrad": True}),
+        (mlp, {"learning_rate": keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)}),
+        (constrained, {}),
+    ],
+)
+def test_an_update_that_is_more_than_a_step_is_the_optimizers(build: Any, more: Any) -> None:
+    model = build()
+    optimizer = keras.optimizers.Adam(**more)
+    fuse(optimizer)
+    optimizer.build(model.trainable_variables)
+    assert PlannedUpdate.of(optimizer, model.trainable_variables) is None
+    plain = keras.optimizers.Adam()
+    fuse(plain)
+    plain.build(model.trainable_variables)
+    constraint = build is constrained
+    assert (PlannedUpdate.of(plain, model.trainable_variables) is None) == constraint
+    plain.__dict__["apply"] = None  # somebody else makes the update
+    assert PlannedUpdate.of(plain, model.trainable_variables) is None
+
+
+def test_what_is_the_same_each_time_runs_once() -> None:
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        literal = torch.arange(3.0).mul(2.0)
+        return [x.sin() + literal, x.sin().detach() * literal, literal + 1.0]
+
+    def writing(x: torch.Tensor) -> list[torch.Tensor]:
+        first = x.sin()
+        return [first.add_(1.0), x.sin()]
+
+    x = torch.randn(3)
+    graph = traced(step, [x])
+    before = [each.clone() for each in graph(x)]
+    trim(graph)
+    names = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+    assert sorted(name.split(".")[1] for name in names) == ["add", "add", "mul", "sin"]
+    assert all(torch.equal(a, b) for a, b in zip(graph(x), before, strict=True))
+    first = graph(x)[2]
+    first.zero_()  # an output is nobody's literal
+    assert torch.equal(graph(x)[2], before[2])
+    graph = traced(writing, [x])
+    code = graph.code
+    trim(graph)
+    assert graph.code == code
