@@ -5,10 +5,10 @@
 
 A stranger has no thread and no more memory than one message of the greeting. When the places are
 taken, the oldest one of the address that holds most of them goes: a member needs its place for two
-round trips, an outsider who wants to keep a place keeps it from nobody. Strangers are accepted at
-a bounded rate, so that refusing them does not cost the job its processor; the others wait in the
-kernel's queue, and a member that is not heard in time tries again. Members, once they are in, take
-part in none of this.
+round trips, an outsider who wants to keep a place keeps it from nobody. Strangers are accepted as
+long as attending to them takes less than COST of a processor, however slow that is; the others wait
+in the kernel's queue, and a member that is not heard in time tries again. Members, once they are
+in, take part in none of this.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ log = logging.getLogger("stratagem")
 
 GREETING = 5.0  # seconds a peer has to prove the secret, and then to say who it is
 PLACES = 256  # of those who have not proved it
-A_SECOND = 1000  # strangers that are accepted a second, in the long run
+COST = 0.03  # of a processor, that strangers may have in the long run
+AT_ONCE = 0.01  # seconds of it that they may have before that counts
+A_MEMBER = 0.0005  # seconds that one more is worth who has proved the secret
 EVERY = 60.0  # seconds between two lines about those who were only counted
-AT_ONCE = 256  # and that may come at once before that counts
 
 _PAUSE = 0.2  # seconds to the next try, without a descriptor left or after an unforeseen error
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -90,31 +91,31 @@ class TooManyStrangers(HandshakeError):
     """A connection was closed for others that wait to prove the secret."""
 
 
-class _Rate:
-    """How many strangers may be accepted now; members give back what they have used."""
+class _Budget:
+    """How much processor time strangers may have now; asked in the thread that attends to them."""
 
     def __init__(self) -> None:
-        self._left, self._when = float(AT_ONCE), time.monotonic()
+        self._left, self._when = AT_ONCE, time.monotonic()
+        self._spent = time.thread_time()
 
-    def take(self) -> bool:
-        now = time.monotonic()
-        self._left = min(AT_ONCE, self._left + A_SECOND * (now - self._when))
-        self._when = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
+    def allows(self) -> bool:
+        """Whether another one may be accepted."""
+        now, spent = time.monotonic(), time.thread_time()
+        earned = min(AT_ONCE, self._left + COST * (now - self._when))
+        self._left, self._when, self._spent = earned - (spent - self._spent), now, spent
+        return self._left > 0
 
     def give_back(self) -> None:
-        self._left += 1
+        """A member came in: they may be many, and need not wait for each other."""
+        self._left += A_MEMBER
 
     @property
     def pause(self) -> float:
         """Seconds until a few more may come."""
-        return max(0.0, 8 - self._left) / A_SECOND
+        return max(0.0, 0.0005 - self._left) / COST
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Stranger:
     """A connection that has not proved the secret."""
 
@@ -142,7 +143,6 @@ class Acceptor:
         self.refusals = Refusals(where)
         self._secret = secret
         self._come_in = come_in
-        self._rate = _Rate()
         #: by the host they come from, the oldest first
         self._outside: dict[str, dict[socket.socket, _Stranger]] = {}
         self._count = 0
@@ -181,6 +181,7 @@ class Acceptor:
         return True
 
     def _attend(self) -> None:
+        self._budget = _Budget()
         with self._sock, self._wake_in, self._wake_out, self._selector:
             while not self._closed:
                 try:
@@ -220,12 +221,11 @@ class Acceptor:
         return max(0.0, min(times) - now) if times else None
 
     def _accept(self) -> float:
-        """Take in those who wait, as far as the rate allows; the seconds until the next time."""
-        while self._rate.take():
+        """Take in those who wait, as far as the budget goes; the seconds until the next time."""
+        while self._budget.allows():
             try:
                 sock, _ = self._sock.accept()
             except OSError as problem:
-                self._rate.give_back()
                 if problem.errno in _SHORTAGES:
                     self.refusals.tell("a peer", problem)
                     return _PAUSE
@@ -233,12 +233,10 @@ class Acceptor:
                     return 0.0
                 continue  # it hung up before we came to the door
             self._admit(not_in_children(sock))
-        return self._rate.pause
+        return self._budget.pause
 
     def _admit(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = peer_name(sock)
         stranger = _Stranger(sock, Proof(self._secret, peer), peer, peer.rpartition(":")[0])
         self._outside.setdefault(stranger.host, {})[sock] = stranger
@@ -282,8 +280,10 @@ class Acceptor:
 
     def _let_in(self, stranger: _Stranger) -> None:
         self._forget(stranger)
-        self._rate.give_back()
+        self._budget.give_back()
         stranger.sock.setblocking(True)
+        if stranger.sock.family != socket.AF_UNIX:
+            stranger.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         thread = threading.Thread(
             target=self._come_in, args=(stranger.sock,), name="stratagem-greeting", daemon=True
         )

@@ -13,7 +13,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from stratagem.data.passes import PassJournal, dice_of
 from stratagem.data.shares import (
@@ -26,7 +27,7 @@ from stratagem.data.streams import mixed
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.figures.meter import loading
 from stratagem.wire.collective import Collective
-from stratagem.wire.tree import broadcast_tree
+from stratagem.wire.tree import SIGNED, broadcast_tree
 
 #: what fetches the shares of loaders whose workers persist, for as long as the loaders are there:
 #: as on one device, workers outlast a fit, and their seed is drawn once
@@ -250,9 +251,42 @@ def _own_dice(dice: torch.Generator | None, rank: int) -> torch.Generator | None
     return torch.Generator().manual_seed(mixed(drawn, rank))
 
 
+class RowsAtOnce(Dataset[Any]):
+    """The batches of a TensorDataset, each by one index instead of row by row."""
+
+    def __init__(self, inner: TensorDataset) -> None:
+        self.inner = inner
+
+    def __getitems__(self, chosen: list[int]) -> list[Tensor]:
+        tensors = self.inner.tensors
+        if not all(map(_is_plain, tensors)) or {*map(type, chosen)} != {int}:
+            found: list[Tensor] = default_collate([self.inner[i] for i in chosen])
+            return found
+        index = torch.tensor(chosen)
+        return [each[index] for each in tensors]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether an index and torch's own collate function make the same of its rows."""
+    known = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided
+    return (
+        known
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and tensor.dtype not in SIGNED  # which cannot be indexed
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 def _like(loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
     """The same loader with a sampler of shares."""
     assert loader.batch_sampler is not None
+    dataset, collate = loader.dataset, loader.collate_fn
+    if type(dataset) is TensorDataset and collate is default_collate and not loader.num_workers:
+        dataset, collate = RowsAtOnce(dataset), _as_it_is
     extra: dict[str, Any] = {}
     if loader.num_workers:
         extra = {
@@ -261,9 +295,9 @@ def _like(loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
             "multiprocessing_context": loader.multiprocessing_context,
         }
     return DataLoader(
-        loader.dataset,
+        dataset,
         batch_sampler=ShareSampler(loader.batch_sampler),
-        collate_fn=loader.collate_fn,
+        collate_fn=collate,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,

@@ -59,30 +59,25 @@ class Meter:
         if self.is_loading:  # a loader inside a loader
             yield
             return
-        before, started = self._begin_load()
+        before, started = self.wait, time.perf_counter()
+        self.is_loading, self.doing, self.since = True, "load", started
         try:
             yield
         finally:
-            self._end_load(before, started)
+            self.load += time.perf_counter() - started - (self.wait - before)
+            self.is_loading, self.doing = False, ""
 
     def next_of(self, source: Iterator[T], nothing: object) -> T | object:
         """The next batch of a source, or `nothing`, with the time that drawing it takes counted."""
         if self.is_loading:
             return next(source, nothing)
-        before, started = self._begin_load()  # as `loading`, in a third of its time
+        before, started = self.wait, time.perf_counter()  # as `loading`, in a third of its time
+        self.is_loading, self.doing, self.since = True, "load", started
         try:
             return next(source, nothing)
         finally:
-            self._end_load(before, started)
-
-    def _begin_load(self) -> tuple[float, float]:
-        started = time.perf_counter()
-        self.is_loading, self.doing, self.since = True, "load", started
-        return self.wait, started
-
-    def _end_load(self, before: float, started: float) -> None:
-        self.load += time.perf_counter() - started - (self.wait - before)
-        self.is_loading, self.doing = False, ""
+            self.load += time.perf_counter() - started - (self.wait - before)
+            self.is_loading, self.doing = False, ""
 
     @contextmanager
     def sending(self) -> Iterator[None]:

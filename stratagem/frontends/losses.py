@@ -64,6 +64,9 @@ class Loss(Protocol):
     ) -> tuple[Tensor, Any]:
         """Numerator and denominator of one share, of so many examples."""
 
+    def is_by_row(self, output: Any, target: Any) -> bool:
+        """Whether torch is known to give every row of these a value of its own."""
+
 
 class Meaning(NamedTuple):
     """What a loss takes the model's outputs for; metrics by name mean the same."""
@@ -128,6 +131,11 @@ def _check_alike(output: Any, target: Any) -> None:
     )
 
 
+def _same_shape(output: Any, target: Any) -> bool:
+    both = isinstance(output, Tensor) and isinstance(target, Tensor)
+    return both and output.shape == target.shape
+
+
 class RowLoss:
     """Any callable whose value is a mean over rows, or one value a row."""
 
@@ -172,6 +180,9 @@ class RowLoss:
             )
         return (values.reshape(len(weight), -1).mean(1) * weight).sum()
 
+    def is_by_row(self, output: Any, target: Any) -> bool:
+        return self._by_number and not self.own and _same_shape(output, target)
+
 
 class SummedLoss:
     """A loss that is a sum over rows; its gradient grows with the batch, as on one device."""
@@ -193,6 +204,9 @@ class SummedLoss:
         self, output: Any, target: Any, weight: Tensor | None, examples: int
     ) -> tuple[Tensor, Any]:
         return self.mean(output, target, weight), None
+
+    def is_by_row(self, output: Any, target: Any) -> bool:
+        return False
 
 
 class CountedLoss:
@@ -274,6 +288,9 @@ class CountedLoss:
             return (values.reshape(len(weight), -1).mean(1) * weight).sum(), float(len(weight))
         value = self._value(output, target, by_class, "sum")
         return value, self._count(output, target, by_class)
+
+    def is_by_row(self, output: Any, target: Any) -> bool:
+        return isinstance(output, Tensor) and output.dim() > 1  # else one row of classes
 
     def count(self, target: Any) -> float:
         """What a batch of these targets is divided by, known before its outputs are."""

@@ -3,8 +3,10 @@
 The chief puts a few rows through the model and the loss as one batch and as two shares. Outputs,
 the loss, its gradient and metrics that are functions must agree to rounding; else a row's result
 depends on other rows, and replicas, which do not see each other's, would train something else than
-one device. Where somebody's own function judges the rows, that is done again before the 2nd, 4th,
-8th, ... batch: a mask may come later.
+one device. Where the loss is torch's own it sees nothing but outputs, so that shares of these are
+enough for it, if it is not known anyway, and for the model some rows from the midst. Where
+somebody's own function judges the rows, that is done again before the 2nd, 4th, 8th, ... batch: a
+mask may come later.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,6 +34,7 @@ from stratagem.frontends.compare import (
     compare_loss,
     compare_outputs,
     in_place,
+    same_rows,
 )
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
@@ -39,10 +44,12 @@ from stratagem.wire.tree import encode, gather_tree
 
 log = logging.getLogger("stratagem")
 
-#: rows of the trial
-ROWS = 7
-#: rows that can be cut in two shares of several: a single one is often something else to a model
-ENOUGH = 6
+#: rows of the trial's shares: of several, since a single one is often something else to a model,
+#: and not as many, since means over something else than rows may agree otherwise
+_SHARES = 3, 2
+ENOUGH = sum(_SHARES)
+#: where the midst of them begins
+_START = 1
 
 
 class RowCheck:
@@ -128,8 +135,14 @@ class RowCheck:
         return few_rows(batch, examples, _on(other, self.replica.device))
 
     def _compare(self, whole: Any, parts: list[Any]) -> None:
-        total = count_rows(whole)
-        one, *shares = (self._run(each, total) for each in (whole, *parts))
+        total, sizes = count_rows(whole), [count_rows(each) for each in parts]
+        # code of the user's own may know more of the forward pass than its outputs
+        one = self._run(whole, total, sizes if not self._again and min(sizes) > 1 else [])
+        if one.midst is not None:
+            if self._holds(one):
+                return
+            one = self._run(whole, total)
+        shares = [self._run(each, total) for each in parts]
         epsilon = max(run.epsilon for run in (one, *shares))
         tolerance = Tolerance.of(self.replica.device, epsilon)
 
@@ -139,11 +152,28 @@ class RowCheck:
 
         agree(lambda given: self._judge(one, shares, given), tolerance, wider)
 
+    def _holds(self, one: BatchOutcome) -> bool:
+        """Whether rows from the midst come out alike without those before and after them, and what
+        the loss says of shares of the outputs adds up; if not, shares go through the model, too."""
+        tolerance = Tolerance.of(self.replica.device, one.epsilon)
+        try:
+            self._judge_losses(one, one.shares, tolerance)
+        except NotDistributable:
+            return False
+        pairs = zip(one.outputs, one.midst or [], strict=True)
+        return all(same_rows(a, b, _START, one.examples, tolerance) for a, b in pairs)
+
     def _judge(self, one: BatchOutcome, shares: list[BatchOutcome], tolerance: Tolerance) -> None:
         sizes = [run.examples for run in shares]
         compare_outputs(self.verb, one.outputs, [run.outputs for run in shares], tolerance, sizes)
+        self._judge_losses(one, shares, tolerance)
+
+    def _judge_losses(
+        self, one: BatchOutcome, shares: list[BatchOutcome], tolerance: Tolerance
+    ) -> None:
         if not all(run.judged for run in (one, *shares)):
             return
+        sizes = [run.examples for run in shares]
         below = sum(float(run.below) for run in shares)
         if below:
             compare_loss(
@@ -158,8 +188,11 @@ class RowCheck:
         metrics = [run.metrics for run in shares]
         self.recipe.metrics.check_functions(one.metrics, metrics, tolerance.loss)
 
-    def _run(self, batch: Any, total: int, *, disturbed: bool = False) -> BatchOutcome:
-        """One batch through model and loss, and nothing of it remains."""
+    def _run(
+        self, batch: Any, total: int, sizes: Sequence[int] = (), *, disturbed: bool = False
+    ) -> BatchOutcome:
+        """One batch through model and loss, and nothing of it remains. `sizes`: of shares whose
+        outputs go through the loss by themselves, if they can be cut."""
         trains = self.verb == "fit"
         loss = self.recipe.loss
         function = getattr(loss, "function", None)
@@ -172,7 +205,7 @@ class RowCheck:
             torch.set_grad_enabled(trains),
             replaced(norms_by_row(self.module.modules()) if trains else []),
         ):
-            run = self._through(portion)
+            run = self._through(portion, sizes)
             if _marks(function) != buffers:
                 raise NotDistributable(
                     f"the loss {type(function).__name__} writes into its own buffers, and every "
@@ -182,20 +215,41 @@ class RowCheck:
         run.epsilon = journal.epsilon
         return run
 
-    def _through(self, portion: Portion) -> BatchOutcome:
-        adapter, loss = TorchAdapter(self.module, None, self.recipe, self.replica), self.recipe.loss
+    def _through(self, portion: Portion, sizes: Sequence[int]) -> BatchOutcome:
+        adapter, total = TorchAdapter(self.module, None, self.recipe, self.replica), portion.total
         with adapter.autocast():
-            output, y, weight = adapter.forward(portion)
-            outputs = pytree.tree_leaves(output)
-            run = BatchOutcome(list(map(_copied, outputs)), portion.examples)
-            if self.verb == "predict" or (y is None and not loss.own):
-                return run
-            run.judged = True
-            if portion.examples == portion.total:
+            output, *given = adapter.forward(portion)
+        if not sizes or not _in_rows(output, total):
+            return self._weigh(adapter, output, given, portion.examples, total)
+        run = BatchOutcome(list(map(_copied, pytree.tree_leaves(output))), total)
+        if not self.recipe.loss.is_by_row(output, given[0]):
+            run = self._weigh(adapter, output, given, total, total)
+            ends = list(accumulate(sizes))
+            for start, end in zip([0, *ends], ends, strict=False):
+                mine = pytree.tree_map(partial(_leaf_rows, start, end), output)
+                theirs = rows(given, start, end)
+                run.shares.append(self._weigh(adapter, mine, theirs, end - start, total))
+        x, y, weight = rows([portion.x, portion.y, portion.weight], _START, _START + total // 2)
+        with adapter.autocast():
+            midst = adapter.forward(Portion(x, y, weight, total // 2, total))[0]
+        run.midst = list(map(_copied, pytree.tree_leaves(midst)))
+        return run
+
+    def _weigh(
+        self, adapter: TorchAdapter, output: Any, given: list[Any], examples: int, total: int
+    ) -> BatchOutcome:
+        """What the loss says of outputs, given targets and sample weights."""
+        loss, (y, weight), outputs = self.recipe.loss, given, pytree.tree_leaves(output)
+        run = BatchOutcome(list(map(_copied, outputs)), examples)
+        if self.verb == "predict" or (y is None and not loss.own):
+            return run
+        run.judged = True
+        with adapter.autocast():
+            if examples == total:
                 above, run.below = loss.mean(output, y, weight), 1.0
             else:
-                above, below = loss.terms(output, y, weight, portion.examples)
-                run.below = portion.examples / portion.total if below is None else float(below)
+                above, below = loss.terms(output, y, weight, examples)
+                run.below = examples / total if below is None else float(below)
         if above.requires_grad:
             gradients = torch.autograd.grad(above, self._sources(outputs), allow_unused=True)
             run.gradients = list(map(_copied, gradients))
@@ -225,9 +279,24 @@ class BatchOutcome:
     gradients: Sequence[Tensor | None] = ()
     metrics: dict[str, Tensor] = field(default_factory=dict)
     epsilon: float = 0.0
+    #: what the model returns for rows from the midst of these alone; None: that was not tried
+    midst: list[Any] | None = None
+    #: what the loss says of shares of the outputs
+    shares: list[BatchOutcome] = field(default_factory=list)
 
     def result(self) -> Result:
         return Result(self.outputs, self.gradients, self.above)
+
+
+def _in_rows(output: Any, total: int) -> bool:
+    """Whether every output has a row for each of them."""
+    leaves = pytree.tree_leaves(output)
+    return all(isinstance(each, Tensor) and each.dim() and len(each) == total for each in leaves)
+
+
+def _leaf_rows(start: int, end: int, leaf: Tensor) -> Tensor:
+    """Some rows of an output, as the beginning of a graph of their own."""
+    return leaf[start:end].detach().requires_grad_(leaf.requires_grad)
 
 
 def _copied(leaf: Any) -> Any:
@@ -258,8 +327,7 @@ def say_untried(error: Exception) -> None:
 
 
 def few_rows(batch: Any, examples: int, other: Any = None) -> tuple[Any, list[Any]]:
-    """Some of a share, or a small one and another, as one batch and as two shares, not of one size
-    if that can be: means over something else than rows may agree otherwise."""
+    """Some of a share, or a small one and another, as one batch and as two shares."""
     size = check_rows(batch, examples)
     if other is not None:
         batch = joined(batch, other)
@@ -270,10 +338,11 @@ def few_rows(batch: Any, examples: int, other: Any = None) -> tuple[Any, list[An
 
 def sizes_of(first: int, second: int) -> tuple[int, int]:
     """Rows of the trial's shares, from those of two real ones."""
-    if first >= ENOUGH or not second:
-        few = min(ROWS, first)
-        return few - few // 3, few // 3
-    return first, second - (second == first > 2)
+    if first >= ENOUGH:
+        return _SHARES
+    if not second:
+        return first - first // 3, first // 3
+    return min(first, _SHARES[0]), min(second, _SHARES[1])
 
 
 def check_rows(batch: Any, examples: int | None = None) -> int:

@@ -26,7 +26,7 @@ from stratagem.state.change_tracker import digest
 from stratagem.training.hints import tell_without_loader
 from stratagem.training.loss_reading import BY_ROWS, Reading, UsualLoss, times, zeroed, zeros
 from stratagem.training.loss_terms import Doubt, Term, terms_of
-from stratagem.training.replica import Replica, in_user_code, strategy_replica
+from stratagem.training.replica import Replica, replica_of_loop
 from stratagem.training.saving import save_whole_files
 from stratagem.wire.tree import gather_tree
 
@@ -303,7 +303,8 @@ class LossReader:
             loss = self.loss() if self.loss is not None else None
             tell_without_loader(replica, None if loss is None else float(loss.detach()))
         total, spread, mark, square = notes
-        self._refuse_spread(spread)
+        if spread:
+            self._refuse_spread(spread)
         if square - mark * mark > _TOLERANCE:
             raise NotDistributable(
                 "the loss is a mean over values of which the rows of one replica have more than "
@@ -371,8 +372,8 @@ def begin_loop(replica: Replica) -> None:
 
 def _backward(tensors: Any, *args: Any, **options: Any) -> None:
     """Stand in for torch.autograd.backward, which Tensor.backward calls, too."""
-    replica = strategy_replica() if in_user_code() else None
-    reader = None if replica is None else reader_of(replica)
+    replica = replica_of_loop()
+    reader: LossReader | None = None if replica is None else replica.reader
     if reader is None or reader.is_reading:
         _plain(tensors, *args, **options)
         return

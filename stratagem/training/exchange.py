@@ -201,7 +201,10 @@ class GradientExchange(Keeper):
     def keep_earlier(self) -> None:
         """Before a pass whose sum may have to be divided: earlier gradients stay what they are."""
         self._earlier, buckets = None, self.buckets
-        if all(param.grad is None for param in buckets.params):
+        for param in buckets.params:
+            if param.grad is not None:
+                break
+        else:
             return
         reduced = [self._is_reduced(i, param) for i, param in enumerate(buckets.params)]
         if any(reduced):

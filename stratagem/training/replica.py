@@ -259,9 +259,12 @@ def user_code() -> Iterator[None]:
         _runs_user_code = before
 
 
-def in_user_code() -> bool:
-    """Whether training steps here are the user's: not those of `fit`."""
-    return _called is None or _runs_user_code
+def replica_of_loop() -> Replica | None:
+    """The replica whose training steps here are the user's; None in `fit`, and outside any
+    strategy."""
+    if _called is not None:
+        return _called if _runs_user_code else None
+    return strategy_replica()
 
 
 def be(replica: Replica) -> None:

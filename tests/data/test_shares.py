@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from stratagem.data.loader import ShareLoader
 from stratagem.data.shares import agreed_batches, count_rows, rows, rows_of, share
@@ -153,3 +153,25 @@ def test_a_sampler_that_takes_a_part_is_refused(how: str) -> None:
 def test_a_distributed_sampler_of_everything_is_a_sampler() -> None:
     loader = partial_loader("sampler", parts=1)
     assert torch.cat(list(ShareLoader(loader, Alone(), lambda n, m: None))).tolist() == [*range(12)]
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "several", "unsigned", "transposed", "learned", "picked"]
+)
+def test_batches_of_tensors_are_those_of_torch(kind: str) -> None:
+    """Fetched at once where an index makes the same of them, row by row elsewhere."""
+    first = torch.arange(36.0).view(12, 3)
+    tensors = {
+        "several": (first, torch.arange(12), torch.ones(12, 2, 2, dtype=torch.bool)),
+        "unsigned": (first, torch.arange(12).to(torch.uint16)),
+        "transposed": (first.T.contiguous().T,),
+        "learned": (first.clone().requires_grad_(),),
+    }.get(kind, (first,))
+    picked = [[torch.tensor(3), torch.tensor(1)], [torch.tensor(0)]]
+    how: dict[str, Any] = {"batch_sampler": picked} if kind == "picked" else {"batch_size": 5}
+    loader = DataLoader(TensorDataset(*tensors), **how)
+    for ours, theirs in zip(ShareLoader(loader, Alone(), lambda n, m: None), loader, strict=True):
+        assert type(ours) is type(theirs) and len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
+            assert a.requires_grad == b.requires_grad

@@ -200,6 +200,55 @@ def test_a_single_row(two: sg.MirroredStrategy) -> None:
         mixing.fit([(x[:1], y[:1]), (x[1:], y[1:])], verbose=0)
 
 
+# --- what it costs --------------------------------------------------------------------------------
+
+#: row by row: a forward pass is one, a backward pass two
+PASSED: list[int] = []
+
+
+class Counted(nn.Module):
+    """Counts rows that go through it, and gradients that come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = mlp(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.inner(x)
+        PASSED.append(len(x))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: PASSED.append(2 * len(gradient)))
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+def own_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+def own_metric(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(1) == target).float()
+
+
+@pytest.mark.parametrize("share", [4, 32])
+@pytest.mark.parametrize(
+    ("loss", "metrics", "most"),
+    [("cross_entropy", ["accuracy"], 7), (own_loss, [], 10), ("cross_entropy", [own_metric], 10)],
+)
+def test_it_costs_less_than_a_step(
+    two: sg.MirroredStrategy, loss: Any, metrics: list[Any], most: int, share: int
+) -> None:
+    """In rows that the first replica puts through the model, forward and backward."""
+    costs = {}
+    for check in (False, True):
+        model = sg.Model(Counted(), two)
+        model.compile(sgd, loss, metrics, check=check)
+        PASSED.clear()
+        model.fit(*data(2 * share), batch_size=2 * share, verbose=0)
+        costs[check] = sum(PASSED)
+    assert costs[False] == 3 * share
+    assert 0 < costs[True] - costs[False] <= most < costs[False]
+
+
 # --- no trace -------------------------------------------------------------------------------------
 
 

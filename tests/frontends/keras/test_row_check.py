@@ -240,6 +240,54 @@ def test_a_loss_of_kerass_along_the_rows() -> None:
         model.fit(X, np.eye(3, dtype="float32")[Y], batch_size=16, verbose=0)
 
 
+# --- what it costs --------------------------------------------------------------------------------
+
+
+class AsItIs(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x * 1.0
+
+
+class AsKeras(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize(
+    ("build", "most"),
+    [
+        (lambda: with_layer(layers.ReLU), 7),  # forward only
+        (lambda: with_layer(AsItIs), 3 * 10),
+        (lambda: plain(AsKeras), 3 * 10),
+    ],
+)
+def test_it_costs_less_than_a_step(build: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows of the first replica: forward they count once, backward twice."""
+    passed: list[int] = []
+    dense = layers.Dense.call
+
+    def counted(self: Any, x: Any, *rest: Any, **options: Any) -> Any:
+        out = dense(self, x, *rest, **options)
+        if self.units == 6:  # one of them
+            passed.append(len(x))
+            if out.requires_grad:
+                out.register_hook(lambda gradient: passed.append(2 * len(gradient)))
+        return out
+
+    costs = {}
+    for check in (False, True):
+        with strategy(2).scope(check=check):
+            model = compiled(nullcontext, build)
+        monkeypatch.setattr(layers.Dense, "call", counted)
+        passed.clear()
+        model.fit(X[:24], Y[:24], batch_size=24, verbose=0)
+        costs[check] = sum(passed)
+        monkeypatch.undo()
+    step = 3 * 12
+    assert costs[False] in (step, step + 24)  # Keras may build a model with a whole batch
+    assert 0 < costs[True] - costs[False] <= most < step
+
+
 # --- what comes later -----------------------------------------------------------------------------
 
 #: the third batch, which is not tried by its number, has rows near its end that do not count
