@@ -13,7 +13,8 @@ import socket
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _START = 12_000 + 4_000 * (os.getppid() % 4) + 1_000 * (_WORKER % 4)  # up to 27,999 of 32,767
-_numbers = itertools.cycle(range(_START, _START + 1_000))
+_first = os.getpid() % 1_000  # two runs may have the same range, and begin elsewhere in it
+_numbers = itertools.cycle([_START + (_first + i) % 1_000 for i in range(1_000)])
 
 
 def _free(port: int, host: str) -> bool:

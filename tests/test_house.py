@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import stratagem
+from tests.clock import PATIENCE
 
 ROOT = Path(stratagem.__file__).parent
 FLOORS = {
@@ -356,7 +357,7 @@ def test_importing_does_nothing_but_import() -> None:
         "assert not logging.getLogger().handlers\n"
         "assert threading.active_count() == 1\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 AROUND = sorted(

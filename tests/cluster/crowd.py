@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.clock import PATIENCE
+
 _OUTSIDER = r"""
 import errno, os, resource, selectors, socket, sys, time
 
@@ -100,7 +102,8 @@ def crowd(count: int, places: Sequence[str], inside: Sequence[str] = ()) -> Iter
     try:
         assert running.stdout is not None and running.stdout.readline() == "knocking\n"
         yield outsider
-        outsider.opened, outsider.heard = map(int, running.communicate(timeout=20)[0].split())
+        said = running.communicate(timeout=PATIENCE)[0]
+        outsider.opened, outsider.heard = map(int, said.split())
     finally:
         running.kill()
         running.wait()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.clock import unless_late
+from tests.clock import PATIENCE, unless_late
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,8 +104,12 @@ class Process:
         self.out: list[tuple[float, str]] = []
         self.err: list[tuple[float, str]] = []
         self._changed = threading.Condition()
-        for stream, kept in ((self.child.stdout, self.out), (self.child.stderr, self.err)):
-            threading.Thread(target=self._read, args=(stream, kept), daemon=True).start()
+        self._readers = [
+            threading.Thread(target=self._read, args=each, daemon=True)
+            for each in ((self.child.stdout, self.out), (self.child.stderr, self.err))
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def _read(self, stream: Iterator[str], kept: list[tuple[float, str]]) -> None:
         for line in stream:
@@ -152,11 +156,18 @@ class Process:
         self.child.send_signal(number)
         return now
 
+    def ends(self) -> int:
+        """Wait for its end, and until all that it said is kept; the exit code."""
+        code = self.child.wait(PATIENCE)
+        for reader in self._readers:
+            reader.join(PATIENCE)
+        return code
+
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.child.send_signal(signal.SIGCONT)
         self.child.kill()
-        self.child.wait(10)
+        self.child.wait(PATIENCE)
         for stream in (self.child.stdin, self.child.stdout, self.child.stderr):
             with contextlib.suppress(OSError):
                 stream.close()

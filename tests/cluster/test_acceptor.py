@@ -17,7 +17,7 @@ from stratagem.cluster import acceptor as doors
 from stratagem.cluster.acceptor import Acceptor, Refusals
 from stratagem.cluster.handshake import Ended, Stranger, WrongSecret, prove
 from stratagem.errors import HandshakeError
-from tests.clock import in_time, unless_late
+from tests.clock import PATIENCE, in_time, unless_late
 from tests.cluster.crowd import crowd
 
 pytestmark = pytest.mark.timeout(60)
@@ -79,7 +79,7 @@ def test_a_member_comes_in_past_a_thousand_strangers() -> None:
         began, before = time.monotonic(), worked(door)
         for _ in range(20):
             in_time(enter(where), 5)
-            inside.get(timeout=5).close()
+            inside.get(timeout=PATIENCE).close()
             assert door._count <= doors.PLACES + 1  # the one that another goes for
             time.sleep(0.1)
         # what a job loses to them at most, which a wall clock shows on a quiet machine only
@@ -90,10 +90,10 @@ def test_a_member_comes_in_past_a_thousand_strangers() -> None:
 def test_who_was_let_in_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "PLACES", 4)
     with opened() as (door, where, inside), socket.create_connection(where) as member:
-        prove(member, SECRET, server=False, limit=5)
-        ours = inside.get(timeout=5)
+        prove(member, SECRET, server=False, limit=PATIENCE)
+        ours = inside.get(timeout=PATIENCE)
         strangers = [socket.create_connection(where) for _ in range(12)]
-        strangers[0].settimeout(5)
+        strangers[0].settimeout(PATIENCE)
         assert strangers[0].recv(1) == b""  # the oldest went
         eventually(lambda: door._count == 4)
         ours.sendall(b"still here")
@@ -108,7 +108,7 @@ def test_the_address_with_most_strangers_loses_one(monkeypatch: pytest.MonkeyPat
         first = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.9", 0))
         eventually(lambda: door._count == 1)
         crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(9)]
-        crowd[5].settimeout(5)
+        crowd[5].settimeout(PATIENCE)
         assert crowd[5].recv(1) == b""
         first.settimeout(0.2)
         with pytest.raises(TimeoutError):  # older than all of them, and alone at its address
@@ -150,15 +150,15 @@ def test_a_server_that_ends_is_told_as_that(after: int) -> None:
             socket.create_connection(listener.getsockname()) as client,
             pytest.raises(Ended, match="during the greeting") as told,
         ):
-            prove(client, SECRET, server=False, limit=5)
-        thread.join(5)
+            prove(client, SECRET, server=False, limit=PATIENCE)
+        thread.join(PATIENCE)
     assert "SECRET" not in str(told.value)
 
 
 def test_a_wrong_secret_is_still_told_as_one(said: Callable[[], list[str]]) -> None:
     with opened() as (_, where, inside):
         with socket.create_connection(where) as client, pytest.raises(WrongSecret):
-            prove(client, b"other", server=False, limit=5)
+            prove(client, b"other", server=False, limit=PATIENCE)
         eventually(said)
         assert inside.empty()
     assert "STRATAGEM_SECRET" in said()[0]
@@ -169,7 +169,7 @@ def test_the_log_stays_short(said: Callable[[], list[str]]) -> None:
         for words in [b"GET / HTTP/1.1\r\n"] * 30 + [b"STRATGM\x04" + bytes(64)] * 3:
             with socket.create_connection(where) as sock:
                 sock.sendall(words)
-                sock.settimeout(5)
+                sock.settimeout(PATIENCE)
                 with suppress(ConnectionResetError):  # not all that was said was read
                     while sock.recv(100):
                         continue
@@ -210,7 +210,7 @@ def test_an_unforeseen_error_does_not_shut_the_port(
         try:
             with socket.create_connection(where) as sock:
                 sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                sock.settimeout(5)
+                sock.settimeout(PATIENCE)
                 with suppress(ConnectionResetError):
                     assert sock.recv(1) == b""
             told: list[str] = []
@@ -223,7 +223,7 @@ def test_an_unforeseen_error_does_not_shut_the_port(
         finally:
             logging.getLogger("stratagem").removeHandler(handler)
         in_time(enter(where), 5)
-        inside.get(timeout=5).close()
+        inside.get(timeout=PATIENCE).close()
 
 
 def test_a_door_that_was_never_opened_is_closed() -> None:

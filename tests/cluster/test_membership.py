@@ -26,7 +26,7 @@ from stratagem.errors import (
     ReplicaStalled,
     UsageError,
 )
-from tests.clock import in_time, unless_late
+from tests.clock import PATIENCE, in_time, unless_late
 from tests.ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -217,7 +217,7 @@ def test_leaving_is_no_trouble_and_leaves_nothing(gather: Gather, order: tuple[i
         in_time(seen - asked, 0.8)
         assert told["threads"] == ["MainThread"]
         group[rank].say("exit")
-        assert group[rank].child.wait(20) == 0
+        assert group[rank].ends() == 0
     for process in group:
         assert not any('"trouble"' in line for _, line in process.out)
         unless_late(not process.err, process.err)  # that it did not run for a while, say
@@ -529,7 +529,7 @@ def test_mistakes_of_use() -> None:
 
 
 def _knock(host: str, port: int) -> socket.socket:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             return socket.create_connection((host, port), 1)

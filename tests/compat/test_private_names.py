@@ -63,7 +63,8 @@ def own_names(nodes: list[ast.AST]) -> Iterator[str]:
         elif (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
-            and ast.unparse(node.value) in ("self", "cls")
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "cls")
         ):
             yield node.attr
 
@@ -101,7 +102,8 @@ def used(source: str, *, in_compat: bool = False) -> tuple[set[str], set[str]]:
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Attribute) and private(node.attr):
-            whose = ast.unparse(node.value)
+            of = node.value
+            whose = of.id if isinstance(of, ast.Name) else ast.unparse(of)
             if whose in ("self", "cls", "super()"):
                 names |= {node.attr} - every_own_name()
             elif whose.partition(".")[0] in roots:

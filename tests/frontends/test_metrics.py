@@ -27,6 +27,7 @@ from torchmetrics.wrappers import (
 
 import stratagem as sg
 from stratagem.frontends.metrics import MetricSet, _flat
+from tests.clock import PATIENCE
 from tests.support import data, mlp, strategy
 
 
@@ -507,4 +508,4 @@ def test_who_has_no_metrics_does_not_wait_for_torchmetrics() -> None:
         strategy.close()
         assert strategy.run(there) == [True, True]
     """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import stratagem as sg
-from tests.clock import unless_late
+from tests.clock import PATIENCE, unless_late
 from tests.support import by_hand, data, distance, mlp, strategy
 
 
@@ -379,7 +379,7 @@ def test_saved_files_are_plain_and_resume_under_any_strategy(tmp_path: Path) -> 
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert "'0.weight'" in done.stdout and "[16, 6]" in done.stdout
     for count in (1, 2):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.frontends.hooks import refuse_shared
+from tests.clock import PATIENCE
 from tests.spread import assert_work, watched
 from tests.support import data, distance, mlp, strategy
 
@@ -413,7 +414,7 @@ def test_two_threads_take_turns() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(50)
+        thread.join(PATIENCE)
     assert len(losses) == 2 and losses[0] == losses[1]
     work()  # and the process is as it was
     assert losses[2] == losses[0]

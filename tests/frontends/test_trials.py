@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import stratagem as sg
 from stratagem.figures.trial_record import read_epochs
 from stratagem.launch import cli
+from tests.clock import SLOWER
 from tests.support import distance, mlp, strategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -114,7 +115,7 @@ def test_kept_models_are_those_of_training_alone(
         monkeypatch.setenv("STRATAGEM_TRIAL", str(alone))
         flags = json.loads((folder / "args.json").read_text())["flags"]
         line = [word for each in flags.items() for word in each]
-        subprocess.run([sys.executable, "train.py", *line], check=True, timeout=100)
+        subprocess.run([sys.executable, "train.py", *line], check=True, timeout=100 * SLOWER)
         mine, theirs = (load_file(each / "model.safetensors") for each in (folder, alone))
         assert mine.keys() == theirs.keys() and len(mine) == 4
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)

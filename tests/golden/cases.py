@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from tests.clock import SLOWER
 
 RECORD = Path(__file__).with_name("weights.json")
 ROWS, BATCH, EPOCHS = 43, 8, 2  # a last batch of 3 rows
@@ -228,7 +229,12 @@ def _launch(name: str) -> dict[str, Outcome]:
     command = [sys.executable, "-m", "stratagem", "run", *LAUNCHED[name][0]]
     command += [str(Path(__file__).with_name("task.py")), name]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, env=_environment()
+        command,
+        capture_output=True,
+        text=True,
+        timeout=110 * SLOWER,
+        check=False,
+        env=_environment(),
     )
     marked = re.search(r"golden (\{.*\})", done.stdout)
     assert done.returncode == 0 and marked, done.stdout + done.stderr

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.clock import PATIENCE
 from tests.clock import wait_for as wait_for
 
 HEAD = """
@@ -59,7 +60,7 @@ class Launcher:
 
     def finish(self, script: str, *options: str, **environ: str) -> tuple[int, str, str]:
         child = self(script, *options, **environ)
-        out, err = child.communicate(timeout=40)
+        out, err = child.communicate(timeout=PATIENCE)
         return child.returncode, out, err
 
     def end(self) -> None:

@@ -19,7 +19,7 @@ from stratagem.launch import check as command
 from stratagem.launch import probe
 from stratagem.launch.check import CheckRow, add_arguments, check, main
 from stratagem.launch.probe import Speed
-from tests.clock import in_time, unless_late
+from tests.clock import PATIENCE, in_time, unless_late
 from tests.ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
@@ -83,9 +83,8 @@ def test_three_tasks_find_and_measure_each_other(start: Start, tmp_path: Path) -
         for file, config in zip(files, configs, strict=True)
     ]
     for process in group:
-        assert process.child.wait(20) == 0, process.err
+        assert process.ends() == 0, process.err
     in_time(time.monotonic() - began, 15)  # not the whole of --wait
-    time.sleep(0.2)
     for me, process in zip(("worker 0", "worker 1", "ps 0"), group, strict=True):
         assert "this task, listening" in lines(process, me)
         for other in {"worker 0", "worker 1", "ps 0"} - {me}:
@@ -126,8 +125,8 @@ def test_one_that_starts_late_is_waited_for_and_named_meanwhile(start: Start) ->
     first = start(CHECK, "--wait", "25", TF_CONFIG=tf_config(spec, 0))
     first.logged(f"waiting for worker 1 at {spec.address(Task('worker', 1))}", 20)
     second = start(CHECK, "--wait", "25", TF_CONFIG=tf_config(spec, 1))
-    assert first.child.wait(20) == 0
-    assert second.child.wait(20) == 0
+    assert first.ends() == 0
+    assert second.ends() == 0
 
 
 def test_refused_says_to_start_a_check_there(start: Start, tmp_path: Path) -> None:
@@ -136,9 +135,8 @@ def test_refused_says_to_start_a_check_there(start: Start, tmp_path: Path) -> No
     file.write_text(spec.to_json())
     began = time.monotonic()
     process = start(CHECK, "--cluster", str(file), "--task", "worker:0", "--wait", "1")
-    assert process.child.wait(20) == 1
+    assert process.ends() == 1
     in_time(time.monotonic() - began, 5)
-    time.sleep(0.2)
     row = lines(process, "worker 1")
     assert "refused" in row and "start `stratagem check` there too" in row
 
@@ -151,9 +149,8 @@ def test_another_secret_is_certain_and_ends_the_wait(start: Start) -> None:
         for index, secret in enumerate(("one", "two"))
     ]
     for process in group:
-        assert process.child.wait(20) == 1
+        assert process.ends() == 1
     in_time(time.monotonic() - began, 15)
-    time.sleep(0.2)
     for process in group:
         table = " ".join(line for _, line in process.out)
         assert "handshake refused" in table and "same STRATAGEM_SECRET" in table
@@ -284,7 +281,7 @@ def test_one_way_only_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     call_on = CheckRound._call_on
     monkeypatch.setattr(CheckRound, "_call_on", deaf)
     answering.start()
-    assert held_back.wait(20)
+    assert held_back.wait(PATIENCE)
     monkeypatch.setattr(CheckRound, "_call_on", call_on)
     row = try_alone(spec, Task("worker", 0), wait=1.5)["worker 1"]
     answering.join()
@@ -337,7 +334,7 @@ def test_ctrl_c_ends_a_check_at_once(start: Start) -> None:
     process = start(CHECK, "--wait", "60", TF_CONFIG=tf_config(spec, 0))
     process.logged("waiting for", 20)
     when = process.signal(signal.SIGINT)
-    assert process.child.wait(20) == 130
+    assert process.ends() == 130
     in_time(time.monotonic() - when, 2)
 
 

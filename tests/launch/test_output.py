@@ -17,6 +17,8 @@ from stratagem.launch.output import PATIENCE, Lines, Sink
 sys.path.insert(0, str(Path(__file__).parent))
 from run_processes import Launcher, alive, said, wait_for
 
+from tests.clock import SLOWER
+
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -123,7 +125,7 @@ def test_a_reader_who_leaves_ends_the_job(launcher: Launcher) -> None:
     child.stdout.readline()
     child.stdout.close()
     child.stdout = None
-    assert child.wait(20) == 128 + signal.SIGPIPE
+    assert child.wait(20 * SLOWER) == 128 + signal.SIGPIPE
     assert not alive(launcher.pid("task0"))
 
 
@@ -133,4 +135,4 @@ def test_a_reader_who_stalls_does_not_hold_up_the_end(launcher: Launcher) -> Non
     time.sleep(1.0)  # the pipe to us is full by now, and the launcher stands before it
     child.terminate()
     wait_for(lambda: not alive(task))
-    assert child.wait(20) == 128 + signal.SIGTERM
+    assert child.wait(20 * SLOWER) == 128 + signal.SIGTERM

@@ -22,6 +22,7 @@ from stratagem.plan.formulas import Calibration
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import SparseTable
 from stratagem.plan.report import dumps
+from tests.clock import PATIENCE
 from tests.plan.support import profile
 
 pytestmark = pytest.mark.timeout(60)
@@ -414,7 +415,7 @@ def command(source: str, tmp_path: Path) -> subprocess.Popen[str]:
 def test_a_script_that_the_system_kills(tmp_path: Path) -> None:
     """As it does when there is no memory left."""
     with command("import os; os.kill(os.getpid(), 9)", tmp_path) as process:
-        error = process.communicate(timeout=60)[1]
+        error = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 2 and "more memory than there is" in error.splitlines()[-1]
     assert os.listdir(tmp_path) == ["train.py"]
 
@@ -429,7 +430,7 @@ def test_a_signal_reaches_the_script(tmp_path: Path) -> None:
             time.sleep(0.02)
             assert process.poll() is None
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

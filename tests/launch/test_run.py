@@ -20,7 +20,7 @@ import pytest
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.launch.local_job import Job
 from stratagem.launch.supervise import Escalation, culprit, steps_after
-from tests.clock import SLOWER, in_time
+from tests.clock import PATIENCE, SLOWER, in_time
 from tests.ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -128,7 +128,10 @@ def test_gpus_reach_the_tasks(launcher: Launcher) -> None:
 
 
 def test_chosen_ports(launcher: Launcher) -> None:
-    base = free_ports(2)[0]
+    ports = free_ports(2)
+    while ports[1] != ports[0] + 1:  # somebody else has one in between
+        ports = free_ports(2)
+    base = ports[0]
     code, _, err = launcher.finish(SHOW, "--workers", "2", "--port", str(base))
     assert code == 0, err
     config = json.loads(json.loads((launcher.where / "worker1").read_text())["TF_CONFIG"])
@@ -167,7 +170,8 @@ def test_the_code_of_the_first_failure(launcher: Launcher, how: str, code: int, 
 if index == 1:
     note("failed", os.getpid())
     {how}
-time.sleep(3)  # long after worker 1, on a busy machine too
+while not os.path.exists("failed") or os.path.exists("/proc/" + open("failed").read()):
+    time.sleep(0.01)  # until the launcher knows
 print("worker 1 is lost", file=sys.stderr)
 sys.exit(3)
 """
@@ -284,7 +288,7 @@ sys.exit(9)
     task = launcher.pid("task0")
     wait_for(lambda: not alive(task))
     time.sleep(0.5)
-    out, err = child.communicate(timeout=20 * SLOWER)
+    out, err = child.communicate(timeout=PATIENCE)
     told = err.splitlines()
     assert out == "[worker 0] and on stdout\n"
     assert child.returncode == 9 and len(told) == 900 + 1 + 10
@@ -299,8 +303,11 @@ def test_silence_is_said_to_be_silence(launcher: Launcher) -> None:
 def test_others_may_end_within_the_grace(launcher: Launcher) -> None:
     script = """
 if index == 1:
+    note("failed", os.getpid())
     sys.exit(5)
-time.sleep(1.5)
+while not os.path.exists("failed") or os.path.exists("/proc/" + open("failed").read()):
+    time.sleep(0.01)
+time.sleep(0.3)
 print("saved")
 """
     code, out, err = launcher.finish(script, "--workers", "2", "--grace", "20")
@@ -370,7 +377,7 @@ def test_a_signal_to_the_launcher_leaves_nobody(
     assert all(map(alive, family)) and len(set(family)) == 4
     began = time.monotonic()
     child.send_signal(number)
-    code = child.wait(20)
+    code = child.wait(PATIENCE)
     wait_for(lambda: not any(map(alive, family)) and not folders(child))
     assert code == (-9 if number is signal.SIGKILL else 128 + number)
     in_time(time.monotonic() - began, 8 if deaf else 3)
@@ -410,7 +417,7 @@ def test_nobody_watches_once_it_is_over(launcher: Launcher) -> None:
     family = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
     assert len(family) == 2  # the task and the guard
     (launcher.where / "go").touch()
-    assert child.wait(20) == 0
+    assert child.wait(PATIENCE) == 0
     assert not any(alive(int(pid)) for pid in family)
 
 
@@ -426,7 +433,7 @@ except KeyboardInterrupt:
     for i in (0, 1):
         launcher.pid(f"task{i}")
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=20 * SLOWER)
+    out, err = child.communicate(timeout=PATIENCE)
     assert child.returncode == 130 and "Traceback" not in err and "failed first" not in err
     assert said(out, "worker 0") == said(out, "worker 1") == ["goodbye"]
 
@@ -437,7 +444,7 @@ def test_a_second_ctrl_c_does_not_wait(launcher: Launcher) -> None:
     for _ in range(3):  # SIGINT, SIGTERM, SIGKILL
         child.send_signal(signal.SIGINT)
         time.sleep(0.3)
-    assert child.wait(20) == 130
+    assert child.wait(PATIENCE) == 130
     assert not any(map(alive, family))
 
 
@@ -480,6 +487,6 @@ time.sleep(60)
     running = launcher(script, "--replicas", "2", "--restarts", "5")
     wait_for(lambda: all((launcher.where / f"ready{i}").exists() for i in range(2)))
     running.send_signal(signal.SIGTERM)
-    _, said = running.communicate(timeout=30 * SLOWER)
+    _, said = running.communicate(timeout=PATIENCE)
     assert running.returncode == 75, said
     assert "starting it again" not in said

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import stratagem as sg
 from stratagem.errors import UsageError
+from tests.clock import PATIENCE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -257,4 +258,4 @@ def test_it_can_be_called_whichever_way_it_was_found() -> None:
         "import stratagem.plan.cost, stratagem.plan as p, stratagem as sg\n"
         "assert callable(p) and callable(sg.plan) and sg.plan.cost is stratagem.plan.cost\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

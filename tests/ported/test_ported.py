@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,12 +77,19 @@ def changed(name: str, strategy: sg.Strategy) -> tuple[dict[str, torch.Tensor], 
         handle.remove()
 
 
+@cache
+def alone(name: str) -> dict[str, torch.Tensor]:
+    """What the script gives on one device."""
+    torch.manual_seed(99)
+    state = importlib.import_module(f"tests.ported.{name}").train(None)
+    return {key: value.detach().clone() for key, value in state.items()}
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_gives_what_one_device_gives_or_is_refused(
     name: str, strategy: sg.Strategy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = importlib.import_module(f"tests.ported.{name}")
     kind = "servers" if strategy.served else "mirrored"
     refusal = SCRIPTS[name].get(kind)
     if name == "resnet" and strategy.served:  # a thing that people choose: told, not refused
@@ -92,8 +100,7 @@ def test_a_script_gives_what_one_device_gives_or_is_refused(
         with pytest.raises((sg.NotDistributable, sg.UsageError, sg.ReplicaFailed), match=refusal):
             strategy.run(changed, name, strategy)
         return
-    torch.manual_seed(99)
-    expected = script.train(None)
+    expected = alone(name)
     results = strategy.run(changed, name, strategy)
     assert len(results) == len(strategy.devices) > 1
     for state, rows in results:
@@ -106,8 +113,7 @@ def test_a_script_gives_what_one_device_gives_or_is_refused(
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_something(name: str) -> None:
     """Weights that never move would be equal everywhere."""
-    script = importlib.import_module(f"tests.ported.{name}")
-    first = {key: value.clone() for key, value in script.train(None).items()}
+    script, first = importlib.import_module(f"tests.ported.{name}"), alone(name)
     with pytest.MonkeyPatch.context() as patch:
         for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.LBFGS):
             patch.setattr(kind, "step", lambda self, *args: None)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.clock import PATIENCE
 from tests.clock import wait_for as wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -160,7 +161,7 @@ class Nursery:
         self.clear()
         self._file.close()
         self._socket.close()
-        self._process.wait(10)
+        self._process.wait(PATIENCE)
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.clock import SLOWER
 from tests.replicas.scripts import ROOT, runs, wait_for
 
 pytestmark = pytest.mark.timeout(120)
@@ -92,7 +93,7 @@ def run(*arguments: str, where: Path, stdin: str | None = None) -> str:
         input=stdin,
         text=True,
         capture_output=True,
-        timeout=100,
+        timeout=100 * SLOWER,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

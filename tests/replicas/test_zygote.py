@@ -17,7 +17,7 @@ import stratagem as sg
 from stratagem.replicas import pipe_frames, zygote
 from stratagem.replicas.pool import Follower
 from stratagem.replicas.zygote import ZygoteProcess
-from tests.clock import in_time
+from tests.clock import PATIENCE, in_time
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,7 +40,7 @@ def test_an_owner_that_ends_while_the_helper_imports() -> None:
     theirs.close()
     pipe_frames.send_with_fds(ours, json.dumps({"end": [], "number": 1}).encode(), [])
     ours.close()
-    assert helper.communicate(timeout=30)[1] == ""
+    assert helper.communicate(timeout=PATIENCE)[1] == ""
     assert helper.returncode == 0
 
 

@@ -17,6 +17,7 @@ from stratagem.servers.session import Session
 from stratagem.servers.shard_lines import Address
 from stratagem.training.settings import Served
 from stratagem.wire.tcp import local_address
+from tests.clock import PATIENCE
 from tests.ports import free_ports
 
 
@@ -58,7 +59,7 @@ class Office:
         for worker in reversed(self.workers):  # the chief last
             worker.close()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
 
 

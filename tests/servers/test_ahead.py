@@ -26,6 +26,7 @@ from stratagem.training.replica import Replica
 from stratagem.training.settings import Served
 from stratagem.wire.collective import Alone
 from stratagem.wire.tcp import local_address
+from tests.clock import PATIENCE
 from tests.replicas.scripts import wait_for
 from tests.servers.fault_support import Counter, balanced, by_one
 
@@ -64,7 +65,7 @@ def join() -> Iterator[Callable[[int], Session]]:
     for session in reversed(sessions):  # the chief last
         session.worker.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert not any(server.peers.present() for server in servers)  # nor any thread of theirs
 

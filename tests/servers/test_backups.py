@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.servers.client import Assignment
 from stratagem.servers.training_plan import holders_of
-from tests.clock import unless_late, wait_for
+from tests.clock import PATIENCE, unless_late, wait_for
 from tests.servers.fault_support import (
     balanced,
     beside,
@@ -159,7 +159,7 @@ def test_a_gradient_lies_there_until_all_holders_have_read_it() -> None:
     with backup.changed:  # it carries out no order now
         thread.start()
         assert not came.wait(0.5)
-    thread.join(20)
+    thread.join(PATIENCE)
     assert came.is_set() and backup.done == 1
     session.end()
     office.close()

@@ -27,7 +27,7 @@ from stratagem.wire.channel import PlainChannel
 from stratagem.wire.connection import Connection
 from stratagem.wire.segment import Segment
 from stratagem.wire.tcp import local_address
-from tests.clock import in_time
+from tests.clock import PATIENCE, in_time
 from tests.replicas.scripts import wait_for
 from tests.servers.fault_support import count, local
 from tests.servers.server_threads import Office
@@ -83,7 +83,7 @@ def test_a_chief_that_stops_in_mid_opening_is_given_up(monkeypatch: pytest.Monke
             module,
             torch.optim.SGD(module.parameters(), lr=0.1),  # type: ignore[arg-type]
         )
-    thread.join(12)
+    thread.join(PATIENCE)
     chief.close(goodbye=False)
     assert whole and not thread.is_alive()
     assert [error.who for error in raised] == ["worker 0"]  # type: ignore[attr-defined]
@@ -211,7 +211,7 @@ def test_what_is_wrong_is_told_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     assert told == [heartbeat.trouble]
     heartbeat.stop()
     there.close()

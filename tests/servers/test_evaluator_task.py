@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from tests.clock import PATIENCE
 from tests.served_support import digits, net
 from tests.servers.server_threads import evaluator
 
@@ -35,7 +36,7 @@ def test_a_loop_of_ones_own_is_refused_and_told_what_to_do(monkeypatch: pytest.M
         for worker in office.workers:
             worker.close()
         for thread in office.threads:
-            thread.join(10)
+            thread.join(PATIENCE)
         assert strategy.audience.over()
     assert sg.current_replica().is_chief  # nobody's evaluator any more
 
@@ -59,7 +60,8 @@ def test_its_history_has_what_the_chief_wrote_down(
     with evaluator() as (office, strategy):
         model = sg.Model(net(), strategy)
         model.compile("sgd", "cross_entropy")
-        threading.Timer(0.5, office.close).start()
+        over = threading.Timer(0.5, office.close)
+        over.start()
         seen = model.fit(
             x,
             y,
@@ -68,5 +70,6 @@ def test_its_history_has_what_the_chief_wrote_down(
             verbose=0,
             callbacks=[sg.callbacks.ModelCheckpoint(str(tmp_path / "last"))],
         )
+        over.join()
         assert seen.history["loss"] == trained.history["loss"]
         assert len(seen.history["val_loss"]) == 1

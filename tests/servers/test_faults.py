@@ -35,7 +35,7 @@ from stratagem.servers.session import Session
 from stratagem.servers.shard_lines import Address
 from stratagem.training.settings import Served
 from stratagem.wire.tcp import local_address
-from tests.clock import in_time, unless_late
+from tests.clock import PATIENCE, in_time, unless_late
 from tests.replicas.scripts import Nursery, family, nursery, runs, wait_for
 from tests.servers.fault_support import (
     BATCH,
@@ -217,7 +217,7 @@ def servers() -> Iterator[list[Server]]:
         thread.start()
     yield both
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
@@ -251,7 +251,7 @@ def test_a_gradient_outlives_its_worker(
 
     def obey(order: Any) -> Any:
         if order[0] == "add":
-            slow.wait(20)
+            slow.wait(PATIENCE)
         return carry_out(order)
 
     monkeypatch.setattr(servers[1].shard, "obey", obey)
@@ -288,7 +288,7 @@ def test_one_that_does_not_read_holds_nobody_up(
         daemon=True,
     )
     rest.start()
-    rest.join(30)
+    rest.join(PATIENCE)
     deaf.worker.close(goodbye=False)
     assert kept == [True] * 4
     chief.end()
@@ -562,7 +562,7 @@ def test_a_forked_child_leaves_its_parents_workers_alone(made: Any) -> None:
 
     forked = multiprocessing.get_context("fork").Process(target=child)
     forked.start()
-    forked.join(20)
+    forked.join(PATIENCE)
     assert forked.exitcode == 0
     assert strategy.run(os.getpid) == workers
 

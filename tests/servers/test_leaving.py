@@ -21,7 +21,7 @@ from stratagem.cluster.failure import failed, headline
 from stratagem.servers import participants
 from stratagem.servers.client import Assignment
 from stratagem.servers.session import Session
-from tests.clock import in_time, unless_late, wait_for
+from tests.clock import PATIENCE, in_time, unless_late, wait_for
 from tests.replicas.scripts import family, nursery, runs
 from tests.served_support import apart, digits, net
 from tests.servers.fault_support import Counter, by_one
@@ -95,7 +95,7 @@ def test_who_is_busy_with_something_else_is_waited_for(
                 time.sleep(0.05)
             assert not first.done()
             other = begin(1)
-            works = [first.result(20), other.worker.next()]
+            works = [first.result(PATIENCE), other.worker.next()]
         assert all(isinstance(work, Assignment) for work in works)
         assert {work.ticket.part for work in works if isinstance(work, Assignment)} == {0, 1}
         other.end()
@@ -131,7 +131,7 @@ def test_in_step_one_that_leaves_its_loop_after_the_chief_has_gone_on_waits_for_
         one_part(chief)
         left = threading.Thread(target=other.worker.stand_aside, args=(1,), daemon=True)
         left.start()
-        left.join(20)
+        left.join(PATIENCE)
         assert not left.is_alive(), "it waits for itself"
         other.worker.want(2)
         one_part(other)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 
 import stratagem as sg
+from stratagem import ps
 from stratagem.cluster.handshake import secret_for
 from stratagem.launch import check
 
@@ -67,14 +66,7 @@ def test_one_worker_listens_nowhere() -> None:
 
 def test_a_server_and_a_check_refuse_and_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--cluster", ABROAD.to_json(), "--index", "0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "stratagem.ps", *words],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode == 1 and "--insecure does without" in done.stderr
+    assert ps.main(words) == 1 and "--insecure does without" in capsys.readouterr().err
 
     parser = argparse.ArgumentParser()
     check.add_arguments(parser)

@@ -16,6 +16,7 @@ from stratagem.servers.thread_tuning import ThreadTrial, choices
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.state.optimizer_recipe import describe
 from stratagem.state.partition import partition
+from tests.clock import PATIENCE
 
 CORES = 3
 
@@ -35,7 +36,7 @@ def threads_of_updates(shard: Shard) -> set[int]:
 
     thread = threading.Thread(target=obey)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE)
     return seen
 
 

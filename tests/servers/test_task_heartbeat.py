@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import time
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_coordinator_that_hangs_up_is_trouble() -> None:
 def test_who_is_silent_is_named_and_given_up(
     side: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "STALL", 1.0)
+    monkeypatch.setattr(heartbeat, "STALL", 0.5)  # a look or two before it is given up
     pair, given_up = Pair(tls=False, give_up=1.5), list[str]()
     silent = pair.task._star if side == "task" else pair.peers._star
     assert silent is not None
@@ -81,6 +82,6 @@ def test_who_is_silent_is_named_and_given_up(
             pair.peers.look(lambda peer, what: given_up.append(f"{peer.name} {what}"))
             time.sleep(0.1)
     name = "worker 1" if side == "task" else "ps 0"
-    assert f"{name} has been silent for 1 s" in caplog.text
+    assert re.search(rf"{name} has been silent for \d s", caplog.text)
     assert bool(given_up) == (side == "task") == (not pair.trouble)
     pair.close()

@@ -8,10 +8,11 @@ from typing import Any
 
 from stratagem.wire.segment import Segment
 from stratagem.wire.shared_memory import SharedMemoryCollective
+from tests.clock import PATIENCE
 
 
 def give_up(rank: int, seconds: float) -> None:
-    if seconds > 5:
+    if seconds > PATIENCE:
         raise TimeoutError(f"replica {rank} does not come")
 
 
@@ -20,4 +21,4 @@ def together(size: int, work: Callable[[SharedMemoryCollective], Any]) -> list[A
     control = Segment(SharedMemoryCollective.control_size(size))
     members = [SharedMemoryCollective(rank, size, control, give_up) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        return [found.result(timeout=30) for found in [pool.submit(work, m) for m in members]]
+        return [found.result(timeout=PATIENCE) for found in [pool.submit(work, m) for m in members]]

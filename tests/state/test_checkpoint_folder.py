@@ -17,7 +17,7 @@ from stratagem.errors import UsageError
 from stratagem.rules.checkpoint_schedule import CheckpointSchedule
 from stratagem.state import checkpoint
 from stratagem.state.checkpoint_folder import CheckpointFolder, Checkpoints, CheckpointWriter
-from tests.clock import SLOWER
+from tests.clock import PATIENCE, SLOWER
 from tests.state.ended_folders import loaded, save
 from tests.state.ended_savings import trained
 
@@ -80,7 +80,7 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path) -> None:
 
     class Slow(CheckpointFolder):
         def write(self, *args: object) -> Path:
-            assert go.wait(10)
+            assert go.wait(PATIENCE)
             return super().write(*args)  # type: ignore[arg-type]
 
     writer = CheckpointWriter(Slow(tmp_path, 2))

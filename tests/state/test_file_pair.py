@@ -22,7 +22,7 @@ import torch
 
 from stratagem.errors import UsageError
 from stratagem.state import checkpoint, file_pair
-from tests.clock import in_time
+from tests.clock import PATIENCE, in_time
 from tests.state.ended_savings import check_plain, loaded, save, trained
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def start(folder: Path, what: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> list[int]:
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     return [int(line) for line in out.split()]
 
@@ -150,9 +150,9 @@ def test_a_load_among_many_savings_comes_to_its_end(
     with caplog.at_level(logging.INFO, "stratagem"):
         saver.start()
         loader.start()
-        loader.join(8)
+        loader.join(PATIENCE)
         over.set()
-        saver.join(20)
+        saver.join(PATIENCE)
     assert len(found) == 1 and "keeping others out" in caplog.text
     save(tmp_path, 1.0)
     check_plain(tmp_path, 1.0)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.errors import ReplicaFailed, ReplicaLost
 from stratagem.training.replica import current_replica
+from tests.clock import unless_late
 from tests.replicas.scripts import Nursery, nursery, wait_for
 from tests.strategies.test_multi_worker import Cluster
 
@@ -139,22 +140,26 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", [None, "ring"])
 @pytest.mark.parametrize("case", CASES)
 def test_kills_change_nothing(case: str, kind: str | None) -> None:
-    """Five kills in three epochs: in mid-epoch, at the last batch, at the first one."""
+    """Three kills in three epochs: in mid-epoch, at the last batch, at the first one."""
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic(kind)) as several:
         expected = train(one, **CASES[case])
-        found = train(several, (1, 4, 10, 11, 25), **CASES[case])
+        found = train(several, (4, 10, 21), **CASES[case])
         assert several.num_replicas_in_sync == 3
     alike(found, expected)
 
 
 @contextmanager
-def killing(strategy: Any, seed: int, times: int) -> Iterator[list[float]]:
-    """Kill followers at random moments, with a while to come up in between."""
+def killing(
+    strategy: Any, seed: int, times: int, begun: Callable[[], bool] = lambda: True
+) -> Iterator[list[float]]:
+    """Kill followers at random moments, once the call has `begun`, with a while in between."""
     dice, over, killed = random.Random(seed), threading.Event(), []
 
     def run() -> None:
         while len(killed) < times and not over.wait(dice.uniform(0.05, 0.4)):
             pool = strategy.replica_group._pool
+            if not begun():
+                continue
             try:
                 os.kill(dice.choice(pool.followers).pid, signal.SIGKILL)
             except (AttributeError, IndexError, ProcessLookupError):
@@ -168,6 +173,7 @@ def killing(strategy: Any, seed: int, times: int) -> Iterator[list[float]]:
     finally:
         over.set()
         thread.join()
+    unless_late(killed, "nobody was killed, by chance")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -175,9 +181,8 @@ def test_kills_at_any_moment(seed: int) -> None:
     slow = {"loss": Slow()}
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic()) as several:
         expected = train(one, **slow)
-        with killing(several, seed, 3) as killed:
+        with killing(several, seed, 3):
             found = train(several, **slow)
-    assert killed
     alike(found, expected)
 
 

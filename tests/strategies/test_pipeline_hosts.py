@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import stratagem as sg
 from stratagem.state.parted_model import PartedTensors
 from stratagem.wire.tree_channel import open_channels
-from tests.clock import in_time
+from tests.clock import SLOWER, in_time
 from tests.frontends.keras.test_stages import apart, numbers, trained
 from tests.frontends.keras.test_stages import deep as keras_deep
 from tests.hosts import Hosts, needs_hosts
@@ -168,13 +168,22 @@ def test_a_failure_leaves_no_old_layers(
 # --- tasks ----------------------------------------------------------------------------------------
 
 
-def test_workers_of_stratagem_run(tmp_path: Path) -> None:
+SCRIPT = f'{HEAD}strategy = sg.PipelineStrategy(cross_device_ops="ring"){TRAIN}'
+
+
+def test_workers_of_a_cluster(two: Cluster) -> None:
     """`sg.PipelineStrategy()` in a script that is started twice; one task a stage."""
+    everybody = two.all(SCRIPT)
+    end_well(everybody)
+    assert all("exact True True 2" in each.out for each in everybody), everybody
+
+
+@pytest.mark.slow
+def test_workers_of_stratagem_run(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path)
-    script = f'{HEAD}strategy = sg.PipelineStrategy(cross_device_ops="ring"){TRAIN}'
     try:
-        child = launcher(script, "--workers", "2", PYTHONPATH=str(Path(__file__).parents[2]))
-        out, err = child.communicate(timeout=100)
+        child = launcher(SCRIPT, "--workers", "2", PYTHONPATH=str(Path(__file__).parents[2]))
+        out, err = child.communicate(timeout=100 * SLOWER)
     finally:
         launcher.end()
     assert child.returncode == 0, err

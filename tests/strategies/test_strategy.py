@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from tests.clock import PATIENCE
 from tests.support import by_hand, data, distance, mlp, strategy
 
 pytestmark = pytest.mark.timeout(60)
@@ -332,7 +333,7 @@ def exit_code_of(work: Any) -> int | None:
     """How a forked child that does this ends."""
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
-    child.join(30)
+    child.join(PATIENCE)
     return child.exitcode
 
 

@@ -451,21 +451,21 @@ def _touched() -> int:
     return found
 
 
-def test_each_process_has_its_part_of_parameters_and_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_process_has_its_part_of_parameters_and_state(tmp_path: Path, devices: int) -> None:
     """Weights and two states of 4 MB each: the second process has touched about half of them."""
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(16, 65536), nn.ReLU(), nn.Linear(65536, 16))
     module = nn.Sequential(wide, Resident(str(tmp_path)), nn.Linear(16, 4))
     x, y = data(64, features=16)
-    for devices in (2, 4):
-        with sg.TensorParallelStrategy(cpus(devices)) as on:
-            model = sg.Model(copy.deepcopy(module), on)
-            model.compile(optimizer="adam", loss="cross_entropy", check=False)
-            model.fit(x, y, batch_size=32, epochs=2, verbose=0)
-        whole = 3 * sum(p.nbytes for p in module.parameters())
-        touched = [int((tmp_path / str(rank)).read_text()) for rank in range(1, devices)]
-        for each in touched:
-            assert 0.9 / devices < each / whole < 1.35 / devices + 0.08, (touched, whole)
+    with sg.TensorParallelStrategy(cpus(devices)) as on:
+        model = sg.Model(copy.deepcopy(module), on)
+        model.compile(optimizer="adam", loss="cross_entropy", check=False)
+        model.fit(x, y, batch_size=32, epochs=2, verbose=0)
+    whole = 3 * sum(p.nbytes for p in module.parameters())
+    touched = [int((tmp_path / str(rank)).read_text()) for rank in range(1, devices)]
+    for each in touched:
+        assert 0.9 / devices < each / whole < 1.35 / devices + 0.08, (touched, whole)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

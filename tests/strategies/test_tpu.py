@@ -13,6 +13,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.cluster.spec import Task
+from tests.clock import SLOWER
 from tests.hosts import ROOT
 
 SAME = "tests/strategies/test_same_answer.py"
@@ -55,23 +56,23 @@ def run(code: str, claims: Path, **environ: str) -> subprocess.CompletedProcess[
         env={**os.environ, "OMP_NUM_THREADS": "1", **told},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 * SLOWER,
     )
 
 
 @pytest.mark.timeout(120)
 def test_the_weights_of_one_device_and_what_replicas_find(tmp_path: Path) -> None:
-    done = run(TRAIN, tmp_path / "claims", STAND_IN_TPUS="4")
+    done = run(TRAIN, tmp_path / "claims", STAND_IN_TPUS="2")
     assert done.returncode == 0, done.stderr
-    assert "rows [0, 1, 2, 3]" in done.stdout and "device tpu:3" in done.stdout
+    assert "rows [0, 1]" in done.stdout and "device tpu:1" in done.stdout
     claims = [json.loads(line) for line in (tmp_path / "claims").read_text().splitlines()]
-    assert sorted(int(each["RANK"]) for each in claims) == [0, 1, 2, 3]
+    assert sorted(int(each["RANK"]) for each in claims) == [0, 1]
     assert all(each["RANK"] == each["LOCAL_RANK"] for each in claims)
-    assert len({each["pid"] for each in claims}) == 4
+    assert len({each["pid"] for each in claims}) == 2
     for name in ("SLICEBUILDER_ADDRESSES", "TOPOLOGY", "XPROF_SESSION_ID"):
         assert len({each[f"TORCH_TPU_{name}"] for each in claims}) == 1
-    assert len(claims[0]["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")) == 4
-    assert {each["WORLD_SIZE"] for each in claims} == {"4"}
+    assert len(claims[0]["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")) == 2
+    assert {each["WORLD_SIZE"] for each in claims} == {"2"}
 
 
 REFUSALS = {

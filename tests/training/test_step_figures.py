@@ -17,6 +17,7 @@ import stratagem as sg
 from stratagem.figures import recorder
 from stratagem.figures.meter import METER, loading
 from stratagem.training.step_figures import Line, StepFigures
+from tests.clock import in_time, unless_late
 
 
 class SlowNet(nn.Module):
@@ -52,13 +53,14 @@ def test_a_replica_of_this_process_is_named(
     with caplog.at_level(logging.WARNING, "stratagem"):
         model.fit(DataLoader(Rows(), batch_size=8), epochs=1, verbose=0)
     slow = [each.message for each in caplog.records if " is slow: " in each.message]
-    assert len(slow) == 1 and slow[0].startswith("replica 1 ") and "it computes for" in slow[0]
+    assert any(line.startswith("replica 1 ") and "it computes for" in line for line in slow)
+    unless_late(len(slow) == 1, slow)
     for i in (0, 1):
         text = (tmp_path / f"replica-{i}.jsonl").read_text().splitlines()
         lines = [line for each in text if (line := json.loads(each)).get("steps")]
         assert lines and all(line["examples"] == 4 for line in lines)
         waits = sum(line["wait"] for line in lines) / len(lines)
-        assert (waits > 0.02) == (i == 0)
+        unless_late((waits > 0.02) == (i == 0), (i, waits))
 
 
 def slowly(batches: int) -> Iterator[int]:
@@ -89,7 +91,7 @@ def test_what_a_step_is_made_of() -> None:
     steps = sum(each["steps"] for each in told)
     assert steps == 58  # the first of each epoch is none
     for name, least in KINDS.items():
-        assert least <= seconds[name] / steps < 4 * least, (name, seconds[name] / steps)
+        in_time(seconds[name] / steps, 4 * least, least=least)
 
 
 #: seconds a step
@@ -108,4 +110,4 @@ def test_it_costs_less_than_a_hundredth_of_a_step() -> None:
             figures.step(8)
         return (time.perf_counter() - started) / 1000
 
-    assert min(a_step() for _ in range(10)) < 0.0001
+    in_time(min(a_step() for _ in range(10)), 0.0001)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor
 from stratagem.wire import ordered_sum
 from stratagem.wire.ordered_sum import OrderedSum
 from stratagem.wire.shared_memory import SharedMemoryCollective
+from tests.clock import PATIENCE, wait_for
 from tests.state.crowd_support import together
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,23 +73,26 @@ def test_sums_of_whatever_is_given(
                 assert total is None or torch.equal(mine, total)  # to the bit: one order
 
 
-def test_who_is_early_keeps_a_window_and_waits() -> None:
+def test_who_is_early_keeps_a_window_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two is early; it holds no more than the window and one part."""
     parts, size = 12, 1000
+    most, made = 4 * 4 * size, dict[int, OrderedSum]()
+    monkeypatch.setattr(ordered_sum, "_PATIENCE", PATIENCE)
 
     def work(collective: SharedMemoryCollective) -> int:
-        sums = OrderedSum([size] * parts, collective, window=3 * 4 * size)
+        sums = made[collective.rank] = OrderedSum([size] * parts, collective, window=3 * 4 * size)
+        collective.barrier()
         sums.begin_step()
         for part in range(parts):
-            if collective.rank == 0:
-                time.sleep(0.02)
+            if collective.rank == 0 and part == 0:
+                wait_for(lambda: made[1].most_kept >= most)
             sums.add(part, torch.ones(size))
         sums.end_pass()
         collective.barrier()
         assert float(sums.flat.sum()) == 2 * parts * size
         return sums.most_kept
 
-    assert together(2, work) == [0, 4 * 4 * size]
+    assert together(2, work) == [0, most]
 
 
 def test_nobody_waits_for_ever_in_mid_pass(monkeypatch: pytest.MonkeyPatch) -> None:

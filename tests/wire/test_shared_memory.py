@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from stratagem.errors import ReplicaLost, UsageError
 from stratagem.wire.segment import Segment, host_identity
 from stratagem.wire.shared_memory import SharedMemoryCollective, SharedTable, slices, sum_rows
+from tests.replicas.scripts import nursery
 
 
 @given(st.integers(0, 5000), st.integers(1, 40))
@@ -49,7 +49,7 @@ def test_weighted_sums(rows: int, count: int, dtype: torch.dtype, draw: st.DataO
     assert torch.equal(table.grid[0], table.rows[0]) or weights[0] == 0.0
 
 
-def test_another_process_maps_the_same_memory() -> None:
+def test_another_process_maps_the_same_memory(tmp_path: Path) -> None:
     segment = Segment(1024)
     segment.tensor(torch.float32, (4,)).fill_(1.0)
     code = (
@@ -57,7 +57,8 @@ def test_another_process_maps_the_same_memory() -> None:
         "t = Segment.attach(sys.argv[1]).tensor(torch.float32, (4,))\n"
         "assert t.sum() == 4\nt.fill_(7.0)\n"
     )
-    subprocess.run([sys.executable, "-c", code, segment.handle], check=True, timeout=60)
+    script = nursery().start(tmp_path, code.replace("sys.argv[1]", repr(segment.handle)))
+    assert script.ends() == 0, script
     assert segment.tensor(torch.float32, (4,)).sum() == 28
 
 

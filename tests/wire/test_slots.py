@@ -16,6 +16,7 @@ from stratagem.errors import ReplicaLost
 from stratagem.wire.segment import Segment
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.slots import SlotChannel, channel_words
+from tests.clock import PATIENCE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -68,7 +69,7 @@ def test_a_sender_waits_for_a_free_slot(one_slot: Any) -> None:
     assert later.is_alive()
     assert torch.equal(receiver.take()[0], torch.ones(3))  # not overwritten
     receiver.release()
-    later.join(10)
+    later.join(PATIENCE)
     assert not later.is_alive()
     assert torch.equal(receiver.take()[0], torch.zeros(3))
 

@@ -21,7 +21,7 @@ from stratagem.errors import UsageError
 from stratagem.wire.channel import _PIECES
 from stratagem.wire.connection import Frame, WireError
 from stratagem.wire.tcp import Connection
-from tests.clock import in_time
+from tests.clock import PATIENCE, in_time
 from tests.wire.wire_pairs import (
     KINDS,
     Lines,
@@ -71,7 +71,7 @@ def test_a_body_is_sent_while_it_is_made_and_read_in_two(
     def parts() -> Iterator[Tensor]:
         yield noise(MB)
         begun.set()
-        assert made.wait(10)  # the peer has the first part before there is a second
+        assert made.wait(PATIENCE)  # the peer has the first part before there is a second
         yield noise(5, 2)
 
     sending = Outcome(lambda: client.stream({"t": 1}, MB + 5, parts()))
@@ -79,7 +79,7 @@ def test_a_body_is_sent_while_it_is_made_and_read_in_two(
     assert frame == Frame({"t": 1}, MB + 5)
     first, second = torch.zeros(MB, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)
     server.read_into([first], more=True)
-    assert begun.wait(10) and sending.is_alive()
+    assert begun.wait(PATIENCE) and sending.is_alive()
     made.set()
     server.read_into([second])
     sending.result()

@@ -18,7 +18,7 @@ from stratagem.wire import tcp
 from stratagem.wire.address import encrypted
 from stratagem.wire.connection import Frame
 from stratagem.wire.tcp import Connection, Listener, connect, local_address
-from tests.clock import in_time
+from tests.clock import PATIENCE, in_time
 from tests.wire.wire_pairs import (
     KINDS,
     SECRET,
@@ -59,6 +59,8 @@ def test_a_silent_stranger_is_cut_off_and_holds_up_nobody(
         host, port = listener.address.split(":")
         with socket.create_connection((host, int(port))) as stranger:
             start = time.monotonic()
+            eventually(lambda: listener._door._count)
+            monkeypatch.setattr(acceptor, "GREETING", PATIENCE)  # for those who come now
             with call("tcp", listener.address), arrived.get(timeout=20):
                 in_time(time.monotonic() - start, 0.4)
             stranger.settimeout(20)
@@ -210,11 +212,11 @@ def test_a_peer_that_comes_while_the_listener_is_being_made(
     def come() -> None:
         while not made:
             with contextlib.suppress(ConnectionRefusedError):
-                made.append(connect(address, SECRET, limit=5))
+                made.append(connect(address, SECRET, limit=PATIENCE))
 
     peer = threading.Thread(target=come, daemon=True)
     peer.start()
     with Listener(address, SECRET, "ps 0", came.put):
-        came.get(timeout=5).close()
-        peer.join(5)
+        came.get(timeout=PATIENCE).close()
+        peer.join(PATIENCE)
     made[0].close()

@@ -16,7 +16,7 @@ import pytest
 from stratagem.errors import HandshakeError
 from stratagem.wire.connection import Frame, WireError
 from stratagem.wire.tcp import Connection, connect
-from tests.clock import in_time
+from tests.clock import PATIENCE, in_time
 from tests.wire.wire_pairs import (
     KINDS,
     SECRET,
@@ -145,8 +145,10 @@ def test_a_forked_child_keeps_no_connection_open() -> None:
             assert left == []
             assert not any(end.readable() for end in ends)
             process.kill()
+            killed = time.monotonic()
             for end in ends:
-                assert end.readable(2) and end.receive() is None
+                assert end.readable(PATIENCE) and end.receive() is None
+            in_time(time.monotonic() - killed, 2)
         finally:
             process.kill()
             process.wait()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.clock import PATIENCE
+
 ROOT = Path(__file__).parents[3]
 ASK = "import os, stratagem; print(os.environ.get('KERAS_BACKEND'))"
 
@@ -18,7 +20,7 @@ def ask(home: Path, code: str = ASK, **settings: str) -> str:
     environ = {name: value for name, value in os.environ.items() if "KERAS" not in name}
     environ |= {"HOME": str(home), "PYTHONPATH": f"{home}:{ROOT}", **settings}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -29,6 +29,7 @@ from tests.support import cpus
 
 X, Y = digits(50)
 FIT: dict[str, Any] = {"x": X, "y": Y, "batch_size": 16, "epochs": 3, "verbose": 0}
+SHORT = FIT | {"epochs": 1}
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(120)
 
@@ -595,11 +596,11 @@ def test_dropouts_rate_changed_between_fits() -> None:
 def test_clear_session_between_fits() -> None:
     def play(scope: Scope) -> Any:
         model = compiled(scope)
-        model.fit(**FIT)
+        model.fit(**SHORT)
         keras.backend.clear_session()
-        first = outcome(model, model.fit(**FIT))
+        first = outcome(model, model.fit(**SHORT))
         other = compiled(scope)
-        return [first, outcome(other, other.fit(**FIT))]
+        return [first, outcome(other, other.fit(**SHORT))]
 
     both(play)
 
@@ -631,7 +632,7 @@ def test_two_models_that_share_a_layer() -> None:
         for i in range(0, 48, 12):
             a.train_on_batch(X[i : i + 12], Y[i : i + 12])
             b.train_on_batch(X[i : i + 5], Y[i : i + 5])
-        return [outcome(a), outcome(b, b.fit(**FIT)), outcome(a, a.fit(**FIT))]
+        return [outcome(a), outcome(b, b.fit(**SHORT)), outcome(a, a.fit(**SHORT))]
 
     both(play, 3)
 
@@ -646,7 +647,7 @@ def test_two_strategies_in_one_process() -> None:
         a, b = compiled(scope), compiled(other)
         results = []
         for _ in range(2):
-            results += [outcome(a, a.fit(**FIT)), outcome(b, b.fit(**FIT))]
+            results += [outcome(a, a.fit(**SHORT)), outcome(b, b.fit(**SHORT))]
         return results
 
     both(play)
@@ -656,7 +657,7 @@ def test_nested_scopes_of_one_strategy() -> None:
     def play(scope: Scope) -> Any:
         with scope():
             model = compiled(scope)
-            found = model.fit(**FIT)
+            found = model.fit(**SHORT)
         return outcome(model, found)
 
     both(play)
@@ -676,7 +677,7 @@ def test_model_and_optimizer_made_outside_the_scope() -> None:
 def test_clones_and_copies() -> None:
     def play(scope: Scope) -> Any:
         model = compiled(scope)
-        model.fit(**FIT)
+        model.fit(**SHORT)
         clone = keras.models.clone_model(model)
         clone.set_weights(model.get_weights())
         loaded = pickle.loads(pickle.dumps(model))
@@ -688,9 +689,9 @@ def test_clones_and_copies() -> None:
             lines[0].count("Dense"),
             clone.predict(X, verbose=0),
             loaded.predict(X, verbose=0),
-            outcome(clone, clone.fit(**FIT)),
+            outcome(clone, clone.fit(**SHORT)),
             loaded.evaluate(X, Y, verbose=0),
-            outcome(model, model.fit(**FIT)),
+            outcome(model, model.fit(**SHORT)),
         ]
 
     both(play)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def trains_alike(
     build: Any,
-    replicas: int = 3,
+    replicas: int = 2,
     fit: dict[str, Any] | None = None,
     tolerance: float = 1e-5,
     **compile: Any,
@@ -56,7 +56,7 @@ def trains_alike(
             ]
             assert max(moved) > 1e-4
         rest = [model.evaluate(data["x"], data["y"], verbose=0, batch_size=20)]
-        rest.append(model.predict(data["x"], verbose=0, batch_size=7))
+        rest.append(model.predict(data["x"], verbose=0, batch_size=17))
         again = model.fit(**(data | {"epochs": 1}))
         return [outcome(model, found), rest, outcome(model, again)]
 
