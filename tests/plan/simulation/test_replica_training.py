@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,6 +107,25 @@ def test_dense_replicas_take_the_time_of_the_formula() -> None:
     numbers = sum(p.numel() for p in module.parameters()) + 2 + 4  # the notes: two, and who has one
     each = 0.01 + 2 * 1 / 2 * 8 * numbers / RATE + 2 * 1 * 1e-5
     assert trained.run.seconds == pytest.approx(len(trained.run.updates) * each)
+
+
+@pytest.mark.parametrize("wire", [None, sg.Int8(block=8)], ids=repr)
+def test_what_is_sent_beside_training_takes_no_time_of_it(wire: Any) -> None:
+    """A part takes as long as an update and a half: two updates hide it, one a part of it."""
+
+    def seconds(overlap: int) -> float:
+        module = mlp().double()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        slow = Topology(8 * sum(p.numel() for p in module.parameters()) / 0.015, latency=0.0)
+        made = (replace(scenario(), topology=slow), module, optimizer, F.cross_entropy)
+        sync = sg.DiLoCo(3, overlap=overlap, wire=wire)
+        run = train_replicas(*made, Data(*rows(96), batch_size=16, epochs=1), sync=sync).run
+        return run.updates[-2]  # of six: before the meeting at the end of the epoch
+
+    once = 0.015 if wire is None else seconds(0) - 0.05
+    assert seconds(0) == pytest.approx(0.05 + once)
+    assert seconds(1) == pytest.approx(0.05 + max(0.0, once - 0.01))
+    assert seconds(2) == pytest.approx(0.05)
 
 
 def test_refusals() -> None:
