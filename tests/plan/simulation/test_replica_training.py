@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.plan.simulate import simulate
 from stratagem.plan.simulation.replica_training import train_replicas
 from stratagem.plan.simulation.scenario import Scenario, Work
-from stratagem.plan.simulation.spread import Constant
+from stratagem.plan.simulation.spread import Constant, Lognormal
 from stratagem.plan.simulation.training import Data
 from stratagem.wire.simulated import Topology
 from tests.strategies.test_compressed import rows
@@ -126,6 +127,27 @@ def test_what_is_sent_beside_training_takes_no_time_of_it(wire: Any) -> None:
     assert seconds(0) == pytest.approx(0.05 + once)
     assert seconds(1) == pytest.approx(0.05 + max(0.0, once - 0.01))
     assert seconds(2) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        sg.LocalSteps(3, wire=sg.Int8(block=8)),
+        sg.DiLoCo(4, fragments=2, overlap=1),
+        sg.DiLoCo(6, fragments=2, overlap=2, wire=sg.Int8(block=8)),
+    ],
+    ids=repr,
+)
+def test_without_gradients_it_takes_the_same_time(sync: Any) -> None:
+    module = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(2)))
+    work = Work(Lognormal(0.01, 0.3), push=4 * 2 * 16 * 16)
+    made = replace(scenario(3, sync=sync), work=work, steps=8)
+    data = Data(torch.randn(24, 16), torch.randn(24, 16), batch_size=3, epochs=1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    trained = train_replicas(made, module, optimizer, F.mse_loss, data, sync=sync).run
+    run = simulate(made)
+    assert run.seconds == pytest.approx(trained.seconds, rel=0.01)
+    assert run.seconds > 8 * 0.01
 
 
 def test_refusals() -> None:
