@@ -40,7 +40,8 @@ def reducer(collective: Collective, wire: Wire) -> Reducer:
     return Plain(collective) if dtype is None else Encoded(collective, CastCodec(dtype))
 
 
-_RECORDS: dict[str, type[Compression]] = {
+#: by their names
+RECORDS: dict[str, type[Compression]] = {
     kind.__name__: kind for kind in (Int8, TopK, Sign, PowerSGD)
 }
 
@@ -55,6 +56,6 @@ def wire_from_json(told: Any) -> Wire:
     if told is None or isinstance(told, str):
         return told
     name, given = told
-    if name not in _RECORDS:
+    if name not in RECORDS:
         raise UsageError(f"wire={name!r:.40} is not known; install the same stratagem everywhere.")
-    return _RECORDS[name](**given)
+    return RECORDS[name](**given)

@@ -8,6 +8,7 @@ examples:
   stratagem simulate --workers 100 --servers 4 --spares 4 --spread lognormal:0.3
   stratagem simulate --workers 500 --servers 16 --asynchronous --stragglers 0.02:10
   stratagem simulate --workers 64 --servers 0 --bytes 100MB          all-reduce, no servers
+  stratagem simulate --servers 0 --link 1Gbit --wire Int8 --sync "DiLoCo(20, fragments=4)"
   stratagem simulate --workers 64 --servers 0 --elastic --faults 5   some are killed, and join
   stratagem simulate --workers 8 --faults 5 --seed 41 --trace day.json
   stratagem simulate --stages 4 --microbatches 8 --crossing 4MB --slow-link 1:100Mbit   a pipeline
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UsageError
-from stratagem.launch import simulate_stages
+from stratagem.launch import simulate_records, simulate_stages
 from stratagem.launch.cli import below, whole
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_work(parser)
     _add_network(parser)
     _add_rules(parser)
+    simulate_records.add_arguments(parser)
     simulate_stages.add_arguments(parser)
     add = parser.add_argument
     add("--patience", default="60s", metavar="TIME", help="with a silent worker (60s)")
@@ -202,6 +204,8 @@ def read(args: argparse.Namespace) -> Scenario:
         seed=args.seed,
         overhead=_overhead(args.overhead),
         elastic=elastic if args.elastic or standby is not None else None,
+        wire=simulate_records.read_wire(args.wire),
+        sync=simulate_records.read_sync(args.sync),
     )
 
 

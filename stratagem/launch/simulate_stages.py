@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stratagem.plan.simulation.stages import StageRun, StageScenario
 
 #: options of workers, which stages have not
-_OTHERS = ("asynchronous", "spares", "bound", "faults", "elastic", "overlap")
+_OTHERS = ("asynchronous", "spares", "bound", "faults", "elastic", "overlap", "wire", "sync")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -119,10 +119,17 @@ class Sent:
         return 2 * (replicas - 1) * self.slices + ring
 
 
-@lru_cache(maxsize=1024)
 def sent(wire: str, shapes: tuple[tuple[int, ...], ...], itemsize: int, replicas: int) -> Sent:
+    """What one of those that are tried sends."""
+    return sent_by(LOSSY[wire], shapes, itemsize, replicas)
+
+
+@lru_cache(maxsize=1024)
+def sent_by(
+    record: Compression, shapes: tuple[tuple[int, ...], ...], itemsize: int, replicas: int
+) -> Sent:
     """By the formulas of the codecs."""
-    record, layout = LOSSY[wire], _layout(shapes)
+    layout = _layout(shapes)
     if isinstance(record, PowerSGD):
         flat = torch.empty(sum(layout.counts), device="meta")
         memory = FactorMemory(flat, layout, ("residual",), record.rank)

@@ -4,6 +4,7 @@ EveryStep()               gradients are added up in every step: the result of on
 LocalSteps(20)            each replica trains by itself, and all take the mean every 20 updates
 LocalSteps(20, after=500) the same after 500 exact steps
 DiLoCo(20)                the mean way of 20 updates is a gradient for an outer SGD with momentum
+DiLoCo(20, fragments=2)   the same for a half of the model at a time, sent while training goes on
 Gossip("ring")            after each update weights are mixed with those of two neighbours
 """
 
@@ -81,6 +82,12 @@ class DiLoCo(Sync):
         outer: the outer optimizer; `sg.Outer(lr=1, momentum=0)` is `LocalSteps`.
         fragments: the model in so many parts, of which one meets every `every / fragments` updates.
         wire: what travels at meetings, as `wire=` of a strategy.
+        overlap: updates that go on while a part is sent; then comes its outer step. 0: all wait
+            for it. None: with several fragments half of the updates between two meetings, at
+            most 5; with one, 0.
+        mix: how much of its own weights a replica keeps of a part that comes back after further
+            updates: mix * its own + (1 - mix) * those of the outer step, of which the next way is
+            counted. 0 throws the updates meanwhile away.
 
     Douillard et al. 2023 (2311.08105), 2025 (2501.18512).
     """
@@ -89,12 +96,31 @@ class DiLoCo(Sync):
     outer: Outer = field(default=Outer())
     fragments: int = 1
     wire: Any = None
+    overlap: int | None = None
+    mix: float = 0.5
 
     def __post_init__(self) -> None:
         _least(self, "every", 1)
         _least(self, "fragments", 1)
         if self.every % self.fragments:
             raise UsageError(f"{self!r}: every is a multiple of fragments.")
+        pace = self.every // self.fragments
+        if self.overlap is not None:
+            _least(self, "overlap", 0)
+            if self.overlap >= pace:
+                raise UsageError(
+                    f"{self!r}: overlap is less than the {pace} updates from one part's meeting to "
+                    "the next part's; one part travels at a time."
+                )
+        if not 0 <= self.mix < 1:
+            raise UsageError(f"{self!r}: mix is at least 0 and less than 1.")
+
+    @property
+    def delay(self) -> int:
+        """Updates from a part's sending to its outer step."""
+        if self.overlap is not None:
+            return self.overlap
+        return min(5, self.every // self.fragments // 2) if self.fragments > 1 else 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,6 +174,8 @@ class Cadence:
     def __init__(self, sync: Sync) -> None:
         #: how many parts of the model meet one after the other
         self.fragments = sync.fragments if isinstance(sync, DiLoCo) else 1
+        #: updates from the sending of a part to the end of its meeting
+        self.delay = sync.delay if isinstance(sync, DiLoCo) else 0
         #: updates from one part's meeting to the next part's; None: only when a meeting is forced
         self._pace: int | None = None
         if isinstance(sync, LocalSteps | DiLoCo):
@@ -155,8 +183,10 @@ class Cadence:
         self._after = sync.after if isinstance(sync, LocalSteps) else 0
         #: all updates; those since the whole model has met
         self.updates = self.since = 0
-        #: of each part of the model, those since it has met
+        #: of each part of the model, those since it has met, or was sent
         self.unmet = [0] * self.fragments
+        #: the part whose meeting has begun and not ended
+        self.under_way: int | None = None
 
     @property
     def together(self) -> bool:
@@ -165,11 +195,11 @@ class Cadence:
 
     @property
     def apart(self) -> bool:
-        """Whether replicas have updates of their own."""
-        return any(self.unmet)
+        """Whether replicas have updates of their own, or some are under way."""
+        return any(self.unmet) or self.under_way is not None
 
     def updated(self) -> int | None:
-        """Count an update; returns the part of the model that meets now, if one does."""
+        """Count an update; returns the part of the model whose meeting begins now, if one does."""
         alike = self.together
         self.updates += 1
         if alike:
@@ -178,12 +208,21 @@ class Cadence:
         self.unmet = [count + 1 for count in self.unmet]
         if self._pace is None or self.since % self._pace:
             return None
-        part = (self.since // self._pace - 1) % self.fragments
+        part = self.under_way = (self.since // self._pace - 1) % self.fragments
         self.unmet[part] = 0
-        if self.fragments == 1:
-            self.since = 0
         return part
+
+    @property
+    def ends(self) -> bool:
+        """Whether the meeting under way ends with the last update."""
+        return self.under_way is not None and self.since % (self._pace or 1) == self.delay
+
+    def ended(self, *, alike: bool) -> None:
+        """The part under way has met; `alike`: all replicas have the same of it."""
+        if self.under_way is not None and alike:
+            self.unmet[self.under_way] = 0
+        self.under_way = None
 
     def met(self) -> None:
         """The whole model has met."""
-        self.since, self.unmet = 0, [0] * self.fragments
+        self.since, self.unmet, self.under_way = 0, [0] * self.fragments, None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stratagem.codecs.layout import Layout, layout
 from stratagem.codecs.reducer import Reducer
+from stratagem.wire.collective import Pending
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -17,7 +18,8 @@ class OuterPart:
     """Parameters of one type: as they were when replicas met, and the outer momentum.
 
     The mean over replicas of old - new, D, is a gradient:  b = mu b + D;  x = old - lr (D + mu b).
-    With lr 1 and mu 0 that is the mean of the parameters.
+    With lr 1 and mu 0 that is the mean of the parameters. D may travel while parameters go on:
+    then a part of what they are meanwhile is kept, and the next D counts from x all the same.
     """
 
     def __init__(
@@ -42,18 +44,22 @@ class OuterPart:
         """Replicas are alike here; from here on they go apart."""
         self._read(self._old)
 
-    def meet(self, weight: float) -> None:
-        """Take the outer step, together with the other replicas. Collective."""
+    def send(self, weight: float) -> Pending:
+        """Begin to add up how far replicas have gone. Collective."""
         self._read(self.flat)
         torch.sub(self._old, self.flat, out=self.flat)
-        self._reducer.reduce(self.flat, weight).wait()
+        return self._reducer.reduce(self.flat, weight)
 
-    def step(self) -> None:
-        """After the sum is there: give all replicas the same parameters."""
+    def step(self, mix: float) -> None:
+        """Take the outer step by the sum, which is there; parameters keep `mix` of what they are,
+        and are the same on all replicas if that is nothing."""
         if self.momentum is not None:
             self.momentum.mul_(self._mu).add_(self.flat)
             self.flat.add_(self.momentum, alpha=self._mu)
         self._old.sub_(self.flat, alpha=self._lr)
+        if mix:
+            self.write(self.read().mul_(mix).add_(self._old, alpha=1.0 - mix))
+            return
         self.write(self._old)
         self.begin()  # as parameters of fewer bits have it
 
@@ -103,6 +109,7 @@ class OuterFragment:
         momentum: float = 0.0,
     ) -> None:
         self.reducer = reducer
+        self._under_way: list[Pending] = []
         kinds = dict.fromkeys(p.dtype for _, p in named)
         self.parts = [
             OuterPart([(n, p) for n, p in named if p.dtype is kind], reducer, lr, momentum)
@@ -117,13 +124,17 @@ class OuterFragment:
         for part in self.parts:
             part.begin()
 
-    def meet(self, weight: float) -> None:
-        """Collective."""
-        for part in self.parts:
-            part.meet(weight)
+    def send(self, weight: float) -> None:
+        """Begin a meeting; parameters may go on until it ends. Collective."""
+        self._under_way = [part.send(weight) for part in self.parts]
+
+    def end(self, mix: float = 0.0) -> None:
+        """Wait for what was sent, and take the outer step."""
+        for pending in self._under_way:
+            pending.wait()
         self.reducer.end_step()
         for part in self.parts:
-            part.step()
+            part.step(mix)
 
 
 def fragmented(

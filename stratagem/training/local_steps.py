@@ -2,6 +2,12 @@
 
     backward -> this replica's own gradient -> its own update -> sync: a meeting, if one is due
 
+A part of the model may be sent at one update and met some updates later (`DiLoCo(overlap=)`):
+
+    updates   1   2   3   4   5   6   7   8      every 4, 2 fragments, overlap 1
+    sent          a       b       a       b      old - new is taken, and travels
+    met               a       b       a          the outer step, mixed with what was done meanwhile
+
 A gradient is scaled so that the mean of all replicas' is that of the global batch, whatever their
 shares: N times this share's part of it. So with SGD and a meeting after every update the result is
 that of one device. What the inner optimizer keeps stays with its replica.
@@ -56,8 +62,8 @@ class LocalUpdates(GradientExchange):
         #: losses and metrics of this replica of which the others do not know
         self.untold: Callable[[], Any] = lambda: None
         self._begun = False
-        #: the part of the model whose meeting is under way
-        self._due: int | None = None
+        #: of what a part is when it comes back from the others, how much it keeps
+        self._mix = every.mix if isinstance(every, DiLoCo) else 0.0
         #: whether an update was made for which `sync` is still to come; and what was before it
         self.uncounted = False
         self._earlier_update: tuple[dict[str, Tensor], list[Any]] | None = None
@@ -103,7 +109,7 @@ class LocalUpdates(GradientExchange):
         if self.cadence.together:
             return super().finish(notes)
         self.stage(notes)
-        if not self._begun or not self.cadence.since:
+        if not self._begun or not self.cadence.apart:
             self._begin_round()
         if self._reader is None:  # else the loss was scaled
             scale = self._scale()
@@ -144,16 +150,18 @@ class LocalUpdates(GradientExchange):
             if self._undoes:
                 self._unmixed = [*self._unmixed[-1:], _own(self._parts(), self.optimizer)]
             mix(self._parts(), self.replica.collective, self.every, turn)
+        if self.cadence.ends:
+            _agree(self)
         if due is not None:
-            self._due = due
-            self._agree()
-            self._meet(self.fragments[due])
-            self._due = None
+            self.fragments[due].send(1.0 / self.replica.count)
+        if self.cadence.ends:
+            self._end(self.cadence.under_way)
 
     @torch.no_grad()
     def meet(self) -> None:
         """Bring the weights of all replicas together, if they have gone apart. Collective."""
-        self._agree()
+        _agree(self)
+        self._end(self.cadence.under_way)
         for number, fragment in enumerate(self.fragments):
             if self.cadence.unmet[number]:
                 self._meet(fragment)
@@ -161,15 +169,13 @@ class LocalUpdates(GradientExchange):
         self.cadence.met()
         self._unmixed = []
 
-    def _agree(self) -> None:
-        """Refuse a meeting to which replicas come with different counts. Collective."""
-        counts = gather_tree(self.replica.collective, self.cadence.updates)
-        if len(set(counts)) > 1:
-            raise UsageError(
-                f"replicas have made {counts} updates, so that some would wait for a meeting for "
-                f"ever: with {self.made_with} every replica makes every optimizer step; skip none, "
-                "or leave sync out."
-            )
+    def _end(self, part: int | None) -> None:
+        """End the meeting under way, if one is; all replicas have made as many updates since."""
+        if part is not None:
+            mix = self._mix if self.cadence.unmet[part] else 0.0
+            self.fragments[part].end(mix)
+            self.meetings += 1
+            self.cadence.ended(alike=not mix)
 
     @property
     def apart(self) -> bool:
@@ -177,7 +183,8 @@ class LocalUpdates(GradientExchange):
 
     def _meet(self, fragment: OuterFragment, present: int = 0) -> None:
         """Take the mean over all, or over those `present`; others are where they last met."""
-        fragment.meet(1.0 / (present or self.replica.count))
+        fragment.send(1.0 / (present or self.replica.count))
+        fragment.end()
         self.meetings += 1
 
     def close(self) -> None:
@@ -207,7 +214,8 @@ class LocalUpdates(GradientExchange):
         return BrokenRound(
             self.meetings,
             self.cadence.updates + int(self.uncounted),
-            [n + late + int(i == self._due) for i, n in enumerate(self.cadence.unmet)],
+            # what is under way is thrown away: its updates are in the weights, and count again
+            [n + late + int(i == self.cadence.under_way) for i, n in enumerate(self.cadence.unmet)],
             old=before.old if same else _by_name(part.old() for part in self._parts()),
             mine=mine,
             momenta=before.momenta if same else _by_name(part.saved() for part in self._parts()),
@@ -301,6 +309,17 @@ def _own(parts: Iterable[OuterPart], optimizer: Any) -> tuple[dict[str, Tensor],
     """Copy a replica's weights and its optimizer's state."""
     mine = _by_name(part.now() for part in parts)
     return mine, [] if optimizer is None else optimizer_state(optimizer)
+
+
+def _agree(committer: LocalUpdates) -> None:
+    """Refuse a meeting to which replicas come with different counts. Collective."""
+    counts = gather_tree(committer.replica.collective, committer.cadence.updates)
+    if len(set(counts)) > 1:
+        raise UsageError(
+            f"replicas have made {counts} updates, so that some would wait for a meeting for "
+            f"ever: with {committer.made_with} every replica makes every optimizer step; skip "
+            "none, or leave sync out."
+        )
 
 
 def _by_name(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -124,6 +124,30 @@ def test_messages_cost_what_is_said(tmp_path: Path) -> None:
     assert run["seconds"] == pytest.approx(20 * (0.1 + 0.02 + 0.04), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        # 4 workers, 1 MB at 1 GB/s: a ring takes 2 * 3/4 ms
+        (("--wire", "bfloat16"), 20 * 0.00075),
+        (("--wire", "Int8"), 20 * 0.0015 / 4 * (1 + 4 / 1024)),
+        (("--wire", "sg.TopK(0.01)", "--overlap", "0.5"), 20 * 0.0015 * 0.02 / 10),
+        (("--sync", "EveryStep"), 20 * 0.0015),
+        (("--sync", "LocalSteps(10)"), 2 * 0.0015),
+        (("--sync", "LocalSteps(5, after=10)", "--wire", "bfloat16"), 10 * 0.0015 + 2 * 0.00075),
+        # one half is hidden behind training, the other is sent at the end, the first once more
+        (("--sync", "DiLoCo(20, fragments=2, overlap=5)"), 0.0015),
+        (("--sync", "DiLoCo(10, sg.Outer(0.5), overlap=0, wire=Int8())"), 2 * 0.0015 / 4),
+        (("--sync", "Gossip"), 20 * 0.002 + 0.0015),
+    ],
+    ids=str,
+)
+def test_what_travels_and_when(tmp_path: Path, options: tuple[str, ...], more: float) -> None:
+    given = ("--servers", "0", "--workers", "4", "--bytes", "1MB", "--link", "8Gbit")
+    run = told(tmp_path, *given, "--latency", "0s", *options)
+    assert isinstance(run["seconds"], float)
+    assert run["seconds"] - 20 * 0.1 == pytest.approx(more, rel=0.02)
+
+
 def test_a_recorded_trace(tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text("[0.25]")
     run = told(
@@ -148,6 +172,15 @@ def test_a_recorded_trace(tmp_path: Path) -> None:
         (("--spread", "wide"), "none of"),
         (("--spares", "9"), "nobody"),
         (("--servers", "0", "--asynchronous"), "--servers 1"),
+        (("--servers", "0", "--wire", "Int4"), "is not known"),
+        (("--servers", "0", "--wire", "TopK(0.01"), "no record such as"),
+        (("--servers", "0", "--sync", "DiLoCo"), "no record such as"),
+        (("--servers", "0", "--sync", "DiLoCo(open('x'))"), "no record such as"),
+        (("--servers", "0", "--sync", "Int8()"), "none of 'LocalSteps(20)'"),
+        (("--servers", "0", "--wire", "PowerSGD(4)"), "shapes of a model"),
+        (("--servers", "0", "--sync", "LocalSteps(5)", "--faults", "2"), "without faults"),
+        (("--sync", "LocalSteps(5)"), "servers=0"),
+        (("--stages", "2", "--wire", "Int8"), "--wire is of workers"),
         (("--stragglers", "often"), "PART:TIMES"),
         (("--stragglers", "0.02"), "PART:TIMES"),
         (("--slow", "1"), "WORKER:TIMES"),

@@ -62,6 +62,34 @@ def test_every_fragment_meets_once_in_a_round(parts: int, pace: int, updates: in
     assert sum(map(len, times.values())) == updates // pace
 
 
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.integers(1, 60))
+def test_a_part_meets_so_many_updates_after_it_was_sent(
+    data: st.DataObject, parts: int, pace: int, updates: int
+) -> None:
+    """One at a time; `apart` says that it is under way."""
+    delay = data.draw(st.integers(0, pace - 1))
+    cadence = Cadence(sg.DiLoCo(parts * pace, fragments=parts, overlap=delay))
+    sent, met = [], []
+    for at in range(updates):
+        part = cadence.updated()
+        if part is not None:
+            sent.append((at, part))
+        if cadence.ends:
+            assert cadence.apart and cadence.under_way is not None
+            assert cadence.unmet[cadence.under_way] == delay
+            met.append((at - delay, cadence.under_way))
+            cadence.ended(alike=data.draw(st.booleans()))
+            assert cadence.under_way is None
+    assert met == sent[: len(met)] and len(sent) - len(met) in (0, 1)
+    cadence.met()
+    assert not cadence.apart and not cadence.ends
+
+
+def test_several_fragments_are_sent_while_training_goes_on() -> None:
+    assert [sg.DiLoCo(n, fragments=2).delay for n in (2, 4, 8, 100)] == [0, 1, 2, 5]
+    assert [sg.DiLoCo(100).delay, sg.DiLoCo(100, fragments=4, overlap=0).delay] == [0, 0]
+
+
 def test_exact_steps_come_first_and_a_forced_meeting_begins_anew() -> None:
     cadence = Cadence(sg.LocalSteps(3, after=2))
     assert [cadence.together, cadence.updated(), cadence.together, cadence.updated()] == [
@@ -82,6 +110,9 @@ def test_exact_steps_come_first_and_a_forced_meeting_begins_anew() -> None:
         (lambda: sg.LocalSteps(0), "every is a whole number"),
         (lambda: sg.LocalSteps(2, after=-1), "after is a whole number"),
         (lambda: sg.DiLoCo(5, fragments=2), "multiple of fragments"),
+        (lambda: sg.DiLoCo(6, fragments=2, overlap=3), "less than the 3 updates"),
+        (lambda: sg.DiLoCo(6, overlap=-1), "overlap is a whole number"),
+        (lambda: sg.DiLoCo(6, mix=1.0), "mix is at least 0 and less than 1"),
         (lambda: sg.Gossip("star"), '"ring" or "exponential"'),
         (lambda: sg.Outer(lr=0), "greater than 0"),
         (lambda: sg.Outer(momentum=1.0), "less than 1"),

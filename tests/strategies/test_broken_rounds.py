@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,32 +26,39 @@ from tests.strategies.test_compressed import (
     far,
     rows,
 )
-from tests.strategies.test_meetings import BATCH, EPOCHS, SYNCS, ByHand, adam, fitted
+from tests.strategies.test_meetings import BATCH, EPOCHS, SYNCS, ByHand, adam, fitted, until
 from tests.support import mlp, strategy
 
 pytestmark = pytest.mark.timeout(120)
 
 
-class Leaving(ByHand):
+class Interrupted(ByHand):
+    """What travels is thrown away, and comes once more with all that was done since."""
+
+    def throw_away(self) -> None:
+        if self.travels is not None:
+            self.unmet[self.travels[0]] += 1
+            self.travels = None
+
+
+class Leaving(Interrupted):
     """The same where replicas leave: at the first meeting after `at` updates."""
 
     def __init__(self, sync: Any, count: int, at: int, left: int) -> None:
         super().__init__(sync, count)
         self.at, self.left = at, left
 
-    def meet(self, number: int) -> None:
+    def end(self) -> None:
         if self.updates <= self.at or self.count == self.left:
-            super().meet(number)
+            super().end()
             return
         self.count = self.left
         del self.replicas[self.left :], self.optimizers[self.left :]
-        for each in range(len(self.fragments)):
-            if self.unmet[each]:
-                super().meet(each)
-        self.since = 0
+        self.throw_away()
+        self.meet()
 
 
-class Broken(ByHand):
+class Broken(Interrupted):
     """The same where replicas leave after `at` updates, and those who are left meet, or mix."""
 
     def __init__(self, sync: Any, count: int, at: int, left: int) -> None:
@@ -68,10 +74,8 @@ class Broken(ByHand):
         super().batch(x, y)
         if self.updates == self.at and not isinstance(self.sync, sg.Gossip):
             self.leave()
-            for number in range(len(self.fragments)):
-                if self.unmet[number]:
-                    self.meet(number)
-            self.since = 0
+            self.throw_away()
+            self.meet()
 
     def leave(self) -> None:
         self.count = self.left
@@ -111,14 +115,6 @@ class KillAndSee(Kill):
             until(lambda: self.made.replica().membership.trouble is not None)
 
 
-def until(known: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if known():
-            return
-        time.sleep(0.01)
-    raise AssertionError("nobody was missed")
-
-
 LEAVER = """
 import os, signal, sys, time
 import torch
@@ -130,7 +126,8 @@ plain, made = torch.optim.Adam.step, [0]
 def step(self, *given):
     result = plain(self, *given)
     made[0] += 1
-    if made[0] == 5 and sys.argv[3] == "2":
+    last = 7 if sys.argv[1] == "streaming" else 5  # a part of the model travels then
+    if made[0] == last and sys.argv[3] == "2":
         time.sleep(1.0)  # the others have made that update, too, by then
         os.kill(os.getpid(), signal.SIGKILL)
     return result
@@ -144,17 +141,18 @@ torch.save(list(fitted(strategy)[0].module.state_dict().values()), sys.argv[2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diloco", "fragments", "ring"])
+@pytest.mark.parametrize("name", ["diloco", "fragments", "streaming", "ring"])
 def test_who_is_left_holds_the_next_meeting(name: str, tmp_path: Path) -> None:
-    """Its fifth update is the last of the third worker's; the others go on to the next meeting."""
+    """The fifth or seventh update is the third worker's last; the others go on until they meet."""
     running = cluster_of(3, LEAVER, name, tmp_path)
     assert [each.wait(100) for each in running] == [0, 0, -signal.SIGKILL]
     first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
     assert all(map(torch.equal, first, second))
     if name == "ring":  # it dies before it has mixed
         expected = Broken(SYNCS[name], 3, 5, 2).train()
-    else:  # a part meets after every update, or all after three
-        expected = Leaving(SYNCS[name], 3, 4 if name == "fragments" else 5, 2).train()
+    else:  # the last update after which all three have met, or one before that of the meeting
+        last = {"diloco": 5, "fragments": 4, "streaming": 6}[name]
+        expected = Leaving(SYNCS[name], 3, last, 2).train()
     pairs = zip(first, expected.state_dict().values(), strict=True)
     assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-12
     assert far(expected, ByHand(SYNCS[name], 3).train()) > 1e-6
@@ -163,17 +161,19 @@ def test_who_is_left_holds_the_next_meeting(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "at"),
     [
-        ("diloco", 6),
-        pytest.param("diloco", 7, marks=pytest.mark.slow),
+        ("streaming", 6),
+        *(pytest.param("diloco", n, marks=pytest.mark.slow) for n in (6, 7)),
         pytest.param("ring", 6, marks=pytest.mark.slow),
     ],
 )
 def test_who_is_new_takes_the_weights_of_a_meeting(name: str, at: int) -> None:
-    """On one machine all followers begin anew when one dies; here in mid-round, and at its end."""
+    """On one machine all followers begin anew when one dies; here in mid-round, with a part that
+    travels or without, and at its end."""
     with strategy(3, cross_device_ops="ring", sync=SYNCS[name], elastic=True) as made:
         model, history = fitted(made, callbacks=[KillAndSee(made, at, 1)], validation_data=rows())
     expected = Renewed(SYNCS[name], 3, at).train()
     assert far(model.module, expected) < 1e-12
+    assert far(expected, ByHand(SYNCS[name], 3).train()) > 1e-6
     with torch.no_grad():
         x, y = rows()
         assert history["val_loss"][-1] == pytest.approx(float(F.cross_entropy(expected(x), y)))

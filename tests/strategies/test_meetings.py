@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,16 @@ SYNCS = {
     "post-local": sg.LocalSteps(3, after=2),
     "diloco": sg.DiLoCo(3),
     "fragments": sg.DiLoCo(2, outer=sg.Outer(0.5, 0.6), fragments=2),
+    "streaming": sg.DiLoCo(4, outer=sg.Outer(0.5, 0.6), fragments=2, overlap=1, mix=0.25),
     "ring": sg.Gossip("ring"),
     "exponential": sg.Gossip("exponential"),
 }
 #: each once here, over sockets or through shared memory; the rest where there is time
-BOTH: list[Any] = [("ring", n) for n in ("local", "fragments", "exponential")]
+BOTH: list[Any] = [("ring", n) for n in ("local", "streaming", "exponential")]
 BOTH += [("shared_memory", "ring")]
-BOTH += [pytest.param("ring", n, marks=pytest.mark.slow) for n in ("post-local", "diloco", "ring")]
+REST = ("post-local", "diloco", "fragments", "ring")
+BOTH += [pytest.param("ring", n, marks=pytest.mark.slow) for n in REST]
+BOTH += [pytest.param("shared_memory", "streaming", marks=pytest.mark.slow)]
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -55,8 +60,12 @@ class ByHand:
         self.lr, self.mu = outer.lr, outer.momentum
         self.momenta = [torch.zeros_like(p) for p in self.module().parameters()]
         # of 96 + 16 + 64 + 4 numbers the first weight is a half
-        self.fragments = [[0], [1, 2, 3]] if sync == SYNCS["fragments"] else [[0, 1, 2, 3]]
+        several = getattr(sync, "fragments", 1) == 2
+        self.fragments = [[0], [1, 2, 3]] if several else [[0, 1, 2, 3]]
         self.unmet = [0] * len(self.fragments)
+        self.delay, self.mix_in = getattr(sync, "delay", 0), getattr(sync, "mix", 0.0)
+        #: the fragment that travels, and the mean way of each of its parameters
+        self.travels: tuple[int, list[Tensor]] | None = None
         self.old: list[Tensor] = []
 
     def module(self) -> nn.Module:
@@ -92,7 +101,9 @@ class ByHand:
         else:
             pace = self.sync.every // len(self.fragments)
             if self.since % pace == 0:
-                self.meet((self.since // pace - 1) % len(self.fragments))
+                self.send((self.since // pace - 1) % len(self.fragments))
+            if self.travels is not None and self.since % pace == self.delay:
+                self.end()
 
     def mix(self) -> None:
         n, ring = self.count, self.sync.graph == "ring"
@@ -103,27 +114,40 @@ class ByHand:
                 near = {i, (i - 1) % n, (i + 1) % n} if ring else {i, (i - hop) % n}
                 p.copy_(torch.stack([old[j] for j in near]).mean(0))
 
-    def meet(self, number: int) -> None:
+    def send(self, number: int) -> None:
         self.unmet[number] = 0
-        for index in self.fragments[number]:
-            way = self.old[index] - torch.stack(self.params(index)).mean(0)
+        indices = self.fragments[number]
+        ways = [self.old[i] - torch.stack(self.params(i)).mean(0) for i in indices]
+        self.travels = number, ways
+
+    def end(self) -> None:
+        assert self.travels is not None
+        (number, ways), self.travels = self.travels, None
+        mix = self.mix_in if self.unmet[number] else 0.0
+        for index, way in zip(self.fragments[number], ways, strict=True):
             self.momenta[index] = self.mu * self.momenta[index] + way
             new = self.old[index] - self.lr * (way + self.mu * self.momenta[index])
             for p in self.params(index):
-                p.copy_(new)
+                p.copy_(mix * p + (1 - mix) * new)
             self.old[index] = new.clone()
-        if len(self.fragments) == 1:
-            self.since = 0
+        self.unmet[number] *= mix > 0
+
+    def meet(self) -> None:
+        """Whatever travels comes back first."""
+        if self.travels is not None:
+            self.end()
+        for number in range(len(self.fragments)):
+            if self.unmet[number]:
+                self.send(number)
+                self.end()
+        self.since = 0
 
     def train(self, epochs: int = EPOCHS) -> nn.Module:
         x, y = rows()
         for _ in range(epochs):
             for start in range(0, len(x), BATCH):
                 self.batch(x[start : start + BATCH], y[start : start + BATCH])
-            for number in range(len(self.fragments)):
-                if self.unmet[number]:
-                    self.meet(number)
-            self.since = 0
+            self.meet()
         return self.replicas[0]
 
 
@@ -174,6 +198,38 @@ def test_fit_and_loops_are_what_the_formula_says(op: str, name: str) -> None:
         assert history["val_loss"][-1] == pytest.approx(float(F.cross_entropy(expected(x), y)))
     exact = by_hand(mlp().double(), adam, F.cross_entropy, *rows(), batch=BATCH, epochs=EPOCHS)
     assert far(exact, expected) > 1e-4  # and it is no longer that of one device
+
+
+def goes_on(made: Any, seen: Path) -> list[Tensor]:
+    """The second replica sends a part when the first has made another update after sending its."""
+    chief, module = sg.current_replica().is_chief, mlp().double()
+    loader = DataLoader(TensorDataset(*rows()), batch_size=8)  # 7 batches
+    model, optimizer, shares = made.prepare(module, adam(module.parameters()), loader)
+    for number, (x, y) in enumerate(shares, 1):
+        F.cross_entropy(model(x), y).backward()
+        if number == 4 and not chief:
+            until(seen.exists)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 5 and chief:
+            seen.touch()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def until(known: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if known():
+            return
+        time.sleep(0.01)
+    raise AssertionError("what was waited for has not come")
+
+
+@pytest.mark.parametrize("wire", [None, sg.Int8(block=8)], ids=repr)
+def test_updates_are_made_before_others_have_sent_their_part(wire: Any, tmp_path: Path) -> None:
+    sync = sg.DiLoCo(4, overlap=2, wire=wire)
+    with strategy(2, cross_device_ops="ring", sync=sync) as made:
+        first, second = made.run(goes_on, made, tmp_path / "seen")
+    assert (tmp_path / "seen").exists() and all(map(torch.equal, first, second))
 
 
 def test_the_loss_of_an_epoch_is_that_of_all_rows() -> None:
@@ -256,7 +312,7 @@ def test_a_share_without_a_target_adds_nothing_in_fit() -> None:
 
 #: with what a checkpoint has to keep of each: outer momentum, residuals, turns
 KEPT = {
-    "diloco": sg.DiLoCo(3, fragments=3, wire=sg.TopK(0.2)),
+    "diloco": sg.DiLoCo(4, fragments=2, wire=sg.TopK(0.2), overlap=1),  # a part travels then
     "local": sg.LocalSteps(3, after=2),
     "gossip": sg.Gossip("exponential"),
 }
@@ -265,13 +321,13 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_a_fit_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """From a checkpoint in mid-epoch; each replica has its own state of Adam."""
-    plan = sg.Checkpoints(tmp_path / "whole", every=5, keep=99)
+    plan = sg.Checkpoints(tmp_path / "whole", every=6, keep=99)
     with strategy(2, cross_device_ops="ring", sync=KEPT[name]) as made:
         expected, _ = fitted(made, checkpoint=plan)
         first = min((tmp_path / "whole").iterdir(), key=lambda p: int(p.name.split("-")[-1]))
-        assert first.name.endswith("-5")
+        assert first.name.endswith("-6")
         shutil.copytree(first, tmp_path / "one" / first.name)
-        found, _ = fitted(made, checkpoint=sg.Checkpoints(tmp_path / "one", every=5), resume=True)
+        found, _ = fitted(made, checkpoint=sg.Checkpoints(tmp_path / "one", every=6), resume=True)
     assert moved(mlp().double(), expected.module)
     assert far(found.module, expected.module) == 0.0
 
@@ -437,13 +493,13 @@ def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
     running = []
     for index in range(2):
         task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        command = [sys.executable, "-c", WORKER, "fragments", str(tmp_path / f"{index}.pt")]
+        command = [sys.executable, "-c", WORKER, "streaming", str(tmp_path / f"{index}.pt")]
         environ = os.environ | {"TF_CONFIG": json.dumps(task)}
         running.append(subprocess.Popen(command, env=environ, cwd=ROOT))
     assert [each.wait(100) for each in running] == [0, 0]
     first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
     assert all(map(torch.equal, first, second))
-    expected = ByHand(SYNCS["fragments"], 2).train().state_dict().values()
+    expected = ByHand(SYNCS["streaming"], 2).train().state_dict().values()
     assert max(float((a - b).abs().max()) for a, b in zip(first, expected, strict=True)) < 1e-12
 
 

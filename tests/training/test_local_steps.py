@@ -148,6 +148,8 @@ SYNCS = [
     sg.DiLoCo(2, wire=sg.PowerSGD(1)),
     sg.DiLoCo(2, wire=sg.Sign()),
     sg.DiLoCo(2, wire="bfloat16"),
+    sg.DiLoCo(3, overlap=1),
+    sg.DiLoCo(4, fragments=2, wire=sg.Int8(block=4), overlap=1, mix=0.0),
     sg.Gossip("ring"),
     sg.Gossip("exponential"),
 ]
@@ -159,6 +161,120 @@ def test_all_have_the_same_bits_after_a_meeting(batches: Shares, sync: Any) -> N
     first, *others = trained(batches, sync, adam)
     assert not torch.equal(first, weights(model()))
     assert all(torch.equal(first, other) for other in others)
+
+
+class Streamed:
+    """Parts that are sent, and met some updates later: the paper's formulas, in one process."""
+
+    def __init__(self, sync: sg.DiLoCo, count: int) -> None:
+        self.sync, self.count, self.since = sync, count, 0
+        self.modules = [model() for _ in range(count)]
+        self.optimizers = [adam(each) for each in self.modules]
+        self.old = [p.detach().clone() for p in START.parameters()]
+        self.momenta = [torch.zeros_like(p) for p in self.old]
+        names = [name for name, _ in START.named_parameters()]
+        found = fragmented(list(START.named_parameters()), sync.fragments)
+        self.parts = [[names.index(name) for name, _ in part] for part in found]
+        self.own = [0] * sync.fragments
+        self.travels: tuple[int, list[Tensor]] | None = None
+
+    def every(self, index: int) -> list[Tensor]:
+        return [list(each.parameters())[index].data for each in self.modules]
+
+    def step(self, number: int, mine: Sequence[int]) -> None:
+        x, y = batch(number, sum(mine))
+        rows = zip(x.split(list(mine)), y.split(list(mine)), strict=True)
+        for module, optimizer, (a, b) in zip(self.modules, self.optimizers, rows, strict=True):
+            optimizer.zero_grad()
+            ((module(a) - b).square().sum() * self.count / len(x)).backward()
+            optimizer.step()
+        self.since += 1
+        self.own = [each + 1 for each in self.own]
+        pace = self.sync.every // self.sync.fragments
+        if self.since % pace == 0:
+            self.send((self.since // pace - 1) % self.sync.fragments)
+        if self.travels is not None and self.since % pace == self.sync.delay:
+            self.end()
+
+    def send(self, part: int) -> None:
+        mean = [torch.stack(self.every(i)).mean(0) for i in self.parts[part]]
+        both = zip(self.parts[part], mean, strict=True)
+        self.travels, self.own[part] = (part, [self.old[i] - m for i, m in both]), 0
+
+    def end(self) -> None:
+        assert self.travels is not None
+        (part, ways), self.travels, outer = self.travels, None, self.sync.outer
+        mix = self.sync.mix if self.own[part] else 0.0
+        for i, way in zip(self.parts[part], ways, strict=True):
+            self.momenta[i] = outer.momentum * self.momenta[i] + way
+            self.old[i] = self.old[i] - outer.lr * (way + outer.momentum * self.momenta[i])
+            for p in self.every(i):
+                p.copy_(mix * p + (1 - mix) * self.old[i])
+        self.own[part] *= mix > 0
+
+    def meet(self) -> None:
+        if self.travels is not None:
+            self.end()
+        for part in range(len(self.parts)):
+            if self.own[part]:
+                self.send(part)
+                self.end()
+        self.since = 0
+
+
+@few
+@given(shares(steps=10), st.integers(1, 3), st.integers(1, 4), st.data())
+def test_parts_that_travel_are_what_the_formula_says(
+    batches: Shares, parts: int, pace: int, data: Any
+) -> None:
+    """With meetings that somebody forces, in the midst of a part's way too."""
+    sync = sg.DiLoCo(
+        parts * pace,
+        outer=sg.Outer(0.6, 0.5),
+        fragments=parts,
+        overlap=data.draw(st.integers(0, pace - 1) | st.none()),
+        mix=data.draw(st.sampled_from([0.0, 0.3])),
+    )
+    forced = data.draw(st.sets(st.integers(0, len(batches) - 1), max_size=2)) | {len(batches) - 1}
+    expected = Streamed(sync, len(batches[0]))
+    for number, mine in enumerate(batches):
+        expected.step(number, mine)
+        if number in forced:
+            expected.meet()
+
+    def run(circle: Circle) -> Tensor:
+        training = Training(circle, sync, adam)
+        for number, mine in enumerate(batches):
+            training.step(number, mine)
+            training.committer.sync()
+            if number in forced:
+                training.committer.meet()
+                assert not training.committer.apart
+        return weights(training.module)
+
+    first, *others = together(len(batches[0]), run)
+    assert float((first - weights(expected.modules[0])).abs().max()) < 1e-12
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_updates_are_made_while_a_part_travels() -> None:
+    """Three of four between its sending and its outer step; each moves the weights."""
+
+    def run(circle: Circle) -> list[tuple[int | None, int]]:
+        training = Training(circle, sg.DiLoCo(8, fragments=2, overlap=3))
+        committer, seen = training.committer, []
+        assert isinstance(committer, LocalUpdates)
+        for number in range(12):
+            before = weights(training.module)
+            training.step(number, [1, 2])
+            assert not torch.equal(weights(training.module), before)
+            committer.sync()
+            seen.append((committer.cadence.under_way, committer.meetings))
+        return seen
+
+    none, first, second = (None, 0), (0, 0), (1, 1)
+    expected = [none] * 3 + [first] * 3 + [(None, 1)] + [second] * 3 + [(None, 2), (0, 2)]
+    assert together(2, run) == [expected] * 2
 
 
 @few

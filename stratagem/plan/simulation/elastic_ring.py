@@ -22,7 +22,7 @@ from math import inf, isfinite
 import numpy as np
 
 from stratagem.cluster.failure import Failure, Kind, Member
-from stratagem.plan.simulation.ring import SimulatedRing, all_reduce, pauses
+from stratagem.plan.simulation.ring import SimulatedRing, carried, pauses
 from stratagem.plan.simulation.scenario import (
     Kill,
     Pause,
@@ -132,7 +132,7 @@ class ElasticRing(SimulatedRing):
         """What a step costs those who are here."""
         now = replace(self.scenario, workers=len(self._present), slow={}, faults=())
         work, here = self.scenario.work, self._present
-        self._costs = [all_reduce(now, work.push * part) for part, _ in work.buckets]
+        self._costs = [carried(now, work.push * part) for part, _ in work.buckets]
         self._stalls = {w: found for w, found in self._all_stalls.items() if w in here}
         self._silences = sorted(
             {pause for w, found in self._all_silent.items() if w in here for pause in found}

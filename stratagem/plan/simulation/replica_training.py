@@ -5,7 +5,8 @@ committers, bytes counted and time simulated.
     trained = train_replicas(scenario, module, optimizer, loss, data, sync=sg.DiLoCo(20))
 
 A replica's clock goes on while it computes; whoever talks to others waits for the last of them, and
-for what a ring over links of the scenario's rate and latency takes.
+for what a ring over links of the scenario's rate and latency takes. What travels while training
+goes on is waited for when it is needed.
 """
 
 from __future__ import annotations
@@ -45,18 +46,31 @@ _PATIENCE = 300.0
 class ThreadCollective(Collective):
     """One of the threads; counts what a ring over sockets would send, and the time that takes."""
 
+    runs_beside = True
+
     def __init__(
         self, rank: int, board: list[Any], barrier: threading.Barrier, topology: Topology
     ) -> None:
         self.rank, self.size, self._board, self._barrier = rank, len(board) - 1, board, barrier
         self._topology = topology
-        #: what this replica has sent, and its clock
-        self.bytes, self.seconds = 0.0, 0.0
+        #: what this replica has sent, its clock, and when its link has nothing more to send
+        self.bytes, self.seconds, self._free = 0.0, 0.0, 0.0
 
-    def _count(self, size: float, messages: int) -> None:
+    def _count(self, size: float, messages: int) -> float:
+        """Count what is sent; returns when it is there."""
         self.bytes += size
-        self.seconds = max(self._told(self.seconds))  # whoever is last is waited for
-        self.seconds += size / self._topology.rate + messages * self._topology.latency
+        begun = max(self._told(max(self.seconds, self._free)))  # whoever is last is waited for
+        self._free = begun + size / self._topology.rate + messages * self._topology.latency
+        return self._free
+
+    def _wait(self, until: float) -> None:
+        self.seconds = max(self.seconds, until)
+
+    def beside(self, work: Callable[[], None]) -> Pending:
+        before = self.seconds
+        work()
+        there, self.seconds = self.seconds, before
+        return Pending(lambda: self._wait(there))
 
     def _told(self, mine: Any) -> list[Any]:
         self._board[self.rank] = mine
@@ -71,7 +85,7 @@ class ThreadCollective(Collective):
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
         apply_weight(flat, weight)
         others = self.size - 1
-        self._count(2 * others / self.size * flat.nbytes, 2 * others)
+        there = self._count(2 * others / self.size * flat.nbytes, 2 * others)
         self._board[self.rank] = flat
         self._barrier.wait(_PATIENCE)
         if self.rank == 0:  # one adds up for all, in one order: a seed gives the same bits again
@@ -81,23 +95,24 @@ class ThreadCollective(Collective):
         self._barrier.wait(_PATIENCE)
         flat.copy_(self._board[-1])
         self._barrier.wait(_PATIENCE)
-        return Pending()
+        return Pending(lambda: self._wait(there))
 
     def swap(self, rows: Tensor) -> Tensor:
-        self._count(rows.nbytes * (self.size - 1) / self.size, 1)
+        self._wait(self._count(rows.nbytes * (self.size - 1) / self.size, 1))
         return torch.stack([each[self.rank] for each in self._told(rows.clone())])
 
     def collect(self, row: Tensor) -> Tensor:
-        self._count(row.nbytes * (self.size - 1), 1)
+        self._wait(self._count(row.nbytes * (self.size - 1), 1))
         return torch.stack(self._told(row.clone()))
 
     def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
-        self._count(flat.nbytes * len(receivers), 1)
+        self._wait(self._count(flat.nbytes * len(receivers), 1))
         told = self._told(flat.clone())
         return [told[rank] for rank in senders]
 
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
-        return self._told(data.clone())  # a few numbers, which cost nothing here
+        self._wait(max(self._told(self.seconds)))
+        return self._told(data.clone())  # a few numbers, which cost nothing but the wait
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
         found: Tensor = self._told(data)[source]

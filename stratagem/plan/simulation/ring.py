@@ -12,8 +12,14 @@ stands still computes nothing, and while one does so, or is cut off, nothing goe
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from stratagem.codecs.codec import wire_type
+from stratagem.codecs.compression import Compression
+from stratagem.codecs.low_rank import PowerSGD
+from stratagem.errors import UsageError
 from stratagem.plan.formulas import hierarchical, ring
+from stratagem.plan.lossy import sent_by
 from stratagem.plan.simulation.scenario import (
     Cut,
     Event,
@@ -37,7 +43,7 @@ class SimulatedRing:
         self.trace: list[Event] = []
         self._traces = trace
         self._costs = [
-            all_reduce(scenario, scenario.work.push * part) for part, _ in scenario.work.buckets
+            carried(scenario, scenario.work.push * part) for part, _ in scenario.work.buckets
         ]
         self._readies = [ready for _, ready in scenario.work.buckets]
         self._stalls = pauses(scenario, (Stall,))
@@ -121,6 +127,27 @@ def pauses(scenario: Scenario, kinds: tuple[type[Stall | Cut], ...]) -> dict[int
             for worker in scenario.struck(fault):
                 joined(found.setdefault(worker, []), fault.at, fault.at + fault.seconds)
     return found
+
+
+def carried(scenario: Scenario, size: float) -> float:
+    """Seconds in which fp32 numbers of so many bytes are added up, as the scenario's wire has them.
+
+    A slice of each goes to the worker that adds it up, compressed, and the sum to all; the workers
+    of a host share its link. Encoding takes no time.
+    """
+    wire, workers, shape = scenario.wire, scenario.workers, scenario.topology
+    if not isinstance(wire, Compression):
+        return all_reduce(scenario, size / 4 * (wire_type(wire) or torch.float32).itemsize)
+    if isinstance(wire, PowerSGD) or wire.dense_steps:
+        raise UsageError(
+            f"wire={wire!r} sends what depends on the shapes of a model or on the step; simulate "
+            "real gradients (train_replicas), or ask `stratagem plan --lossy train.py`."
+        )
+    if workers == 1:
+        return 0.0
+    slices = sent_by(wire, ((max(1, round(size / 4)),),), 4, workers).slices
+    near = min(workers, shape.per_host)
+    return near * 2 * (workers - near) * slices / shape.rate + 2 * shape.latency
 
 
 def all_reduce(scenario: Scenario, size: float) -> float:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
 
+from stratagem.codecs.wire_choice import Wire
 from stratagem.errors import UsageError
 from stratagem.plan.simulation.spread import Spread
+from stratagem.rules.cadence import Sync
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
 from stratagem.wire.simulated import Topology
@@ -227,6 +229,7 @@ class Scenario:
     in_turn    whether servers send values in turn, or to all who ask at once
     overhead   what messages cost processors; nothing if not given
     elastic    how workers that all-reduce go on when one is killed or joins; None: they end
+    wire, sync what workers that all-reduce send, and when they meet: as a strategy is given them
     """
 
     workers: int
@@ -244,6 +247,8 @@ class Scenario:
     seed: int = 0
     overhead: Overhead = Overhead()
     elastic: Regrouping | None = None
+    wire: Wire = None
+    sync: Sync | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("steps", 1), ("servers", 0)):
@@ -266,6 +271,11 @@ class Scenario:
             raise UsageError(
                 "elastic is for workers that all-reduce (servers=0); with servers the others go on "
                 "without a worker by themselves."
+            )
+        if self.servers and (self.wire is not None or self.sync is not None):
+            raise UsageError(
+                "wire and sync are those of workers that all-reduce (servers=0); with servers say "
+                "how many bytes are pushed."
             )
         if not self.patience >= 0:
             raise UsageError(f"patience of a scenario is {self.patience}; it is 0 seconds or more.")

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from tests.strategies.test_broken_rounds import until
 from tests.strategies.test_compressed import by_formula, rows
+from tests.strategies.test_meetings import until
 from tests.support import data, strategy
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,6 +15,7 @@ import stratagem as sg
 from tests.frontends.keras.test_compressed import Dies, Kill, LikeKeras, far, made
 from tests.strategies.test_broken_rounds import Renewed
 from tests.strategies.test_compressed import rows
+from tests.strategies.test_meetings import SYNCS, ByHand
 from tests.support import data, strategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,6 +56,36 @@ def test_the_mean_is_an_outer_step_of_rate_one() -> None:
     assert far(trained(sg.Gossip("exponential"), "adam")[0], alone) < 0.1
 
 
+def of_keras(kind: Any, first: list[Any]) -> Any:
+    """The formulas for this model, from these weights on."""
+
+    class OfKeras(kind):
+        def module(self) -> Any:
+            return LikeKeras(first)
+
+        def optimizer(self, params: Any) -> Any:
+            return torch.optim.SGD(params, 0.1, momentum=0.5)
+
+    return OfKeras
+
+
+def by_hand(formulas: ByHand) -> list[Any]:
+    return [p.detach().numpy() for p in formulas.train().parameters()]
+
+
+def test_parts_that_travel_are_what_the_formula_says() -> None:
+    """With shares of unequal size, and one without rows."""
+    x, y = (each.numpy() for each in rows())
+    with strategy(3, cross_device_ops="ring", sync=SYNCS["streaming"]) as where:
+        model = made(where.scope(), momentum())
+        first = [np.array(w) for w in model.get_weights()]
+        model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+        found = [np.array(w) for w in model.get_weights()]
+    like = of_keras(ByHand, first)
+    assert far(found, by_hand(like(SYNCS["streaming"], 3))) < 1e-5
+    assert far(found, by_hand(like(sg.DiLoCo(4, sg.Outer(0.5, 0.6), 2, overlap=0), 3))) > 1e-4
+
+
 LATER = [(sg.DiLoCo(3), 6), (sg.DiLoCo(3), 7), (sg.Gossip(), 5), (sg.Gossip(), 6)]
 
 
@@ -76,15 +107,8 @@ def test_who_is_new_takes_the_weights_of_a_meeting(sync: Any, at: int, tmp_path:
         assert (at == 5) == os.path.exists(tmp_path / "killed")
         found = [np.array(w) for w in model.get_weights()]
 
-    class OfKeras(Renewed):
-        def module(self) -> Any:
-            return LikeKeras(first)
-
-        def optimizer(self, params: Any) -> Any:
-            return torch.optim.SGD(params, 0.1, momentum=0.5)
-
-    expected, others = OfKeras(sync, 3, at).train(), OfKeras(sync, 3, -1).train()
-    weights = [[p.detach().numpy() for p in each.parameters()] for each in (expected, others)]
+    like = of_keras(Renewed, first)
+    weights = [by_hand(like(sync, 3, at)), by_hand(like(sync, 3, -1))]
     assert far(found, weights[0]) < 1e-5
     assert far(found, weights[1]) > 1e-4  # what followers had done since the meeting is lost
 

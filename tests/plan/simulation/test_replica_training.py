@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.plan.simulate import simulate
 from stratagem.plan.simulation.replica_training import train_replicas
 from stratagem.plan.simulation.scenario import Scenario, Work
-from stratagem.plan.simulation.spread import Constant
+from stratagem.plan.simulation.spread import Constant, Lognormal
 from stratagem.plan.simulation.training import Data
 from stratagem.wire.simulated import Topology
 from tests.strategies.test_compressed import rows
@@ -106,6 +108,46 @@ def test_dense_replicas_take_the_time_of_the_formula() -> None:
     numbers = sum(p.numel() for p in module.parameters()) + 2 + 4  # the notes: two, and who has one
     each = 0.01 + 2 * 1 / 2 * 8 * numbers / RATE + 2 * 1 * 1e-5
     assert trained.run.seconds == pytest.approx(len(trained.run.updates) * each)
+
+
+@pytest.mark.parametrize("wire", [None, sg.Int8(block=8)], ids=repr)
+def test_what_is_sent_beside_training_takes_no_time_of_it(wire: Any) -> None:
+    """A part takes as long as an update and a half: two updates hide it, one a part of it."""
+
+    def seconds(overlap: int) -> float:
+        module = mlp().double()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        slow = Topology(8 * sum(p.numel() for p in module.parameters()) / 0.015, latency=0.0)
+        made = (replace(scenario(), topology=slow), module, optimizer, F.cross_entropy)
+        sync = sg.DiLoCo(3, overlap=overlap, wire=wire)
+        run = train_replicas(*made, Data(*rows(96), batch_size=16, epochs=1), sync=sync).run
+        return run.updates[-2]  # of six: before the meeting at the end of the epoch
+
+    once = 0.015 if wire is None else seconds(0) - 0.05
+    assert seconds(0) == pytest.approx(0.05 + once)
+    assert seconds(1) == pytest.approx(0.05 + max(0.0, once - 0.01))
+    assert seconds(2) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        sg.LocalSteps(3, wire=sg.Int8(block=8)),
+        sg.DiLoCo(4, fragments=2, overlap=1),
+        sg.DiLoCo(6, fragments=2, overlap=2, wire=sg.Int8(block=8)),
+    ],
+    ids=repr,
+)
+def test_without_gradients_it_takes_the_same_time(sync: Any) -> None:
+    module = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(2)))
+    work = Work(Lognormal(0.01, 0.3), push=4 * 2 * 16 * 16)
+    made = replace(scenario(3, sync=sync), work=work, steps=8)
+    data = Data(torch.randn(24, 16), torch.randn(24, 16), batch_size=3, epochs=1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    trained = train_replicas(made, module, optimizer, F.mse_loss, data, sync=sync).run
+    run = simulate(made)
+    assert run.seconds == pytest.approx(trained.seconds, rel=0.01)
+    assert run.seconds > 8 * 0.01
 
 
 def test_refusals() -> None:
