@@ -153,10 +153,10 @@ class Hosts:
         spaces = ["--mount", "--uts", "--net", "--pid"]
         return ["nsenter", "--target", children[0], *spaces, "setpriv", "--pdeathsig", "KILL"]
 
-    def shape(self, host: int, rate: str) -> None:
-        """Limit a host's link, both ways, to "200mbit" say."""
+    def shape(self, host: int, rate: str, burst: str = "256kb") -> None:
+        """Limit a host's link, both ways, to "200mbit" say; after a rest, so much goes at once."""
         for space, device in ((self._names[host], "e0"), (self._switch, f"p{host}")):
-            limit = ["rate", rate, "burst", "256kb", "latency", "50ms"]
+            limit = ["rate", rate, "burst", burst, "latency", "50ms"]
             _ip("netns", "exec", space, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
     def cut(self, host: int) -> None:

@@ -31,6 +31,8 @@ from tests.hosts import Hosts
 
 #: and how many steps are timed
 RATES = {"100mbit": 5, "1gbit": 20, "10gbit": 20}
+#: what a shaped link lets through at once; a cable none, and a codec may send no more than 256 kB
+BURSTS = {"100mbit": "16kb", "1gbit": "64kb"}
 TASK = Path(__file__).parent / "task.py"
 #: what of torch's each of ours is beside
 PEERS = {"dense": "DDP", "bf16": "DDP bf16", "PowerSGD 4": "DDP PowerSGD 4"}
@@ -132,7 +134,7 @@ def main() -> None:
         steps = RATES.get(rate, 20)
         with Hosts(2) as hosts:
             for host in range(2):
-                hosts.shape(host, rate)
+                hosts.shape(host, rate, BURSTS.get(rate, "256kb"))
             for _ in range(args.rounds):  # in turn, so that whatever else runs here hits all
                 for ways in filter(None, sides):
                     for way, seconds in once(hosts, ways, port := port + 100, steps).items():

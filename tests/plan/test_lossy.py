@@ -88,6 +88,17 @@ def test_who_meets_every_few_steps_sends_as_much_less(wire: str | None) -> None:
     assert ten == pytest.approx(2 * twenty) and steps[1].step > steps[10].step
 
 
+def test_who_meets_every_few_steps_waits_for_the_slowest_in_that_many() -> None:
+    uneven = replace(model(), samples=(0.02, 0.03, 0.04))
+    parts = {
+        every: predict(uneven, Hardware(hosts=4), Configuration(MULTI_WORKER, 4, every=every)).parts
+        for every in (1, 16)
+    }
+    assert parts[1]["stragglers"] > 0.001 and "meeting" not in parts[1]
+    assert parts[16]["stragglers"] == pytest.approx(parts[1]["stragglers"] / 4)
+    assert parts[16]["meeting"] == pytest.approx(5 * 8e6 / Hardware().local / 16, rel=0.01)
+
+
 def test_on_a_slow_link_it_pays() -> None:
     plan = choose(model(), Hardware(hosts=8, link=1.25e7), lossy=True)
     rows = compared(plan)
