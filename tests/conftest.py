@@ -89,6 +89,7 @@ _EXHAUSTIVE = re.compile(
             r"test_ported.py::test_a_script_gives_what_one_device_gives_or_is_refused\[2 replicas-",
             r"test_multi_worker.py::test_a_worker_(raises|is_killed)\[[01]-ring",
             r"strategies/test_elastic.py::test_kills_change_nothing\[accumulate",
+            r"test_membership.py::test_(a_killed_hub|a_fail|last|leaving|who_left|a_big|a_forked).*\[pairs",
             r"test_rows_apart.py::test_values_of_single_rows\[.*-6\]",
         )
     )
@@ -140,7 +141,7 @@ _SLOW = re.compile(
             r"test_trials.py::test_kept_models_are_those_of_training_alone",
             r"test_elastic_corners.py::test_the_chief_alone_takes_one_back_that_knows_nothing",
             r"test_checkpoint_folder.py::test_an_ended_saving_leaves_the_old_or_the_new_checkpoint",
-            r"test_elastic_loops.py::test_(workers_leave_and_join|checkpoints_besides)",
+            r"test_elastic_loops.py::test_(workers_leave_and_join|checkpoints_besides|kills_at_any)",
             r"strategies/test_elastic.py::test_(workers_leave_and_join|kills_at_any_moment|too_few_workers)",
             r"test_elastic_corners.py::test_(checkpoints_after_a_death|sigterm_while_there_are_too_few)",
             r"keras/test_elastic.py::test_(the_last_moment_and_other_calls|deaths_within_steps)",

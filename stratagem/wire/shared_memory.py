@@ -35,6 +35,7 @@ from stratagem.wire.tree import encode
 #: what replicas may meet for; the place in this list rides on every arrival
 _MEETINGS = ("barrier", "reduction", "gather", "broadcast", "table", "gradient", "update")
 _SPIN, _DOZE = 200e-6, 20e-6  # seconds
+_LONGEST, _LOOK = 1e-3, 5e-3  # seconds: of one doze, and between two looks after a peer
 Watch = Callable[[int, float], None]
 _HALF = (torch.float16, torch.bfloat16)
 _TOTAL_STORE_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
@@ -136,24 +137,24 @@ class SharedMemoryCollective(LoggedCollective):
         """Wait for something that a replica does; returns whether it has within `limit` seconds.
 
         Spin briefly, then doze: spinning would slow down whoever shares the core, and that may be
-        the very replica that everybody waits for."""
+        the very replica that everybody waits for. Who has waited long dozes longer."""
         for _ in range(64):
             if ready():
                 return True
         started = METER.begin_wait()
         doze_after = _SPIN if self._yield_first else 0.0
-        tries = 0
+        look_after = _LOOK
         try:
             while not ready():
-                tries += 1
                 waited = time.perf_counter() - started
                 if waited > limit:
                     return False
                 if waited < doze_after:
                     os.sched_yield()
                 else:
-                    time.sleep(_DOZE)
-                if tries % 64 == 0:
+                    time.sleep(min(max(_DOZE, waited / 64), _LONGEST))
+                if waited >= look_after:
+                    look_after = waited + _LOOK
                     self._look_up(rank, ready, waited)
             return True
         finally:

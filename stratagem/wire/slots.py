@@ -11,9 +11,6 @@ out; a sender that finds no free slot waits.
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +23,6 @@ from stratagem.wire.tree import Tree, outlined, rebuilt
 _COUNTS = 16  # words: posted, then taken, each in its own cache line
 _SLOT = 16  # words a slot: length of the handle, length of the outline, the handle
 _HANDLE = (_SLOT - 2) * 8  # bytes
-_SPIN, _DOZE = 200e-6, 20e-6  # seconds
 
 
 def channel_words(slots: int) -> int:
@@ -54,7 +50,7 @@ class SlotChannel:
         """Send a tree of tensors, numbers and text; waits while all slots are full."""
         words = self._words
         number = words[0]
-        self._wait(lambda: number - words[8] < self._slots, self.receiver)
+        self._collective.wait_for(self.receiver, lambda: number - words[8] < self._slots)
         outline, tensors = outlined(tree)
         raw = json.dumps(outline).encode()
         starts = [aligned(len(raw))]
@@ -74,7 +70,7 @@ class SlotChannel:
         """Wait for the next message; its tensors lie in the slot until `release`."""
         words = self._words
         number = words[8]
-        self._wait(lambda: words[0] > number, self.sender)
+        self._collective.wait_for(self.sender, lambda: words[0] > number)
         self._collective.order_writes()
         at = _COUNTS + (number % self._slots) * _SLOT
         segment = self._map(number % self._slots, bytes(self._text(at, words[at])))
@@ -113,21 +109,3 @@ class SlotChannel:
 
     def _text(self, at: int, length: int) -> memoryview:
         return self._words[at + 2 : at + _SLOT].cast("B")[:length]
-
-    def _wait(self, ready: Callable[[], bool], rank: int) -> None:
-        """Spin briefly, then doze, and look after the other side meanwhile."""
-        if ready():
-            return
-        started, tries = METER.begin_wait(), 0
-        try:
-            while not ready():
-                tries += 1
-                waited = time.perf_counter() - started
-                if waited < _SPIN:
-                    os.sched_yield()
-                else:
-                    time.sleep(_DOZE)
-                if tries % 64 == 0 and not ready():
-                    self._collective.look(rank, waited)
-        finally:
-            METER.end_wait(started)
