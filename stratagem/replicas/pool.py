@@ -264,11 +264,24 @@ class Pool:
         """Kill all followers; returns how each ended. A second Ctrl-C cannot cut this short."""
         with _unbroken():
             status = self._zygote.end(self.pids) if self.followers else {}
-            self._relay.close()
-            for follower in self.followers:
-                follower.close()
-            self.release()
+            self._close()
         return status
+
+    def end_beside(self, dead: Follower) -> dict[int, int | None]:
+        """The same where others are about to go on: wait for nobody but one that has died; returns
+        how it ended."""
+        with _unbroken():
+            others = [pid for pid in self.pids if pid != dead.pid]
+            status = self._zygote.end([dead.pid], others)
+            self.drain()
+            threading.Thread(target=self._close, daemon=True).start()
+        return status
+
+    def _close(self) -> None:
+        self._relay.close()
+        for follower in self.followers:
+            follower.close()
+        self.release()
 
 
 class _unbroken:

@@ -8,6 +8,8 @@ from stratagem.errors import ReplicaLost
 from stratagem.replicas.pool import Follower
 from stratagem.replicas.zygote import ZygoteProcess
 
+_LATER = 0.1  # seconds in which those who have just come together need the processors
+
 
 class Spares:
     """Followers without a name or work; made in the background, one set at a time."""
@@ -16,10 +18,12 @@ class Spares:
         self._waiting: list[Follower] = []
         self._thread: threading.Thread | None = None
         self._open = True
+        self._hurry = threading.Event()
 
     def prepare(self, count: int) -> None:
         """Have as many as that, soon."""
         self._join()
+        self._hurry.clear()
         if len(self._waiting) < count and self._open:
             missing = count - len(self._waiting)
             self._thread = threading.Thread(target=self._fork, args=(missing,), daemon=True)
@@ -61,6 +65,7 @@ class Spares:
         self._end_waiting()
 
     def _fork(self, count: int) -> None:
+        self._hurry.wait(_LATER)
         for _ in range(count):
             if not self._open:
                 return
@@ -70,6 +75,7 @@ class Spares:
                 return
 
     def _join(self) -> None:
+        self._hurry.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
