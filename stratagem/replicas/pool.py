@@ -19,6 +19,8 @@ from stratagem.replicas import graph_pickle, pipe_frames
 from stratagem.replicas.follower import PRELOAD, CallResult
 from stratagem.replicas.zygote import ZygoteGone, ZygoteProcess
 
+_LATER = 0.1  # seconds in which those who have just come together need the processors
+
 
 class Follower:
     """One follower: its process id and the sockets that lead to it."""
@@ -264,11 +266,24 @@ class Pool:
         """Kill all followers; returns how each ended. A second Ctrl-C cannot cut this short."""
         with _unbroken():
             status = self._zygote.end(self.pids) if self.followers else {}
-            self._relay.close()
-            for follower in self.followers:
-                follower.close()
-            self.release()
+            self._close()
         return status
+
+    def end_beside(self, dead: Follower) -> dict[int, int | None]:
+        """The same where others are about to go on: wait for nobody but one that has died; returns
+        how it ended."""
+        with _unbroken():
+            others = [pid for pid in self.pids if pid != dead.pid]
+            status = self._zygote.end([dead.pid], others)
+            self.drain()
+            threading.Thread(target=self._close, daemon=True).start()
+        return status
+
+    def _close(self) -> None:
+        self._relay.close()
+        for follower in self.followers:
+            follower.close()
+        self.release()
 
 
 class _unbroken:
@@ -291,10 +306,12 @@ class Spares:
         self._waiting: list[Follower] = []
         self._thread: threading.Thread | None = None
         self._open = True
+        self._hurry = threading.Event()
 
     def prepare(self, count: int) -> None:
         """Have as many as that, soon."""
         self._join()
+        self._hurry.clear()
         if len(self._waiting) < count and self._open:
             missing = count - len(self._waiting)
             self._thread = threading.Thread(target=self._fork, args=(missing,), daemon=True)
@@ -336,6 +353,7 @@ class Spares:
         self._end_waiting()
 
     def _fork(self, count: int) -> None:
+        self._hurry.wait(_LATER)
         for _ in range(count):
             if not self._open:
                 return
@@ -345,6 +363,7 @@ class Spares:
                 return
 
     def _join(self) -> None:
+        self._hurry.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -48,6 +48,8 @@ class Zygote:
         self.channel = channel
         self.owner = os.getppid()
         self.children: dict[int, int | None] = {}
+        #: those that nobody asks about any more
+        self.forgotten: set[int] = set()
 
     def serve(self) -> None:
         while True:
@@ -68,6 +70,8 @@ class Zygote:
                     importlib.import_module(name)
                 self._reply(request, {"pid": self._fork(request["fork"], fds)})
             else:
+                self._kill(request.get("kill", []))
+                self.forgotten |= set(request.get("kill", []))
                 self._end(request["end"])
                 status = {str(pid): self.children.pop(pid, None) for pid in request["end"]}
                 self._reply(request, {"status": status})
@@ -99,6 +103,9 @@ class Zygote:
                 done, code = os.waitpid(pid, os.WNOHANG)
                 if done:
                     self.children[pid] = os.waitstatus_to_exitcode(code)
+        for pid in [pid for pid in self.forgotten if self.children.get(pid, 0) is not None]:
+            self.forgotten.discard(pid)
+            self.children.pop(pid, None)
 
     def _leave(self) -> NoReturn:
         """End with all children: the owner is gone."""
@@ -107,12 +114,16 @@ class Zygote:
 
     def _end(self, pids: list[int]) -> None:
         """Kill and reap; SIGKILL also ends a stopped process."""
+        for pid in self._kill(pids):  # they come to their ends side by side
+            _, code = os.waitpid(pid, 0)
+            self.children[pid] = os.waitstatus_to_exitcode(code)
+
+    def _kill(self, pids: list[int]) -> list[int]:
+        """Kill those that run, which are returned."""
         running = [pid for pid in pids if pid in self.children and self.children[pid] is None]
         for pid in running:
             os.kill(pid, signal.SIGKILL)
-        for pid in running:  # they come to their ends side by side
-            _, code = os.waitpid(pid, 0)
-            self.children[pid] = os.waitstatus_to_exitcode(code)
+        return running
 
 
 def _keras_settings(environ: dict[str, str]) -> dict[str, str]:
@@ -264,10 +275,13 @@ class ZygoteProcess:
             names[0],
         )
 
-    def end(self, pids: list[int]) -> dict[int, int | None]:
-        """Kill those that still run; every exit status (negative: a signal's number)."""
+    def end(self, pids: list[int], kill: list[int] | None = None) -> dict[int, int | None]:
+        """Kill those that still run; every exit status (negative: a signal's number).
+
+        `kill`: others to be killed, whose ends are not waited for.
+        """
         try:
-            answer = self._ask({"end": pids}, [])
+            answer = self._ask({"end": pids, "kill": kill or []}, [])
         except ZygoteGone:
             return {}  # and its followers with it
         return {int(pid): status for pid, status in answer["status"].items()}

@@ -17,7 +17,7 @@ from stratagem.data.streams import RngStates
 from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, UsageError
 from stratagem.figures.recorder import event
 from stratagem.replicas import follower
-from stratagem.replicas.pool import Pool
+from stratagem.replicas.pool import Follower, Pool
 from stratagem.replicas.zygote import how_it_ended
 from stratagem.training.placement import Placement, sit
 from stratagem.training.replica import current_replica, set_called
@@ -126,19 +126,21 @@ class Cause:
     """What is known of a failure before the followers are ended."""
 
     def __init__(self, error: BaseException, local: Membership | None, pool: Pool | None) -> None:
-        self._error, self._one, answer = error, None, None
+        self._error, answer = error, None
+        #: whose end it is about
+        self.one: Follower | None = None
         self._trouble = trouble = local.trouble if local is not None else None
         if trouble is not None and pool is not None and isinstance(error, ReplicaError):
             name = trouble.member.name
-            self._one = next((f for f in pool.followers if f.name == name), None)
-        if self._one is not None and isinstance(error, ReplicaFailed):
-            answer = self._one.answer(1.0)
+            self.one = next((f for f in pool.followers if f.name == name), None)
+        if self.one is not None and isinstance(error, ReplicaFailed):
+            answer = self.one.answer(1.0)
         self._answer = answer
         self._orphaned = pool.orphaned() if pool is not None else None
 
     def error(self, status: Mapping[int, int | None]) -> BaseException:
         """Return what to raise, now that followers have ended so."""
-        error, one, answer = self._error, self._one, self._answer
+        error, one, answer = self._error, self.one, self._answer
         if self._orphaned is not None and isinstance(error, ReplicaLost | OSError):
             return self._orphaned
         if one is not None and answer is not None:

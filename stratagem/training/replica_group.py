@@ -33,7 +33,7 @@ from stratagem.errors import (
     UsageError,
 )
 from stratagem.figures.recorder import event
-from stratagem.replicas.pool import Pool, Spares
+from stratagem.replicas.pool import Follower, Pool, Spares
 from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
 from stratagem.training.elastic import Again, Elastic, Tries
@@ -354,26 +354,28 @@ class ReplicaGroup:
         elif self._generations is None:
             self._cluster = None
         cause = Cause(error, self._local, self._pool)
-        return cause.error(self._end())
+        lost = self._elastic is not None and isinstance(error, ReplicaLost)
+        return cause.error(self._end(cause.one if lost else None))
 
     def report(self, detail: str) -> None:
         """Tell the other tasks of the cluster why this one ends."""
         if os.getpid() == self._owner and self._cluster is not None:
             self._cluster.report_failure(detail)
 
-    def _end(self) -> dict[int, int | None]:
+    def _end(self, dead: Follower | None = None) -> dict[int, int | None]:
+        """End what this process has started; beside what comes next if it is for one that died."""
         status: dict[int, int | None] = {}
         if self._standbys is not None:
             self._standbys.rest()
             self._standbys = None
         if self._pool is not None:
-            status = self._pool.end()
+            status = self._pool.end() if dead is None else self._pool.end_beside(dead)
             self._pool = None
         if self.replica is not None:
             self.replica.collective.close()
             self.replica = None
         if self._local is not None:
-            self._local.leave()
+            self._local.leave(wait=dead is None)
             self._local = None
         self._offer = Offer()
         return status

@@ -21,6 +21,7 @@ from torch import nn
 import stratagem as sg
 from stratagem.errors import NotDistributable
 from stratagem.replicas.pool import Follower
+from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.standbys import Standbys
 from stratagem.wire.collective_log import is_ready
@@ -254,7 +255,7 @@ def loss(output, target):
 def test_who_takes_a_place_has_imported_before(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without standbys, too: nobody waits for modules of the user's."""
+    """Without standbys, too: nobody waits for modules of the user's, nor for a fork."""
     imported = tmp_path / "imported"
     (tmp_path / "slow_to_import.py").write_text(SLOW_TO_IMPORT)
     monkeypatch.syspath_prepend(tmp_path)
@@ -262,18 +263,30 @@ def test_who_takes_a_place_has_imported_before(
     import slow_to_import  # type: ignore[import-not-found]
 
     before: list[set[str]] = []
+    asked: list[list[str]] = []
+    plain = ZygoteProcess._ask
+
+    def ask(self: Any, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        if asked and threading.current_thread() is threading.main_thread():
+            asked[-1].append(f"end {len(request['end'])}" if "end" in request else "fork")
+        return plain(self, request, fds)
+
+    monkeypatch.setattr(ZygoteProcess, "_ask", ask)
 
     class KillsOne(sg.callbacks.Callback):
         def on_batch_end(self, batch: int, logs: Any = None) -> None:
+            asked.append([])
             if not before:
-                wait_for(lambda: len(imported.read_text().split()) == 3, what="for the spare")
+                wait_for(lambda: len(imported.read_text().split()) == 5, what="for two spares")
                 before.append(set(imported.read_text().split()))
                 os.kill(strategy.replica_group._pool.pids[0], signal.SIGKILL)
 
-    with closing(sg.MirroredStrategy(["cpu:0", "cpu:1"], "ring", elastic=True)) as strategy:
+    devices = [f"cpu:{i}" for i in range(3)]
+    with closing(sg.MirroredStrategy(devices, "ring", elastic=True)) as strategy:
         with strategy.scope(check=False):
             model = sg.Model(nn.Linear(8, 4))
             model.compile("sgd", slow_to_import.loss)
         x, y = torch.randn(64, 8), torch.randint(0, 4, (64,))
         model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[KillsOne()])
-        assert str(strategy.replica_group._pool.pids[0]) in before[0]
+        assert {str(pid) for pid in strategy.replica_group._pool.pids} <= before[0]
+    assert asked[0] == ["end 1"], "how it ended is asked, nobody is forked, no other end waited for"
