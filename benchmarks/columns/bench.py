@@ -4,7 +4,8 @@
 
 The same net, batches and SGD in every arm; each arm is a fresh process tree, and they take turns
 within a round. One process is timed with one thread, with the threads of a stage, and with as many
-as all stages have together; its best is the baseline. Printed are the medians of a step and of the
+as all stages have together, each also without oneDNN, whose recurrent layers are slow on ARM; its
+best is the baseline. Printed are the medians of a step and of the
 rounds' ratios, and the part of the limit S K / (K + S - 1) over one process with a stage's threads.
 """
 
@@ -55,6 +56,7 @@ class Pace(sg.callbacks.Callback):
 
 def child(stages: int, chunks: int) -> None:
     torch.manual_seed(0)
+    torch.backends.mkldnn.set_flags(chunks > 0, None, None, None)
     x, y = torch.randn(BATCH * STEPS, LENGTH, WIDTH), torch.randint(0, 10, (BATCH * STEPS,))
     devices = [f"cpu:{i}" for i in range(stages)]
     strategy = (
@@ -93,6 +95,7 @@ def main() -> None:
         child(*args.child)
         return
     alone = {f"one process, {t} threads": (1, 1, t) for t in _counts(args)}
+    alone |= {f"{arm}, without oneDNN": (1, 0, work[2]) for arm, work in list(alone.items())}
     columns = {
         f"{args.stages} stages, {k} chunks": (args.stages, int(k), args.threads)
         for k in args.chunks.split(",")
@@ -103,6 +106,7 @@ def main() -> None:
     ms = {arm: 1000 * statistics.median(each[arm] for each in rounds) for arm in arms}
     best = min(alone, key=ms.__getitem__)
     like = f"one process, {args.threads} threads"
+    like = min((like, f"{like}, without oneDNN"), key=ms.__getitem__)
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
     print(f"{LAYERS} LSTM layers of {WIDTH}, {LENGTH} steps, {args.threads} threads a stage\n")
     print("| arm | ms a step | faster than the best process | of the limit |")

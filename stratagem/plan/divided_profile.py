@@ -15,7 +15,7 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.plan.profile import DividedLayers, LayerTable
 from stratagem.rules.layer_split import LayerCost
 from stratagem.strategies.mirrored import MirroredStrategy
-from stratagem.training.column_plan import plan_columns
+from stratagem.training.column_plan import fast_recurrence, plan_columns
 from stratagem.training.isolated_run import dry_run
 from stratagem.training.layer_costs import STATES, LayerMeter
 from stratagem.training.layer_graph import LayerGraph
@@ -157,7 +157,8 @@ def _cost(layer: nn.RNNBase, axis: int, shape: torch.Size, pieces: int) -> Layer
     best = (math.inf, math.inf)
     for _ in range(_ROUNDS):
         kept, started = 0, time.perf_counter()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, fast_recurrence():
             output, _ = layer(x)
         forward = time.perf_counter() - started
         torch.autograd.grad(output.sum(), [x, *(p for p in params if p.requires_grad)])

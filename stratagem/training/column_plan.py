@@ -12,6 +12,9 @@ the chunks from the last one to the first.
 from __future__ import annotations
 
 import operator
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +36,8 @@ _FUNCTIONS = (
     *(operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.tanh, torch.relu),
     *(F.dropout, F.relu, F.gelu, F.silu, torch.sigmoid),
 )
+#: machines where oneDNN's recurrent layers are slow
+_ARM = ("aarch64", "arm64")
 
 
 @dataclass
@@ -272,3 +277,19 @@ def single_layer(stack: nn.RNNBase, number: int) -> nn.RNNBase:
     for name in [name for name, _ in layer.named_parameters()]:
         setattr(layer, name, getattr(stack, f"{name.removesuffix('0')}{number}"))
     return layer.train(stack.training)
+
+
+@contextmanager
+def fast_recurrence() -> Iterator[None]:
+    """While a recurrent layer runs forward: on ARM with torch's own kernels, which take less than
+    half of the time of oneDNN's there (benchmarks/columns)."""
+    if platform.machine() not in _ARM:
+        yield
+        return
+    set_flags: Any = torch.backends.mkldnn.set_flags
+    others = (None, None, None)  # as they are
+    before, *_ = set_flags(False, *others)
+    try:
+        yield
+    finally:
+        set_flags(before, *others)

@@ -24,7 +24,7 @@ from stratagem.data.shares import share, tensors_in
 from stratagem.errors import NotDistributable
 from stratagem.rules.chunk_choice import ChunkChoice, Chunks
 from stratagem.rules.schedules import Op, waves
-from stratagem.training.column_plan import ColumnOp, ColumnPlan
+from stratagem.training.column_plan import ColumnOp, ColumnPlan, fast_recurrence
 from stratagem.training.layer_costs import run_node
 from stratagem.training.stage import Inputs, Judge
 from stratagem.training.stage_parts import reseed
@@ -178,12 +178,12 @@ class ColumnStage:
             )
             return found
         before = self._states.get(op.name)
-        if before is None or self._by_rows:
-            output, state = op.layer(values[op.inputs[0]])
-        else:
+        given: Any = None
+        if before is not None and not self._by_rows:
             began = tuple(t.detach().requires_grad_(t.requires_grad) for t in before)
             chunk.began[op.name] = began
             given = began if isinstance(op.layer, nn.LSTM) else began[0]
+        with fast_recurrence():
             output, state = op.layer(values[op.inputs[0]], given)
         chunk.left[op.name] = state if isinstance(state, tuple) else (state,)
         self._states[op.name] = chunk.left[op.name]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stratagem as sg
+from stratagem.training.column_plan import fast_recurrence
 from tests import spread
 from tests.support import by_hand, cpus, distance, moved
 
@@ -155,3 +156,20 @@ def test_chunks_of_time_and_pieces_by_rows_are_tried_out(
             assert distance(one, model.module) < 1e-12, (kind, reads)
             assert moved(module, one)
             assert "by rows are the fastest" in caplog.text or times
+
+
+@pytest.mark.parametrize(("machine", "on"), [("aarch64", False), ("x86_64", True)])
+def test_kernels_of_recurrent_layers(
+    machine: str, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own on ARM, while a layer runs; whatever happens, the user's choice is back then."""
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    flags = torch.backends.mkldnn.set_flags
+    before, *rest = flags(True, None, None, None)
+    try:
+        with pytest.raises(RuntimeError, match="here"), fast_recurrence():
+            assert flags(None, None, None, None) == (on, *rest)
+            raise RuntimeError("here")
+        assert flags(None, None, None, None) == (True, *rest)
+    finally:
+        flags(before, None, None, None)
