@@ -2,6 +2,7 @@
 
 python benchmarks/shaped_links/bench.py                  100 Mbit/s, 1 and 10 Gbit/s; root only
 python benchmarks/shaped_links/bench.py --rates 1gbit --rounds 1 --ways dense int8 DDP
+python benchmarks/shaped_links/bench.py --rates 1gbit --ways int8 "int8, after"   and not beside
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def main() -> None:
     if os.geteuid() != 0:
         sys.exit("only root may make network namespaces; run it as root.")
     port, known = 21000, measured()
-    sides = [[way for way in args.ways if (way in OURS) == ours] for ours in (True, False)]
+    sides = [[way for way in args.ways if (way in TORCHS) == theirs] for theirs in (False, True)]
     for rate in args.rates:
         times: dict[str, list[float]] = {way: [] for way in args.ways}
         steps = RATES.get(rate, 20)

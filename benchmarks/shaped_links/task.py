@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -33,6 +34,14 @@ OURS: dict[str, str] = {
     "DiLoCo 20": "sync=sg.DiLoCo(20)",
     "DiLoCo 20, int8": "sync=sg.DiLoCo(20, wire=sg.Int8())",
     "ring": "sync=sg.Gossip('ring')",
+}
+#: what is sent beside the computation, and after it: only where they are named
+PAIRS: dict[str, str] = {
+    "int8, after": "wire=sg.Int8()",
+    "top-k 1%, after": "wire=sg.TopK(0.01)",
+    "PowerSGD 4, after": "wire=sg.PowerSGD(4)",
+    "DiLoCo 20, parts": "sync=sg.DiLoCo(20, fragments=4)",
+    "DiLoCo 20, parts, after": "sync=sg.DiLoCo(20, fragments=4, overlap=0)",
 }
 TORCHS = ["DDP", "DDP bf16", "DDP PowerSGD 4"]
 
@@ -69,12 +78,31 @@ def ours(way: str, rank: int, addresses: list[str]) -> float:
     os.environ["TF_CONFIG"] = json.dumps(task)
     import stratagem as sg
 
-    options = eval(f"dict({OURS[way]})", {"sg": sg})  # the table above, and nothing else
-    with sg.MultiWorkerMirroredStrategy(devices=["cpu:0"], **options) as strategy:
+    options = eval(f"dict({(OURS | PAIRS)[way]})", {"sg": sg})  # the tables above, nothing else
+    when = _sent_after_backward() if way.endswith("after") else nullcontext()
+    with when, sg.MultiWorkerMirroredStrategy(devices=["cpu:0"], **options) as strategy:
         module = model()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         module, optimizer, _ = strategy.prepare(module, optimizer)
         return timed(way, module, optimizer, rank)
+
+
+@contextmanager
+def _sent_after_backward() -> Iterator[None]:
+    """Inside of it compressions begin when all gradients are there."""
+    from stratagem.codecs.feedback import Feedback
+
+    plain = Feedback.__init__
+
+    def made(self: Feedback, *given: Any) -> None:
+        plain(self, *given)
+        self.whole = True
+
+    Feedback.__init__ = made  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Feedback.__init__ = plain  # type: ignore[method-assign]
 
 
 def torchs(way: str, rank: int, addresses: list[str]) -> float:
@@ -107,6 +135,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for number, way in enumerate(chosen):
         there = [f"{host}:{int(port) + 7 * number}" for host in (first, second)]
-        seconds = (ours if way in OURS else torchs)(way, int(place), there)
+        seconds = (torchs if way in TORCHS else ours)(way, int(place), there)
         print(f"seconds {seconds:.6f} {way}", flush=True)
     os._exit(0)  # torch's process group would wait for the other host

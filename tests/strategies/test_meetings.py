@@ -450,9 +450,10 @@ def skipping(made: Any, scaled: bool) -> None:
 
 
 def test_a_step_that_one_replica_skips_is_refused() -> None:
-    for every in (2, 5):  # the other replica is at the end, too, or at a meeting before it
+    # the other replica is at the end, too, or at a meeting before it, or a part of its comes back
+    for sync in (sg.LocalSteps(2), sg.LocalSteps(5), sg.DiLoCo(4, overlap=1)):
         counts = pytest.raises(sg.UsageError, match=r"have made \[4, 5\] updates.*skip none")
-        with strategy(2, sync=sg.LocalSteps(every)) as made, counts:
+        with strategy(2, cross_device_ops="ring", sync=sync) as made, counts:
             made.run(skipping, made, False)
     scaler = pytest.raises(sg.NotDistributable, match="leave the scaler out")
     with strategy(2, sync=sg.LocalSteps(2)) as made, scaler:
