@@ -117,7 +117,8 @@ class Reads(keras.callbacks.Callback):  # type: ignore[misc]
         self.told: list[Any] = []
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.told.append(self.model.train_on_batch(X[:16], Y[:16], return_dict=True))
+        rows = torch.as_tensor(X[:16]), torch.as_tensor(Y[:16])  # arrays are not captured
+        self.told.append(self.model.train_on_batch(*rows, return_dict=True))
 
 
 class Listens(Reads):
