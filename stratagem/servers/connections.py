@@ -109,7 +109,8 @@ class Connections(ShardLines):
         self, hello: Mapping[str, Any], watch: Callable[[], None] | None = None
     ) -> Connection:
         coordinator, secret = self.address.members()[:1], self.address.secret
-        return connect_all(coordinator, secret, hello, self._limit, watch or self._check)[0]
+        watch = watch or self._check
+        return connect_all(coordinator, secret, hello, self._limit, watch, answers=False)[0]
 
     # --- the end ------------------------------------------------------------------------------
 

@@ -224,7 +224,8 @@ class Server:
         self._chief_came = self._chief_came or peer.chief
         self.returning = self.returning or (peer.chief and peer.returns)
         try:
-            connection.send({"welcome": host_identity()})  # before anything else is told
+            if frame.header.get("greets"):
+                connection.send({"welcome": host_identity()})  # before anything else is told
             self.peers.add(peer)
             serve(peer)
         except OSError as problem:

@@ -41,7 +41,8 @@ def send_copy(
 ) -> None:
     """Send a copy to the server at this address, and wait until it has it."""
     hello = {"hello": "source", "name": f"the holder of shard {shard}", "shard": shard}
-    (connection,) = connect_all([Member(f"ps of shard {shard}", address)], secret, hello, limit)
+    there = Member(f"ps of shard {shard}", address)
+    (connection,) = connect_all([there], secret, hello, limit, answers=False)
     with connection:
         connection.send(*copy)
         connection.receive()

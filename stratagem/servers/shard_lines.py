@@ -216,7 +216,9 @@ class ShardLines:
         task = self.address.members()[server]
         hello = {"hello": "copy", "shard": shard, **self._hello}
         try:
-            (found,) = connect_all([task], self.address.secret, hello, TRY, self._check)
+            (found,) = connect_all(
+                [task], self.address.secret, hello, TRY, self._check, answers=False
+            )
         except ReplicaMissing:
             self._lost.add(server)
             return None

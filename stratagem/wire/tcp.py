@@ -68,16 +68,22 @@ def connect_all(
     hello: Mapping[str, object],
     limit: float,
     watch: Callable[[], object] = lambda: None,
+    *,
+    answers: bool = True,
 ) -> list[Connection]:
-    """A connection to each member, all of which have answered `hello`; `watch` as in `reach`."""
+    """A connection to each member, all of which have been told `hello`; `watch` as in `reach`.
+
+    `answers`: wait until each has answered. One that is about to end does not, and another may
+    take its place.
+    """
     patience, greeted = Wait(limit, first=FIRST), set[Connection]()
 
     def left(found: Mapping[Member, Connection]) -> list[Member]:
-        """Greet those that are new; one that is about to end does not answer."""
+        """Greet those that are new."""
         new = {member: each for member, each in found.items() if each not in greeted}
-        told = [member for member, each in new.items() if _tell(each, hello)]
+        told = [m for m, each in new.items() if _tell(each, {**hello, "greets": answers})]
         for member in told:
-            if _heard(new[member], watch, patience):
+            if not answers or _heard(new[member], watch, patience):
                 greeted.add(new[member])
         return [member for member, each in new.items() if each not in greeted]
 
