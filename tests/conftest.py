@@ -102,6 +102,7 @@ _SLOW = re.compile(
         (
             r"test_compiled.py::test_fit_of_a_compiled_module.*replicas",
             r"test_captured.py::test_a_captured_step.*(class|statistics|losses|validation|scaled)",
+            r"test_quiet_loop.py::test_every_bit.*\[(mlp-more[13]|dropping)",
             r"test_captured.py::test_(what_callbacks.*(weights|rate)|between_two|servers)",
             r"test_captured.py::test_any_setting_is_followed(?!\[(l2|array|compute_loss)\])",
             r"test_captured.py::test_the_step_stays.*(half|own_activation|more4|more5)",
