@@ -222,6 +222,7 @@ def _with_fresh_share(
     try:
         with led_loops(), user_code():
             result = fn(*args)
+        meetings.check_ended(replica)
         meetings.tell_apart(replica, "strategy.run has ended")
         return result
     except Exception as error:

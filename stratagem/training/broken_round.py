@@ -140,7 +140,9 @@ class LoopRounds:
     def break_off(self) -> None:
         """Others have left or joined in the midst of a batch; its update may have been made."""
         keeper, self._keeper = self._keeper, None
-        mark = None if keeper is None else self._mark(keeper)
+        if keeper is None:
+            return  # it broke off before, and no batch was done since
+        mark = self._mark(keeper)
         self._unfinished = [] if mark is None else [mark]
 
     def _mark(self, keeper: Any) -> BrokenRound | KeptWire | None:

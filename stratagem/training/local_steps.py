@@ -187,6 +187,12 @@ class LocalUpdates(GradientExchange):
         fragment.end()
         self.meetings += 1
 
+    def check_ended(self) -> None:
+        """A loop is over: refuse one in which some have sent a part, and others have not, or the
+        next call would get it. Collective."""
+        if self.cadence.delay and self._begun:
+            _agree(self)
+
     def close(self) -> None:
         super().close()
         for part in self._parts():
@@ -210,7 +216,8 @@ class LocalUpdates(GradientExchange):
         elif self._unmixed:
             mine, earlier = self._unmixed[-1][0], self._unmixed[0] if self._unmixed[1:] else None
         # what is known of a round stays until its meeting
-        same = before is not None and before.meetings == self.meetings and any(before.unmet)
+        same = before is not None and not before.alone and before.meetings == self.meetings
+        same = same and any(before.unmet)
         return BrokenRound(
             self.meetings,
             self.cadence.updates + int(self.uncounted),

@@ -133,6 +133,9 @@ class Keeper:
         """Bring replicas together before somebody looks at the weights; those that add up their
         gradients always are. Collective."""
 
+    def check_ended(self) -> None:
+        """A loop is over: refuse one after which something of it is still under way for some."""
+
     @property
     def apart(self) -> bool:
         """Whether replicas have updates of their own; the same on all."""

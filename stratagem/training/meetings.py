@@ -39,6 +39,12 @@ def meet(replica: Replica) -> None:
         keeper.meet()
 
 
+def check_ended(replica: Replica) -> None:
+    """A call is over: all must have sent the same. Collective where something may be under way."""
+    for keeper in _apart.get(replica, ()):
+        keeper.check_ended()
+
+
 def tell_apart(replica: Replica, when: str) -> None:
     """Warn once that weights are read which only one replica has."""
     keepers = _apart.get(replica, ())

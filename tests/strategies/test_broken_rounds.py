@@ -245,7 +245,7 @@ from tests.strategies.test_meetings import SYNCS
 
 name, place = sys.argv[1].split()
 kind, made = OuterPart if place == "in" else torch.optim.Optimizer, [0]
-verb, last = ("meet", 3) if place == "in" else ("zero_grad", 5)
+verb, last = ("send", 3) if place == "in" else ("zero_grad", 5)
 plain = getattr(kind, verb)
 
 def act(self, *given, **options):

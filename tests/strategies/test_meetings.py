@@ -568,6 +568,19 @@ def test_a_loop_that_is_left_early_meets_or_is_warned(
     assert [each.split()[0] for each in said] == ["torch.save", "strategy.run"]
 
 
+def left_apart(made: Any) -> None:
+    looped(made, end=4 - made.replica().index)
+
+
+def test_a_part_that_only_some_have_sent_is_told_in_its_own_call() -> None:
+    """Else the next call would get it: at 4 updates a part is under way, at 3 none is."""
+    with (
+        strategy(2, cross_device_ops="ring", sync=sg.DiLoCo(4, overlap=1)) as made,
+        pytest.raises(sg.UsageError, match=r"replicas have made \[4, 3\] updates"),
+    ):
+        made.run(left_apart, made)
+
+
 class Freeze(sg.callbacks.Callback):
     """Freezes the first layer for the second epoch."""
 
