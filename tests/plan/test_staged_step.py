@@ -283,11 +283,11 @@ def test_recurrent_layers_are_measured_in_chunks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("stratagem.plan.measure.counts", list)
     model = sg.Model(Recurrent())
     model.compile("adam", "cross_entropy")
-    given = (torch.randint(0, 9, (4, 12)), torch.randint(0, 2, (4,)))
+    given = (torch.randint(0, 9, (4, 16)), torch.randint(0, 2, (4,)))
     found = sg.plan(model, given, hosts=1).plan.profile
     assert [(table.pieces, len(table.costs)) for table in found.chunks] == [(1, 3), (2, 3), (4, 3)]
     assert [table.costs[0].crossing for table in found.chunks] == [
-        4 * 4 * n * 8 for n in (12, 6, 3)
+        4 * 4 * n * 8 for n in (16, 8, 4)
     ]
     assert len(found.unchunked) == 2  # words and head
     assert any(cfg.schedule == COLUMNS for cfg in choose(found, Hardware(per_host=2)).tried)
