@@ -100,9 +100,16 @@ class LoopWatch:
             if name not in MODULE_ATTRIBUTES
         }
 
-    def _state_now(self) -> tuple[int, Any]:
+    def _state_now(self) -> tuple[int, Any, list[int]]:
+        """What is shared may be written to; of numbers (Adam's step) some processes have theirs."""
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        return len(params), state_of(self._optimizer, params, versions=False)
+        written = [
+            value._version
+            for param in params
+            for value in self._optimizer.state.get(param, {}).values()
+            if isinstance(value, Tensor) and not value.dim()
+        ]
+        return len(params), state_of(self._optimizer, params, versions=False), written
 
 
 def refuse_other_backwards(anchor: Tensor) -> None:
