@@ -51,14 +51,15 @@ class TensorTracker:
 
     def changes(self, tensors: Sequence[Tensor] | None = None) -> list[int]:
         """The positions of those that have changed since; one that was not there at the mark
-        counts if it was written to at all."""
-        known = self._marks
+        counts if it was written to at all, and always if they were marked closely."""
+        known, closely = self._marks, self._digests is not None
         found = [
             i
             for i, t in enumerate(self._tensors if tensors is None else tensors)
-            if known.get(id(t), (0, t.data_ptr())) != (t._version, t.data_ptr())
+            if known.get(id(t), None if closely else (0, t.data_ptr()))
+            != (t._version, t.data_ptr())
         ]
-        return found if self._digests is None else [*found, *self.slipped()]
+        return [*found, *self.slipped()] if closely else found
 
     def slipped(self) -> list[int]:
         """Of those that were marked closely, the ones that have changed without being written."""
