@@ -56,6 +56,11 @@ def set_of(name: str) -> Callable[[Any, int], None]:
     return lambda model, epoch: setattr(model.module, name, 1.0 + epoch)
 
 
+@torch.inference_mode()
+def infer(model: Any, epoch: int) -> None:
+    model.module.held["by"] = (torch.ones(()) * (1.5 + epoch), 1)
+
+
 @torch.no_grad()
 def write(model: Any, epoch: int) -> None:
     model.module.last.bias += 0.5
@@ -71,6 +76,7 @@ CHANGES: dict[str, Callable[[Any, int], None]] = {
     "new": set_of("late"),
     "tensor": lambda model, epoch: setattr(model.module, "mask", torch.ones(8) * epoch),
     "in_place": lambda model, epoch: model.module.mask.mul_(1.5),
+    "inference": infer,
     "list": lambda model, epoch: model.module.held["gains"].append(2.5),
     "nested": lambda model, epoch: model.module.held["by"][0].mul_(1.5),
 }
