@@ -288,6 +288,11 @@ def _backward(**how: Any) -> Callable[[Any, Any], Any]:
 #: what is done before prepare, behind the first step, and what is said
 CHANGES: dict[str, tuple[Any, Any, str]] = {
     "an attribute": (_none, lambda m, o: setattr(m[1], "factor", 2.0), "the attribute '1.factor'"),
+    "in inference mode": (
+        _none,
+        lambda m, o: setattr(m[1], "factor", torch.inference_mode()(torch.ones)(2)),
+        "the attribute '1.factor'",
+    ),
     "a rate": (_none, lambda m, o: setattr(m[2], "p", 0.5), "the attribute '2.p'"),
     "a layer": (_none, lambda m, o: m.__setitem__(1, nn.ReLU()), "'1' of the model has been repl"),
     "a weight": (
