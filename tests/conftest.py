@@ -100,6 +100,7 @@ _EXHAUSTIVE = re.compile(
 _SLOW = re.compile(
     "|".join(
         (
+            r"test_row_check.py::test_whichever_row_decides.*(fit|evaluate)",
             r"test_compiled.py::test_fit_of_a_compiled_module.*replicas",
             r"test_captured.py::test_a_captured_step.*(class|statistics|losses|validation|scaled)",
             r"test_quiet_loop.py::test_every_bit.*\[(mlp-more[13]|dropping)",

@@ -3,10 +3,11 @@
 The chief puts a few rows through the model and the loss as one batch and as two shares. Outputs,
 the loss, its gradient and metrics that are functions must agree to rounding; else a row's result
 depends on other rows, and replicas, which do not see each other's, would train something else than
-one device. Where the loss is torch's own it sees nothing but outputs, so that shares of these are
-enough for it, if it is not known anyway, and for the model some rows from the midst. Where
-somebody's own function judges the rows, that is done again before the 2nd, 4th, 8th, ... batch: a
-mask may come later.
+one device. Each of the three finds the model as it is: one may initialise itself from what it sees
+first. Every row is missing in one share, so that one which decides for the others (the largest,
+say) shows. A loss of torch's that is known to take rows by themselves is left out. Where somebody's
+own function judges the rows, that is done again before the 2nd, 4th, 8th, ... batch: a mask may
+come later.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from stratagem.frontends.compare import (
     compare_loss,
     compare_outputs,
     in_place,
-    same_rows,
 )
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
@@ -48,8 +46,6 @@ log = logging.getLogger("stratagem")
 #: and not as many, since means over something else than rows may agree otherwise
 _SHARES = 3, 2
 ENOUGH = sum(_SHARES)
-#: where the midst of them begins
-_START = 1
 
 
 class RowCheck:
@@ -135,13 +131,8 @@ class RowCheck:
         return few_rows(batch, examples, _on(other, self.replica.device))
 
     def _compare(self, whole: Any, parts: list[Any]) -> None:
-        total, sizes = count_rows(whole), [count_rows(each) for each in parts]
-        # code of the user's own may know more of the forward pass than its outputs
-        one = self._run(whole, total, sizes if not self._again and min(sizes) > 1 else [])
-        if one.midst is not None:
-            if self._holds(one):
-                return
-            one = self._run(whole, total)
+        total = count_rows(whole)
+        one = self._run(whole, total)
         shares = [self._run(each, total) for each in parts]
         epsilon = max(run.epsilon for run in (one, *shares))
         tolerance = Tolerance.of(self.replica.device, epsilon)
@@ -151,17 +142,6 @@ class RowCheck:
             return tolerance.widened(one.result(), again.result())
 
         agree(lambda given: self._judge(one, shares, given), tolerance, wider)
-
-    def _holds(self, one: BatchOutcome) -> bool:
-        """Whether rows from the midst come out alike without those before and after them, and what
-        the loss says of shares of the outputs adds up; if not, shares go through the model, too."""
-        tolerance = Tolerance.of(self.replica.device, one.epsilon)
-        try:
-            self._judge_losses(one, one.shares, tolerance)
-        except NotDistributable:
-            return False
-        pairs = zip(one.outputs, one.midst or [], strict=True)
-        return all(same_rows(a, b, _START, one.examples, tolerance) for a, b in pairs)
 
     def _judge(self, one: BatchOutcome, shares: list[BatchOutcome], tolerance: Tolerance) -> None:
         sizes = [run.examples for run in shares]
@@ -188,11 +168,8 @@ class RowCheck:
         metrics = [run.metrics for run in shares]
         self.recipe.metrics.check_functions(one.metrics, metrics, tolerance.loss)
 
-    def _run(
-        self, batch: Any, total: int, sizes: Sequence[int] = (), *, disturbed: bool = False
-    ) -> BatchOutcome:
-        """One batch through model and loss, and nothing of it remains. `sizes`: of shares whose
-        outputs go through the loss by themselves, if they can be cut."""
+    def _run(self, batch: Any, total: int, *, disturbed: bool = False) -> BatchOutcome:
+        """One batch through model and loss, and nothing of it remains."""
         trains = self.verb == "fit"
         loss = self.recipe.loss
         function = getattr(loss, "function", None)
@@ -205,7 +182,7 @@ class RowCheck:
             torch.set_grad_enabled(trains),
             replaced(norms_by_row(self.module.modules()) if trains else []),
         ):
-            run = self._through(portion, sizes)
+            run = self._through(portion)
             if _marks(function) != buffers:
                 raise NotDistributable(
                     f"the loss {type(function).__name__} writes into its own buffers, and every "
@@ -215,25 +192,14 @@ class RowCheck:
         run.epsilon = journal.epsilon
         return run
 
-    def _through(self, portion: Portion, sizes: Sequence[int]) -> BatchOutcome:
-        adapter, total = TorchAdapter(self.module, None, self.recipe, self.replica), portion.total
+    def _through(self, portion: Portion) -> BatchOutcome:
+        adapter = TorchAdapter(self.module, None, self.recipe, self.replica)
         with adapter.autocast():
             output, *given = adapter.forward(portion)
-        if not sizes or not _in_rows(output, total):
-            return self._weigh(adapter, output, given, portion.examples, total)
-        run = BatchOutcome(list(map(_copied, pytree.tree_leaves(output))), total)
-        if not self.recipe.loss.is_by_row(output, given[0]):
-            run = self._weigh(adapter, output, given, total, total)
-            ends = list(accumulate(sizes))
-            for start, end in zip([0, *ends], ends, strict=False):
-                mine = pytree.tree_map(partial(_leaf_rows, start, end), output)
-                theirs = rows(given, start, end)
-                run.shares.append(self._weigh(adapter, mine, theirs, end - start, total))
-        x, y, weight = rows([portion.x, portion.y, portion.weight], _START, _START + total // 2)
-        with adapter.autocast():
-            midst = adapter.forward(Portion(x, y, weight, total // 2, total))[0]
-        run.midst = list(map(_copied, pytree.tree_leaves(midst)))
-        return run
+        loss, apart = self.recipe.loss, _in_rows(output, portion.examples)
+        if apart and not self._again and loss.is_by_row(output, given[0]):
+            return BatchOutcome(list(map(_copied, pytree.tree_leaves(output))), portion.examples)
+        return self._weigh(adapter, output, given, portion.examples, portion.total)
 
     def _weigh(
         self, adapter: TorchAdapter, output: Any, given: list[Any], examples: int, total: int
@@ -279,10 +245,6 @@ class BatchOutcome:
     gradients: Sequence[Tensor | None] = ()
     metrics: dict[str, Tensor] = field(default_factory=dict)
     epsilon: float = 0.0
-    #: what the model returns for rows from the midst of these alone; None: that was not tried
-    midst: list[Any] | None = None
-    #: what the loss says of shares of the outputs
-    shares: list[BatchOutcome] = field(default_factory=list)
 
     def result(self) -> Result:
         return Result(self.outputs, self.gradients, self.above)
@@ -292,11 +254,6 @@ def _in_rows(output: Any, total: int) -> bool:
     """Whether every output has a row for each of them."""
     leaves = pytree.tree_leaves(output)
     return all(isinstance(each, Tensor) and each.dim() and len(each) == total for each in leaves)
-
-
-def _leaf_rows(start: int, end: int, leaf: Tensor) -> Tensor:
-    """Some rows of an output, as the beginning of a graph of their own."""
-    return leaf[start:end].detach().requires_grad_(leaf.requires_grad)
 
 
 def _copied(leaf: Any) -> Any:

@@ -47,18 +47,18 @@ class TensorTracker:
         what is written past autograd (`p.data`) is seen."""
         self._tensors = self._tensors if tensors is None else tensors
         self._digests = [digest(t) for t in self._tensors] if closely else None
-        self._marks = {id(t): (t._version, t.data_ptr()) for t in self._tensors}
+        self._marks = {id(t): _place(t) for t in self._tensors}
 
     def changes(self, tensors: Sequence[Tensor] | None = None) -> list[int]:
         """The positions of those that have changed since; one that was not there at the mark
-        counts if it was written to at all."""
-        known = self._marks
+        counts if it was written to at all, and always if they were marked closely."""
+        known, closely = self._marks, self._digests is not None
         found = [
             i
             for i, t in enumerate(self._tensors if tensors is None else tensors)
-            if known.get(id(t), (0, t.data_ptr())) != (t._version, t.data_ptr())
+            if known.get(id(t), None if closely else (0, t.data_ptr())) != _place(t)
         ]
-        return found if self._digests is None else [*found, *self.slipped()]
+        return [*found, *self.slipped()] if closely else found
 
     def slipped(self) -> list[int]:
         """Of those that were marked closely, the ones that have changed without being written."""
@@ -66,8 +66,17 @@ class TensorTracker:
         return [
             i
             for i, (t, was) in enumerate(zip(self._tensors, digests, strict=False))
-            if known[id(t)] == (t._version, t.data_ptr()) and digest(t) != was
+            if known[id(t)] == _place(t) and digest(t) != was
         ]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to; of those made in inference mode torch does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return version_of(tensor), tensor.data_ptr()
 
 
 class AttributeTracker:
@@ -143,7 +152,7 @@ def _sent(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     plain = type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided
-    return (Tensor, id(value), value._version, value.data_ptr()) if plain else _NOT
+    return (Tensor, id(value), *_place(value)) if plain else _NOT
 
 
 _sent_deeply = partial(snapshot, other=_sent, sendable=True)
@@ -209,7 +218,7 @@ def state_of(
     `versions`: what is written in place is another."""
     state = optimizer.state
     return {
-        (i, name): (id(v), v._version if versions else 0) if isinstance(v, Tensor) else v
+        (i, name): (id(v), version_of(v) if versions else 0) if isinstance(v, Tensor) else v
         for i, param in enumerate(params)
         for name, v in state.get(param, {}).items()
     }

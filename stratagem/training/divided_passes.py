@@ -87,9 +87,10 @@ class DividedPasses(LedLoop):
 
     def _lead_pass(self, at: int, cast: list[Any], dropped: list[int], x: Any) -> tuple[Any, Any]:
         given = [x[name] for name in self._splits[at].mode.names]
-        written = [*self._written.changes(), *self._written.slipped()]
         changed = [
-            [i, self._buffers[i].detach()] for i in written if self._buffers[i] not in self._divided
+            [i, self._buffers[i].detach()]
+            for i in self._written.changes()
+            if self._buffers[i] not in self._divided
         ]
         told: list[Any] = [at, self._count, cast, dropped, torch.get_rng_state(), changed, given]
         self._commands.tell("forward", *told)

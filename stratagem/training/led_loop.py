@@ -199,6 +199,7 @@ class LedLoop(LoopProcess):
         self._watch.check_step_hooks(1)
         if not self._splits:
             return  # all of it is here
+        self.take_back()
         if self._watch.state_replaced():
             self._loaded(optimizer)
         there = self._handed_in()

@@ -28,6 +28,7 @@ from stratagem.state.change_tracker import (
     layout,
     snapshot,
     state_of,
+    version_of,
 )
 
 
@@ -91,7 +92,7 @@ class LoopWatch:
         def other(value: Any) -> Any:
             """Whatever is written into tensors that all stages share."""
             written = isinstance(value, Tensor) and id(value) not in shared
-            return id(value), value._version if written else 0
+            return id(value), version_of(value) if written else 0
 
         return {
             f"{path}.{name}".lstrip("."): v if type(v) in PLAIN else snapshot(v, other)
@@ -100,9 +101,16 @@ class LoopWatch:
             if name not in MODULE_ATTRIBUTES
         }
 
-    def _state_now(self) -> tuple[int, Any]:
+    def _state_now(self) -> tuple[int, Any, list[int]]:
+        """What is shared may be written to; of numbers (Adam's step) some processes have theirs."""
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        return len(params), state_of(self._optimizer, params, versions=False)
+        written = [
+            version_of(value)
+            for param in params
+            for value in self._optimizer.state.get(param, {}).values()
+            if isinstance(value, Tensor) and not value.dim()
+        ]
+        return len(params), state_of(self._optimizer, params, versions=False), written
 
 
 def refuse_other_backwards(anchor: Tensor) -> None:

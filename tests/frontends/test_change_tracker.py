@@ -33,9 +33,10 @@ class Net(nn.Module):
         self.activation = torch.tanh
         self.mask = torch.ones(8)  # no buffer
         self.seen: list[float] = []
+        self.register_buffer("gain", torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop(self.activation(self.first(x))) * self.mask
+        hidden = self.drop(self.activation(self.first(x))) * self.mask * self.gain
         self.seen = [*self.seen[-2:], float(x[0, 0])]  # it keeps a diary of its own
         factor = self.factor * self.held["gains"][-1] * self.held["by"][0]
         result: Tensor = self.last(hidden) * factor * getattr(self, "late", 1.0)
@@ -55,6 +56,11 @@ def set_of(name: str) -> Callable[[Any, int], None]:
     return lambda model, epoch: setattr(model.module, name, 1.0 + epoch)
 
 
+@torch.inference_mode()
+def infer(model: Any, epoch: int) -> None:
+    model.module.held["by"] = (torch.ones(()) * (1.5 + epoch), 1)
+
+
 @torch.no_grad()
 def write(model: Any, epoch: int) -> None:
     model.module.last.bias += 0.5
@@ -70,15 +76,18 @@ CHANGES: dict[str, Callable[[Any, int], None]] = {
     "new": set_of("late"),
     "tensor": lambda model, epoch: setattr(model.module, "mask", torch.ones(8) * epoch),
     "in_place": lambda model, epoch: model.module.mask.mul_(1.5),
+    "inference": infer,
     "list": lambda model, epoch: model.module.held["gains"].append(2.5),
     "nested": lambda model, epoch: model.module.held["by"][0].mul_(1.5),
 }
 
 
-def train(where: Any, callback: sg.callbacks.Callback) -> nn.Module:
+def train(
+    where: Any, callback: sg.callbacks.Callback, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     x, y = data(40)
     torch.manual_seed(5)
-    model = sg.Model(Net(), where)
+    model, x = sg.Model(Net().to(dtype), where), x.to(dtype)
     model.compile(lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), "cross_entropy")
     model.fit(x, y, batch_size=10, epochs=3, shuffle=False, verbose=0, callbacks=[callback])
     return model.module
@@ -94,6 +103,17 @@ def test_replicas_follow(kind: str, two: sg.MirroredStrategy) -> None:
     assert distance(*ends) < 1e-5
     unchanged = train(None, sg.callbacks.Callback())
     assert kind == "switch" or distance(ends[0], unchanged) > 1e-3
+
+
+def test_another_buffer_is_followed(two: sg.MirroredStrategy) -> None:
+    """Where replicas have models of their own."""
+
+    class Fade(sg.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.module.gain = self.model.module.gain * 0.5
+
+    ends = [train(where, Fade(), torch.float64) for where in (None, two)]
+    assert distance(*ends) < 1e-12
 
 
 def test_between_batches_too(two: sg.MirroredStrategy) -> None:

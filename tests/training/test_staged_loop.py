@@ -202,6 +202,30 @@ def test_draws_gradients_and_state_of_the_loop(pair: sg.PipelineStrategy) -> Non
     assert one == other
 
 
+@pytest.mark.parametrize("stages", ["pair", "divided"])
+@pytest.mark.parametrize("kind", ["data", "number"])
+def test_what_the_loop_writes_between_two_updates(
+    stages: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Weights in other memory before step(), as SAM by hand has it; Adam's step in place."""
+
+    def loop(prepare: Callable[..., Any], model: nn.Module) -> None:
+        x, y = doubles(9)
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+        model, optimizer, _ = prepare(model, optimizer, None)
+        for number in range(3):
+            F.cross_entropy(model(x), y).backward()
+            for param in model.parameters() if kind == "data" else ():
+                param.data = param.data * 0.9
+            optimizer.step()
+            optimizer.zero_grad()
+            if kind == "number" and number == 1:
+                for state in optimizer.state.values():
+                    state["step"].zero_()
+
+    both(loop, deep(), request.getfixturevalue(stages))
+
+
 class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if sg.current_replica().index == 1:
@@ -264,6 +288,11 @@ def _backward(**how: Any) -> Callable[[Any, Any], Any]:
 #: what is done before prepare, behind the first step, and what is said
 CHANGES: dict[str, tuple[Any, Any, str]] = {
     "an attribute": (_none, lambda m, o: setattr(m[1], "factor", 2.0), "the attribute '1.factor'"),
+    "in inference mode": (
+        _none,
+        lambda m, o: setattr(m[1], "factor", torch.inference_mode()(torch.ones)(2)),
+        "the attribute '1.factor'",
+    ),
     "a rate": (_none, lambda m, o: setattr(m[2], "p", 0.5), "the attribute '2.p'"),
     "a layer": (_none, lambda m, o: m.__setitem__(1, nn.ReLU()), "'1' of the model has been repl"),
     "a weight": (
