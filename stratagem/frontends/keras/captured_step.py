@@ -87,7 +87,7 @@ class CapturedStep:
         key = (shape, share)
         graph = self._graphs.get(key)
         if graph is not None:
-            return graph.run(tensors, self._update, logs_are_unread())
+            return graph.run(tensors, self._update, logs_are_unread(self._model))
         own = self._own()
         if shape is None or key in self._graphs:
             return own(data)
