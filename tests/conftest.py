@@ -108,6 +108,7 @@ _SLOW = re.compile(
             r"test_captured.py::test_any_setting_is_followed(?!\[(l2|array|compute_loss)\])",
             r"test_captured.py::test_the_step_stays.*(half|own_activation|more4|more5)",
             r"keras/test_mesh.py::test_(three|skips|every_process|other_calls|dropout|refusals)",
+            r"keras/test_mesh.py::test_rows_are_shuffled|strategies/test_mesh.py::test_.*shuffled",
             r"test_divided_loop.py::test_statistics_and_dropout_of_one_device.3.",
             r"test_ray_cluster.py::test_a_(place_that_is_lost|worker_that_fails_is_named)",
             r"test_tpu.py::test_refusals.*nccl",

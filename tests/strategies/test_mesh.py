@@ -19,7 +19,7 @@ from torch import nn
 import stratagem as sg
 from stratagem.training.replica import current_replica
 from tests.clock import in_time
-from tests.strategies.test_pipeline import Knotted, adam, deep, doubles, fitted, sgd
+from tests.strategies.test_pipeline import Knotted, adam, deep, doubles, fitted, sgd, shuffled
 from tests.strategies.test_pipeline_faults import Break, Mishap
 from tests.support import by_hand, cpus, data, distance, mlp, moved
 
@@ -197,6 +197,10 @@ def test_a_training_goes_on_exactly(two: sg.Mesh, tmp_path: Path) -> None:
     with sg.PipelineStrategy(cpus(3), 4, patience=PATIENT) as on:
         rest = fitted(on, module, x, y, fit={"checkpoint": plan, "resume": True}, **again)  # type: ignore[arg-type]
     assert distance(whole, rest.module) < 1e-12
+
+
+def test_rows_are_shuffled_as_on_one_device(two: sg.Mesh) -> None:
+    shuffled(two)
 
 
 def test_dropout_is_repeatable(two: sg.Mesh) -> None:

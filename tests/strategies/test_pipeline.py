@@ -71,7 +71,8 @@ def fitted(
     with on.scope():
         model = sg.Model(copy.deepcopy(module))
         model.compile(optimizer=optimizer, loss=loss, **compiled)
-    model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0, **(fit or {}))
+    told = {"shuffle": False, "verbose": 0, **(fit or {})}
+    model.fit(x, y, batch_size=batch, epochs=epochs, **told)
     return model
 
 
@@ -108,6 +109,19 @@ def test_schedules(pipe: Pipe, schedule: str) -> None:
         assert moved(module, model.module)
         alone = 14 * 2 * 53  # rows through the layers, but for what is measured and checked
         assert all(rows > alone / devices / 4 for rows in work.rows), work.rows
+
+
+def shuffled(on: sg.Strategy) -> None:
+    """Two epochs, of which the second one's order follows from all that was drawn before."""
+    found, (x, y), module = [], doubles(45), deep().double()
+    for each in (sg.MirroredStrategy(cpus(1)), on):
+        torch.manual_seed(5)
+        found.append(fitted(each, module, x, y, batch=11, fit={"shuffle": True}).module)
+    assert distance(*found) < 1e-12 and moved(module, found[0])
+
+
+def test_rows_are_shuffled_as_on_one_device(pipe: Pipe) -> None:
+    shuffled(pipe(2, 3))
 
 
 def test_a_device_runs_its_own_layers_only(pipe: Pipe) -> None:

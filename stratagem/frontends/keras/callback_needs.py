@@ -47,9 +47,8 @@ class CallbackNeeds:
     def of(cls, callbacks: Any) -> CallbackNeeds:
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = callbacks.callbacks
-        each = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
         needs = cls()
-        for callback in each:
+        for callback in keras.tree.flatten(callbacks):
             if callback is not None:
                 needs = needs.joined(_needs(callback))
         return needs

@@ -87,7 +87,7 @@ class CapturedStep:
         key = (shape, share)
         graph = self._graphs.get(key)
         if graph is not None:
-            return graph.run(tensors, self._update, logs_are_unread())
+            return graph.run(tensors, self._update, logs_are_unread(self._model))
         own = self._own()
         if shape is None or key in self._graphs:
             return own(data)
@@ -148,8 +148,10 @@ class CapturedStep:
 def _shape(data: Any, tensors: list[Tensor]) -> Hashable:
     """What a graph is traced for, and the tensors in it; None of what is something else."""
     if isinstance(data, Tensor):
+        if data.layout != torch.strided:
+            return None
         tensors.append(data)
-        return data.shape, data.dtype, data.device
+        return data.shape, data.stride(), data.dtype, data.device
     if data is None:
         return "none"
     if not isinstance(data, list | tuple | dict):

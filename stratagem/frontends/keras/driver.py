@@ -17,7 +17,7 @@ import inspect
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -39,9 +39,11 @@ from stratagem.frontends.keras.backups import exact_backups
 from stratagem.frontends.keras.callback_needs import ONE_STEP, CallbackNeeds, public_names
 from stratagem.frontends.keras.captured_step import CapturedStep
 from stratagem.frontends.keras.dry_run_fit import rehearse
+from stratagem.frontends.keras.image_layout import all_keras
 from stratagem.frontends.keras.model_pickle import number_of, optimizers
 from stratagem.frontends.keras.quiet_loop import quiet_loop
 from stratagem.frontends.keras.row_check import CheckSchedule, check_step
+from stratagem.frontends.keras.step_settings import StepSettings
 from stratagem.frontends.keras.trial_fit import recorded
 from stratagem.state.keras_stepper import fuse
 from stratagem.strategies.strategy import Strategy, checks_rows
@@ -74,13 +76,19 @@ class Call:
     def run(self) -> Any:
         return self.own(*self.args, **self.kwargs)
 
-    def quietly(self) -> AbstractContextManager[None]:
+    def quietly(self, model: Any) -> AbstractContextManager[None]:
         """A fit without what nobody would notice, as far as callbacks let it."""
         if self.name != "fit":
-            return nullcontext()
+            return quiet_loop(None)
         given = inspect.signature(self.own).bind_partial(*self.args, **self.kwargs).arguments
         # with steps_per_epoch one slice may be for two epochs
-        return quiet_loop(slices=not self.needs.steps and given.get("steps_per_epoch") is None)
+        alone = not self.needs.steps and given.get("steps_per_epoch") is None
+        return quiet_loop(model, slices=alone and model.compiled and _only_keras(model))
+
+
+def _only_keras(model: Any) -> bool:
+    """Whether no code of the user runs in a step, which may write into the data."""
+    return all_keras(model) and StepSettings(model).foreign is None
 
 
 class KerasSide(Protocol):
@@ -230,7 +238,11 @@ class Driver:
             )
         if not self.side.takes(call):
             device = keras.device(device_name(self.strategy.replica_group.start()))
-            with device, self._captured.during(between_steps=call.needs.acts), call.quietly():
+            with (
+                device,
+                self._captured.during(between_steps=call.needs.acts),
+                call.quietly(self.model),
+            ):
                 return call.run()
         _refuse(self.model)
         if call.trains:

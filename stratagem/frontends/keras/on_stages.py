@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import keras
 import torch
 from torch import Tensor
 
+from stratagem.data.streams import mixed
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.adapter import kept, own_variables, roll_dice, trainable
 from stratagem.frontends.keras.driver import Call
@@ -212,7 +214,8 @@ class StageSteps(ReplicaSteps):
         adapter.part.begin(total, total)
         adapter.model.zero_grad()
         batch = StageBatch(adapter.model, self._grid, data, total, self._microbatches)
-        seeds, dice = torch.randint(2**62, (batch.count,)).tolist(), torch.get_rng_state()
+        dice = torch.get_rng_state()
+        seeds = _seeds(dice, int(adapter.model.optimizer.iterations), batch.count)
         schedule = SCHEDULES[self._pipeline.schedule]
         ops = schedule(place.index, place.count, batch.count, self._pipeline.parts)
         self._state.mark()
@@ -283,6 +286,14 @@ class StageSteps(ReplicaSteps):
                     "know what it is divided by; put it into the loss of compile(), or use a "
                     "MirroredStrategy."
                 )
+
+
+def _seeds(dice: Tensor, step: int, count: int) -> list[int]:
+    """One for each microbatch. Layers of Keras roll no dice of torch on one device, which shuffle
+    the data, so a step leaves them as they are."""
+    own = torch.Generator().manual_seed(mixed(zlib.crc32(dice.numpy().tobytes()), step))
+    found: list[int] = torch.randint(2**62, (count,), generator=own).tolist()
+    return found
 
 
 def _any(grads: list[Tensor | None]) -> bool:

@@ -31,59 +31,73 @@ _BATCH_METHODS = tuple(
 
 
 class _Here(threading.local):
-    """In a thread: whether a quiet loop runs, whether it slices batches, and of the batch under way
-    whether any callback listens, and whether the step may leave its logs out."""
+    """In a thread: the model whose quiet loop runs, and whether its batches may be sliced ahead;
+    whether the next batches asked for are its own, and whose step may leave its logs out."""
 
-    runs = slices = idle = unread = False
+    model: Any = None
+    slices = now = False
+    unread: Any = None
 
 
 _here = _Here()
 
 
 @contextmanager
-def quiet_loop(*, slices: bool) -> Iterator[None]:
-    """While a fit runs; `slices`: nobody can change the data between two steps."""
+def quiet_loop(model: Any, *, slices: bool = False) -> Iterator[None]:
+    """While a fit of this model runs, None: another call; `slices`: no code but Keras' own sees
+    the data between two steps."""
     _install()
-    before = _here.runs, _here.slices
-    _here.runs, _here.slices = True, slices
+    before = _here.model, _here.slices
+    _here.model, _here.slices = model, slices
+    _here.now, _here.unread = False, None
     try:
         yield
     finally:
-        _here.runs, _here.slices = before
-        _here.idle = _here.unread = False
+        _here.model, _here.slices = before
+        _here.now, _here.unread = False, None
 
 
-def logs_are_unread() -> bool:
-    """Whether nobody reads what the step under way returns; asked once by each step."""
-    unread, _here.unread = _here.unread, False
-    return unread
+def logs_are_unread(model: Any) -> bool:
+    """Whether nobody reads what this model's step returns; asked once by each step."""
+    unread, _here.unread = _here.unread, None
+    return model is not None and unread is model
 
 
 def _install() -> None:
     """Once a process; outside of such loops nothing changes."""
     kind, adapter = keras.callbacks.CallbackList, array_adapter()
     begin, end = kind.on_train_batch_begin, kind.on_train_batch_end
-    loader = adapter.get_torch_dataloader
+    epoch_begin, loader = kind.on_epoch_begin, adapter.get_torch_dataloader
     if hasattr(begin, "plain"):
         return
 
+    def on_epoch_begin(self: Any, epoch: int, logs: Any = None) -> None:
+        epoch_begin(self, epoch, logs)
+        _here.now = _here.slices and _is_here(self)  # Keras asks for the epoch's batches next
+
     def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
-        _here.idle = _here.unread = _here.runs and _is_idle(self)
-        if not _here.idle:
+        # in the list: other loops may run until the batch ends
+        idle = self._stratagem_idle = _is_here(self) and _is_idle(self)
+        _here.now, _here.unread = False, self.model if idle else None
+        if not idle:
             begin(self, batch, logs)
 
     def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
-        _here.unread = False
-        if not _here.idle:
+        _here.unread = None
+        if not getattr(self, "_stratagem_idle", False):
             end(self, batch, logs)
 
     def get_torch_dataloader(self: Any) -> Any:
-        found = loader(self)
-        return SlicedBatches(found) if _here.slices and _in_order(found) else found
+        found, ours, _here.now = loader(self), _here.now, False
+        return SlicedBatches(found) if ours and _in_order(found) else found
 
     on_train_batch_begin.plain = begin  # type: ignore[attr-defined]
     kind.on_train_batch_begin, kind.on_train_batch_end = on_train_batch_begin, on_train_batch_end
-    adapter.get_torch_dataloader = get_torch_dataloader
+    kind.on_epoch_begin, adapter.get_torch_dataloader = on_epoch_begin, get_torch_dataloader
+
+
+def _is_here(callbacks: Any) -> bool:
+    return _here.model is not None and callbacks.model is _here.model
 
 
 def _is_idle(callbacks: Any) -> bool:

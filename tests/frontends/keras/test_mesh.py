@@ -24,6 +24,7 @@ from tests.frontends.keras.test_stages import (
     named_once,
     numbers,
     same,
+    shuffled,
     stacked,
     trained,
 )
@@ -52,6 +53,10 @@ def test_any_number_of_rows(mesh: sg.Mesh) -> None:
         same(mesh, deep, x, y, batch=9, epochs=1, optimizer=adam)
     x, y = numbers(1)
     same(mesh, deep, x, y, batch=1, optimizer=adam)
+
+
+def test_rows_are_shuffled_as_on_one_device(mesh: sg.Mesh) -> None:
+    shuffled(mesh)
 
 
 def test_three_rows() -> None:

@@ -13,6 +13,7 @@ from keras import layers
 
 from stratagem.compat.torch_names import traced
 from stratagem.frontends.keras import captured_step, driver, quiet_loop, step_graph
+from stratagem.frontends.keras.callback_needs import CallbackNeeds
 from stratagem.frontends.keras.planned_update import PlannedUpdate
 from stratagem.frontends.keras.trimmed_graph import trim
 from stratagem.state.keras_stepper import fuse
@@ -69,7 +70,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 def loud(monkeypatch: pytest.MonkeyPatch) -> None:
     """No short cut from here on; steps are captured all the same."""
-    monkeypatch.setattr(driver.Call, "quietly", lambda self: nullcontext())
+    monkeypatch.setattr(driver.Call, "quietly", lambda *_: nullcontext())
     monkeypatch.setattr(PlannedUpdate, "of", lambda *_: None)
     monkeypatch.setattr(step_graph, "trim", lambda graph: None)
 
@@ -204,3 +205,110 @@ def test_what_is_the_same_each_time_runs_once() -> None:
     code = graph.code
     trim(graph)
     assert graph.code == code
+
+
+class Writes(keras.Sequential):  # type: ignore[misc]
+    """Changes the labels of the rows to come."""
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        self.__dict__["seen"].append(float(data[1].mean()))
+        self.__dict__["labels"] *= 0.5
+        return logs
+
+
+def writing() -> Any:
+    model = Writes([keras.Input((8,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.__dict__.update(seen=[], labels=np.ones((64, 1), "float32"))
+    return model
+
+
+class FitsAnother(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.other = other
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.other.fit(X[:64], self.other.labels, batch_size=8, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_step_of_the_users_may_write_into_the_data(nested: bool) -> None:
+    other = writing()  # no strategy knows it
+    with strategy(1).scope():
+        model = mlp() if nested else (other := writing())
+        if nested:
+            model.compile(**adam())
+    if nested:
+        model.fit(X, Y, batch_size=16, verbose=0, callbacks=[FitsAnother(other)])
+    else:
+        model.fit(X[:64], model.labels, batch_size=8, shuffle=False, verbose=0)
+    assert other.seen == [0.5**step for step in range(8)]
+
+
+class Teaches(keras.Model):  # type: ignore[misc]
+    """Has another model trained, and keeps what that tells."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.other, self.own = other, layers.Dense(1)
+        self.__dict__["told"] = []
+
+    def call(self, x: Any) -> Any:
+        return self.own(x)
+
+    def train_step(self, data: Any) -> Any:
+        self.__dict__["told"].append(self.other.train_on_batch(*data, return_dict=True))
+        return {"x": 0.0}
+
+
+def test_a_call_in_a_step_returns_its_logs(seen: Seen) -> None:
+    with strategy(1).scope():
+        other = mlp()
+        other.compile(**adam())
+        model = Teaches(other)
+        model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=10, verbose=0)
+    assert seen.updates and len(model.told) == 10
+    assert all(logs["loss"] is not None for logs in model.told), model.told
+
+
+def test_callbacks_may_lie_in_anything() -> None:
+    for callbacks in (Listens(), [[Listens()], None], {"a": Listens()}):
+        assert CallbackNeeds.of(callbacks).train_logs
+    assert CallbackNeeds.of(None) == CallbackNeeds()
+
+
+class FitsBetween(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.other, self.ends = other, 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.other.fit(X[:8], Y[:8], verbose=0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends += 1
+
+
+def test_a_fit_inside_leaves_the_end_of_a_batch() -> None:
+    other = mlp()
+    other.compile(**adam())
+    with strategy(1).scope():
+        model = mlp()
+        model.compile(**adam())
+    between = FitsBetween(other)
+    model.fit(X[:32], Y[:32], batch_size=8, verbose=0, callbacks=[between])
+    assert between.ends == 4
+
+
+def test_batches_of_other_strides_are_steps_of_their_own(seen: Seen) -> None:
+    with strategy(1).scope():
+        hidden = [keras.Input((6, 6)), layers.Flatten(), layers.Dense(3)]
+        model = keras.Sequential(hidden)
+        model.compile(**adam())
+    x, y = torch.randn(8, 6, 6), torch.zeros(8, dtype=torch.long)
+    for rows in (*[x] * 4, x.transpose(1, 2)):
+        model.train_on_batch(rows, y)
+    assert seen.updates

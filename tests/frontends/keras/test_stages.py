@@ -70,9 +70,8 @@ def trained(
     with on.scope() if on is not None else nullcontext():
         model = build()
         model.compile(**options)
-    history = model.fit(
-        x, y, batch_size=batch, epochs=epochs, verbose=0, shuffle=False, **(fit or {})
-    )
+    told = {"shuffle": False, "verbose": 0, **(fit or {})}
+    history = model.fit(x, y, batch_size=batch, epochs=epochs, **told)
     return model, history.history
 
 
@@ -105,6 +104,16 @@ def test_any_number_of_rows(pipe: Pipe, optimizer: Any) -> None:
     for rows in (1, 2):
         x, y = numbers(rows)
         same(pipe(), deep, x, y, batch=rows, optimizer=optimizer)
+
+
+def shuffled(on: sg.Strategy) -> None:
+    """Two epochs, of which the second one's order follows from all that was drawn before."""
+    x, y = numbers(45)
+    same(on, deep, x, y, batch=11, fit={"shuffle": True})
+
+
+def test_rows_are_shuffled_as_on_one_device(pipe: Pipe) -> None:
+    shuffled(pipe(2, 3))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
