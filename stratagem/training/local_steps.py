@@ -61,7 +61,7 @@ class LocalUpdates(GradientExchange):
         self.meetings = 0
         #: losses and metrics of this replica of which the others do not know
         self.untold: Callable[[], Any] = lambda: None
-        self._begun = False
+        self.begun = False
         #: of what a part is when it comes back from the others, how much it keeps
         self._mix = every.mix if isinstance(every, DiLoCo) else 0.0
         #: whether an update was made for which `sync` is still to come; and what was before it
@@ -109,8 +109,8 @@ class LocalUpdates(GradientExchange):
         if self.cadence.together:
             return super().finish(notes)
         self.stage(notes)
-        if not self._begun or not self.cadence.apart:
-            self._begin_round()
+        if not self.begun or not self.cadence.apart:
+            _begin_round(self)
         if self._reader is None:  # else the loss was scaled
             scale = self._scale()
             for bucket in self.buckets.buckets:
@@ -130,19 +130,13 @@ class LocalUpdates(GradientExchange):
                 gradients.copy_(torch.where(total == 0, before, gradients))
         super()._divide(total)
 
-    def _begin_round(self) -> None:
-        with torch.no_grad():
-            for fragment in self.fragments:
-                fragment.begin()
-        self._begun = True
-
     @torch.no_grad()
     def sync(self) -> None:
         self.uncounted, self._earlier_update = False, None
         if self.cadence.together:
             self.cadence.updated()
             return
-        if not self._begun:
+        if not self.begun:
             return  # an update without gradients
         turn = self.cadence.updates
         due = self.cadence.updated()
@@ -190,7 +184,7 @@ class LocalUpdates(GradientExchange):
     def check_ended(self) -> None:
         """A loop is over: refuse one in which some have sent a part, and others have not, or the
         next call would get it. Collective."""
-        if self.cadence.delay and self._begun:
+        if self.cadence.delay and self.begun:
             _agree(self)
 
     def close(self) -> None:
@@ -262,7 +256,7 @@ class LocalUpdates(GradientExchange):
 
     def _hold(self, mine: BrokenRound | None, counts: list[Any], unmet: list[int]) -> None:
         """Hold the meeting that broke off, with those who have come as far as the chief; or mix."""
-        self._begin_round()
+        _begin_round(self)
         gossip, rank = self.every, self.replica.collective.rank
         if isinstance(gossip, Gossip):
             here = [each is not None and each[0] == counts[0][0] for each in counts]
@@ -316,6 +310,13 @@ def _own(parts: Iterable[OuterPart], optimizer: Any) -> tuple[dict[str, Tensor],
     """Copy a replica's weights and its optimizer's state."""
     mine = _by_name(part.now() for part in parts)
     return mine, [] if optimizer is None else optimizer_state(optimizer)
+
+
+@torch.no_grad()
+def _begin_round(committer: LocalUpdates) -> None:
+    for fragment in committer.fragments:
+        fragment.begin()
+    committer.begun = True
 
 
 def _agree(committer: LocalUpdates) -> None:
