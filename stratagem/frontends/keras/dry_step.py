@@ -90,12 +90,12 @@ class Bench:
         """What the model returns for each of them: its own step, as far as the loss."""
         model, own, runs = self.model, self._own(), []
         predicts = self.step == "predict_step"
-        with _as_before(model, self._modules), torch.no_grad():
-            model.train(self.trains)
-            for batch in batches:
-                run, methods = Run(), [*self._norms, (model, "compute_loss", _stop)]
-                if not predicts:
-                    methods += _noting_outputs(model, run)
+        for batch in batches:
+            run, methods = Run(), [*self._norms, (model, "compute_loss", _stop)]
+            if not predicts:
+                methods += _noting_outputs(model, run)
+            with _as_before(model, self._modules), torch.no_grad():
+                model.train(self.trains)
                 with dry_run() as journal, replaced(methods):
                     try:
                         returned = own(batch)
@@ -104,8 +104,8 @@ class Bench:
                     if predicts:
                         run.outputs = [*map(_copied, keras.tree.flatten(returned))]
                     run.added = len(model.losses) > _regularised(model)
-                run.epsilon = journal.epsilon
-                runs.append(run)
+            run.epsilon = journal.epsilon
+            runs.append(run)
         return runs
 
     def _own(self) -> Callable[..., Any]:

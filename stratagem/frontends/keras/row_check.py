@@ -54,7 +54,7 @@ def check_step(
         return True
     try:
         bench = Bench(model, step)
-        if not (forward and _same_rows(bench, replica, few, sum(sizes))):
+        if not (forward and _same_rows(bench, replica, few, sizes)):
             _Check(bench, replica, few, sizes, apart).run()
     except StratagemError:
         raise
@@ -64,16 +64,19 @@ def check_step(
     return True
 
 
-def _same_rows(bench: Bench, replica: Replica, few: Any, count: int) -> bool:
-    """Whether rows from the midst of them come out alike without those before and after."""
-    start, end = 1, 1 + max(1, count // 2)
-    whole, part = bench.forward([few, rows(few, start, end)])
-    tolerance = Tolerance.of(replica.device, max(whole.epsilon, part.epsilon))
-    leaves = whole.outputs, part.outputs
+def _same_rows(bench: Bench, replica: Replica, few: Any, sizes: list[int]) -> bool:
+    """Whether both shares come out as in the whole: every row is missing in one of them."""
+    first, count = sizes[0], sum(sizes)
+    whole, *parts = bench.forward([few, rows(few, 0, first), rows(few, first, count)])
+    tolerance = Tolerance.of(replica.device, max(run.epsilon for run in (whole, *parts)))
     return (
         not whole.added
-        and len(leaves[0]) == len(leaves[1]) > 0
-        and all(same_rows(a, b, start, count, tolerance) for a, b in zip(*leaves, strict=True))
+        and all(len(part.outputs) == len(whole.outputs) > 0 for part in parts)
+        and all(
+            same_rows(a, b, start, count, tolerance)
+            for start, part in zip((0, first), parts, strict=True)
+            for a, b in zip(whole.outputs, part.outputs, strict=True)
+        )
     )
 
 

@@ -240,6 +240,23 @@ def test_a_loss_of_kerass_along_the_rows() -> None:
         model.fit(X, np.eye(3, dtype="float32")[Y], batch_size=16, verbose=0)
 
 
+@pytest.mark.parametrize("verb", ["fit", "predict"])
+def test_a_row_that_decides_for_the_others_shows_wherever_it_is(verb: str) -> None:
+    """Every operation is Keras' own here, so the forward pass is all that is tried."""
+    images = keras.Input((4,))
+    scaled = images / ops.max(ops.abs(images))
+    with strategy(2).scope():
+        model = keras.Model(images, layers.Dense(1)(scaled))
+        model.compile("sgd", "mse")
+    for place in range(5):
+        x = np.random.default_rng(place).uniform(0.1, 1.0, (12, 4))
+        x[place] *= 3.0
+        with pytest.raises(sg.NotDistributable, match="other rows"):
+            model.fit(x, x[:, :1], batch_size=12, shuffle=False, verbose=0) if verb == "fit" else (
+                model.predict(x, batch_size=12, verbose=0)
+            )
+
+
 # --- what it costs --------------------------------------------------------------------------------
 
 
@@ -256,7 +273,7 @@ class AsKeras(keras.Sequential):
 @pytest.mark.parametrize(
     ("build", "most"),
     [
-        (lambda: with_layer(layers.ReLU), 7),  # forward only
+        (lambda: with_layer(layers.ReLU), 10),  # forward only
         (lambda: with_layer(AsItIs), 3 * 10),
         (lambda: plain(AsKeras), 3 * 10),
     ],
