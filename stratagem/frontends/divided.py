@@ -16,13 +16,13 @@ from stratagem.frontends.sources import Portion
 from stratagem.frontends.staged import in_order
 from stratagem.frontends.steps import OneDevice
 from stratagem.state.divided_update import DividedUpdate
+from stratagem.state.optimizer_recipe import check_elementwise
 from stratagem.state.shared_model import SharedTensors
 from stratagem.training import setup
 from stratagem.training.divided_model import (
     TRIED,
     DividedModel,
     check_alike,
-    check_elementwise,
 )
 from stratagem.training.layer_graph import trace
 from stratagem.training.replica import Replica
@@ -47,7 +47,7 @@ def check(job: Fit, devices: int) -> None:
             "processes that divide layers run them one by one, so jit_compile=True cannot be used; "
             "leave it out."
         )
-    check_elementwise(job.optimizer)
+    check_elementwise(job.optimizer, "a process of TensorParallelStrategy", "a PipelineStrategy")
     job.module.train()
     check_plan(trace(job.module, job.source.known_input(), OPENED), dict(tensor.plan), devices)
 

@@ -18,7 +18,7 @@ from stratagem.frontends.adapter import Training
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import Dealt, Sliced, ratio
-from stratagem.state.optimizer_recipe import ELEMENTWISE
+from stratagem.state.optimizer_recipe import check_elementwise
 from stratagem.state.sliced import ShardedUpdate
 from stratagem.training import sync_batchnorm
 from stratagem.training.cross_device import NcclAllReduce
@@ -149,7 +149,7 @@ def refuse_undivided(
 ) -> None:
     """Refuse what torch's fully_shard, or an optimizer of rows, would not do as one device does."""
     refuse_half(recipe)
-    refuse_optimizer(optimizer)
+    check_elementwise(optimizer, "a replica of ShardedStrategy", "MirroredStrategy")
     if recipe.jit_compile:
         raise NotDistributable(
             "jit_compile=True goes with ShardedStrategy on the CPUs of one machine only; leave it "
@@ -177,16 +177,6 @@ def refuse_half(recipe: Recipe) -> None:
         )
 
 
-def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Refuse one whose update of an element may depend on others."""
-    if type(optimizer) not in ELEMENTWISE:
-        raise NotDistributable(
-            f"{type(optimizer).__name__} may look at whole parameters, of which a replica of "
-            "ShardedStrategy updates a part; use SGD, AdamW or another of torch's optimizers that "
-            "treat each element by itself, or MirroredStrategy."
-        )
-
-
 def refuse_unshared(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
     """Refuse what cannot be trained in slices of one set."""
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -197,4 +187,4 @@ def refuse_unshared(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> 
                 f"parameter {name!r} is {param.dtype}, and CPU replicas of ShardedStrategy share "
                 "float32 parameters; use module.float(), or MirroredStrategy."
             )
-    refuse_optimizer(optimizer)
+    check_elementwise(optimizer, "a replica of ShardedStrategy", "MirroredStrategy")

@@ -46,6 +46,16 @@ ROW_WISE: tuple[type[Optimizer], ...] = (
 )
 
 
+def check_elementwise(optimizer: Optimizer, who: str, instead: str) -> None:
+    """Refuse one whose update of an element may depend on others, of which `who` has a part."""
+    if type(optimizer) not in ELEMENTWISE:
+        raise NotDistributable(
+            f"{type(optimizer).__name__} may look at whole parameters, of which {who} updates a "
+            "part; use SGD, AdamW or another of torch's optimizers that treat each element by "
+            f"itself, or {instead}."
+        )
+
+
 _LIBRARIES = ("torch", "keras")
 #: of torch's optimizers, those whose CPU kernels do the whole update in one pass
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}

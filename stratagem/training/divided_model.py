@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.optim import Optimizer
 
 from stratagem.data.shares import tensors_in
 from stratagem.errors import NotDistributable
-from stratagem.state.optimizer_recipe import ELEMENTWISE
 from stratagem.state.shared_model import SharedTensors
 from stratagem.training.isolated_run import dry_run
 from stratagem.training.layer_graph import LayerGraph
@@ -28,16 +26,6 @@ log = logging.getLogger("stratagem")
 
 #: rows on which it is tried that the divided layers are the model
 TRIED = 5
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse one that looks at whole parameters."""
-    if type(optimizer) not in ELEMENTWISE:
-        raise NotDistributable(
-            f"{type(optimizer).__name__} may look at whole parameters, of which a process of "
-            "TensorParallelStrategy updates a part; use SGD, AdamW or another of torch's "
-            "optimizers that treat each element by itself, or a PipelineStrategy."
-        )
 
 
 def check_alike(values: Sequence[float]) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable, UsageError
+from stratagem.state.optimizer_recipe import check_elementwise
 from stratagem.training import fingerprint
-from stratagem.training.divided_model import check_elementwise
 from stratagem.training.divided_passes import DividedPasses
 from stratagem.training.led_loop import LedLoop
 from stratagem.training.prepare import Prepared, check_parameters
@@ -66,7 +66,7 @@ def _check(settings: Settings, optimizer: Optimizer) -> None:
     """Refuse what cannot be led."""
     pipeline = settings.pipeline
     if pipeline is None:
-        check_elementwise(optimizer)
+        check_elementwise(optimizer, "a process of TensorParallelStrategy", "a PipelineStrategy")
         return
     if pipeline.columns is not None or pipeline.data > 1:
         raise NotDistributable(

@@ -130,7 +130,9 @@ def test_values_are_fetched_anew_after_a_pause(join: Any, monkeypatch: pytest.Mo
     for batch in (2, 3, 4):
         hand_in(other, take(other, batch))
     monkeypatch.setattr(FRESH, -1.0)
+    other.worker.refresh()  # so that its last update has reached both servers
     hand_in(chief, take(chief, 1))
+    chief.worker.refresh()
     hand_in(other, take(other, 5))
     assert is_over(chief) and is_over(other)
     assert books(chief).staleness == {0: 6}
