@@ -5,9 +5,11 @@ any such number once; a fault of the library breaks it every time. So what comes
 `Late`, and conftest.py runs that test again from its start, three times in all, and names it at
 the end of the run; `.ci/run` runs those once more, alone. Late there, too, it fails, unless the
 machine itself was kept from running: a virtual machine whose processors are given to somebody else
-says so. A wrong answer is no lateness: it fails at once. Nor is a hang, where what a test waits for
-does not come at all: `Hang`, a TimeoutError of a socket or a future, an empty queue, a process that
-does not end, the test's own time limit.
+says so. A wrong answer is no lateness: it fails at once, but for `.ci/run`, which prints it and
+runs the test once more alone: wrong again, it fails; right then, it has a race that somebody has to
+mend. A hang, where what a test waits for does not come at all, fails everywhere: `Hang`, a
+TimeoutError of a socket or a future, an empty queue, a process that does not end, the test's own
+time limit.
 """
 
 from __future__ import annotations

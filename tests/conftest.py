@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -22,7 +24,7 @@ os.environ["KERAS_BACKEND"] = "torch"  # Keras reads it when it is imported
 
 import stratagem as sg
 from tests import left_behind
-from tests.clock import SLOWER, TAKEN, TRIES, Late, processor_time, share_taken
+from tests.clock import SLOWER, TAKEN, TRIES, Hang, Late, processor_time, share_taken
 from tests.support import strategy
 
 left_behind.mark_our_processes()
@@ -44,6 +46,9 @@ settings.register_profile(
     "search", settings.get_profile("same"), max_examples=500, derandomize=False
 )
 settings.load_profile("same")
+
+#: what a test fails with that waited in vain; the last: by its own time limit
+_HANGS = (Hang, TimeoutError, queue.Empty, subprocess.TimeoutExpired, pytest.fail.Exception)
 
 _tries = pytest.StashKey[int]()
 _limit = pytest.StashKey[Any]()
@@ -219,6 +224,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     report.late = call.excinfo is not None and call.excinfo.errisinstance(Late)
+    report.hang = call.excinfo is not None and call.excinfo.errisinstance(_HANGS)
     report.tries = item.stash.get(_tries, 1)
     return report
 
@@ -226,8 +232,9 @@ def pytest_runtest_makereport(
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     """A test that came late runs again from its start; the last try counts.
 
-    Late every time, it fails; but where a run of the late ones, alone, is to follow
-    (STRATAGEM_SECOND_TRIES), it is left to that. There it fails if the machine could run.
+    Late every time, it fails; but where a run of such tests, alone, is to follow
+    (STRATAGEM_SECOND_TRIES), it is left to that, as is a test that failed and did not hang. There
+    it fails, for being late only if the machine could run.
     """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     since = processor_time()
@@ -241,18 +248,19 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     taken = share_taken(since)
     for report in reports:
         report.could_not_run = taken > TAKEN
-        if report.failed and report.late and _forgiven(report):
+        if report.failed and _is_left(report):
             report.outcome, report.tries = "passed", TRIES + 1
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
 
-def _forgiven(report: Any) -> bool:
-    """Whether lateness at every try is no failure of this run."""
+def _is_left(report: Any) -> bool:
+    """Whether a failure is left to the run alone, or was the machine's there."""
     if os.environ.get("STRATAGEM_ALONE"):
-        return bool(report.could_not_run)
-    return bool(os.environ.get("STRATAGEM_SECOND_TRIES"))
+        return bool(report.late and report.could_not_run)
+    again = os.environ.get("STRATAGEM_SECOND_TRIES")
+    return bool(again and (report.late or (report.when == "call" and not report.hang)))
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -277,18 +285,10 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return ("late", "L", "PASSED LATE") if again else None
 
 
-def _late(config: pytest.Config) -> dict[str, int]:
-    """The tests that passed, but not at once, and at which try; in the process that reports."""
+def _again(config: pytest.Config) -> list[Any]:
+    """The tests that need another try, or another run; in the process that reports."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    reports = reporter.getreports("late") if reporter is not None else []
-    return {report.nodeid: report.tries for report in reports}
-
-
-def _in_vain(config: pytest.Config) -> set[str]:
-    """Those of them that ran while the machine could not."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    reports = reporter.getreports("late") if reporter is not None else []
-    return {report.nodeid for report in reports if report.could_not_run}
+    return reporter.getreports("late") if reporter is not None else []
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -302,21 +302,25 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     name = os.environ.get("STRATAGEM_SECOND_TRIES")
     if not name or hasattr(session.config, "workerinput"):  # xdist's processes report nothing
         return
-    file, late = Path(name), sorted(_late(session.config))
+    file, again = Path(name), _again(session.config)
     before = file.read_text().splitlines() if file.exists() else []
-    file.write_text("".join(f"{each}\n" for each in late))
-    session.config.stash[_twice] = sorted({*late} & {*before} - _in_vain(session.config))
+    file.write_text("".join(sorted(f"{each.nodeid}\n" for each in again)))
+    in_time = {each.nodeid for each in again if not each.could_not_run}
+    session.config.stash[_twice] = sorted(in_time & {*before})
     if session.config.stash[_twice]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    late, twice = _late(terminalreporter.config), terminalreporter.config.stash.get(_twice, [])
-    if late:
-        terminalreporter.section("passed only when tried again")
-    for nodeid, tries in late.items():
-        how = f"passed at try {tries}" if tries <= TRIES else "late at every try"
-        terminalreporter.line(f"{how}: {nodeid}")
+    again, twice = _again(terminalreporter.config), terminalreporter.config.stash.get(_twice, [])
+    if again:
+        terminalreporter.section("not passed at once")
+    for report in again:
+        late = "late at every try" if report.late else "FAILED, to be tried once more alone"
+        how = f"passed at try {report.tries}" if report.tries <= TRIES else late
+        terminalreporter.line(f"{how}: {report.nodeid}")
+        if report.tries > TRIES and not report.late:
+            terminalreporter.line(report.longreprtext)
     for nodeid in twice:
         terminalreporter.line(f"FAILED for being late in the run before, too: {nodeid}")
 

@@ -130,6 +130,37 @@ def test_late_with_spaces(): late_once({folder!r} + "/other")
 def test_right(): pass
 """
 
+WRONG = """
+from pathlib import Path
+
+def wrong(name): assert Path(name).exists(), "wrong weights"
+
+def test_wrong_once(): wrong({folder!r} + "/once")
+def test_wrong(): wrong({folder!r} + "/never")
+def test_hang(): raise TimeoutError("nothing came")
+"""
+
+
+def test_wrong_answers_are_told_and_tried_once_more_alone(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = pytester.path / "tries"
+    monkeypatch.setenv("STRATAGEM_SECOND_TRIES", str(listed))
+    monkeypatch.delenv("STRATAGEM_ALONE", raising=False)
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    made = pytester.makepyfile(WRONG.format(folder=str(pytester.path)))
+    options = ("-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(pytester.path))
+    first = pytester.runpytest_inprocess(*options, str(made))
+    assert first.ret == 1 and first.parseoutcomes() == {"late": 2, "failed": 1}, "a hang fails"
+    first.stdout.fnmatch_lines(["FAILED, to be tried once more alone: *test_wrong_once"])
+    first.stdout.fnmatch_lines(["*wrong weights*", "FAILED *::test_hang*"])
+    names = [each.partition("::")[2] for each in listed.read_text().splitlines()]
+    assert names == ["test_wrong", "test_wrong_once"]
+    monkeypatch.setenv("STRATAGEM_ALONE", "1")
+    (pytester.path / "once").touch()
+    second = pytester.runpytest_inprocess(*options, f"@{listed}")
+    assert second.ret == 1 and second.parseoutcomes() == {"passed": 1, "failed": 1}
+
 
 def test_who_needed_another_try_is_listed_and_fails_the_second_time(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch

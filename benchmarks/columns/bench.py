@@ -113,9 +113,11 @@ def main() -> None:
     print("| --- | --- | --- | --- |")
     for arm, (stages, chunks, _) in arms.items():
         faster = statistics.median(each[best] / each[arm] for each in rounds)
-        limit = stages * chunks / (chunks + stages - 1)
-        part = statistics.median(each[like] / each[arm] / limit for each in rounds)
-        print(f"| {arm} | {ms[arm]:.1f} | {faster:.2f} | {f'{part:.2f}' if stages > 1 else ''} |")
+        part = ""
+        if stages > 1:
+            limit = stages * chunks / (chunks + stages - 1)
+            part = f"{statistics.median(each[like] / each[arm] / limit for each in rounds):.2f}"
+        print(f"| {arm} | {ms[arm]:.1f} | {faster:.2f} | {part} |")
 
 
 def _counts(args: argparse.Namespace) -> list[int]:
