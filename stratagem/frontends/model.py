@@ -106,7 +106,7 @@ class Model:
                 a gradient scaler.
             jit_compile: run the module through torch.compile, on each replica.
             check: before the first batch of a call, try on a few rows that shares of a batch add
-                up to what one device makes of it; False takes that on trust.
+                up to what one device makes of it, unless that is known; False takes it on trust.
             from_logits: whether outputs are logits, for metrics; known of torch's cross entropies.
         """
         lower = asked.precision(precision)

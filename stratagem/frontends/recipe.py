@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from stratagem.errors import UsageError
 from stratagem.frontends.losses import CountedLoss, Loss
 from stratagem.frontends.metrics import MetricSet
+from stratagem.frontends.passed_trials import PassedTrials
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.fingerprint import Look
 
@@ -35,6 +36,8 @@ class Recipe:
     check: bool = True
     #: loss and metrics, as `compile` was told them
     words: str = ""
+    #: what has been tried of that
+    passed: PassedTrials = field(default_factory=PassedTrials, repr=False, compare=False)
 
     def look(self) -> Look:
         """What must be the same on every worker."""

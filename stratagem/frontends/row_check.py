@@ -7,7 +7,7 @@ one device. Each of the three finds the model as it is: one may initialise itsel
 first. Every row is missing in one share, so that one which decides for the others (the largest,
 say) shows. A loss of torch's that is known to take rows by themselves is left out. Where somebody's
 own function judges the rows, that is done again before the 2nd, 4th, 8th, ... batch: a mask may
-come later.
+come later. Elsewhere a call that finds everything as an earlier one need not try it again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,10 @@ from stratagem.frontends.compare import (
     compare_outputs,
     in_place,
 )
+from stratagem.frontends.passed_trials import kinds_of, look_at
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
+from stratagem.state.change_tracker import requires_grad
 from stratagem.training.isolated_run import dry_run, norms_by_row, replaced
 from stratagem.training.replica import Replica
 from stratagem.wire.tree import encode, gather_tree
@@ -111,7 +114,12 @@ class RowCheck:
         if self.replica.index != 0 or self._failed:
             return
         try:
-            self._compare(*self._rows(examples, batch, other))
+            whole, parts = self._rows(examples, batch, other)
+            trial = partial(self._compare, whole, parts)
+            if self._again:
+                trial()
+            else:
+                self.recipe.passed.unless_passed(self.verb, self._look(whole), trial)
         except StratagemError:
             raise
         except Exception as error:
@@ -129,6 +137,19 @@ class RowCheck:
             batch = [batch[0], None, None]
             other = other and [other[0], None, None]
         return few_rows(batch, examples, _on(other, self.replica.device))
+
+    def _look(self, whole: Any) -> list[Any]:
+        """Everything that a trial of these rows depends on, as far as it can be seen."""
+        trained = requires_grad(self.module)
+        owners = [*self.module.modules(), *self._judges()]
+        return [kinds_of(whole), self.recipe.autocast, trained, look_at(owners)]
+
+    def _judges(self) -> list[Any]:
+        """The loss, its function and, of a module, the parts."""
+        loss = self.recipe.loss
+        function = getattr(loss, "function", None)
+        parts = function.modules() if isinstance(function, torch.nn.Module) else [function]
+        return [loss, *parts]
 
     def _compare(self, whole: Any, parts: list[Any]) -> None:
         total = count_rows(whole)
@@ -171,14 +192,12 @@ class RowCheck:
     def _run(self, batch: Any, total: int, *, disturbed: bool = False) -> BatchOutcome:
         """One batch through model and loss, and nothing of it remains."""
         trains = self.verb == "fit"
-        loss = self.recipe.loss
-        function = getattr(loss, "function", None)
-        losses = function.modules() if isinstance(function, torch.nn.Module) else [function]
+        function = getattr(self.recipe.loss, "function", None)
         buffers = _marks(function)
         x, y, weight = batch
         portion = Portion(x, y, weight, count_rows(batch), total)
         with (
-            dry_run(*self.module.modules(), *losses, disturbed=disturbed) as journal,
+            dry_run(*self.module.modules(), *self._judges(), disturbed=disturbed) as journal,
             torch.set_grad_enabled(trains),
             replaced(norms_by_row(self.module.modules()) if trains else []),
         ):

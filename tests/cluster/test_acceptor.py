@@ -19,6 +19,7 @@ from stratagem.cluster.handshake import Ended, Stranger, WrongSecret, prove
 from stratagem.errors import HandshakeError
 from tests.clock import PATIENCE, in_time, unless_late
 from tests.cluster.crowd import crowd
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.timeout(60)
 SECRET = b"s" * 32
@@ -104,6 +105,7 @@ def test_who_was_let_in_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_address_with_most_strangers_loses_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "PLACES", 4)
+    monkeypatch.setattr(doors, "GREETING", PATIENCE)  # nobody goes for being late
     with opened() as (door, (_, port), _):
         first = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.9", 0))
         eventually(lambda: door._count == 1)
@@ -227,8 +229,8 @@ def test_an_unforeseen_error_does_not_shut_the_port(
 
 
 def test_a_door_that_was_never_opened_is_closed() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    where = listener.getsockname()
+    where = "127.0.0.1", free_ports(1)[0]  # which nobody else is given when it is closed
+    listener = socket.create_server(where)
     door = Acceptor(listener, SECRET, SimpleQueue[socket.socket]().put, "ps 0")
     assert door.close() and not door.close()
     with pytest.raises(ConnectionRefusedError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.errors import NotDistributable
+from stratagem.frontends.losses import resolve
 from stratagem.training.isolated_run import dry_run
 from tests.support import by_hand, data, distance, mlp, strategy
 
@@ -285,6 +289,113 @@ def test_it_costs_less_than_a_step(
         costs[check] = sum(PASSED)
     assert costs[False] == 3 * share
     assert 0 < costs[True] - costs[False] <= 10 < costs[False]
+
+
+# --- what was tried before ------------------------------------------------------------------------
+
+
+class Pickiest(nn.Module):
+    """Can be changed in many ways; notes how many rows it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.act = mlp(), nn.ReLU()
+        self.mixes, self.config = False, SimpleNamespace(gain=1.0)
+        self.factor = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        PASSED.append(len(x))
+        out = self.act(self.inner(x.float().flatten(1))) * self.factor * self.config.gain
+        return centred(out) if self.mixes else out
+
+
+def tried(model: sg.Model, x: Tensor | None = None, **options: Any) -> bool:
+    """Whether a fit tries rows first: five of them, where a share has twelve."""
+    PASSED.clear()
+    model.fit(data(24)[0] if x is None else x, data(24)[1], batch_size=24, verbose=0, **options)
+    assert 12 in PASSED
+    return 5 in PASSED
+
+
+@pytest.fixture
+def passed(two: sg.MirroredStrategy) -> sg.Model:
+    """A model whose next fit need not try."""
+    model = sg.Model(Pickiest(), two)
+    model.compile(sgd, nn.CrossEntropyLoss(), ["accuracy"])
+    assert [tried(model) for _ in range(5)] == [True, True, False, True, False]
+    return model
+
+
+def test_what_was_passed_is_tried_ever_less(two: sg.MirroredStrategy) -> None:
+    model = sg.Model(Pickiest(), two)
+    model.compile(sgd, "cross_entropy")
+    assert [i for i in range(1, 18) if tried(model)] == [1, 2, 4, 8, 16]
+
+
+def test_a_loss_of_ones_own_is_tried_by_each_fit(two: sg.MirroredStrategy) -> None:
+    model = sg.Model(Pickiest(), two)
+    model.compile(sgd, own_loss)
+    assert all(tried(model) for _ in range(3))
+
+
+class Still(sg.callbacks.Callback):
+    """Puts a layer into another mode."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.module.act.eval()
+
+
+CHANGES: dict[str, Callable[[sg.Model], Any]] = {
+    "an attribute": lambda model: setattr(model.module, "note", "new"),
+    "an object's attribute": lambda model: setattr(model.module.config, "gain", 2.0),
+    "a tensor": lambda model: model.module.factor.fill_(2.0),
+    "a layer": lambda model: setattr(model.module, "act", nn.ReLU()),
+    "a hook": lambda model: model.module.act.register_forward_hook(lambda *given: None),
+    "a function": lambda model: setattr(model.module.act, "forward", F.gelu),
+    "frozen": lambda model: model.module.inner[0].bias.requires_grad_(False),
+    "compiled": lambda model: model.compile(sgd, "cross_entropy"),
+    "the loss": lambda model: setattr(model.recipe, "loss", resolve("cross_entropy")),
+    "an option of the loss": lambda model: setattr(model.loss.function, "label_smoothing", 0.1),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_what_was_changed_is_tried_again(passed: sg.Model, change: str) -> None:
+    CHANGES[change](passed)
+    assert tried(passed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"x": data(24)[0].double()},
+        {"x": data(24)[0][..., None]},
+        {"sample_weight": torch.ones(24)},
+        {"callbacks": [Still()]},
+    ],
+)
+def test_another_kind_of_rows_or_mode_is_tried_again(
+    passed: sg.Model, options: dict[str, Any]
+) -> None:
+    assert tried(passed, **options)
+
+
+def test_what_mixes_rows_later_is_refused_each_time(passed: sg.Model) -> None:
+    passed.module.mixes = True
+    for _ in range(3):
+        with pytest.raises(NotDistributable, match="depend"):
+            tried(passed)
+    passed.module.mixes = False
+    assert tried(passed)
+
+
+def test_the_verbs_are_tried_apart_and_copies_anew(passed: sg.Model) -> None:
+    for verb, given in {"evaluate": data(24), "predict": data(24)[:1]}.items():
+        PASSED.clear()
+        getattr(passed, verb)(*given, batch_size=24, verbose=0)
+        assert 5 in PASSED
+    assert not tried(passed)
+    assert not pickle.loads(pickle.dumps(passed.recipe.passed))._passed
 
 
 # --- no trace -------------------------------------------------------------------------------------

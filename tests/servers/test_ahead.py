@@ -67,7 +67,7 @@ def join() -> Iterator[Callable[[int], Session]]:
     for thread in threads:
         thread.join(PATIENCE)
         assert not thread.is_alive()
-    assert not any(server.peers.present() for server in servers)  # nor any thread of theirs
+    wait_for(lambda: not any(server.peers.present() for server in servers))  # nor any thread
 
 
 def take(session: Session, wanted: int | None = None) -> Assignment:

@@ -199,7 +199,8 @@ def test_servers_are_killed_at_any_moment(
     assert distance(model.module, alone) < 1e-13
     stats = strategy.stats()
     assert balanced(stats) and stats.buffered == 0 and stats.updates == epochs * 5, stats
-    unless_late(killer.kills >= 1 and max(killer.gaps) < TAKEN_OVER, (killer.kills, killer.gaps))
+    # the training may have ended before the update that a gap ends with
+    unless_late(killer.gaps and max(killer.gaps) < TAKEN_OVER, (killer.kills, killer.gaps))
 
 
 @pytest.mark.parametrize(

@@ -44,14 +44,11 @@ class Line:
 
     @property
     def arrived(self) -> bool:
-        """Whether anything is there to be read."""
-        self.reader.setblocking(False)
+        """Whether anything is there to be read; the socket stays as it is, for another reader."""
         try:
-            return bool(self.reader.recv(1, socket.MSG_PEEK))
+            return bool(self.reader.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
             return False
-        finally:
-            self.reader.setblocking(True)
 
 
 @pytest.fixture
