@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Tests run in parallel; more than a process a core makes those that watch the clock fragile.
 JOBS ?= 2
+# Tests start hundreds of interpreters: what one has compiled is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-large test test-slow test-exhaustive test-late lint bench reliability studies docs release clean
+.PHONY: help demo demo-large test test-slow test-exhaustive test-late style lint bench reliability studies docs release clean
 
 help:
 	@echo "make demo    train on one device and on a local cluster, and compare"
@@ -35,13 +37,16 @@ demo: $(READY)
 demo-large: $(READY)
 	$(BIN)/python examples/large.py
 
-lint: $(READY)
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
+
+lint: style
 	$(BIN)/mypy
 
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-test: lint
+# Types are checked by one of the tests, beside the others.
+test: style
 	$(PYTEST) -m "not slow and not exhaustive"
 
 test-slow: $(READY)

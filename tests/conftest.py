@@ -65,6 +65,7 @@ _LONG = (
     "test_same_answer",
     "test_collectives",
     "test_examples",
+    "test_types",
 )
 
 

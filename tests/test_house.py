@@ -16,8 +16,8 @@ import pytest
 
 import stratagem
 from tests.clock import PATIENCE
+from tests.sources import ROOT, nodes
 
-ROOT = Path(stratagem.__file__).parent
 FLOORS = {
     "errors": 0,
     "arguments": 1,
@@ -51,16 +51,6 @@ def modules() -> dict[str, Path]:
     return {_name(path): path for path in ROOT.rglob("*.py")}
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(tree(path)))
-
-
 def _name(path: Path) -> str:
     """A folder's __init__ goes by the folder's name, as those do who import from it."""
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -79,11 +69,15 @@ def imports(path: Path) -> set[str]:
             pytest.fail(f"{path}: relative imports hide the floor they go to")
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _called(node.func) == "import_module":
             found.update(arg.value for arg in node.args if isinstance(arg, ast.Constant))
     known = modules()
     homes = {f"stratagem.{name}": home for name, home in FRONT_DOOR.items()}
     return {homes.get(name, name) for name in found if name in known or name in homes}
+
+
+def _called(function: ast.expr) -> str | None:
+    return getattr(function, "attr", getattr(function, "id", None))
 
 
 def opens_the_door(path: Path) -> bool:
@@ -98,11 +92,13 @@ def room(module: str) -> str:
     return module.split(".")[1]
 
 
-GRAPH = {name: imports(path) for name, path in modules().items()}
+@cache
+def graph() -> dict[str, set[str]]:
+    return {name: imports(path) for name, path in modules().items()}
 
 
 def test_imports_go_down() -> None:
-    inside = {module: others for module, others in GRAPH.items() if room(module) not in DOORS}
+    inside = {module: others for module, others in graph().items() if room(module) not in DOORS}
     assert {room(module) for module in inside} <= FLOORS.keys(), "a room is not on the plan"
     arrows = [(a, b) for a, others in inside.items() for b in others if room(a) != room(b)]
     assert [f"{a} imports {b}" for a, b in arrows if FLOORS[room(b)] >= FLOORS[room(a)]] == []
@@ -137,12 +133,12 @@ def test_no_circles() -> None:
         seen: set[str] = set()
         todo = [start]
         while todo:
-            for other in GRAPH[todo.pop()] - seen:
+            for other in graph()[todo.pop()] - seen:
                 seen.add(other)
                 todo.append(other)
         return seen
 
-    assert [name for name in GRAPH if name in reach(name)] == []
+    assert [name for name in graph() if name in reach(name)] == []
 
 
 def test_what_data_is_is_asked_at_the_door() -> None:
@@ -374,5 +370,5 @@ def test_what_is_built_around_finds_its_doors(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stratagem"):
             module = importlib.import_module(str(node.module))
             for alias in node.names:
-                there = hasattr(module, alias.name) or f"{node.module}.{alias.name}" in GRAPH
+                there = hasattr(module, alias.name) or f"{node.module}.{alias.name}" in graph()
                 assert there, f"{path} imports {alias.name} from {node.module}"

@@ -23,10 +23,9 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 
-import stratagem
 from stratagem.compat import keras_names, optuna_names, torch_names, torchmetrics_names
+from tests.sources import ROOT, nodes
 
-ROOT = Path(stratagem.__file__).parent
 TABLES = {
     "torch": torch_names,
     "keras": keras_names,
@@ -70,14 +69,8 @@ def own_names(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 @cache
-def nodes_of(source: str) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(source)))
-
-
-@cache
 def every_own_name() -> set[str]:
-    sources = (path.read_text() for path in ROOT.rglob("*.py"))
-    return {name for source in sources for name in own_names(nodes_of(source))}
+    return {name for path in ROOT.rglob("*.py") for name in own_names(nodes(path))}
 
 
 def foreign_imports(nodes: list[ast.AST]) -> tuple[set[str], set[str]]:
@@ -93,14 +86,13 @@ def foreign_imports(nodes: list[ast.AST]) -> tuple[set[str], set[str]]:
     return set(of_them), hidden
 
 
-def used(source: str, *, in_compat: bool = False) -> tuple[set[str], set[str]]:
+def used(found: list[ast.AST], *, in_compat: bool = False) -> tuple[set[str], set[str]]:
     """Private names that a file uses of objects not its own, and those only for stratagem/compat:
     of a library's modules."""
-    nodes = nodes_of(source)
-    own, (roots, reserved) = set(own_names(nodes)), foreign_imports(nodes)
-    variables = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own, (roots, reserved) = set(own_names(found)), foreign_imports(found)
+    variables = {n.id for n in found if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     names: set[str] = set()
-    for node in nodes:
+    for node in found:
         if isinstance(node, ast.Attribute) and private(node.attr):
             of = node.value
             whose = of.id if isinstance(of, ast.Name) else ast.unparse(of)
@@ -125,7 +117,7 @@ def used_by_file() -> dict[str, tuple[set[str], set[str]]]:
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         in_compat = path.parent.name == "compat"
-        found[str(path.relative_to(ROOT))] = used(path.read_text(), in_compat=in_compat)
+        found[str(path.relative_to(ROOT))] = used(nodes(path), in_compat=in_compat)
     return found
 
 
@@ -167,7 +159,7 @@ def test_every_listed_name_is_listed_once_and_used() -> None:
     ],
 )
 def test_private_names_are_seen(line: str, names: set[str], reserved: set[str]) -> None:
-    assert used(line) == (names, reserved)
+    assert used(list(ast.walk(ast.parse(line)))) == (names, reserved)
 
 
 # --- every listed name is there ------------------------------------------------------------------
