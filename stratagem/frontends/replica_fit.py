@@ -230,6 +230,7 @@ class ReplicaSide:
             self.replica.collective.offer(None, lambda told: None)  # nobody follows from here on
         if self.step.settled:
             journal.updated(self.job.recipe.metrics, self.replica)
+            lossy_wire.updated_alone()
             self.step.sync()
         if done_here:
             figures_of(self.replica).step(portion.examples)

@@ -75,6 +75,20 @@ class BrokenRound:
             self.mine, self.optimizer = self.earlier
             self.updates, self.earlier = updates, None
 
+    def catch_up(
+        self, told: Mapping[str, Any], fragments: Sequence[Sequence[str]], mix: float
+    ) -> None:
+        """End the meeting that broke off here, as others have: its sum had this replica's part.
+
+        `told` is `shared` of one of them, `fragments` the parameters of each part of the model.
+        """
+        for names, here, there in zip(fragments, self.unmet, told["unmet"], strict=True):
+            for name in names if here > there else ():
+                new, own = told["old"][name], self.mine[name]
+                # what was done while it travelled is counted there, if anything of it is kept
+                kept = own.to(new.dtype) * mix
+                self.mine[name] = kept.add_(new, alpha=1.0 - mix) if there else new
+
     def go_alone(self) -> None:
         """Nobody else is here, and what one replica does is its own; momenta wait for others."""
         if not self.alone:
@@ -98,9 +112,12 @@ def furthest(counts: Sequence[list[int] | None]) -> int | None:
     return next(rank for rank, each in enumerate(counts) if each is not None and each[0] == most)
 
 
-def comes_as_far(mine: list[int] | None, chief: list[int]) -> bool:
-    """Whether a replica has, or can go back to, as many updates as the chief."""
-    return mine is not None and mine[0] == chief[0] and mine[1] - mine[3] <= chief[1] <= mine[1]
+def comes_as_far(mine: list[int] | None, updates: int, meetings: int) -> bool:
+    """Whether a replica has, or can go back to, so many updates, and took part in the last of so
+    many meetings, whether that ended here or broke off."""
+    if mine is None or mine[0] < meetings - 1:
+        return False
+    return mine[1] - mine[3] <= updates <= mine[1]
 
 
 def rejoin_wire(wire: Reducer, before: Reducer | KeptWire | None, steps: int, gather: Any) -> None:
@@ -128,10 +145,12 @@ class LoopRounds:
         #: after an update in the batch that broke off
         self._unfinished: list[BrokenRound | KeptWire] = []
 
-    def keep(self, keeper: Any) -> None:
-        """A batch that ended with an update is done with. One that is alone keeps nothing new."""
+    def keep(self, keeper: Any, made: int = 0) -> None:
+        """A batch that ended with an update is done with. One that is alone counts those `made`."""
         mark = None if keeper is None else self._mark(keeper)
         if mark is None:
+            if isinstance(self.own, BrokenRound) and self.own.alone:
+                self.own.updates += made
             return
         if self._last and isinstance(mark, BrokenRound) and _meetings(mark, self._last[-1]):
             self._around = [self._last[-1], mark]

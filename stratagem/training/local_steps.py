@@ -237,6 +237,8 @@ class LocalUpdates(GradientExchange):
         told = broadcast_tree(replica.collective, shared, source)
         if mine is not None:
             mine.go_back_to(counts[0][1])
+            if mine.meetings < counts[source][0]:
+                mine.catch_up(told, [fragment.names for fragment in self.fragments], self._mix)
         self.meetings, self.cadence.updates, apart, _ = counts[source]
         self.cadence.met()
         for part in self._parts():
@@ -251,7 +253,7 @@ class LocalUpdates(GradientExchange):
         same = mine is not None and (gossips or mine.updates == counts[0][1]) and not mine.alone
         if mine is not None and same and self.optimizer is not None:
             take_optimizer_state(self.optimizer, mine.optimizer)
-        if apart and source == 0:
+        if apart:
             self._hold(mine, counts, told["unmet"])
 
     def _hold(self, mine: BrokenRound | None, counts: list[Any], unmet: list[int]) -> None:
@@ -261,7 +263,7 @@ class LocalUpdates(GradientExchange):
         if isinstance(gossip, Gossip):
             here = [each is not None and each[0] == counts[0][0] for each in counts]
         else:
-            here = [comes_as_far(each, counts[0]) for each in counts]
+            here = [comes_as_far(each, counts[0][1], self.meetings) for each in counts]
         if mine is not None and here[rank]:
             for part in self._parts():
                 part.take(mine.mine)

@@ -159,14 +159,13 @@ class LoopCheckpoints:
             self._writer = CheckpointWriter(CheckpointFolder(plan.path, plan.keep))
         self._agreement: CheckpointAgreement | None = None
         self._loaded = self._open = self._passed = False
-        #: whether the gradients of a batch are waiting for the optimizer's step
-        self._waiting = False
-        #: whether a checkpoint was due when they were
-        self._owed = False
+        #: whether gradients of a batch wait for the optimizer's step, and a checkpoint was due then;
+        #: updates since the loop could last go on
+        self._waiting, self._owed, self._made = False, False, 0
         self.optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, *_: Any) -> None:
-        self._waiting = False
+        self._waiting, self._made = False, self._made + 1
 
     # --- epochs -------------------------------------------------------------------------------
 
@@ -201,8 +200,8 @@ class LoopCheckpoints:
         memory = journal_of(self.replica)
         plan = self.plan if self.replica.is_chief else None
         agree = partial(gather_tree, self.replica.collective)
-        termination = None if memory is None else memory.termination
-        self._agreement = CheckpointAgreement(plan, self.step, agree, termination)
+        ends = None if memory is None else memory.termination
+        self._agreement = CheckpointAgreement(plan, self.step, agree, ends)
         last = None if self._memory is None else self._memory.last_saved
         if self._agreement.schedule is not None and last is not None:
             self._agreement.schedule.saved(*last)
@@ -316,7 +315,8 @@ class LoopCheckpoints:
         if self._waiting:
             return
         if (journal := journal_of(self.replica)) is not None:
-            journal.rounds.keep(committer_of(self.model))
+            journal.rounds.keep(committer_of(self.model), self._made)
+        self._made = 0
         if self._memory is not None:
             known = self._told or {"random": generator_states(self.replica.device)}
             mine = {"random": known["random"], "buffers": []}

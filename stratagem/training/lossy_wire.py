@@ -189,6 +189,12 @@ def broken_round() -> BrokenRound | None:
     return next((each for each in _broken_off if isinstance(each, BrokenRound)), None)
 
 
+def updated_alone() -> None:
+    """An update was made; count it, if it is that of one who was left alone by others."""
+    if (mine := broken_round()) is not None and mine.alone:
+        mine.updates += 1
+
+
 def rejoin(keeper: Keeper | None, replica: Replica) -> None:
     """Go on among others than before with what was kept when the chief was where it is. Collective.
 

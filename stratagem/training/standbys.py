@@ -75,7 +75,8 @@ class Standbys:
     def begin(self) -> None:
         """A call begins that replicas may die in."""
         self.rest()
-        self._over, self._waiting = threading.Event(), {}
+        with self._lock:
+            self._over, self._waiting = threading.Event(), {}
         self._collective.log = made = CollectiveLog(*self._collective.position)
         arguments = (made, self._over, self._waiting)
         threading.Thread(target=self._keep_ready, args=arguments, daemon=True).start()
@@ -117,12 +118,15 @@ class Standbys:
         try:
             one.send(data, lambda: None)
         except (OSError, ValueError):  # it has ended, or too many files are open for `select`
-            self._drop(rank)
+            self._drop(rank, one, waiting)
 
-    def _drop(self, rank: int) -> None:
+    def _drop(self, rank: int, one: Follower, waiting: dict[int, Follower]) -> None:
+        """End one that waits in this call, which may be over: then it is ended with the others."""
         with self._lock:
-            one = self._waiting.pop(rank, None)
-        if one is not None:
+            known = waiting.get(rank) is one
+            if known:
+                del waiting[rank]
+        if known:
             threading.Thread(target=_end, args=([one],), daemon=True).start()
 
     # --- taking a place -------------------------------------------------------------------------
@@ -130,17 +134,25 @@ class Standbys:
     def _stand_in(self, trouble: Failure) -> bool:
         """Whether a standby may take the place of one that died; the rest is done beside."""
         rank = trouble.rank
-        one = self._waiting.get(rank)
-        if one is None or self._over.is_set():
+        with self._lock:  # all of one call
+            waiting, over = self._waiting, self._over
+        one = waiting.get(rank)
+        if one is None or over.is_set():
             return False
         if not one.waits() or not is_ready(one.member):
-            self._drop(rank)
+            self._drop(rank, one, waiting)
             return False
-        arguments = (trouble, one, self._over)
+        arguments = (trouble, one, waiting, over)
         threading.Thread(target=self._take_place, args=arguments, daemon=True).start()
         return True
 
-    def _take_place(self, trouble: Failure, one: Follower, over: threading.Event) -> None:
+    def _take_place(
+        self,
+        trouble: Failure,
+        one: Follower,
+        waiting: dict[int, Follower],
+        over: threading.Event,
+    ) -> None:
         rank, dead = trouble.rank, None
         try:
             taken = self._send_into_step(rank, one, over)
@@ -150,12 +162,12 @@ class Standbys:
         device = self._placement.devices[self._placement.leader + rank]
         with self._lock:
             if taken and not over.is_set():  # else all come apart, and it would be left behind
-                self._waiting.pop(rank, None)
+                waiting.pop(rank, None)
                 member = Member(one.name, f"{device}, pid {one.pid}")
                 self._membership.replace(rank, member, one.member)
                 dead = self._pool.replace(rank - 1, one)
         if dead is None:
-            self._drop(rank)
+            self._drop(rank, one, waiting)
             self._membership.give_up_on(trouble)
             return
         status = ZygoteProcess.get().end([dead]).get(dead)

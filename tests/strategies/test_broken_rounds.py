@@ -158,6 +158,104 @@ def test_who_is_left_holds_the_next_meeting(name: str, tmp_path: Path) -> None:
     assert far(expected, ByHand(SYNCS[name], 3).train()) > 1e-6
 
 
+LATE = """
+import os, signal, sys, time
+import torch
+import stratagem as sg
+from stratagem.state.outer import OuterFragment
+from tests.strategies.test_meetings import SYNCS, fitted, until
+
+plain, ends = OuterFragment.end, [0]
+
+def end(self, *given):
+    ends[0] += 1
+    if ends[0] == 4 and sys.argv[3] == "0":
+        membership = sg.current_replica().membership
+        until(lambda: membership.trouble is not None)
+        membership.raise_if_trouble()
+    plain(self, *given)
+    if ends[0] == 4 and sys.argv[3] == "2":
+        time.sleep(1.0)  # it has ended for the second worker, too, by then
+        os.kill(os.getpid(), signal.SIGKILL)
+
+OuterFragment.end = end
+strategy = sg.MultiWorkerMirroredStrategy(
+    sync=SYNCS[sys.argv[1]], devices=["cpu:0"], elastic=True
+)
+torch.save(list(fitted(strategy)[0].module.state_dict().values()), sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_a_meeting_that_breaks_off_for_the_chief_alone(tmp_path: Path) -> None:
+    """That of the seventh update, in which one part meets, and the other has gone on by itself."""
+    running = cluster_of(3, LATE, "streaming", tmp_path)
+    assert [each.wait(100) for each in running] == [0, 0, -signal.SIGKILL]
+    first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
+    assert all(map(torch.equal, first, second))
+    expected = Broken(SYNCS["streaming"], 3, 7, 2).train()
+    assert _far(first, expected) < 1e-12
+
+
+ALONE = """
+import os, sys
+import torch
+import torch.nn.functional as F
+import stratagem as sg
+from tests.strategies.test_broken_rounds import adam, looped
+from tests.strategies.test_meetings import fitted, until
+
+plain, made = torch.optim.Adam.step, [0]
+form, where, me = sys.argv[1], sys.argv[2], sys.argv[3]
+
+def step(self, *given):
+    result = plain(self, *given)
+    made[0] += 1
+    if made[0] == 3 and me == "1" and sys.argv[-1] != "again":
+        told = [sys.executable, "-c", os.environ["SOURCE"], *sys.argv[1:], "again"]
+        os.execv(sys.executable, told)
+    return result
+
+torch.optim.Adam.step = step
+strategy = sg.MultiWorkerMirroredStrategy(
+    sync=sg.LocalSteps(3, after=9), devices=["cpu:0"], elastic=True
+)
+
+def wait(seen):
+    replica = sg.current_replica()
+    if seen == 5 and replica.count == 1:
+        until(lambda: replica.membership.trouble is not None)  # the second waits to join
+
+class Wait(sg.callbacks.Callback):
+    seen = 0
+
+    def on_batch_end(self, batch, logs=None):
+        self.seen += 1
+        wait(self.seen)
+
+if form == "fit":
+    found = list(fitted(strategy, callbacks=[Wait()])[0].module.state_dict().values())
+else:
+    found = strategy.run(looped, strategy, adam, wait)[0]
+torch.save(found, where)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fit", "loop"])
+def test_updates_of_a_chief_that_is_alone_count(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second worker leaves after three updates and joins after five: nine of twelve are those
+    of one device, whoever has made them."""
+    monkeypatch.setenv("SOURCE", ALONE)
+    running = cluster_of(2, ALONE, form, tmp_path)
+    assert [each.wait(100) for each in running] == [0, 0]
+    first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
+    assert all(map(torch.equal, first, second))
+    assert _far(first, ByHand(sg.LocalSteps(3, after=9), 2).train()) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("name", "at"),
     [

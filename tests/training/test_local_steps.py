@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem.cluster.membership import Membership
 from stratagem.codecs.reducer import Plain
+from stratagem.errors import ReplicaLost
 from stratagem.state.outer import fragmented
 from stratagem.training.exchange import GradientExchange
 from stratagem.training.local_steps import LocalUpdates
@@ -419,3 +422,94 @@ def test_who_is_new_takes_its_neighbours_weights_and_all_mix(new: list[bool], gr
         assert torch.allclose(mixed, torch.stack(parts).sum(0), atol=1e-12, rtol=0)
         assert torch.equal(met, found[0][1])
         assert torch.allclose(met, torch.stack(starts).mean(0), atol=1e-12, rtol=0)
+
+
+class Left(Streamed):
+    """The same where some leave when a meeting has ended, and the others meet."""
+
+    def leave(self, left: int, *, forced: bool) -> None:
+        if forced and self.travels is None:
+            self.send(next(part for part, own in enumerate(self.own) if own))
+        if forced:
+            self.end()
+        self.count = left
+        del self.modules[left:], self.optimizers[left:]
+        self.meet()
+
+
+def break_off(committer: LocalUpdates, *, ended: bool) -> None:
+    """Have the next meeting break off here; or what follows it, where it is `ended`."""
+    over: list[bool] = []
+
+    def end(plain: Any, mix: float = 0.0) -> None:
+        if not ended:
+            raise ReplicaLost("one has died", "one")
+        plain(mix)
+        over.append(True)
+
+    def send(plain: Any, weight: float) -> None:
+        if over:
+            raise ReplicaLost("one has died", "one")
+        plain(weight)
+
+    for each in committer.fragments:
+        vars(each).update(end=partial(end, each.end), send=partial(send, each.send))
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 4), st.data())
+@pytest.mark.timeout(60)
+def test_who_has_not_ended_a_meeting_ends_it_as_others_have(
+    parts: int, pace: int, data: Any
+) -> None:
+    """One or two of four die in it. Nobody's updates of the other parts of the model are lost."""
+    sync = sg.DiLoCo(
+        parts * pace,
+        outer=sg.Outer(0.6, 0.5),
+        fragments=parts,
+        overlap=data.draw(st.integers(0, pace - 1) | st.none()),
+        mix=data.draw(st.sampled_from([0.0, 0.3])),
+    )
+    ended = data.draw(st.lists(st.booleans(), min_size=2, max_size=3).filter(any))
+    updates, rows = data.draw(st.integers(1, 2 * parts * pace)), [2, 1, 3, 1]
+    left = rows[: len(ended)]
+
+    def break_in_a_meeting(circle: Circle) -> tuple[Any, bool, Any]:
+        one = Training(circle, sync, adam, undoes=True)
+        committer, forced = one.committer, False
+        assert isinstance(committer, LocalUpdates)
+        for number in range(updates):
+            one.step(number, rows)
+            if number < updates - 1:
+                committer.sync()
+        before = committer.meetings
+        break_off(committer, ended=(*ended, True, True)[circle.rank])
+        with suppress(ReplicaLost):
+            committer.sync()
+            if forced := committer.meetings == before:
+                committer.meet()
+        return committer.broken_off(), forced, one.module.state_dict()
+
+    broken = together(4, break_in_a_meeting)
+
+    def go_on(circle: Circle) -> list[Tensor]:
+        one = Training(circle, sync, adam, undoes=True)
+        one.module.load_state_dict(broken[0][2])
+        one.committer.rejoin(broken[circle.rank][0], one.replica)
+        met = weights(one.module)
+        one.step(updates, left)
+        one.committer.sync()
+        one.committer.meet()
+        return [met, weights(one.module)]
+
+    found = together(len(left), go_on)
+    expected = Left(sync, 4)
+    for number in range(updates):
+        expected.step(number, rows)
+    expected.leave(len(left), forced=broken[3][1])
+    met = weights(expected.modules[0])
+    expected.step(updates, left)
+    expected.meet()
+    for each in found:
+        assert float((each[0] - met).abs().max()) < 1e-12
+        assert float((each[1] - weights(expected.modules[0])).abs().max()) < 1e-12

@@ -24,7 +24,7 @@ from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.on_replicas import OnReplicas, perform
 from stratagem.training.elastic import Again
 from stratagem.training.local_steps import LocalUpdates
-from stratagem.training.lossy_wire import begin_anew, broken_round
+from stratagem.training.lossy_wire import begin_anew, broken_round, updated_alone
 from stratagem.training.replica import current_replica
 
 
@@ -169,6 +169,8 @@ class ElasticReplicas(OnReplicas):
         self._undo.forget()
         self._sent_before = self._sent_now()
         self._played += 1
+        if name == "train_step":
+            updated_alone()
         if name == "train_step" and self._driver.strategy.settings.sync is not None:
             self._surely(self._sync)
         self.adapter.mark()
