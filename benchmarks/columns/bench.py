@@ -113,7 +113,7 @@ def main() -> None:
     print("| --- | --- | --- | --- |")
     for arm, (stages, chunks, _) in arms.items():
         faster = statistics.median(each[best] / each[arm] for each in rounds)
-        limit = stages * chunks / (chunks + stages - 1)
+        limit = stages * chunks / (chunks + stages - 1) if stages > 1 else 1.0
         part = statistics.median(each[like] / each[arm] / limit for each in rounds)
         print(f"| {arm} | {ms[arm]:.1f} | {faster:.2f} | {f'{part:.2f}' if stages > 1 else ''} |")
 
