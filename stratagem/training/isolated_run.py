@@ -108,6 +108,16 @@ class WriteJournal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._before:
             self._before[key] = tensor.detach(), tensor.detach().clone()
 
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Whether this has other values now, or a part of it has."""
+        start, place = tensor.storage_offset(), tensor.untyped_storage().data_ptr()
+        return any(
+            key[0] == place
+            and start <= key[1] < start + tensor.numel()
+            and not torch.equal(now, before)
+            for key, (now, before) in self._before.items()
+        )
+
     @torch.no_grad()
     def undo(self) -> None:
         """Put back what was written to, the last first: one may be a part of another."""

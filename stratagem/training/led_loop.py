@@ -102,7 +102,7 @@ class LedLoop(LoopProcess):
     @abstractmethod
     def _lead_pass(self, at: int, cast: list[Any], dropped: list[int], x: Any) -> tuple[Any, Any]:
         """As the first: forward through split `at`; the output, and which of its tensors have
-        gradients."""
+        gradients. If it raises, `_failed` says whether others wait for something."""
 
     def lead(self) -> None:
         """From now on the model's calls, and the optimizer's, are those of all stages."""
@@ -145,9 +145,9 @@ class LedLoop(LoopProcess):
                 "back; detach it, or use a MirroredStrategy."
             )
         self._watch.check()
-        self._failed = True  # until it is known that it has not
         self.take_back()
         self._rows = rows_of(x)
+        self._failed = True  # until it is known that it has not
         dice = torch.get_rng_state()
         at = self._split_for(x)
         torch.set_rng_state(dice)
@@ -155,8 +155,10 @@ class LedLoop(LoopProcess):
         kind = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
         cast = [torch.is_autocast_enabled("cpu"), kind]
         dropped, self.dropped[:] = list(self.dropped), []
-        whole, trained = self._lead_pass(at, cast, dropped, x)
-        self._watch.mark()
+        try:
+            whole, trained = self._lead_pass(at, cast, dropped, x)
+        finally:
+            self._watch.mark()
         self._failed = False
         return self._count, whole, trained
 

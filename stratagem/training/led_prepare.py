@@ -68,10 +68,10 @@ def _check(settings: Settings, optimizer: Optimizer) -> None:
     if pipeline is None:
         check_elementwise(optimizer, "a process of TensorParallelStrategy", "a PipelineStrategy")
         return
-    if pipeline.columns is not None or pipeline.data > 1:
+    if pipeline.columns is not None:
         raise NotDistributable(
-            "a loop of your own runs through one pipeline, in microbatches; leave columns= and "
-            "data= (or the mesh) out, or use sg.Model(...).fit."
+            "a loop of your own runs through pipelines in microbatches, and columns= cuts "
+            "sequences; leave columns= out, or use sg.Model(...).fit."
         )
     check_optimizer(optimizer)
 

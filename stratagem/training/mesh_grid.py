@@ -49,6 +49,10 @@ class MeshGrid:
         """Where the rows of a batch begin and end that this row takes."""
         return share(total, self.count, self.row)
 
+    def ranks(self, stage: int) -> list[int]:
+        """Of this stage in every row."""
+        return [row * self.place.count + stage for row in range(self.count)]
+
     def own(self, told: Sequence[Any]) -> Sequence[Any]:
         """Of what everybody told: what the stages of this row did."""
         first = self.row * self.place.count

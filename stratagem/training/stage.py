@@ -78,6 +78,10 @@ class Stage:
         held = (module for each in self._programs.values() for module in each.modules())
         layers = (module for module in held if not isinstance(module, fx.GraphModule))
         self.gradients = AddedGradients(layers)
+        #: writes an error down that is to end a pass and not this process; None: all errors do
+        self.notes: Callable[[Exception], Any] | None = None
+        #: what was written, here or in a part before; such a pass computes nothing any more
+        self.failure: Any = None
 
     def run(
         self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
@@ -105,14 +109,17 @@ class Stage:
         for source in part.receives:
             channel = self._channels.forward[source, part.index]
             told = channel.take()
-            leaves[source] = []
-            values = self._entered(told["values"], iter(told["trained"]), leaves[source])
+            self.failure = self.failure or told.get("failure")
+            if self.failure is None:
+                leaves[source] = []
+                received += self._entered(told["values"], iter(told["trained"]), leaves[source])
+                seed = told["seed"]
             channel.release()
-            received += values
-            seed = told["seed"]
-        given = [inputs[place] for place in part.inputs]
-        with self.gradients.forward():
-            found = self._programs[part.index](seed, *given, *received)
+        found = self._computed(part, seed, inputs, received)
+        if self.failure is not None:
+            for to in part.sends:
+                self._channels.forward[part.index, to].post({"failure": self.failure})
+            return
         by_name = dict(zip(part.sent, found, strict=False))
         sent: dict[int, list[Tensor]] = {}
         for to, names in part.sends.items():
@@ -124,6 +131,19 @@ class Stage:
             self._channels.forward[part.index, to].post(message)
         loss = judge(m, found[-1]) if part.index == self._last else None
         self.kept[part.index, m] = Kept(leaves, sent, loss)
+
+    def _computed(self, part: StagePart, seed: int, inputs: Inputs, received: Sequence[Any]) -> Any:
+        """What its layers make of this, unless the pass has failed."""
+        try:
+            if self.failure is None:
+                with self.gradients.forward():
+                    given = [inputs[place] for place in part.inputs]
+                    return self._programs[part.index](seed, *given, *received)
+        except Exception as error:
+            if self.notes is None:
+                raise
+            self.failure = self.notes(error)
+        return None
 
     def _backward(self, part: StagePart, m: int) -> None:
         kept = self.kept.pop((part.index, m))

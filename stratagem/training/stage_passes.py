@@ -3,6 +3,9 @@
 What a custom loop needs, whose loss is computed from the outputs of whole batches: between the two
 the stages keep what every microbatch has left. Parameters, gradients and the optimizer's state lie
 in memory that all processes share; the first one says what is done, and the others do it.
+
+Of pipelines beside each other (mesh_grid.py) each takes some rows of a batch. They add gradients up
+behind a backward, and the first pipeline makes the update, of the one set of parameters.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.data.shares import rows, share, tensors_in
-from stratagem.errors import NotDistributable
+from stratagem.errors import NotDistributable, ReplicaFailed
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.shared_model import OwnedState
+from stratagem.tracebacks import described
 from stratagem.training import setup
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.led_loop import LedLoop
 from stratagem.training.loop_process import Mode, with_tensors
+from stratagem.training.mesh_grid import MeshGrid
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage import Kept, Stage, StageChannels
@@ -31,6 +36,9 @@ from stratagem.training.stage_plan import check_layers, make_plan, prove, prove_
 from stratagem.training.tied_gradients import TiedGradients, devices_of, refuse_strays
 from stratagem.wire.tree import broadcast_tree, gather_tree
 from stratagem.wire.tree_channel import TreeChannel, open_channels
+
+#: rows of a batch: the first of each microbatch, and the one behind its last
+Pieces = list[tuple[int, int]]
 
 
 @dataclass
@@ -45,9 +53,9 @@ class StageSplit:
     #: numbers of the parameters whose gradients come into being here
     owned: list[int]
     ties: TiedGradients
-    #: of whole outputs and their gradients, between the first device and the last
-    outputs: TreeChannel
-    gradients: TreeChannel
+    #: of outputs and their gradients, between the first device and the last of each pipeline
+    outputs: Sequence[TreeChannel]
+    gradients: Sequence[TreeChannel]
     #: whether its forward draws random numbers; known to the first process
     draws: bool
 
@@ -57,7 +65,9 @@ class WholePass:
     """One forward that may be followed by a backward."""
 
     split: StageSplit
-    pieces: list[tuple[int, int]]
+    #: where microbatches begin and end: of this pipeline, and of all of them
+    pieces: Pieces
+    everywhere: list[Pieces]
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
     #: on the last device: the outputs of microbatches, and the gradients of their tensors
     found: list[Any] = field(default_factory=list)
@@ -95,57 +105,80 @@ class StagePasses(LedLoop):
     def __init__(
         self, replica: Replica, pipeline: Pipeline, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        self._pipeline = pipeline
+        self._pipeline, self._grid = pipeline, MeshGrid(replica, pipeline.data)
         #: what this process steps, once the model is split
         self._stepped: list[int] = []
         self._state: OwnedState | None = None
         self._draws = False
+        #: what a layer has raised here in this pass
+        self._raised: Exception | None = None
         super().__init__(replica, model, optimizer, [*model.parameters(), *model.buffers()])
 
     def _split(self, told: dict[str, Any], x: dict[str, Any] | None = None) -> None:
         """Trace, measure and cut; the first process has a batch at hand."""
-        mode, count = Mode(**told), self._replica.count
+        mode, place, several = Mode(**told), self._grid.place, self._grid.count > 1
+        count = place.count
         self._become(mode)
         graph = trace(self._model, dict.fromkeys(mode.names))
         check_layers(graph, self._pipeline, count)
-        if self._pipeline.microbatches != 1:
+        if self._pipeline.microbatches != 1 or several:
             setup.refuse_frequencies(self._model)
-        mine = None if x is None else self._planned(graph, list(x.values()))
-        microbatches, firsts = broadcast_tree(self._collective, mine)
+        agreed = self._agreed(graph, x)
+        if agreed is None:
+            return  # the batch is at fault, and the first process says so
+        microbatches, firsts = agreed
         parts = cut(graph, firsts)
         users: list[set[Tensor]] = [set() for _ in range(count)]
         for part in parts:
             users[part.index % count] |= tensors_of(graph, part)
         used = devices_of(users)
-        rank, last = self._collective.rank, (len(parts) - 1) % count
-        channels = StageChannels(parts, count, self._collective)
-        outputs, gradients = open_channels(self._collective, [(last, 0), (0, last)], 1)
+        lasts = self._grid.ranks((len(parts) - 1) % count)
+        ends = [(last, 0) for last in lasts] + [(0, last) for last in lasts]
+        whole = open_channels(self._collective, ends, 1)
+        channels = StageChannels(parts, count, place.collective)
+        others = (part for part in parts if part.index % count or several)
         split = StageSplit(
             mode,
-            Stage(graph, parts, rank, channels, self._cast),
+            Stage(graph, parts, place.index, channels, self._cast),
             microbatches,
-            {place for part in parts if part.index % count for place in part.inputs},
-            [i for i, p in enumerate(self._params) if used.get(p, [0])[0] == rank],
-            TiedGradients(self._collective, self._params, used),
-            outputs,
-            gradients,
+            {given for part in others for given in part.inputs},
+            [i for i, p in enumerate(self._params) if used.get(p, [0])[0] == place.index],
+            TiedGradients(place.collective, self._params, used),
+            whole[: len(lasts)],
+            whole[len(lasts) :],
             self._draws,
         )
         self._splits.append(split)
         if self._state is None:
-            self._stepped = split.owned
+            self._stepped = [] if self._grid.row else split.owned
             self._own()
-        self._shared.own(used)
+        ranks = {t: [r for s in stages for r in self._grid.ranks(s)] for t, stages in used.items()}
+        self._shared.own(ranks)
         self._shared.leave_home()
 
+    def _agreed(self, graph: LayerGraph, x: dict[str, Any] | None) -> list[Any] | None:
+        """What the first process plans; None if it could not. Collective."""
+        try:
+            mine = None if x is None else self._planned(graph, list(x.values()))
+        except Exception:
+            broadcast_tree(self._collective, None)
+            self._failed = False  # nobody waits for anything
+            raise
+        found: list[Any] | None = broadcast_tree(self._collective, mine)
+        return found
+
     def _planned(self, graph: LayerGraph, given: list[Any]) -> list[Any]:
-        total = self._rows
-        self._draws = prove(graph, total, lambda count: rows(given, 0, count))
-        with self._cast():
-            plan, table = make_plan(
-                graph, self._pipeline, self._replica.count, total, lambda n: rows(given, 0, n)
+        total, count = self._rows, self._grid.place.count
+        _, mine = self._grid.share(total)
+        self._draws, written = prove(graph, total, lambda n: rows(given, 0, n))
+        if written and self._grid.count > 1:
+            raise NotDistributable(
+                f"a forward writes the buffer {written[0]!r}, which pipelines beside each other "
+                "would all write; use one of them (a PipelineStrategy), or sg.Model(...).fit."
             )
-        if plan.microbatches > 1 and self._pipeline.batch_norm is None:
+        with self._cast():
+            plan, table = make_plan(graph, self._pipeline, count, mine, lambda n: rows(given, 0, n))
+        if plan.microbatches * self._grid.count > 1 and self._pipeline.batch_norm is None:
             prove_rows(graph, total, lambda start, end: rows(given, start, end))
         say_plan(self._pipeline, plan, table)
         return [plan.microbatches, list(plan.firsts)]
@@ -159,7 +192,8 @@ class StagePasses(LedLoop):
 
     def _lead_pass(self, at: int, cast: list[Any], dropped: list[int], x: Any) -> tuple[Any, Any]:
         split, dice = self._splits[at], torch.get_rng_state()
-        seeds = torch.randint(2**62, (max(min(split.microbatches, self._rows), 1),)).tolist()
+        pieces = [piece for each in self._cut(split, self._rows) for piece in each]
+        seeds = torch.randint(2**62, (len(pieces),)).tolist()
         if split.draws:  # else the loop's own draws are those of one device
             dice = torch.get_rng_state()
         given = [x[name] for name in split.mode.names]
@@ -168,11 +202,54 @@ class StagePasses(LedLoop):
         self._commands.tell("forward", at, number, total, seeds, cast, dropped, sent)
         self._play_forward(at, number, total, seeds, cast, dropped, given)
         torch.set_rng_state(dice)
-        told = split.outputs.take()
+        used = self._of_each(split.outputs, self._passes[number])
+        told = [channel.take() for channel, _ in used]
+        self._failed = False  # nobody waits for anything, whatever has happened
         try:
-            return joined(told["pieces"], self._passes[number].pieces), told["trained"]
+            self._raise([each["failure"] for each in told if each["failure"] is not None])
+            return joined([m for each in told for m in each["pieces"]], pieces), told[0]["trained"]
+        except Exception:
+            self.dropped.append(number)
+            raise
         finally:
-            split.outputs.release()
+            for channel, _ in used:
+                channel.release()
+
+    def _raise(self, failures: list[Any]) -> None:
+        """Raise what a layer has raised in this pass, here or elsewhere."""
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise raised
+        for name, text in failures:
+            raise ReplicaFailed(
+                f"{name} raised an exception in a forward; this batch has no output, and the loop "
+                f"may go on with another. Its traceback:\n\n{text}",
+                name,
+            )
+
+    def _note(self, error: Exception) -> list[str]:
+        """What the first process is told of a layer's exception."""
+        if self._replica.leads:
+            self._raised = error
+        return [self._replica.name, described(error)]
+
+    def _cut(self, split: StageSplit, total: int) -> list[Pieces]:
+        """Where the microbatches of each pipeline begin and end, in rows of the batch."""
+        found: list[Pieces] = []
+        for row in range(self._grid.count):
+            first, end = share(total, self._grid.count, row)
+            count = max(min(split.microbatches, end - first), int(row == 0))
+            cuts = [share(end - first, count, m) for m in range(count)]
+            found.append([(first + start, first + stop) for start, stop in cuts])
+        return found
+
+    @staticmethod
+    def _of_each(
+        channels: Sequence[TreeChannel], held: WholePass
+    ) -> list[tuple[TreeChannel, Pieces]]:
+        """Of the pipelines that have rows: the channel, and where they are."""
+        both = zip(channels, held.everywhere, strict=True)
+        return [(channel, pieces) for channel, pieces in both if pieces]
 
     def _play_forward(
         self,
@@ -186,42 +263,43 @@ class StagePasses(LedLoop):
     ) -> None:
         for each in dropped:
             self._passes.pop(each, None)
-        split, self._autocast, count = self._splits[at], cast, len(seeds)
+        split, self._autocast, row = self._splits[at], cast, self._grid.row
         self._become(split.mode)
-        pieces = [share(total, count, m) for m in range(count)]
+        everywhere = self._cut(split, total)
+        held = self._passes[number] = WholePass(split, everywhere[row], everywhere)
         inputs = [given]
-        if count > 1:
-            inputs = [[v if v is None else rows(v, *piece) for v in given] for piece in pieces]
-        held = self._passes[number] = WholePass(split, pieces)
+        if len(seeds) > 1:
+            inputs = [[v if v is None else rows(v, *piece) for v in given] for piece in held.pieces]
+        first = sum(map(len, everywhere[:row]))
         with torch.enable_grad():
-            self._play(held, "F", inputs, seeds)
-        if split.outputs.sender == self._collective.rank:
-            split.outputs.post({"pieces": held.found, "trained": held.trained})
+            self._play(held, "F", inputs, seeds[first : first + len(held.pieces)])
+        if held.pieces and split.outputs[row].sender == self._collective.rank:
+            told = {"pieces": held.found, "trained": held.trained, "failure": split.stage.failure}
+            split.outputs[row].post(told)
             held.found = []
 
     def _tell_backward(
         self, number: int, there: list[bool], grads: Sequence[Tensor | None]
     ) -> None:
-        """Only the last stage is given the gradients."""
+        """Only the last stages are given the gradients, each those of its microbatches."""
         self._commands.tell("backward", number, there, [])
-        self._passes[number].split.gradients.post(list(grads))
+        held = self._passes[number]
+        cuts = sum(map(len, held.everywhere)) > 1
+        for channel, pieces in self._of_each(held.split.gradients, held):
+            channel.post(
+                [[g[lo:hi] if cuts and g is not None else g for g in grads] for lo, hi in pieces]
+            )
 
     def _play_backward(
         self, number: int, there: list[bool], grads: Sequence[Tensor | None]
     ) -> list[int]:
         held = self._passes.pop(number)
         split = held.split
-        if split.gradients.receiver == self._collective.rank:
-            whole = split.gradients.take()
-            held.gradients = [
-                [
-                    None if g is None else (g[start:end] if len(held.pieces) > 1 else g).clone()
-                    for g in whole
-                ]
-                for start, end in held.pieces
-            ]
-            split.gradients.release()
-        self._hold(split.owned, there)
+        channel = split.gradients[self._grid.row]
+        if held.pieces and channel.receiver == self._collective.rank:
+            held.gradients = with_tensors(channel.take(), Tensor.clone)
+            channel.release()
+        self._hold([] if self._grid.row else split.owned, there)
         with torch.no_grad():
             self._play(held, "B", [], [])
         split.ties.send()
@@ -232,10 +310,11 @@ class StagePasses(LedLoop):
     ) -> None:
         """One direction of all microbatches."""
         schedule = SCHEDULES["interleaved" if self._pipeline.parts > 1 else "gpipe"]
-        rank, count = self._replica.index, self._replica.count
-        ops = schedule(rank, count, len(held.pieces), self._pipeline.parts)
-        held.split.stage.kept = held.kept
-        held.split.stage.play((op for op in ops if op.kind == kind), inputs, seeds, held.judge)
+        place = self._grid.place
+        ops = schedule(place.index, place.count, len(held.pieces), self._pipeline.parts)
+        stage = held.split.stage
+        stage.kept, stage.notes, stage.failure = held.kept, self._note, None
+        stage.play((op for op in ops if op.kind == kind), inputs, seeds, held.judge)
 
     def _hold(self, owned: Sequence[int], there: Sequence[bool]) -> None:
         """Have these parameters the gradients that are there, and the others none."""
@@ -246,7 +325,11 @@ class StagePasses(LedLoop):
     def _settled(self, split: StageSplit) -> list[int]:
         """Put gradients where all see them; returns the numbers of all that are there."""
         named = dict(self._model.named_parameters())
-        refuse_strays(named, {self._params[i] for i in split.owned}, self._replica.name)
+        owned = [self._params[i] for i in split.owned]
+        refuse_strays(named, set(owned), self._replica.name)
+        self._grid.add_up(owned)
+        if self._grid.row:
+            self._hold([], [])
         mine = [i for i in split.owned if self._params[i].grad is not None]
         self._handed_in()
         return [i for each in gather_tree(self._collective, mine) for i in each]

@@ -104,16 +104,17 @@ def named_split(graph: LayerGraph, names: Sequence[str], parts: int) -> tuple[in
 
 
 @torch.no_grad()
-def prove(graph: LayerGraph, total: int, inputs: RowsOf) -> bool:
+def prove(graph: LayerGraph, total: int, inputs: RowsOf) -> tuple[bool, list[str]]:
     """Refuse a model whose layers, one after another, are not what its forward computes: for some
-    rows, and for one less. Returns whether it draws random numbers."""
-    draws = False
+    rows, and for one less. Returns whether it draws random numbers, and which buffers it writes."""
+    draws, written = False, []
     names = [str(node.target) for node in graph.inputs]
     for count in {min(total, _TRIED), max(min(total, _TRIED) - 1, 1)}:
         given = inputs(count)
         with dry_run(*graph.module.modules()) as journal:
             whole = tensors_in([graph.module(**dict(zip(names, given, strict=True)))])
             same = alike(whole, tensors_in([run_graph(graph, given)]))
+            written = [n for n, b in graph.module.named_buffers() if journal.has_changed(b)]
         draws |= journal.draws
         if not same:
             raise NotDistributable(
@@ -122,7 +123,7 @@ def prove(graph: LayerGraph, total: int, inputs: RowsOf) -> bool:
                 "split (a global, a random number, the number of rows); put that part into a "
                 "submodule of its own which is not torch's, with a line that depends on values."
             )
-    return draws
+    return draws, written
 
 
 @torch.no_grad()

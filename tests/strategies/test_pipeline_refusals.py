@@ -157,7 +157,7 @@ def test_custom_loops() -> None:
     with sg.PipelineStrategy(cpus(2), columns=2) as strategy:
         with pytest.raises(sg.UsageError, match=r"call strategy\.run\(train\)"):
             loop(strategy)
-        with pytest.raises(sg.NotDistributable, match="runs through one pipeline"):
+        with pytest.raises(sg.NotDistributable, match="columns= cuts sequences"):
             strategy.run(loop, strategy)
 
 

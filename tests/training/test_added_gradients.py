@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -102,6 +103,20 @@ def test_wide_layers_in_a_pipeline(accumulate: int) -> None:
     one = fitted(alone, module, x, y, optimizer=adam, batch=7, clip_norm=0.5, accumulate=accumulate)
     alone.close()
     assert distance(one.module, made.module) < 1e-12 and moved(module, made.module)
+
+
+class Idle(nn.Linear):
+    """Gives the processor away for a while, as a process does beside others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+def test_what_others_take_of_the_processor_is_no_cost_of_a_layer() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), Idle(64, 64), nn.Linear(64, 64))
+    costs = LayerMeter(trace(net, x := torch.randn(8, 64))).measure([x])
+    assert all(0.0 < cost.forward < cost.seconds < 0.03 for cost in costs), costs
 
 
 def test_layers_that_are_alike_cost_the_same() -> None:

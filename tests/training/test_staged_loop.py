@@ -6,6 +6,7 @@ The reference is the same loop without a strategy.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterator
@@ -37,6 +38,12 @@ def pair() -> Iterator[sg.PipelineStrategy]:
 @pytest.fixture(scope="module")
 def three() -> Iterator[sg.PipelineStrategy]:
     with sg.PipelineStrategy(cpus(3), 4, "interleaved") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[sg.Mesh]:
+    with sg.Mesh(data=2, stage=2, microbatches=2) as made:
         yield made
 
 
@@ -94,7 +101,7 @@ def training(prepare: Callable[..., Any], model: nn.Module) -> Any:
     return torch.tensor(seen), momenta
 
 
-@pytest.mark.parametrize("stages", ["pair", "three", "divided"])
+@pytest.mark.parametrize("stages", ["pair", "three", "mesh", "divided"])
 def test_the_loop_of_one_device(stages: str, request: pytest.FixtureRequest) -> None:
     """Losses, norms, outputs, momenta and weights."""
     on = request.getfixturevalue(stages)
@@ -104,8 +111,9 @@ def test_the_loop_of_one_device(stages: str, request: pytest.FixtureRequest) -> 
     assert all(torch.allclose(a, b, 1e-12, 1e-12) for a, b in zip(momenta, other, strict=True))
 
 
-def test_every_number_of_rows(pair: sg.PipelineStrategy) -> None:
-    """From 1 to 2M + 1, in one training."""
+@pytest.mark.parametrize("stages", ["pair", "mesh"])
+def test_every_number_of_rows(stages: str, request: pytest.FixtureRequest) -> None:
+    """From 1 to 2M + 1, in one training; a row of the mesh may have none."""
 
     def loop(prepare: Callable[..., Any], model: nn.Module) -> None:
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -116,10 +124,10 @@ def test_every_number_of_rows(pair: sg.PipelineStrategy) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    both(loop, deep(), pair)
+    both(loop, deep(), request.getfixturevalue(stages))
 
 
-@pytest.mark.parametrize("stages", ["pair", "divided"])
+@pytest.mark.parametrize("stages", ["pair", "mesh", "divided"])
 def test_skips_ties_names_and_several_passes(stages: str, request: pytest.FixtureRequest) -> None:
     """Two outputs in one loss, one that is thrown away, a forward in eval mode with gradients,
     frozen parameters, a state that is loaded on the way, a copy of the model."""
@@ -226,6 +234,66 @@ def test_what_the_loop_writes_between_two_updates(
     both(loop, deep(), request.getfixturevalue(stages))
 
 
+class Picky(nn.Module):
+    """Raises for some values."""
+
+    def __init__(self, bad: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.bad, self.calls = bad, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.bad(x).any():
+            raise ValueError("no such luck")
+        return x
+
+
+@pytest.mark.parametrize("stages", ["pair", "mesh"])
+def test_a_loop_goes_on_behind_a_forward_that_raised(
+    stages: str, request: pytest.FixtureRequest
+) -> None:
+    """In the first stage and in the last, of one pipeline; also when the model is split."""
+    on = request.getfixturevalue(stages)
+
+    def loop(prepare: Callable[..., Any], model: nn.Module) -> list[int]:
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+        model, optimizer, _ = prepare(model, optimizer, None)
+        caught = []
+        for number, bad in enumerate([1e9, 0, 1e9, 0, float("nan"), 0, float("nan"), 1e9, 0]):
+            x, y = doubles(7 + number % 3)
+            x[-1] += bad
+            try:
+                output = model(x)
+            except (ValueError, sg.ReplicaFailed) as error:
+                assert "no such luck" in str(error)
+                caught.append(number)
+                continue
+            F.cross_entropy(output, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return caught
+
+    far, lost = Picky(lambda x: x.abs() > 1e3), Picky(torch.isnan)
+    layers = nn.Linear(6, 8), far, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), lost, nn.Linear(8, 4)
+    one, other = both(loop, nn.Sequential(*layers).double(), on)
+    assert one == other == [0, 2, 4, 6, 7]
+
+
+def test_divided_layers_do_not_go_on_behind_a_forward_that_raised(
+    divided: sg.TensorParallelStrategy,
+) -> None:
+    def loop() -> None:
+        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        model, _, _ = divided.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(doubles(3)[0])
+        with contextlib.suppress(RuntimeError):
+            model(doubles(3)[0][:, :5])
+        model(doubles(3)[0])
+
+    with pytest.raises(sg.StratagemError, match="a pass through the model has failed"):
+        divided.run(loop)
+
+
 class Broken(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if sg.current_replica().index == 1:
@@ -255,6 +323,27 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "backward twice": (nn.Identity(), _twice, "been through a backward already"),
     "a stage that raises": (Broken(), None, "ValueError: no such luck"),
 }
+
+
+def test_a_mesh_refuses_buffers_that_a_forward_writes(mesh: sg.Mesh) -> None:
+    class Counting(nn.Module):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen[1] += len(x)
+            return x
+
+    def loop() -> None:
+        model: Any = nn.Sequential(nn.Linear(6, 6), Counting(), nn.Linear(6, 4)).double()
+        model, _, _ = mesh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(doubles(7)[0])
+
+    with pytest.raises(sg.NotDistributable, match=r"writes the buffer '1\.seen'"):
+        mesh.run(loop)
 
 
 @pytest.mark.parametrize("case", REFUSED)
