@@ -109,11 +109,14 @@ def predicted(rate: str, found: Profile, here: Hardware) -> dict[str, float]:
     for each in choose(found, hardware, most=2, lossy=True).predictions:
         cfg = each.configuration
         if cfg.strategy == MULTI_WORKER and not cfg.hierarchical:
-            for way in ("local 20", "DiLoCo 20") if cfg.every > 1 else [PLANNED[cfg.wire]]:
+            seldom = ["DiLoCo 20, parts"] if cfg.fragments > 1 else ["local 20", "DiLoCo 20"]
+            for way in seldom if cfg.every > 1 else [PLANNED[cfg.wire]]:
                 steps[way] = each.step
-    both = Configuration(MULTI_WORKER, 2, wire="Int8()", every=20)
-    steps["DiLoCo 20, int8"] = predict(found, hardware, both).step
-    return steps
+    others = {
+        "DiLoCo 20, int8": Configuration(MULTI_WORKER, 2, wire="Int8()", every=20),
+        "DiLoCo 20, parts, after": Configuration(MULTI_WORKER, 2, every=20, fragments=4, overlap=0),
+    }
+    return steps | {way: predict(found, hardware, cfg).step for way, cfg in others.items()}
 
 
 def main() -> None:

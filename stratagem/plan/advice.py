@@ -253,7 +253,7 @@ def _constructor(cfg: Configuration, device: str, per_host: int) -> str:
         return f"sg.ShardedStrategy({here if cfg.hosts == 1 or named else ''})"
     many = [f"devices={here}"] if named else []
     how = ['"hierarchical"'] if cfg.hierarchical else []
-    sync = [f"sync=sg.DiLoCo({cfg.every})"] if cfg.every > 1 else []
+    sync = [f"sync={cfg.meeting}"] if cfg.every > 1 else []
     return f"sg.MultiWorkerMirroredStrategy({', '.join([*how, *many, *wire, *sync])})"
 
 

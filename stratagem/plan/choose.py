@@ -40,6 +40,7 @@ _SIMPLE = {SHARDED: 1, PIPELINE: 2, TENSOR: 2, MESH: 3}
 CLOSE = 0.95
 #: updates between two meetings, where those are tried: what studies/bytes looks at
 EVERY = 20
+FRAGMENTS = 4
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ def candidates(
             if lossy and hosts > 1 and not profile.sparse:
                 for each in profile.codecs:
                     yield Configuration(MULTI_WORKER, hosts, per_host, wire=each.wire)
-                yield Configuration(MULTI_WORKER, hosts, per_host, every=EVERY)
+                for parts in (1, FRAGMENTS):
+                    yield Configuration(MULTI_WORKER, hosts, per_host, every=EVERY, fragments=parts)
             if n > 1:
                 yield from _divided(profile, hosts, per_host)
             if hosts == 1 and n > 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 from stratagem.errors import UsageError
 from stratagem.plan.lossy import LOSSY
+from stratagem.rules.cadence import DiLoCo
 from stratagem.rules.schedules import SCHEDULES, waves
 
 MIRRORED = "MirroredStrategy"
@@ -50,6 +51,9 @@ class Configuration:
     rows: int = 1
     #: steps from one meeting of the replicas to the next
     every: int = 1
+    #: parts of the model that meet in turn, each beside some updates (`sg.DiLoCo`)
+    fragments: int = 1
+    overlap: int | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -66,6 +70,7 @@ class Configuration:
                 "compressions, and meetings every so many steps, are planned for "
                 "MultiWorkerMirroredStrategy; every is 1 or more."
             )
+        _ = self.sync  # refuses fragments and updates that do not fit
         if self.served and self.strategy == SERVERS and self.servers < 1:
             raise UsageError("ParameterServerStrategy needs a server: servers=1.")
         if not 0 <= self.spares < self.replicas:
@@ -106,6 +111,17 @@ class Configuration:
     def inexact(self) -> bool:
         """Whether weights are no longer those of one device: less travels, or less often."""
         return self.lossy or self.every > 1
+
+    @property
+    def sync(self) -> DiLoCo:
+        """How the replicas meet, where they do not meet every step."""
+        return DiLoCo(self.every, fragments=self.fragments, overlap=self.overlap)
+
+    @property
+    def meeting(self) -> str:
+        """How that is written."""
+        parts = f", fragments={self.fragments}" if self.fragments > 1 else ""
+        return f"sg.DiLoCo({self.every}{parts})"
 
     @property
     def parts(self) -> int:
@@ -154,6 +170,8 @@ class Configuration:
             words.append(self.wire)
         if self.every > 1:
             words.append(f"every {self.every} steps")
+        if self.fragments > 1:
+            words.append(f"{self.fragments} fragments")
         return ", ".join(words)
 
     @property

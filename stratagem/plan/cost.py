@@ -80,9 +80,9 @@ class _MirroredStep(PredictedStep):
         ready = [(s, self.forward + slow + t * self.scale) for s, t in sizes[:-1]]
         ready += [(s, end) for s, _ in sizes[-1:]]  # its notes are known when backward has ended
         exposed = max(0.0, overlapped(ready, lambda s: math.fsum(self._carried(s).values())) - end)
-        if self.cfg.every > 1:  # weights are met with when a step is over, and nothing hides that
-            exposed = math.fsum(math.fsum(self._carried(s).values()) for s, _ in sizes)
-            exposed /= self.cfg.every
+        if self.cfg.every > 1:
+            met = added(*(self._carried(s / self.cfg.fragments) for s, _ in sizes))
+            exposed = math.fsum(self._stood_still(met).values())
         cast = 2 * profile.dense_bytes / cal.cast if self.cfg.wire and self.on_cpu else 0.0
         times = profile.accumulated  # in a custom loop the gradient of each travels
         cast *= times
@@ -111,9 +111,9 @@ class _MirroredStep(PredictedStep):
         if wire not in seconds:
             raise UsageError(f"the encoding of wire={wire} was not measured; plan with --lossy.")
         goes = sent(wire, profile.shapes, profile.itemsize, cfg.replicas)
-        apart = cfg.per_host * 2 * (cfg.replicas - cfg.per_host) * goes.slices
+        apart = cfg.per_host * 2 * (cfg.replicas - cfg.per_host) * goes.slices / cfg.fragments
         carried = added(
-            *(self._carried(size) for size in goes.rounds),
+            *(self._carried(size / cfg.fragments) for size in goes.rounds),
             {self._between(): apart / min(self.link, self._inside())},
             {self._latency(): 2 * self.hw.latency, _MESSAGES: 2 * cal.message} if apart else {},
         )
@@ -121,12 +121,20 @@ class _MirroredStep(PredictedStep):
             "compute": self.compute,
             "stragglers": self.waiting(),
             "compressing": seconds[wire] * self.crowding / cfg.every,
-            **{name: part / cfg.every for name, part in carried.items()},
+            **self._stood_still(carried),
             "optimizer": profile.optimizer,
             "overhead": cal.step,
             **self._met(),
         }
         return self.prediction(parts)
+
+    def _stood_still(self, carried: dict[str, float]) -> dict[str, float]:
+        """What is left, in a step, of what sending one of the fragments takes: that of DiLoCo goes
+        on beside `overlap` updates, and all else when a step is over, with nothing beside it."""
+        cfg, whole = self.cfg, math.fsum(carried.values())
+        beside = cfg.sync.delay * (self.compute + self.profile.optimizer)
+        left = max(0.0, whole - beside) / whole if whole else 0.0
+        return {name: part * left * cfg.fragments / cfg.every for name, part in carried.items()}
 
     def _met(self) -> dict[str, float]:
         """What a meeting of weights costs beside the link: the way of a round, and a new start."""

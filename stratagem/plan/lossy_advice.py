@@ -100,7 +100,7 @@ def lossy_sentence(plan: Plan) -> str:
 
 def _name(cfg: Configuration) -> str:
     if cfg.every > 1:
-        return f"sg.DiLoCo({cfg.every})"
+        return cfg.meeting
     return f"sg.{cfg.wire}" if cfg.lossy else "bf16" if cfg.wire else "fp32"
 
 

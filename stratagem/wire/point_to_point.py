@@ -1,4 +1,4 @@
-"""Single messages of Gloo: a sum of sixteen-bit tensors that is rounded once.
+"""Single messages of Gloo: exchanges, and a sum of sixteen-bit tensors that is rounded once.
 
     1. every member sends every other one its piece of that one's chunk    N-1 pieces out, N-1 in
     2. each adds up its chunk in fp32, and rounds it
@@ -6,7 +6,8 @@
 
 Gloo's own all-to-all offers to send before it offers to receive. On a connection the offer to
 receive then waits behind what is being sent, so whoever comes late sends first, and receives when
-that is over. Here all is offered to be received before anything is sent.
+that is over: half of the link's time is lost. Here all is offered to be received before anything
+is sent.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+#: bytes of one message of a sum
+_MESSAGE = 256 << 10
 
 
 class BackgroundWork:
@@ -56,39 +60,55 @@ class BackgroundWork:
             raise self._error
 
 
-def sum_half(group: Any, rank: int, flat: Tensor, tag: int) -> None:
-    """Add up over a group of Gloo, in place; `tag` and the next number must be free."""
+def sum_half(group: Any, rank: int, flat: Tensor, tag: int, most: int = _MESSAGE) -> None:
+    """Add up over a group of Gloo, in place; `tag` and the next number must be free.
+
+    A chunk goes in messages of `most` bytes: one is added up while the next is on its way. Those of
+    one tag arrive in the order in which they were sent.
+    """
     size = group.size()
     chunk = -(-flat.numel() // size)
-    pieces = [flat[i * chunk : (i + 1) * chunk] for i in range(size)]
+    pieces = [_messages(flat[i * chunk : (i + 1) * chunk], most) for i in range(size)]
     mine = pieces[rank]
-    parts = mine.new_empty(size, mine.numel())
+    parts = [part.new_empty(size, part.numel()) for part in mine]
     # Whoever comes next first, so that not all send to the same one.
     others = [(rank + i) % size for i in range(1, size)]
-    full = [other for other in others if pieces[other].numel()]
-    arrive = [group.recv([parts[other]], other, tag) for other in others if mine.numel()]
-    # A chunk comes back only after all of its pieces have arrived: nothing is overwritten unsent.
-    back = [group.recv([pieces[other]], other, tag + 1) for other in full]
-    sent = [group.send([pieces[other]], other, tag) for other in full]
-    parts[rank].copy_(mine)
-    for work in arrive:
-        work.wait()
-    if mine.numel():
-        mine.copy_(torch.sum(parts, 0, dtype=torch.float32))
-        sent += [group.send([mine], other, tag + 1) for other in others]
+    turns = range(max(map(len, pieces)))
+    full = [(other, part) for k in turns for other in others for part in pieces[other][k : k + 1]]
+    arrive = [[group.recv([part[other]], other, tag) for other in others] for part in parts]
+    # A message comes back only after it has arrived everywhere: nothing is overwritten unsent.
+    back = [group.recv([part], other, tag + 1) for other, part in full]
+    sent = [group.send([part], other, tag) for other, part in full]
+    for part, received, works in zip(mine, parts, arrive, strict=True):
+        for work in works:
+            work.wait()
+        _add_up(part, received, rank)
+        sent += [group.send([part], other, tag + 1) for other in others]
     for work in (*back, *sent):
         work.wait()
 
 
+def _messages(piece: Tensor, most: int) -> Sequence[Tensor]:
+    return torch.split(piece, max(1, most // piece.itemsize)) if piece.numel() else ()
+
+
+def _add_up(mine: Tensor, received: Tensor, rank: int) -> None:
+    """Add what came from the others, and round once."""
+    if len(received) == 2:
+        mine.add_(received[1 - rank])  # torch, too, adds in fp32 and then rounds
+    else:
+        received[rank].copy_(mine)
+        mine.copy_(torch.sum(received, 0, dtype=torch.float32))
+
+
 def pass_on(
     group: Any,
-    flat: Tensor,
-    receivers: Sequence[int],
-    sources: Sequence[tuple[int, Tensor]],
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Tensor]],
     tag: int,
 ) -> None:
-    """Send `flat` to some members of a group of Gloo, and fill the tensors from others."""
-    works = [group.recv([into], other, tag) for other, into in sources]
-    works += [group.send([flat], other, tag) for other in receivers]
+    """Send tensors to members of a group of Gloo, and fill tensors from members."""
+    works = [group.recv([into], other, tag) for other, into in receives]
+    works += [group.send([data], other, tag) for other, data in sends]
     for work in works:
         work.wait()

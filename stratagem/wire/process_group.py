@@ -192,22 +192,17 @@ class ProcessGroup:
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Pending:
         """Everybody's flat part, one behind the other in `whole`."""
-        METER.bytes += part.nbytes
-        parts = list(whole.view(self.size, -1).unbind(0))
-        work = self.begin(self._group.allgather([parts], [part.reshape(-1)]))
+        work = self._collected(whole.view(self.size, -1), part.reshape(-1))
         return Pending(lambda: self.wait(work))
 
     def sum_into(self, part: Tensor, whole: Tensor) -> Pending:
         """This member's part of the sum over the group, added up in the order of ranks."""
         METER.bytes += whole.nbytes
-        received = torch.empty_like(whole)
-        options = dist.AllToAllOptions()
-        work = self.begin(self._group.alltoall_base(received, whole, [], [], options))
+        received, work = self._swapped(whole.view(self.size, -1))
 
         def finish() -> None:
             self.wait(work)
-            rows = received.view(self.size, -1)
-            wide = rows.float() if rows.dtype in HALF else rows
+            wide = received.float() if received.dtype in HALF else received
             part.view(-1).copy_(wide.sum(0))
 
         return Pending(finish)
@@ -215,18 +210,55 @@ class ProcessGroup:
     def swap(self, rows: Tensor) -> Tensor:
         """Send row r of a table to member r; returns what came from each."""
         METER.bytes += rows.nbytes
-        received = torch.empty_like(rows)
-        self._do(self._group.alltoall_base(received, rows, [], [], dist.AllToAllOptions()))
+        received, work = self._swapped(rows)
+        self.wait(work)
         return received
+
+    def _swapped(self, rows: Tensor) -> tuple[Tensor, Any]:
+        """Begin to swap; returns what is being filled, and what to wait for."""
+        received = torch.empty_like(rows)
+        if self._backend != "gloo" or rows.device.type != "cpu":
+            options = dist.AllToAllOptions()
+            return received, self.begin(self._group.alltoall_base(received, rows, [], [], options))
+        work = self._pass_on(self._others(rows), self._others(received))
+        received[self.rank].copy_(rows[self.rank])
+        return received, work
+
+    def collect(self, row: Tensor) -> Tensor:
+        """Everybody's row of one common size, as a table."""
+        table = row.new_empty(self.size, row.numel())
+        self.wait(self._collected(table, row))
+        return table
+
+    def _collected(self, table: Tensor, row: Tensor) -> Any:
+        """Begin to fill a table with everybody's row; returns what to wait for."""
+        METER.bytes += row.nbytes
+        if self._backend != "gloo" or row.device.type != "cpu":
+            return self.begin(self._group.allgather([list(table.unbind(0))], [row]))
+        others = self._others(table)
+        work = self._pass_on([(rank, row) for rank, _ in others], others)
+        table[self.rank].copy_(row)
+        return work
 
     def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
         """Send to some members of a group of Gloo; returns what came from others."""
         METER.bytes += flat.nbytes * len(receivers)
-        self._tag = (self._tag + 2) % _TAGS
         found = [torch.empty_like(flat) for _ in senders]
-        sources = list(zip(senders, found, strict=True))
-        self._do(BackgroundWork(pass_on, self._group, flat, receivers, sources, self._tag))
+        sends = [(rank, flat) for rank in receivers]
+        self.wait(self._pass_on(sends, list(zip(senders, found, strict=True))))
         return found
+
+    def _others(self, table: Tensor) -> list[tuple[int, Tensor]]:
+        """The other members and their rows; whoever comes next first, so that not all send to the
+        same one."""
+        ranks = ((self.rank + i) % self.size for i in range(1, self.size))
+        return [(rank, table[rank]) for rank in ranks if table.numel()]
+
+    def _pass_on(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Any:
+        self._tag = (self._tag + 2) % _TAGS
+        return self.begin(BackgroundWork(pass_on, self._group, sends, receives, self._tag))
 
     # --- single messages; Gloo only --------------------------------------------------------------
 

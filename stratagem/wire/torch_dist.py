@@ -22,7 +22,6 @@ from torch import Tensor
 
 from stratagem.cluster.membership import Membership
 from stratagem.errors import ReplicaError
-from stratagem.figures.meter import METER
 from stratagem.wire.collective import Collective, Pending, apply_weight
 from stratagem.wire.process_group import HALF, Meeting, ProcessGroup
 
@@ -111,9 +110,7 @@ class TorchCollective(Collective):
         return self.named(lambda: self.flat.swap(self._staged_bytes(rows))).to(rows.device)
 
     def collect(self, row: Tensor) -> Tensor:
-        METER.bytes += row.nbytes
-        parts = self.named(lambda: self.flat.gather(self._staged_bytes(row)))
-        return torch.stack(parts).to(row.device)
+        return self.named(lambda: self.flat.collect(self._staged_bytes(row))).to(row.device)
 
     def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
         if self.backend != "gloo":

@@ -88,6 +88,27 @@ def test_who_meets_every_few_steps_sends_as_much_less(wire: str | None) -> None:
     assert ten == pytest.approx(2 * twenty) and steps[1].step > steps[10].step
 
 
+@pytest.mark.parametrize("wire", [None, "Int8()"])
+def test_fragments_travel_beside_updates(wire: str | None) -> None:
+    """Of what a part takes to travel, `overlap` updates of 31 ms hide their time, and no more."""
+    cfg = Configuration(MULTI_WORKER, 2, wire=wire, every=20, fragments=4, overlap=0)
+    for link, all_hidden in ((1e6, False), (1e9, True)):
+        machine = Hardware(hosts=2, link=link, latency=0.0)
+        still, beside, whole = (
+            predict(model(), machine, each, IDEAL)
+            for each in (cfg, replace(cfg, overlap=None), replace(cfg, fragments=1))
+        )
+        assert still.step == pytest.approx(whole.step)  # as many bytes
+        if all_hidden:
+            others = beside.parts["meeting"] + beside.parts.get("compressing", 0.0)
+            assert beside.step == pytest.approx(0.031 + others) and beside.step < still.step
+        else:
+            assert beside.step == pytest.approx(still.step - 2 * 0.031 * 4 / 20)
+    assert cfg.family.endswith("every 20 steps, 4 fragments")
+    with pytest.raises(UsageError, match="multiple of fragments"):
+        replace(cfg, fragments=3)
+
+
 def test_who_meets_every_few_steps_waits_for_the_slowest_in_that_many() -> None:
     uneven = replace(model(), samples=(0.02, 0.03, 0.04))
     parts = {
@@ -102,7 +123,7 @@ def test_who_meets_every_few_steps_waits_for_the_slowest_in_that_many() -> None:
 def test_on_a_slow_link_it_pays() -> None:
     plan = choose(model(), Hardware(hosts=8, link=1.25e7), lossy=True)
     rows = compared(plan)
-    assert len(rows) == 2 + len(LOSSY) and rows[0].gain == 1.0
+    assert len(rows) == 3 + len(LOSSY) and rows[0].gain == 1.0
     assert max(row.gain for row in rows) > 2
     best = plan.recommendation.configuration
     assert best.lossy and f"wire=sg.{best.wire}" in advice.code(plan)
@@ -110,6 +131,8 @@ def test_on_a_slow_link_it_pays() -> None:
     assert "sg.PowerSGD() makes" in said and "(sg.DiLoCo(20) " in said
     seldom = Configuration(MULTI_WORKER, 8, every=20)
     assert "(sync=sg.DiLoCo(20))" in advice._constructor(seldom, "cpu", 1)
+    in_turn = advice._constructor(replace(seldom, fragments=4), "cpu", 1)
+    assert "(sync=sg.DiLoCo(20, fragments=4))" in in_turn
     said = report.text(plan, width=120)
     assert "no longer those of one device" in " ".join(said.split()) and "times as fast" in said
 
@@ -118,7 +141,8 @@ def test_on_a_fast_link_nothing_of_it_pays() -> None:
     plan = choose(model(20.0), Hardware(hosts=8, link=25e9 / 8), lossy=True)
     assert not plan.recommendation.configuration.inexact
     assert "At 25Gbit nothing of this pays" in advice.sentence(plan)
-    assert all(row.gain < 1 for row in compared(plan)[1:-1]) and compared(plan)[-1].gain > 1
+    assert all(row.gain < 1 for row in compared(plan)[1:-2])
+    assert all(row.gain > 1 for row in compared(plan)[-2:])
     assert "though fewer meetings would: sg.DiLoCo(20)" in advice.sentence(plan)
     assert report.to_json(plan)["lossy"][1]["times_as_fast"] < 1
 
