@@ -133,6 +133,35 @@ def scripted(graph: Any, inputs: Sequence[Tensor]) -> Any:
         return trace(lambda *each: tuple(graph(*each)), tuple(inputs), check_trace=False)
 
 
+def adam_loop(step: Any, weights: int, held: int, tensors: int, written: Sequence[int]) -> Any:
+    """A program of several scripted steps, each followed by Adam's.
+
+    A step takes tensors, the weights first, and a batch of so many tensors; it returns the weights'
+    gradients and the new values of those that are written. The program returns the last of both.
+    """
+    names = [f"h{i}" for i in range(held)]
+    grads, params = [f"g{i}" for i in range(weights)], names[:weights]
+    given = ", ".join([*names, *(f"batch[{i}]" for i in range(tensors))])
+    lines = [
+        "def steps(held: List[Tensor], batches: List[List[Tensor]], first: List[Tensor],",
+        "          second: List[Tensor], times: List[Tensor], rate: float, beta1: float,",
+        "          beta2: float, epsilons: List[float]):",
+        *(f"    {name} = held[{i}]" for i, name in enumerate(names)),
+        f"    params = [{', '.join(params)}]",
+        "    grads: List[Tensor] = []",
+        "    for i, batch in enumerate(batches):",
+        f"        {', '.join([*grads, *(names[i] for i in written)])}, = step({given})",
+        f"        grads = [{', '.join(grads)}]",
+        f"        time = [{', '.join(['times[i]'] * weights)}]",
+        "        torch._fused_adam_(params, grads, first, second, [], time, lr=rate, beta1=beta1,",
+        "                           beta2=beta2, weight_decay=0.0, eps=epsilons[i],",
+        "                           amsgrad=False, maximize=False)",
+        f"    states: List[Tensor] = [{', '.join(names[i] for i in written)}]",
+        "    return grads, states",
+    ]
+    return torch.jit.CompilationUnit("\n".join(lines) + "\n").steps
+
+
 def _called(operator: OpOverload, wanted: Sequence[int]) -> Any:
     """An operator with several results, some of them switched off, as a function of TorchScript."""
     kinds = [str(each.type) for each in operator._schema.arguments]

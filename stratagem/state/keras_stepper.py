@@ -73,10 +73,15 @@ def fused_step_of(optimizer: Any, lists: Any, rate: float, time: int) -> None:
         beta1=optimizer.beta_1,
         beta2=optimizer.beta_2,
         weight_decay=0.0,
-        eps=optimizer.epsilon / math.sqrt(1 - optimizer.beta_2**time),
+        eps=epsilon_of(optimizer, time),
         amsgrad=False,
         maximize=False,
     )
+
+
+def epsilon_of(optimizer: Any, time: int) -> float:
+    """What the fused step number `time` takes in the place of Keras' epsilon."""
+    return float(optimizer.epsilon / math.sqrt(1 - optimizer.beta_2**time))
 
 
 #: its step is no multiple of the learning rate

@@ -28,9 +28,10 @@ from torch import Tensor
 from stratagem.compat.torch_names import MODULE_HOOKS, has_global_hooks
 from stratagem.frontends.keras.image_layout import all_keras, without_copies
 from stratagem.frontends.keras.planned_update import PlannedUpdate
-from stratagem.frontends.keras.quiet_loop import logs_are_unread
+from stratagem.frontends.keras.quiet_loop import following, logs_are_unread
 from stratagem.frontends.keras.step_graph import StepGraph
 from stratagem.frontends.keras.step_logs import has_own
+from stratagem.frontends.keras.step_loop import StepLoop
 from stratagem.frontends.keras.step_settings import StepSettings
 from stratagem.wire.device_kinds import gpu_in_use
 
@@ -40,6 +41,8 @@ log = logging.getLogger("stratagem")
 AFTER, SHAPES = 16, 8
 #: seconds of a step in which a few milliseconds of Python do not show
 LONG_STEP = 0.05
+#: seconds of steps as Keras makes them, after which Python is asked again
+AT_ONCE = 0.4
 #: where Python decides how often something is done, graphs are long
 _LONG = (keras.layers.RNN, keras.layers.Bidirectional, keras.layers.TimeDistributed)
 
@@ -61,6 +64,9 @@ class CapturedStep:
         self._graphs: dict[Hashable, StepGraph | None] = {}
         self._why: str | None = None
         self._update: PlannedUpdate | None = None
+        #: batches whose steps were made with that of an earlier one, the last one first
+        self._made: list[Any] = []
+        self._unread: dict[str, Any] = {}
         #: whether images may stay as they lie; None: to be looked at
         self._lies: bool | None = None
 
@@ -69,7 +75,7 @@ class CapturedStep:
         """A call of the user's, or one inside of another."""
         before = self.is_open, self.between_steps
         self.stale, self.is_open, self.between_steps = True, True, before[1] or between_steps
-        self._lies = None
+        self._lies, self._made = None, []
         try:
             yield
         finally:
@@ -77,6 +83,10 @@ class CapturedStep:
 
     def __call__(self, data: Any, share: Hashable = None) -> Any:
         """The step on these rows, which are this share of a batch; returns its logs."""
+        if self._made and self._made.pop() is data:
+            logs_are_unread(self._model)
+            return self._unread
+        self._made = []
         if self.between_steps:
             self.stale = True  # to look through a model before each step takes too long
             return self._own()(data)
@@ -87,7 +97,10 @@ class CapturedStep:
         key = (shape, share)
         graph = self._graphs.get(key)
         if graph is not None:
-            return graph.run(tensors, self._update, logs_are_unread(self._model))
+            unread = logs_are_unread(self._model)
+            if unread and self._run_several(graph, data, tensors, shape):
+                return self._unread
+            return graph.run(tensors, self._update, unread)
         own = self._own()
         if shape is None or key in self._graphs:
             return own(data)
@@ -100,6 +113,24 @@ class CapturedStep:
         logs = own(data)
         seen.append(time.perf_counter() - begun)
         return logs
+
+    def _run_several(
+        self, graph: StepGraph, data: Any, tensors: list[Tensor], shape: Hashable
+    ) -> bool:
+        """Make the steps of the batches behind this one, too, where nothing is done between them;
+        whether they are made."""
+        loop, update, batches = graph.loop, self._update, [tensors]
+        if loop is None or update is None or not loop.follows(update):
+            return False
+        for each in (made := list(following(data))[: graph.at_once - 1]):
+            batches.append([])
+            if _shape(each, batches[-1]) != shape:
+                batches.pop()
+                break
+        if not loop.run(batches, update):
+            return False
+        self._made, self._unread = made[: len(batches) - 1][::-1], graph.unread()
+        return True
 
     def _own(self) -> Callable[[Any], Any]:
         """The model's own step."""
@@ -133,6 +164,7 @@ class CapturedStep:
             with torch.random.fork_rng(gpu_in_use()):  # tracing may draw: the step has not yet
                 graph = StepGraph(self._model, own, data, tensors)
                 graph.foretell(tensors)
+                loop = self._looped(graph, tensors)
         except Exception as error:  # whatever the step does that a graph cannot have
             log.debug("the training step is not captured: %s: %s", type(error).__name__, error)
             return own(data)
@@ -140,9 +172,20 @@ class CapturedStep:
             logs = own(data)
         if graph.told(gradients, logs):
             self._graphs[key] = graph
+            graph.at_once = max(1, int(AT_ONCE / min(self._seen[key])))
+            if loop is not None and self._update and loop.told(self._update):
+                graph.loop = loop
         else:
             log.debug("the training step is not captured: the graph gives other numbers.")
         return logs
+
+    def _looped(self, graph: StepGraph, tensors: list[Tensor]) -> StepLoop | None:
+        """Several steps as one program; None where they are made one by one."""
+        try:
+            return graph.looped(tensors, self._update)
+        except Exception as error:  # whatever a loop of TorchScript cannot have
+            log.debug("training steps run one by one: %s: %s", type(error).__name__, error)
+            return None
 
 
 def _shape(data: Any, tensors: list[Tensor]) -> Hashable:

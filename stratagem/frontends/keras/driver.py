@@ -80,10 +80,8 @@ class Call:
         """A fit without what nobody would notice, as far as callbacks let it."""
         if self.name != "fit":
             return quiet_loop(None)
-        given = inspect.signature(self.own).bind_partial(*self.args, **self.kwargs).arguments
-        # with steps_per_epoch one slice may be for two epochs
-        alone = not self.needs.steps and given.get("steps_per_epoch") is None
-        return quiet_loop(model, slices=alone and model.compiled and _only_keras(model))
+        alone = not self.needs.steps and model.compiled and _only_keras(model)
+        return quiet_loop(model, slices=alone)
 
 
 def _only_keras(model: Any) -> bool:

@@ -15,7 +15,7 @@ import keras
 import torch
 from torch import Tensor
 
-from stratagem.state.keras_stepper import STEP, fused_step_of, is_plain
+from stratagem.state.keras_stepper import STEP, epsilon_of, fused_step_of, is_plain
 
 #: settings that give `apply` something to do beside the step
 _BESIDE = (
@@ -36,8 +36,8 @@ class PlannedUpdate:
         places = [optimizer._get_variable_index(v) for v in variables]
         self._optimizer = optimizer
         self._tensors = [v.value for v in variables]
-        self._first = [optimizer._momentums[i].value for i in places]
-        self._second = [optimizer._velocities[i].value for i in places]
+        self.first = [optimizer._momentums[i].value for i in places]
+        self.second = [optimizer._velocities[i].value for i in places]
         self._count, self._rate = optimizer.iterations.value, optimizer._learning_rate.value
         self._time = torch.zeros((), device=self._tensors[0].device)
         self._times = [self._time] * len(places)
@@ -66,7 +66,26 @@ class PlannedUpdate:
             return False
         time = int(self._count) + 1
         self._time.fill_(time)
-        lists: Any = (self._tensors, gradients, self._first, self._second, [], self._times)
+        lists: Any = (self._tensors, gradients, self.first, self.second, [], self._times)
         fused_step_of(self._optimizer, lists, float(self._rate), time)
         self._count.add_(1)
         return True
+
+    # --- several steps in one program ---------------------------------------------------------
+
+    def is_of(self, weights: Sequence[Tensor]) -> bool:
+        """Whether it updates these, and nobody else makes the update."""
+        alike = all(a is b for a, b in zip(self._tensors, weights, strict=True))
+        return alike and "apply" not in vars(self._optimizer)
+
+    def settings(self, steps: int, after: int = 0) -> Any:
+        """Of so many steps from now, or after some: step numbers, rate, betas, epsilons."""
+        adam, time = self._optimizer, int(self._count) + 1 + after
+        numbers = range(time, time + steps)
+        times = torch.arange(time, time + steps).to(self._time)
+        epsilons = [epsilon_of(adam, number) for number in numbers]
+        return list(times.unbind()), float(self._rate), adam.beta_1, adam.beta_2, epsilons
+
+    def count(self, steps: int) -> None:
+        """So many steps were made."""
+        self._count.add_(steps)

@@ -2,7 +2,8 @@
 
     callbacks    are not called for a batch if none of them has a method for batches
     logs         are not computed then: Keras takes an epoch's from the metrics
-    batches      of arrays are sliced some at once, in the order in which Keras draws them
+    batches      of arrays are sliced some at once, in the order in which Keras draws them, so that
+                 captured steps may be made some at once, too
 
 So it is in a `fit` in which this process trains alone; other loops in the process stay Keras' own.
 """
@@ -32,11 +33,14 @@ _BATCH_METHODS = tuple(
 
 class _Here(threading.local):
     """In a thread: the model whose quiet loop runs, and whether its batches may be sliced ahead;
-    whether the next batches asked for are its own, and whose step may leave its logs out."""
+    how many the next ones asked for are if they are its own, and whose step may leave its logs out;
+    the batches of the last slice."""
 
     model: Any = None
-    slices = now = False
+    slices = False
+    steps: int | None = None
     unread: Any = None
+    cut: Sequence[Any] = ()
 
 
 _here = _Here()
@@ -49,18 +53,24 @@ def quiet_loop(model: Any, *, slices: bool = False) -> Iterator[None]:
     _install()
     before = _here.model, _here.slices
     _here.model, _here.slices = model, slices
-    _here.now, _here.unread = False, None
+    _here.steps, _here.unread, _here.cut = None, None, ()
     try:
         yield
     finally:
         _here.model, _here.slices = before
-        _here.now, _here.unread = False, None
+        _here.steps, _here.unread, _here.cut = None, None, ()
 
 
 def logs_are_unread(model: Any) -> bool:
     """Whether nobody reads what this model's step returns; asked once by each step."""
     unread, _here.unread = _here.unread, None
     return model is not None and unread is model
+
+
+def following(batch: Any) -> Sequence[Any]:
+    """The batches behind this one that are sliced already; nothing is done between their steps."""
+    cut = _here.cut
+    return next((cut[i + 1 :] for i, each in enumerate(cut) if each is batch), ())
 
 
 def _install() -> None:
@@ -73,12 +83,13 @@ def _install() -> None:
 
     def on_epoch_begin(self: Any, epoch: int, logs: Any = None) -> None:
         epoch_begin(self, epoch, logs)
-        _here.now = _here.slices and _is_here(self)  # Keras asks for the epoch's batches next
+        ours = _here.slices and _is_here(self)  # Keras asks for the epoch's batches next
+        _here.steps = self.params.get("steps") if ours else None
 
     def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
         # in the list: other loops may run until the batch ends
         idle = self._stratagem_idle = _is_here(self) and _is_idle(self)
-        _here.now, _here.unread = False, self.model if idle else None
+        _here.steps, _here.unread = None, self.model if idle else None
         if not idle:
             begin(self, batch, logs)
 
@@ -88,8 +99,9 @@ def _install() -> None:
             end(self, batch, logs)
 
     def get_torch_dataloader(self: Any) -> Any:
-        found, ours, _here.now = loader(self), _here.now, False
-        return SlicedBatches(found) if ours and _in_order(found) else found
+        found, steps, _here.steps = loader(self), _here.steps, None
+        # with other steps than batches one slice may be for two epochs
+        return SlicedBatches(found) if len(found) == steps and _in_order(found) else found
 
     on_train_batch_begin.plain = begin  # type: ignore[attr-defined]
     kind.on_train_batch_begin, kind.on_train_batch_end = on_train_batch_begin, on_train_batch_end
@@ -129,7 +141,8 @@ class SlicedBatches:
             several = [first, *islice(order, at_once and at_once - 1)]
             found = rows_of([row for batch in several for row in batch])
             at_once = at_once or max(1, min(_AT_ONCE, _BYTES // max(1, _size(found))))
-            yield from [found] if len(several) == 1 else _cut(found, len(first))
+            _here.cut = [found] if len(several) == 1 else _cut(found, len(first))
+            yield from _here.cut
 
 
 def _size(batch: Any) -> int:

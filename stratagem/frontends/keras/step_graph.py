@@ -13,7 +13,9 @@ from torch import Tensor
 
 from stratagem.compat.torch_names import TENSOR_HOOKS, OpOverload, copy_all, scripted, traced
 from stratagem.frontends.keras.planned_update import PlannedUpdate
+from stratagem.frontends.keras.step_loop import SMALL, StepLoop
 from stratagem.frontends.keras.trimmed_graph import trim
+from stratagem.state.keras_stepper import is_plain
 
 
 class StepGraph:
@@ -49,6 +51,10 @@ class StepGraph:
             self._short = scripted(short, inputs)
         self._data = None
         self._foretold: Sequence[Tensor] = ()
+        #: the steps of several batches as one program, where there is one
+        self.loop: StepLoop | None = None
+        self.at_once = 1
+        self._only_reads = False
 
     def _step(self, *tensors: Tensor) -> list[Tensor]:
         """The step itself, on these values, and without a trace of it in the model."""
@@ -100,7 +106,11 @@ class StepGraph:
             found = [weight.grad for weight in weights]
             if update is None or not update.apply(found):
                 self._model.optimizer.apply(found, self._variables)
-        return dict(zip(self._names, logs, strict=False)) if logs else dict.fromkeys(self._names)
+        return dict(zip(self._names, logs, strict=False)) if logs else self.unread()
+
+    def unread(self) -> dict[str, Tensor | None]:
+        """Logs that nobody reads."""
+        return dict.fromkeys(self._names)
 
     def _hand_in(self, gradients: list[Tensor]) -> None:
         """Through backward if anybody listens there."""
@@ -120,14 +130,33 @@ class StepGraph:
 
     def foretell(self, tensors: list[Tensor]) -> None:
         """Say what the next step will do; twice, since the first run makes the program."""
+        inputs = [*self._held, *tensors]
+        writes = [each._version for each in inputs]
         with torch.no_grad():
             for _ in range(2):
-                self._foretold = self._graph(*self._held, *tensors)
-                short = () if self._short is None else self._short(*self._held, *tensors)
+                self._foretold = self._graph(*inputs)
+                short = () if self._short is None else self._short(*inputs)
+        self._only_reads = writes == [each._version for each in inputs]
         if not all(_same(a, b) for a, b in zip(short, self._foretold, strict=False)):
             raise ValueError("without its logs the graph gives other numbers")
         if _overlap(self._foretold[: len(self._used)], self._held):
             raise ValueError("gradients share memory")
+
+    def looped(self, tensors: list[Tensor], update: PlannedUpdate | None) -> StepLoop | None:
+        """Several steps as one program, which has said what the next will do; None where the update
+        is not planned, where weights are large, or where a step writes into tensors of another."""
+        given = self._foretold[: len(self._used) + len(self._written)]
+        gradients = given[: len(self._used)]
+        whole = len(self._used) == len(self._weights) and is_plain(gradients)
+        if update is None or self._short is None or not self._only_reads or not whole:
+            return None
+        large = sum(each.nbytes for each in self._weights) > SMALL
+        here = all(each.device.type == "cpu" for each in self._held)
+        if large or not here or _overlap(given, self._held):
+            return None
+        loop = StepLoop(self._short, self._weights, self._held, self._written)
+        loop.foretell(tensors, update)
+        return loop
 
     @contextmanager
     def listening(self) -> Iterator[dict[int, Tensor]]:

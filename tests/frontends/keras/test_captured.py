@@ -14,6 +14,7 @@ from keras import layers
 
 import stratagem as sg
 from stratagem.frontends.keras import captured_step, step_graph
+from stratagem.frontends.keras.step_loop import StepLoop
 from tests.frontends.keras.served_support import close_served, served
 from tests.keras_support import apart, digits, history_apart, moved, strategy, train
 
@@ -32,6 +33,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
         found.append(len(tensors[0]))
         return plain(self, tensors, *more)
 
+    loop = StepLoop.run
+
+    def looped(self: Any, batches: Any, update: Any) -> Any:
+        found.extend(len(batch[0]) for batch in batches)
+        return loop(self, batches, update)
+
+    monkeypatch.setattr(StepLoop, "run", looped)
     monkeypatch.setattr(captured_step, "AFTER", 2)
     monkeypatch.setattr(captured_step, "LONG_STEP", 60.0)  # a busy machine is slow
     monkeypatch.setattr(step_graph.StepGraph, "run", run)

@@ -15,6 +15,7 @@ from stratagem.compat.torch_names import traced
 from stratagem.frontends.keras import captured_step, driver, quiet_loop, step_graph
 from stratagem.frontends.keras.callback_needs import CallbackNeeds
 from stratagem.frontends.keras.planned_update import PlannedUpdate
+from stratagem.frontends.keras.step_loop import StepLoop
 from stratagem.frontends.keras.trimmed_graph import trim
 from stratagem.state.keras_stepper import fuse
 from tests.keras_support import apart, digits, moved, strategy, train
@@ -25,6 +26,11 @@ LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 def mlp() -> Any:
     return keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(3)])
+
+
+def normalised() -> Any:
+    hidden = [layers.Dense(16), layers.BatchNormalization(), layers.Dense(3)]
+    return keras.Sequential([keras.Input((8,)), *hidden])
 
 
 def dropping() -> Any:
@@ -41,12 +47,15 @@ class Seen:
 
     def __init__(self) -> None:
         self.updates = self.unread = self.slices = 0
+        #: how many steps were made at once
+        self.loops: list[int] = []
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
     update, run, cut = PlannedUpdate.apply, step_graph.StepGraph.run, quiet_loop.SlicedBatches
+    loop = StepLoop.run
 
     def applied(self: Any, gradients: Any) -> bool:
         found.updates += 1
@@ -56,6 +65,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.unread += unread
         return run(self, tensors, update, unread)
 
+    def looped(self: Any, batches: Any, update: Any) -> bool:
+        made = loop(self, batches, update)
+        if made:
+            found.loops.append(len(batches))
+            found.updates += len(batches)
+            found.unread += len(batches)
+        return made
+
     def sliced(loader: Any) -> Any:
         found.slices += 1
         return cut(loader)
@@ -64,6 +81,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(captured_step, "LONG_STEP", 60.0)
     monkeypatch.setattr(PlannedUpdate, "apply", applied)
     monkeypatch.setattr(step_graph.StepGraph, "run", ran)
+    monkeypatch.setattr(captured_step, "AT_ONCE", 100.0)
+    monkeypatch.setattr(StepLoop, "run", looped)
     monkeypatch.setattr(quiet_loop, "SlicedBatches", sliced)
     return found
 
@@ -91,6 +110,7 @@ def rates() -> list[Any]:
         (mlp, {"shuffle": "batch"}, (9, 9, 0)),
         (mlp, {"steps_per_epoch": 5, "epochs": 1}, (2, 2, 0)),
         (dropping, {}, (0, 0, 3)),
+        (normalised, {"epochs": 2}, (3, 3, 2)),
     ],
 )
 def test_every_bit_is_that_of_keras_loop(
@@ -101,6 +121,7 @@ def test_every_bit_is_that_of_keras_loop(
     drawn = torch.get_rng_state()
     found = seen.updates, seen.unread, seen.slices
     assert all(a >= b if b else not a for a, b in zip(found, cuts, strict=True)), found
+    assert (max(seen.loops, default=0) > 1) == all(cuts), seen.loops
     loud(monkeypatch)
     theirs, told = train(build, adam, fit, strategy(1))
     assert torch.equal(drawn, torch.get_rng_state())
@@ -180,6 +201,74 @@ def test_an_update_that_is_more_than_a_step_is_the_optimizers(build: Any, more: 
     assert (PlannedUpdate.of(plain, model.trainable_variables) is None) == constraint
     plain.__dict__["apply"] = None  # somebody else makes the update
     assert PlannedUpdate.of(plain, model.trainable_variables) is None
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_loop_with_other_numbers_is_not_used(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    settings = PlannedUpdate.settings
+
+    def off(self: Any, steps: int, after: int = 0) -> Any:
+        return settings(self, steps, after + wrong)
+
+    monkeypatch.setattr(PlannedUpdate, "settings", off)
+    train(mlp, adam, {"x": X, "y": Y, "batch_size": 10}, strategy(1))
+    assert bool(seen.loops) != wrong and seen.unread > 5
+
+
+def test_who_listens_to_gradients_hears_each(seen: Seen) -> None:
+    with strategy(1).scope():
+        model = mlp()
+        model.compile(**adam())
+    model.fit(X, Y, batch_size=10, verbose=0)
+    before, heard = len(seen.loops), []
+    model.layers[0].kernel.value.register_hook(lambda gradient: heard.append(gradient.clone()))
+    model.fit(X, Y, batch_size=10, verbose=0)
+    assert before and len(seen.loops) == before and len(heard) == 10
+    assert torch.equal(heard[-1], model.layers[0].kernel.value.grad)
+
+
+def test_an_epoch_that_is_cut_short_has_its_own_steps(seen: Seen) -> None:
+    keras.config.set_max_steps_per_epoch(5)
+    try:
+        ours, _ = train(mlp, adam, {"x": X, "y": Y, "batch_size": 10, "epochs": 2}, strategy(1))
+    finally:
+        keras.config.set_max_steps_per_epoch(None)
+    assert int(ours.optimizer.iterations) == 10 and not seen.slices
+
+
+def test_steps_before_one_that_fails_are_made(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for quiet in (True, False):
+        if not quiet:
+            loud(monkeypatch)
+        with strategy(1).scope():
+            keras.utils.set_random_seed(1)
+            model = normalised()
+            model.compile(**adam())
+        model.fit(X, Y, batch_size=10, shuffle=False, verbose=0)
+        with pytest.raises(Exception, match="out of bounds"):
+            model.fit(
+                X, np.where(np.arange(100) < 70, Y, 7), batch_size=10, shuffle=False, verbose=0
+            )
+        found.append(everything(model))
+        assert int(model.optimizer.iterations) == 17 and seen.loops == [7, 1]
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_after_a_fit_that_failed_logs_are_read(seen: Seen) -> None:
+    with strategy(1).scope():
+        model = mlp()
+        model.compile(**adam())
+    rows = torch.as_tensor(X[:16]), torch.as_tensor(Y[:16])
+    for _ in range(3):
+        model.train_on_batch(*rows)
+    labels = np.where(np.arange(20) < 16, Y[:20], 7)  # of a last, smaller batch: no such class
+    with pytest.raises(IndexError):
+        model.fit(X[:20], labels, batch_size=16, shuffle=False, verbose=0)
+    found = model.train_on_batch(*rows, return_dict=True)
+    assert seen.updates and float(found["loss"]) > 0
 
 
 def test_what_is_the_same_each_time_runs_once() -> None:
@@ -271,7 +360,7 @@ def test_a_call_in_a_step_returns_its_logs(seen: Seen) -> None:
         model.compile("sgd", "mse")
     model.fit(X, Y, batch_size=10, verbose=0)
     assert seen.updates and len(model.told) == 10
-    assert all(logs["loss"] is not None for logs in model.told), model.told
+    assert all(float(logs["loss"]) > 0 for logs in model.told), model.told
 
 
 def test_callbacks_may_lie_in_anything() -> None:

@@ -1,0 +1,94 @@
+"""Several captured steps, each with Adam's update, in one program without Python between them.
+
+States (of metrics, of layers) go from step to step and are written into the model's at the end.
+The program is used if one step of it is the model's own step, and two at once are two, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.compat.torch_names import TENSOR_HOOKS, adam_loop, copy_all
+from stratagem.frontends.keras.planned_update import PlannedUpdate
+
+log = logging.getLogger("stratagem")
+#: bytes of weights, which are copied before each loop; larger steps have little Python in them
+SMALL = 1 << 20
+
+
+class StepLoop:
+    """Steps of a scripted graph: what is `held`, weights first, and a batch in; gradients of all
+    weights and new values of what is `written` out."""
+
+    def __init__(
+        self, step: Any, weights: list[Tensor], held: list[Tensor], written: list[Tensor]
+    ) -> None:
+        self._step, self._weights, self._held, self._written = step, weights, held, written
+        number = {id(each): i for i, each in enumerate(held)}
+        self._places = [number[id(each)] for each in written]
+        self._program: Any = None
+        self._foretold: list[Tensor] = []
+
+    def foretell(self, batch: list[Tensor], update: PlannedUpdate) -> None:
+        """Say what the next step will do; twice, since the first run makes the program."""
+        sizes = len(self._weights), len(self._held), len(batch)
+        self._program = adam_loop(self._step, *sizes, self._places)
+        with torch.inference_mode():
+            for _ in range(2):
+                one, two = self._copies(update), self._copies(update)
+                self._run(two, [batch, batch], update.settings(2))
+                self._run(one, [batch], update.settings(1))
+                self._foretold = [each.clone() for each in one]
+                self._run(one, [batch], update.settings(1, after=1))
+                if not _same(one, two):
+                    raise ValueError("two steps at once give other numbers")
+
+    def _copies(self, update: PlannedUpdate) -> list[Tensor]:
+        """What is held, and both moments."""
+        return [each.detach().clone() for each in (*self._held, *update.first, *update.second)]
+
+    def _run(self, on: list[Tensor], batches: list[list[Tensor]], settings: Any) -> None:
+        count, moments = len(self._held), len(self._weights)
+        first, second = on[count : count + moments], on[count + moments :]
+        _, states = self._program(on[:count], batches, first, second, *settings)
+        for place, state in zip(self._places, states, strict=True):
+            on[place] = state
+
+    def told(self, update: PlannedUpdate) -> bool:
+        """Whether the step has done what was foretold."""
+        foretold, self._foretold = self._foretold, []
+        return _same(foretold, self._copies(update))
+
+    def follows(self, update: PlannedUpdate) -> bool:
+        """Whether the update is of these weights, and nobody listens to their gradients."""
+        heard = any(getattr(weight, kind) for weight in self._weights for kind in TENSOR_HOOKS)
+        return not heard and update.is_of(self._weights)
+
+    def run(self, batches: Sequence[list[Tensor]], update: PlannedUpdate) -> bool:
+        """The steps of these batches; False, with nothing done, where one of them fails."""
+        moving = [*self._weights, *update.first, *update.second]
+        settings = update.settings(len(batches))
+        with torch.inference_mode():  # no operator looks for autograd
+            before = [each.clone() for each in moving]
+            try:
+                gradients, states = self._program(
+                    self._held, batches, update.first, update.second, *settings
+                )
+            except Exception as error:  # a label out of bounds: the step that has it says so
+                log.debug("training steps run one by one: %s", error)
+                copy_all(moving, before)
+                return False
+            copy_all(self._written, states)
+            update.count(len(batches))
+        for weight, gradient in zip(self._weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+        return True
+
+
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
