@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -30,13 +30,14 @@ class Tolerance:
     noise: float = 0.0
 
     @classmethod
-    def of(cls, device: torch.device, epsilon: float) -> Tolerance:
-        """Where the coarsest numbers round by `epsilon`, relatively.
+    def of(cls, device: torch.device, runs: Iterable[TrialRun]) -> Tolerance:
+        """By the coarsest numbers in any of the runs.
 
         Honest float32 models, as they were made, differ between a batch and its shares by 1.2e-6
         at most on a CPU: 40 layers with norms; 12 of a transformer 4.4e-7, LSTMs over 256 steps,
         sums of 4096 and 12 convolutions less; gradients by 6e-7. Those of float64 by 1.6e-15.
         """
+        epsilon = max(run.epsilon for run in runs)
         if epsilon > 1e-4:
             return cls(5e-2, 5e-2, 5e-2)
         if epsilon < 1e-12:
@@ -78,15 +79,33 @@ class Result:
     loss: float
 
 
+class TrialRun(Protocol):
+    """One batch, or a share of it, that was put through model and loss."""
+
+    #: the relative rounding of the coarsest numbers in it
+    epsilon: float
+
+    def result(self) -> Result: ...
+
+
 def agree(
-    compare: Callable[[Tolerance], None], tolerance: Tolerance, wider: Callable[[], Tolerance]
+    compare: Callable[[Tolerance], None],
+    tolerance: Tolerance,
+    whole: TrialRun,
+    disturb: Callable[[], TrialRun],
 ) -> None:
-    """Compare; where that fails, once more by what rounding does to these very numbers: near a
-    minimum, say, gradients are the differences of numbers that are almost equal."""
+    """Compare; where that fails, once more by what rounding does to these very numbers, which
+    `disturb` tells: near a minimum, say, gradients are the differences of numbers that are almost
+    equal."""
     try:
         compare(tolerance)
     except NotDistributable:
-        compare(wider())
+        compare(tolerance.widened(whole.result(), disturb().result()))
+
+
+def copied(leaf: Any) -> Any:
+    """What is written to is put back when a run is over."""
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def compare_outputs(

@@ -8,7 +8,7 @@ reads) is the reason for doing it again at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +29,7 @@ class PassedTrials:
     def __reduce__(self) -> Any:
         return PassedTrials, ()  # a copy elsewhere has passed nothing
 
-    def unless_passed(self, name: str, look: Any, trial: Callable[[], None]) -> None:
+    def unless_passed(self, name: str, look: Any, trial: Callable[[], object]) -> None:
         """Make the trial, unless it was passed by what looked alike; one that raises was not."""
         before, calls = self._passed.pop(name, (None, 0))
         calls = calls + 1 if before == look else 1
@@ -50,18 +50,22 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def look_at(objects: Iterable[Any], compute: str = "forward") -> list[Any]:
+def look_at(
+    objects: Iterable[Any], compute: str = "forward", but: Collection[str] = ()
+) -> list[Any]:
     """What tells later whether these are as they are now: which they are, the method of their class
-    that computes, and their attributes."""
+    that computes, and their attributes `but` some."""
     return [
-        (_Same(each), getattr(type(each), compute, None), _attributes(each)) for each in objects
+        (_Same(each), getattr(type(each), compute, None), _attributes(each, but))
+        for each in objects
     ]
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
+def _attributes(owner: Any, but: Collection[str]) -> dict[str, Any]:
     return {
         name: snapshot(value, _Same if name in _TRAINED else _inside)
         for name, value in getattr(owner, "__dict__", {}).items()
+        if name not in but
     }
 
 

@@ -33,6 +33,7 @@ from stratagem.frontends.compare import (
     compare_gradients,
     compare_loss,
     compare_outputs,
+    copied,
     in_place,
 )
 from stratagem.frontends.passed_trials import kinds_of, look_at
@@ -155,14 +156,9 @@ class RowCheck:
         total = count_rows(whole)
         one = self._run(whole, total)
         shares = [self._run(each, total) for each in parts]
-        epsilon = max(run.epsilon for run in (one, *shares))
-        tolerance = Tolerance.of(self.replica.device, epsilon)
-
-        def wider() -> Tolerance:
-            again = self._run(whole, total, disturbed=True)
-            return tolerance.widened(one.result(), again.result())
-
-        agree(lambda given: self._judge(one, shares, given), tolerance, wider)
+        tolerance = Tolerance.of(self.replica.device, (one, *shares))
+        disturb = partial(self._run, whole, total, disturbed=True)
+        agree(partial(self._judge, one, shares), tolerance, one, disturb)
 
     def _judge(self, one: BatchOutcome, shares: list[BatchOutcome], tolerance: Tolerance) -> None:
         sizes = [run.examples for run in shares]
@@ -217,7 +213,7 @@ class RowCheck:
             output, *given = adapter.forward(portion)
         loss, apart = self.recipe.loss, _in_rows(output, portion.examples)
         if apart and not self._again and loss.is_by_row(output, given[0]):
-            return BatchOutcome(list(map(_copied, pytree.tree_leaves(output))), portion.examples)
+            return BatchOutcome(list(map(copied, pytree.tree_leaves(output))), portion.examples)
         return self._weigh(adapter, output, given, portion.examples, portion.total)
 
     def _weigh(
@@ -225,7 +221,7 @@ class RowCheck:
     ) -> BatchOutcome:
         """What the loss says of outputs, given targets and sample weights."""
         loss, (y, weight), outputs = self.recipe.loss, given, pytree.tree_leaves(output)
-        run = BatchOutcome(list(map(_copied, outputs)), examples)
+        run = BatchOutcome(list(map(copied, outputs)), examples)
         if self.verb == "predict" or (y is None and not loss.own):
             return run
         run.judged = True
@@ -237,7 +233,7 @@ class RowCheck:
                 run.below = examples / total if below is None else float(below)
         if above.requires_grad:
             gradients = torch.autograd.grad(above, self._sources(outputs), allow_unused=True)
-            run.gradients = list(map(_copied, gradients))
+            run.gradients = list(map(copied, gradients))
         run.above = float(above.detach())
         run.metrics = self.recipe.metrics.try_functions(output, y)
         return run
@@ -273,10 +269,6 @@ def _in_rows(output: Any, total: int) -> bool:
     """Whether every output has a row for each of them."""
     leaves = pytree.tree_leaves(output)
     return all(isinstance(each, Tensor) and each.dim() and len(each) == total for each in leaves)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _over(gradients: Sequence[Tensor | None], below: float) -> list[Tensor | None]:

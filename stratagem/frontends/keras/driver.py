@@ -38,11 +38,12 @@ from stratagem.frontends.keras.adapter import KerasAdapter, device_name, replica
 from stratagem.frontends.keras.backups import exact_backups
 from stratagem.frontends.keras.callback_needs import ONE_STEP, CallbackNeeds, public_names
 from stratagem.frontends.keras.captured_step import CapturedStep
+from stratagem.frontends.keras.check_schedule import CheckSchedule
 from stratagem.frontends.keras.dry_run_fit import rehearse
 from stratagem.frontends.keras.image_layout import all_keras
 from stratagem.frontends.keras.model_pickle import number_of, optimizers
 from stratagem.frontends.keras.quiet_loop import quiet_loop
-from stratagem.frontends.keras.row_check import CheckSchedule, check_step
+from stratagem.frontends.keras.row_check import check_step
 from stratagem.frontends.keras.step_settings import StepSettings
 from stratagem.frontends.keras.trial_fit import recorded
 from stratagem.state.keras_stepper import fuse
@@ -156,8 +157,7 @@ class Driver:
         #: whether it is tried that rows do not depend on each other, and which batches
         self.checks, self.schedule = checks_rows(), CheckSchedule(model)
         #: where this process trains alone
-        self._captured = CapturedStep(model)
-        self._calls = 0
+        self._captured, self._calls = CapturedStep(model), 0
         #: when the last training step was over, and how long this process had waited then
         self._left: tuple[float, float] | None = None
         #: what replicas had when a backup was made that is gone on from, until they are told

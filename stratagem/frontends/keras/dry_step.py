@@ -12,7 +12,7 @@ import keras
 import torch
 from torch import Tensor
 
-from stratagem.frontends.compare import Result
+from stratagem.frontends.compare import Result, copied
 from stratagem.frontends.keras import attributes
 from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
 from stratagem.frontends.keras.model_pickle import optimizers
@@ -79,7 +79,7 @@ class Bench:
     def __init__(self, model: Any, step: str) -> None:
         self.model, self.step = model, step
         self.trains = step == "train_step"
-        self._modules = _modules(model)
+        self._modules = modules_of(model)
         self._norms = _norms_by_row(model, self._modules) if self.trains else []
 
     @cached_property
@@ -102,7 +102,7 @@ class Bench:
                     except _ForwardDone:
                         returned = None
                     if predicts:
-                        run.outputs = [*map(_copied, keras.tree.flatten(returned))]
+                        run.outputs = [*map(copied, keras.tree.flatten(returned))]
                     run.added = len(model.losses) > _regularised(model)
             run.epsilon = journal.epsilon
             runs.append(run)
@@ -132,7 +132,7 @@ class Bench:
             run.bases = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
             for batch in batches:
                 returned = own(batch)
-            returned = keras.tree.map_structure(_copied, returned)
+            returned = keras.tree.map_structure(copied, returned)
             counted = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
         run.epsilon = journal.epsilon
         for key, after in counted.items():
@@ -144,11 +144,6 @@ class Bench:
         elif isinstance(returned, dict) and "loss" in returned:
             run.loss = torch.as_tensor(returned["loss"])
         return run
-
-
-def _copied(leaf: Any) -> Any:
-    """What is written to is put back when the run is over."""
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _plain(variable: Any) -> Tensor:
@@ -180,7 +175,7 @@ def _as_before(model: Any, modules: list[Any]) -> Iterator[None]:
             tensor.grad = grad
 
 
-def _modules(model: Any) -> list[Any]:
+def modules_of(model: Any) -> list[Any]:
     """Its layers, and torch's own inside of them."""
     found = (module for layer in model._flatten_layers() for module in layer.modules())
     return list({id(module): module for module in found}.values())
@@ -208,7 +203,7 @@ def _watched(model: Any, run: Run, optimizers: list[Any], *, outputs: bool) -> I
 def _noting_outputs(model: Any, run: Run) -> list[Replacement]:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = plain(*args, **kwargs)
-        run.outputs += map(_copied, keras.tree.flatten(result))
+        run.outputs += map(copied, keras.tree.flatten(result))
         return result
 
     plain = type(model).call.__get__(model)

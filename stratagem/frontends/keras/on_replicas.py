@@ -24,7 +24,6 @@ from stratagem.frontends.keras.callback_needs import from_chief, portable
 from stratagem.frontends.keras.driver import STEPS, Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.replica_steps import ReplicaSteps
-from stratagem.frontends.keras.row_check import CheckSchedule
 from stratagem.frontends.keras.step_logs import flat, nested
 from stratagem.replicas import follower
 from stratagem.training.command_loop import END, CommandLoop
@@ -94,7 +93,7 @@ class OnReplicas:
             self._whole = bool(model.built) and alone
             self.adapter.mark()
             self.adapter.attributes = Attributes(model)
-            driver.schedule = CheckSchedule(model)
+            driver.schedule = driver.schedule.anew()
         settings = driver.strategy.settings
         return FollowerModel(driver.number, None if known else model, settings, self.form)
 

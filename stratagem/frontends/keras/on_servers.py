@@ -24,7 +24,6 @@ from stratagem.frontends.keras.adapter import KerasAdapter, device_name, trainab
 from stratagem.frontends.keras.callback_needs import portable, with_stats_callback
 from stratagem.frontends.keras.driver import Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
-from stratagem.frontends.keras.row_check import CheckSchedule
 from stratagem.frontends.keras.server_training import ServerTraining
 from stratagem.frontends.keras.worker import adapter_of, assist, attend
 from stratagem.frontends.keras.worker_session import dismiss, refuse
@@ -109,7 +108,7 @@ class OnServers:
         driver = self._driver
         self._client = client
         self._adapter = adapter_of(driver.model, replica)
-        driver.schedule = CheckSchedule(driver.model)
+        driver.schedule = driver.schedule.anew()
         try:
             with driver.leads(call):
                 result = call.run()

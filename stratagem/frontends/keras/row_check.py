@@ -7,7 +7,6 @@ backward pass and what the metrics have counted must agree to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +48,14 @@ def check_step(
         return True  # a single row
     few = rows(data, 0, sum(sizes))
     few = few if replica.device.type == "cpu" else to_device(few, replica.device)
+    batches = [few, rows(few, 0, sizes[0]), rows(few, sizes[0], sum(sizes))]
     forward = needs_forward(model, step)
     if forward and apart:
         return True
     try:
         bench = Bench(model, step)
-        if not (forward and _same_rows(bench, replica, few, sizes)):
-            _Check(bench, replica, few, sizes, apart).run()
+        if not (forward and _same_rows(bench, replica, batches, sizes)):
+            _Check(bench, replica, batches, sizes, apart).run()
     except StratagemError:
         raise
     except Exception as error:
@@ -64,17 +64,16 @@ def check_step(
     return True
 
 
-def _same_rows(bench: Bench, replica: Replica, few: Any, sizes: list[int]) -> bool:
+def _same_rows(bench: Bench, replica: Replica, batches: list[Any], sizes: list[int]) -> bool:
     """Whether both shares come out as in the whole: every row is missing in one of them."""
-    first, count = sizes[0], sum(sizes)
-    whole, *parts = bench.forward([few, rows(few, 0, first), rows(few, first, count)])
-    tolerance = Tolerance.of(replica.device, max(run.epsilon for run in (whole, *parts)))
+    whole, *parts = bench.forward(batches)
+    tolerance = Tolerance.of(replica.device, (whole, *parts))
     return (
         not whole.added
         and all(len(part.outputs) == len(whole.outputs) > 0 for part in parts)
         and all(
-            same_rows(a, b, start, count, tolerance)
-            for start, part in zip((0, first), parts, strict=True)
+            same_rows(a, b, start, sum(sizes), tolerance)
+            for start, part in zip((0, sizes[0]), parts, strict=True)
             for a, b in zip(whole.outputs, part.outputs, strict=True)
         )
     )
@@ -86,30 +85,25 @@ class _Check:
 
     bench: Bench
     replica: Replica
-    few: Any
+    #: the whole, and two shares
+    batches: list[Any]
     sizes: list[int]
     apart: bool
 
     def run(self) -> None:
-        bench, sizes = self.bench, self.sizes
-        parts = [rows(self.few, 0, sizes[0]), rows(self.few, sizes[0], sum(sizes))]
-        together = parts if self.apart else [self.few]
+        bench, sizes, (few, *parts) = self.bench, self.sizes, self.batches
+        together = parts if self.apart else [few]
         whole = bench.run(together)
         shares = [bench.run([p]) for p in parts] if self.apart else self._shares(parts, sizes)
-        epsilon = max(run.epsilon for run in (whole, *shares))
-        tolerance = Tolerance.of(self.replica.device, epsilon)
+        tolerance = Tolerance.of(self.replica.device, (whole, *shares))
 
         def compare(tolerance: Tolerance) -> None:
             if not self.apart:
                 _compare(bench, whole, shares, sizes, tolerance)
             _compare_counts(bench.model, whole, shares, sizes, tolerance)
 
-        def wider() -> Tolerance:
-            disturbed = bench.run(together, disturbed=True)
-            return tolerance.widened(whole.result(), disturbed.result())
-
         try:
-            agree(compare, tolerance, wider)
+            agree(compare, tolerance, whole, lambda: bench.run(together, disturbed=True))
         except NotDistributable:
             if not self.apart and bench.trains and self._has_sum(whole, shares, parts, tolerance):
                 refuse_sum(_judge(bench.model), sizes)
@@ -133,7 +127,9 @@ class _Check:
         once = [run.all_gradients() for run in (whole, *shares)]
         parts = [_twice(part) for part in parts]
         doubled = self._shares(parts, [2 * size for size in self.sizes])
-        twice = [run.all_gradients() for run in (self.bench.run([_twice(self.few)]), *doubled)]
+        twice = [
+            run.all_gradients() for run in (self.bench.run([_twice(self.batches[0])]), *doubled)
+        ]
         if [*map(len, once)] != [*map(len, twice)] or len({*map(len, once)}) > 1:
             return False
         sums = [_less(b, a) for a, b in zip(once, twice, strict=True)]
@@ -250,67 +246,7 @@ def _judge(model: Any) -> str:
     return LOSS
 
 
-# --- which batches are tried -------------------------------------------------------------------
-
-
-class CheckSchedule:
-    """The first batch of each kind of step; where the step, the loss or a metric is the user's own,
-    the 2nd, 4th, 8th, ... too, and any with a kind of value that no tried row has had: a mask may
-    come later."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self._seen: dict[str, int] = {}
-        #: the number of the batch that is tried next; none where it is missing and one was seen
-        self._next: dict[str, float] = {}
-        #: by step: the kinds of values that tried rows have had
-        self._tried: dict[str, set[Kind]] = {}
-
-    def before(self, step: str, data: Any, examples: int, check: Callable[[Any], bool]) -> None:
-        """Asked before every step: have rows of this batch tried, the first of those that it is
-        given, if it is its turn; `check` says whether they were."""
-        seen = self._seen[step] = self._seen.get(step, 0) + 1
-        turn = self._next.get(step, 1)
-        if examples < 2 or turn == float("inf"):
-            return
-        tried, own = self._tried.setdefault(step, set()), judged_by_own(self.model, step)
-        found = _kinds(data) - tried if own else set()
-        if seen < turn and not found:
-            return
-        first = sorted({_first(data, kind) for kind in found})
-        order = [*first, *(i for i in range(examples) if i not in first)] if found else None
-        again = check(data if order is None else keras.tree.map_structure(_ordered(order), data))
-        tried |= found
-        if seen >= turn or not again:
-            self._next[step] = 2 * seen if again and own else float("inf")
-
-
-#: the number of a tensor in a batch, and what masks are made of: "zero", "negative" or "nan"
-Kind = tuple[int, str]
-
-
-def _kinds(data: Any) -> set[Kind]:
-    """Which are in a batch; on a GPU it would be waited for, so nothing is known there."""
-    found = set()
-    for i, leaf in enumerate(keras.tree.flatten(data)):
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel() and leaf.device.type == "cpu":
-            low = float(leaf.min()) if not leaf.is_complex() else 0.0
-            if low != low or low < 0:
-                found.add((i, "negative" if low < 0 else "nan"))
-            if int(leaf.count_nonzero()) < leaf.numel():
-                found.add((i, "zero"))
-    return found
-
-
-def _first(data: Any, kind: Kind) -> int:
-    """The first row that has it."""
-    leaf, (_, name) = keras.tree.flatten(data)[kind[0]], kind
-    has = leaf == 0 if name == "zero" else leaf < 0 if name == "negative" else leaf != leaf
-    return int(has.reshape(len(leaf), -1).any(1).int().argmax())
-
-
-def _ordered(order: list[int]) -> Callable[[Any], Any]:
-    return lambda leaf: leaf[order] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+# --- whose code judges the rows ------------------------------------------------------------------
 
 
 def judged_by_own(model: Any, step: str) -> bool:

@@ -12,7 +12,9 @@ import torch
 from keras import layers, ops
 
 import stratagem as sg
+from stratagem.frontends.keras import driver
 from stratagem.frontends.keras.dry_step import Bench
+from stratagem.frontends.keras.row_check import check_step
 from tests.frontends.keras.served_support import close_served, served
 from tests.keras_both import both, compiled
 from tests.keras_hub import Classifier
@@ -255,6 +257,72 @@ def test_a_row_that_decides_for_the_others_shows_wherever_it_is(verb: str) -> No
             model.fit(x, x[:, :1], batch_size=12, shuffle=False, verbose=0) if verb == "fit" else (
                 model.predict(x, batch_size=12, verbose=0)
             )
+
+
+# --- what was tried before ------------------------------------------------------------------------
+
+
+class Perhaps(layers.Layer):
+    """Subtracts the mean of the batch, if it is told to."""
+
+    mixes = False
+
+    def call(self, x: Any) -> Any:
+        return x - ops.mean(x, axis=0) if self.mixes else x
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whether a call of `fit` tries rows first."""
+    trials: list[str] = []
+
+    def counted(model: Any, step: str, *args: Any, **kwargs: Any) -> bool:
+        trials.append(step)
+        return check_step(model, step, *args, **kwargs)
+
+    def fit(model: Any, **more: Any) -> bool:
+        trials.clear()
+        model.fit(**FIT | more)
+        return bool(trials)
+
+    monkeypatch.setattr(driver, "check_step", counted)
+    return fit
+
+
+def changes() -> dict[str, Any]:
+    return {
+        "an attribute": lambda model: setattr(model.layers[1], "mixes", 0),
+        "a function": lambda model: setattr(model.layers[0], "activation", ops.relu),
+        "frozen": lambda model: setattr(model.layers[0], "trainable", False),
+        "compiled": lambda model: model.compile("sgd", model.loss),
+    }
+
+
+def test_what_was_passed_is_tried_ever_less_unless_it_is_changed(tried: Any) -> None:
+    model = compiled(strategy(2).scope, lambda: with_layer(Perhaps))
+    assert [i for i in range(1, 7) if tried(model)] == [1, 2, 4]
+    for name, change in changes().items():
+        change(model)
+        assert tried(model), name
+        assert [tried(model) for _ in range(2)] == [True, False], name
+    assert tried(model, x=X.astype("float64")) and tried(model, x=X, batch_size=24)
+
+
+def test_what_mixes_rows_later_is_refused_each_time(tried: Any) -> None:
+    model = compiled(strategy(2).scope, lambda: with_layer(Perhaps))
+    assert [tried(model) for _ in range(3)] == [True, True, False]
+    model.layers[1].mixes = True
+    for _ in range(3):
+        with pytest.raises(sg.NotDistributable, match="outputs for a row depend"):
+            tried(model)
+
+
+def test_a_loss_of_ones_own_is_tried_by_each_fit(tried: Any) -> None:
+    def own(y: Any, out: Any) -> Any:
+        return keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True)
+
+    model = compiled(strategy(2).scope, loss=own)
+    assert all(tried(model) for _ in range(3))
 
 
 # --- what it costs --------------------------------------------------------------------------------
