@@ -93,7 +93,7 @@ class ElasticReplicas(OnReplicas):
         try:
             return group.call(perform, *given)[0]
         except ReplicaLost as error:
-            if self.steps is None or not group.outlives_the_chief:
+            if self.steps is None or group.leads is not False:  # not under `stratagem run`
                 raise
             chief = self.adapter.replica.membership.members[0]
             raise (_heirless(error) if error.who == chief.name else error) from None
