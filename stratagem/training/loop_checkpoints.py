@@ -159,7 +159,7 @@ class LoopCheckpoints:
             self._writer = CheckpointWriter(CheckpointFolder(plan.path, plan.keep))
         self._agreement: CheckpointAgreement | None = None
         self._loaded = self._open = self._passed = False
-        #: whether gradients of a batch wait for the optimizer's step, and a checkpoint was due then;
+        #: whether gradients of a batch wait for the optimizer's step, was a checkpoint due then;
         #: updates since the loop could last go on
         self._waiting, self._owed, self._made = False, False, 0
         self.optimizer.register_step_post_hook(self._after_step)

@@ -306,3 +306,63 @@ def test_a_server_without_a_backup_dies(launcher: Launcher) -> None:
     assert "ps 1 failed first: killed by SIGKILL" in said and "ps 1 is lost" in said
     assert said.count("starting it again") == 1
     check(launcher, 1e-9)
+
+
+KERAS = """
+import keras
+import stratagem as sg
+from tests.frontends.keras.test_elastic import net, rows
+keras.config.set_floatx("float64")
+keras.config.set_dtype_policy("float64")
+strategy = sg.MultiWorkerMirroredStrategy(elastic=True)
+
+class Kill(keras.callbacks.Callback):
+    "After the fourth batch of the third epoch, once."
+    epoch, first = 0, None
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+    def on_train_batch_begin(self, batch, logs=None):
+        self.first = self.first or [self.epoch, batch]
+    def on_train_batch_end(self, batch, logs=None):
+        if [self.epoch, batch] == [2, 3] and not os.path.exists("killed"):
+            note("killed", "")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+with strategy.scope():
+    model = net()
+    model.compile(keras.optimizers.SGD(0.1, 0.9), "mse")
+rate = keras.callbacks.LearningRateScheduler(lambda epoch, now: now * 0.9)
+kept, kill = keras.callbacks.BackupAndRestore("backup", save_freq=2), Kill()
+history = model.fit(*rows(), batch_size=16, epochs=3, verbose=0, callbacks=[rate, kept, kill])
+if strategy.is_chief:
+    weights = [w.tolist() for w in model.get_weights()]
+    note("result", json.dumps([weights, history.history["loss"][-1], kill.first]))
+"""
+
+
+@pytest.mark.slow
+def test_the_chief_of_a_keras_model_is_killed(launcher: Launcher) -> None:
+    """It alone has Keras' loop: the job ends, is started again, and goes on with the next batch."""
+    import keras
+
+    from tests.frontends.keras import test_elastic
+
+    environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "KERAS_BACKEND": "torch"}
+    job = launcher(KERAS, "--workers", "2", "--restarts", "1", **environ)
+    said = job.communicate(timeout=150 * SLOWER)[1]
+    assert job.returncode == 0 and "the chief alone runs Keras' loop" in said, said
+    weights, loss, first = json.loads((launcher.where / "result").read_text())
+    assert first == [2, 4], said
+    for name in ("float64", "float32"):
+        keras.config.set_floatx(name)
+        keras.config.set_dtype_policy(name)
+        if name == "float64":
+            model = test_elastic.net()
+            model.compile(keras.optimizers.SGD(0.1, 0.9), "mse")
+            rate = keras.callbacks.LearningRateScheduler(lambda epoch, now: now * 0.9)
+            given = {"batch_size": 16, "epochs": 3, "verbose": 0, "callbacks": [rate]}
+            history = model.fit(*test_elastic.rows(), **given).history
+    for mine, theirs in zip(weights, model.get_weights(), strict=True):
+        found = torch.tensor(mine, dtype=torch.float64)
+        assert torch.allclose(found, torch.as_tensor(theirs), rtol=0, atol=1e-6)
+    assert loss == pytest.approx(history["loss"][-1], abs=1e-6)

@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.cluster.membership import Failure, Member
 from stratagem.errors import NotDistributable
 from stratagem.replicas.pool import Follower
 from stratagem.replicas.zygote import ZygoteProcess
@@ -237,6 +239,32 @@ def test_two_die_and_one_has_no_standby(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for mine, theirs in zip(found[0], expected[0], strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-13)
     assert found[2].calls == expected[2].calls
+
+
+def test_a_death_that_is_known_when_its_call_is_over_ends_no_standby_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr("stratagem.training.standbys._end", ended.extend)
+    told: list[Failure] = []
+    membership: Any = SimpleNamespace(give_up_on=told.append, stand_in=None)
+    collective: Any = SimpleNamespace(log=None, position=(0, 0), turn_of=lambda rank: 0)
+    placement: Any = SimpleNamespace(devices=["cpu:0", "cpu:1"], leader=0)
+    pool: Any = SimpleNamespace(followers=[])
+    standbys = Standbys(collective, placement, membership, pool, 1.0)
+    earlier, later = (SimpleNamespace(name="replica 1", pid=pid) for pid in (1, 2))
+    over, waiting, died = (
+        standbys._over,
+        {1: earlier},
+        Failure(1, Member("one", "here"), "died", ""),
+    )
+    standbys.rest()
+    standbys.begin()
+    standbys._waiting[1] = later
+    standbys._take_place(died, earlier, waiting, over)
+    wait_for(lambda: ended, what="for the standby's end")
+    assert ended == [earlier] and standbys._waiting == {1: later} and told == [died]
+    standbys.rest()
 
 
 SLOW_TO_IMPORT = """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stratagem.codecs.feedback import Feedback
 from stratagem.compat.torch_names import copy_all
-from stratagem.errors import NotDistributable, ReplicaError
+from stratagem.errors import NotDistributable, ReplicaError, ReplicaLost
 from stratagem.frontends.keras.adapter import KerasAdapter, own_variables, replica_progress
 from stratagem.frontends.keras.driver import Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
@@ -89,7 +89,14 @@ class ElasticReplicas(OnReplicas):
         begin_anew()
         self._again, self._leads = Again(self._done), False
         group = self._driver.strategy.replica_group
-        return group.call(perform, ((call, self), None), partial(self._sent, call), self._again)[0]
+        given = ((call, self), None), partial(self._sent, call), self._again
+        try:
+            return group.call(perform, *given)[0]
+        except ReplicaLost as error:
+            if self.steps is None or group.leads is not False:  # not under `stratagem run`
+                raise
+            chief = self.adapter.replica.membership.members[0]
+            raise (_heirless(error) if error.who == chief.name else error) from None
 
     def _sent(self, call: Call) -> tuple[None, FollowerModel]:
         """What followers get, each time that they are called."""
@@ -225,3 +232,14 @@ class ElasticReplicas(OnReplicas):
 
     def _end(self, told: Any) -> None:
         self._surely(partial(super()._end, told))
+
+
+def _heirless(error: ReplicaLost) -> ReplicaLost:
+    """Say why nobody takes the chief's place, where another task would for an `sg.Model`."""
+    what = str(error).removesuffix(" Then start the job again.")
+    return ReplicaLost(
+        f"{what} Of a Keras model the chief alone runs Keras' loop, so the job ends with it; with "
+        "keras.callbacks.BackupAndRestore, `stratagem run --restarts 3` starts it again, and it "
+        "goes on with the next batch.",
+        error.who,
+    )
