@@ -371,7 +371,9 @@ class DividedStep(PredictedStep):
         meeting = found.meeting or self.cal.crossing
         parts = {
             "compute": self.compute * found.seconds,
-            "layers that all compute": self.compute * n * (1 - found.seconds),
+            "layers that all compute": self.compute
+            * (1 - found.seconds)
+            * n ** math.log2(found.growth),
             "handing over": crossing * (2 + n) / self.hw.local + found.meetings * meeting,
             "optimizer": self.profile.optimizer * self.crowding * self._own(found.fixed),
             "overhead": self.cal.step,

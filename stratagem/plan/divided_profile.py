@@ -19,6 +19,7 @@ from stratagem.training.column_plan import fast_recurrence, plan_columns
 from stratagem.training.isolated_run import dry_run
 from stratagem.training.layer_costs import STATES, LayerMeter
 from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.loop_process import with_tensors
 from stratagem.training.replica import current_replica
 from stratagem.training.tensor_ops import Enter, sum_of_parts
 from stratagem.training.tensor_plan import TensorPlan, Use, make_plan
@@ -45,6 +46,11 @@ def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
         whole = sum(getattr(cost, name) for cost in costs)
         return sum(getattr(cost, name) for cost in divided) / whole if whole else 0.0
 
+    growth = 2.0
+    if wholes := [i for i, (_, use) in enumerate(found) if use.how == "whole"]:
+        more = LayerMeter(graph).measure([with_tensors(each, _twice) for each in given])
+        once, twice = (sum(each[i].seconds for i in wholes) for each in (costs, more))
+        growth = min(max(twice / once, 1.0), 2.0) if once else 2.0
     parts = [cost for cost, use in found if use.how != "whole"]
     entered = [cost for cost, use in found if use.given is not None]
     return DividedLayers(
@@ -53,7 +59,13 @@ def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
         share("activation", entered),
         sum(crossing),
         len(crossing),
+        growth=growth,
     )
+
+
+def _twice(tensor: Tensor) -> Tensor:
+    """All rows two times."""
+    return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
 
 def meeting_seconds() -> float:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stratagem.data.shares import rows
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.plan.divided_profile import chunk_tables, divided_layers
+from stratagem.plan.machine import one_thread
 from stratagem.plan.profile import Footprint, LayerTable, Profile
 from stratagem.training.dry_run import DryRun
 from stratagem.training.layer_costs import LayerMeter
@@ -43,8 +44,9 @@ def with_layers(
     if measured.device != "cpu":
         why = "stages, and processes that divide layers, are CPU processes so far."
         return replace(found, unpiped=trial.unpiped or why, undivided=trial.undivided or why)
-    found = found if trial.unpiped else _with_stages(found, trial, batch)
-    return found if trial.undivided else _with_divided(found, trial, batch)
+    with one_thread():  # as processes that fill a machine have it: few rows gain little by more
+        found = found if trial.unpiped else _with_stages(found, trial, batch)
+        return found if trial.undivided else _with_divided(found, trial, batch)
 
 
 def footprint(trial: DryRun, batch: Any, params: list[nn.Parameter]) -> Footprint:

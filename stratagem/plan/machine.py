@@ -50,14 +50,21 @@ _FLOATS = 4 << 20
 _ROUNDS = 5
 
 
-def measure_hardware(device: str = "cpu") -> Hardware:
-    """One host with this machine's processors, or GPUs if `device` is one."""
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, torch computes with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        adding, updating = _adding(), _updating()
+        yield
     finally:
         torch.set_num_threads(threads)
+
+
+def measure_hardware(device: str = "cpu") -> Hardware:
+    """One host with this machine's processors, or GPUs if `device` is one."""
+    with one_thread():
+        adding, updating = _adding(), _updating()
     cuda = KINDS["cuda"]
     gpus = cuda.count() if device.startswith("cuda") else 0
     local = _between_gpus(gpus) if gpus else adding
@@ -224,13 +231,9 @@ def _cut(shape: tuple[int, ...], part: float) -> tuple[int, ...]:
 
 def _median(store: Store) -> float:
     """Return the seconds of an update."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         grad = torch.full((store.count,), 1e-3, dtype=store.values.dtype)
         return statistics.median([_once(store, grad) for _ in range(_ROUNDS + 1)][1:])
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _once(store: Store, grad: torch.Tensor) -> float:
@@ -249,15 +252,11 @@ Clocks = npt.NDArray[np.float64]
 
 def measure_overhead(steps: int = 300) -> Overhead:
     """What a message costs, a byte, and a step; with fewer steps faster and rougher."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         with _over_sockets():
             one, two = (_served(_SMALL, servers, steps) for servers in (1, 2))
             large = _served(_LARGE, 1, max(10, steps // 5)) - _beside(_LARGE)
         idle = _beside(_SMALL)
-    finally:
-        torch.set_num_threads(threads)
     # the second server has two messages, too, and hears an order, which is half of one
     message = np.array([(two[0] - one[0]) / 2, (two[2] - idle[1]) / 2.5])
     byte = (large - one + idle) / (2 * 4 * (_LARGE - _SMALL))  # there and back

@@ -79,6 +79,8 @@ class DividedLayers:
     meetings: int
     #: seconds in which two processes meet for that; 0 if they were not tried
     meeting: float = 0.0
+    #: how much longer the layers that are not divided take for twice the rows
+    growth: float = 2.0
 
 
 @dataclass(frozen=True)

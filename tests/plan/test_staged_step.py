@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.errors import UsageError
@@ -25,10 +26,13 @@ from stratagem.plan.configuration import (
     Configuration,
 )
 from stratagem.plan.cost import predict
+from stratagem.plan.divided_profile import divided_layers
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import DividedLayers, Footprint, LayerTable, Profile
 from stratagem.rules.layer_split import LayerCost
 from stratagem.rules.schedules import SCHEDULES
+from stratagem.training.layer_graph import trace
+from stratagem.training.tensor_program import OPENED
 from tests.plan.support import IDEAL, profile
 
 MB = 1_000_000
@@ -137,10 +141,29 @@ def test_divided_layers_have_all_rows_and_a_part_of_the_work() -> None:
     assert found.parts["handing over"] == pytest.approx(4 * MB * 6 / 1e9 + 3e-3)
     tried = model(divided=replace(cut, meeting=2e-3), optimizer=0.0)  # not guessed, but measured
     assert predict(tried, machine, cfg, cal).step == pytest.approx(found.step + 3e-3)
+    slower = model(divided=replace(cut, growth=1.5), optimizer=0.0)  # by half for twice the rows
+    parts = predict(slower, machine, cfg, cal).parts
+    assert parts["layers that all compute"] == pytest.approx(0.03 * 1.5**2 * 0.2)
     kept = 4 * 64 * MB * (0.25 / 4 + 0.75)
     assert found.memory == pytest.approx(32 * MB * (0.5 / 4 + 0.5) + kept)
     with pytest.raises(UsageError, match="was not measured"):
         predict(model(), machine, cfg, cal)
+
+
+class Constant(nn.Module):
+    """Takes as long for many rows as for few, as recurrent layers of few rows nearly do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        end = time.thread_time() + 5e-3
+        while time.thread_time() < end:
+            torch.rand(1)
+        return x
+
+
+def test_what_twice_the_rows_cost_is_measured() -> None:
+    net, x = nn.Sequential(nn.Linear(8, 8), Constant(), nn.Linear(8, 8)), torch.randn(6, 8)
+    found = divided_layers(trace(net, x, OPENED), [x])
+    assert 1.0 <= found.growth < 1.4 and found.seconds < 0.5
 
 
 def test_chunks_of_time_go_through_stages_in_two_waves() -> None:

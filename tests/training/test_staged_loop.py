@@ -43,7 +43,8 @@ def three() -> Iterator[sg.PipelineStrategy]:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[sg.Mesh]:
-    with sg.Mesh(data=2, stage=2, microbatches=2) as made:
+    patient = sg.Patience(answer=30.0)  # of four processes on two cores
+    with sg.Mesh(data=2, stage=2, microbatches=2, patience=patient) as made:
         yield made
 
 
