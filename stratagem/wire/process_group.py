@@ -133,11 +133,13 @@ class ProcessGroup:
         if self.size == 1:
             return Pending()
         METER.bytes += flat.nbytes
-        if flat.dtype in HALF and self._backend == "gloo" and flat.device.type == "cpu":
+        # Gloo, too, adds two numbers in fp32 and rounds them once, but of more each sum
+        half = flat.dtype in HALF and (self.size > 2 or self._backend != "gloo")
+        if half and self._backend == "gloo" and flat.device.type == "cpu":
             self._tag = (self._tag + 2) % _TAGS
             errand = self.begin(BackgroundWork(sum_half, self._group, self.rank, flat, self._tag))
             return Pending(lambda: self.wait(errand))
-        if flat.dtype in HALF:
+        if half:
             self._sum_half(flat)
             return Pending()
         options: Any = dist.AllreduceOptions()
