@@ -20,9 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: bytes of one message of a sum
-_MESSAGE = 256 << 10
-
 
 class BackgroundWork:
     """Work in a thread of its own, with the verbs of Gloo's.
@@ -60,45 +57,28 @@ class BackgroundWork:
             raise self._error
 
 
-def sum_half(group: Any, rank: int, flat: Tensor, tag: int, most: int = _MESSAGE) -> None:
-    """Add up over a group of Gloo, in place; `tag` and the next number must be free.
-
-    A chunk goes in messages of `most` bytes: one is added up while the next is on its way. Those of
-    one tag arrive in the order in which they were sent.
-    """
+def sum_half(group: Any, rank: int, flat: Tensor, tag: int) -> None:
+    """Add up over a group of Gloo, in place; `tag` and the next number must be free."""
     size = group.size()
     chunk = -(-flat.numel() // size)
-    pieces = [_messages(flat[i * chunk : (i + 1) * chunk], most) for i in range(size)]
+    pieces = [flat[i * chunk : (i + 1) * chunk] for i in range(size)]
     mine = pieces[rank]
-    parts = [part.new_empty(size, part.numel()) for part in mine]
+    parts = mine.new_empty(size, mine.numel())
     # Whoever comes next first, so that not all send to the same one.
     others = [(rank + i) % size for i in range(1, size)]
-    turns = range(max(map(len, pieces)))
-    full = [(other, part) for k in turns for other in others for part in pieces[other][k : k + 1]]
-    arrive = [[group.recv([part[other]], other, tag) for other in others] for part in parts]
-    # A message comes back only after it has arrived everywhere: nothing is overwritten unsent.
-    back = [group.recv([part], other, tag + 1) for other, part in full]
-    sent = [group.send([part], other, tag) for other, part in full]
-    for part, received, works in zip(mine, parts, arrive, strict=True):
-        for work in works:
-            work.wait()
-        _add_up(part, received, rank)
-        sent += [group.send([part], other, tag + 1) for other in others]
+    full = [other for other in others if pieces[other].numel()]
+    arrive = [group.recv([parts[other]], other, tag) for other in others if mine.numel()]
+    # A chunk comes back only after all of its pieces have arrived: nothing is overwritten unsent.
+    back = [group.recv([pieces[other]], other, tag + 1) for other in full]
+    sent = [group.send([pieces[other]], other, tag) for other in full]
+    parts[rank].copy_(mine)
+    for work in arrive:
+        work.wait()
+    if mine.numel():
+        mine.copy_(torch.sum(parts, 0, dtype=torch.float32))
+        sent += [group.send([mine], other, tag + 1) for other in others]
     for work in (*back, *sent):
         work.wait()
-
-
-def _messages(piece: Tensor, most: int) -> Sequence[Tensor]:
-    return torch.split(piece, max(1, most // piece.itemsize)) if piece.numel() else ()
-
-
-def _add_up(mine: Tensor, received: Tensor, rank: int) -> None:
-    """Add what came from the others, and round once."""
-    if len(received) == 2:
-        mine.add_(received[1 - rank])  # torch, too, adds in fp32 and then rounds
-    else:
-        received[rank].copy_(mine)
-        mine.copy_(torch.sum(received, 0, dtype=torch.float32))
 
 
 def pass_on(

@@ -133,11 +133,13 @@ class ProcessGroup:
         if self.size == 1:
             return Pending()
         METER.bytes += flat.nbytes
-        if flat.dtype in HALF and self._backend == "gloo" and flat.device.type == "cpu":
+        # Gloo, too, adds two numbers in fp32 and rounds them once, but of more each sum
+        half = flat.dtype in HALF and (self.size > 2 or self._backend != "gloo")
+        if half and self._backend == "gloo" and flat.device.type == "cpu":
             self._tag = (self._tag + 2) % _TAGS
             errand = self.begin(BackgroundWork(sum_half, self._group, self.rank, flat, self._tag))
             return Pending(lambda: self.wait(errand))
-        if flat.dtype in HALF:
+        if half:
             self._sum_half(flat)
             return Pending()
         options: Any = dist.AllreduceOptions()
@@ -192,73 +194,54 @@ class ProcessGroup:
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Pending:
         """Everybody's flat part, one behind the other in `whole`."""
-        work = self._collected(whole.view(self.size, -1), part.reshape(-1))
-        return Pending(lambda: self.wait(work))
+        METER.bytes += part.nbytes
+        table, row = whole.view(self.size, -1), part.reshape(-1)
+        if self._backend != "gloo" or row.device.type != "cpu":
+            work = self.begin(self._group.allgather([list(table.unbind(0))], [row]))
+            return Pending(lambda: self.wait(work))
+        others = _others(self.rank, table)
+        pending = self._pass_on([(rank, row) for rank, _ in others], others)
+        table[self.rank].copy_(row)
+        return pending
 
     def sum_into(self, part: Tensor, whole: Tensor) -> Pending:
         """This member's part of the sum over the group, added up in the order of ranks."""
-        METER.bytes += whole.nbytes
-        received, work = self._swapped(whole.view(self.size, -1))
+        rows = whole.view(self.size, -1)
+        received = torch.empty_like(rows)
+        pending = self.swap_into(received, rows)
 
         def finish() -> None:
-            self.wait(work)
+            pending.wait()
             wide = received.float() if received.dtype in HALF else received
             part.view(-1).copy_(wide.sum(0))
 
         return Pending(finish)
 
-    def swap(self, rows: Tensor) -> Tensor:
-        """Send row r of a table to member r; returns what came from each."""
+    def swap_into(self, received: Tensor, rows: Tensor) -> Pending:
+        """Send row r of a table to member r; fills another with what comes from each."""
         METER.bytes += rows.nbytes
-        received, work = self._swapped(rows)
-        self.wait(work)
-        return received
-
-    def _swapped(self, rows: Tensor) -> tuple[Tensor, Any]:
-        """Begin to swap; returns what is being filled, and what to wait for."""
-        received = torch.empty_like(rows)
         if self._backend != "gloo" or rows.device.type != "cpu":
             options = dist.AllToAllOptions()
-            return received, self.begin(self._group.alltoall_base(received, rows, [], [], options))
-        work = self._pass_on(self._others(rows), self._others(received))
+            work = self.begin(self._group.alltoall_base(received, rows, [], [], options))
+            return Pending(lambda: self.wait(work))
+        pending = self._pass_on(_others(self.rank, rows), _others(self.rank, received))
         received[self.rank].copy_(rows[self.rank])
-        return received, work
-
-    def collect(self, row: Tensor) -> Tensor:
-        """Everybody's row of one common size, as a table."""
-        table = row.new_empty(self.size, row.numel())
-        self.wait(self._collected(table, row))
-        return table
-
-    def _collected(self, table: Tensor, row: Tensor) -> Any:
-        """Begin to fill a table with everybody's row; returns what to wait for."""
-        METER.bytes += row.nbytes
-        if self._backend != "gloo" or row.device.type != "cpu":
-            return self.begin(self._group.allgather([list(table.unbind(0))], [row]))
-        others = self._others(table)
-        work = self._pass_on([(rank, row) for rank, _ in others], others)
-        table[self.rank].copy_(row)
-        return work
+        return pending
 
     def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
         """Send to some members of a group of Gloo; returns what came from others."""
         METER.bytes += flat.nbytes * len(receivers)
         found = [torch.empty_like(flat) for _ in senders]
         sends = [(rank, flat) for rank in receivers]
-        self.wait(self._pass_on(sends, list(zip(senders, found, strict=True))))
+        self._pass_on(sends, list(zip(senders, found, strict=True))).wait()
         return found
-
-    def _others(self, table: Tensor) -> list[tuple[int, Tensor]]:
-        """The other members and their rows; whoever comes next first, so that not all send to the
-        same one."""
-        ranks = ((self.rank + i) % self.size for i in range(1, self.size))
-        return [(rank, table[rank]) for rank in ranks if table.numel()]
 
     def _pass_on(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> Any:
+    ) -> Pending:
         self._tag = (self._tag + 2) % _TAGS
-        return self.begin(BackgroundWork(pass_on, self._group, sends, receives, self._tag))
+        work = self.begin(BackgroundWork(pass_on, self._group, sends, receives, self._tag))
+        return Pending(lambda: self.wait(work))
 
     # --- single messages; Gloo only --------------------------------------------------------------
 
@@ -299,6 +282,12 @@ class ProcessGroup:
         """Give the group up while a peer may still owe it something. (Gloo has no such thing.)"""
         if self._backend == "nccl":
             self._group.abort()
+
+
+def _others(rank: int, table: Tensor) -> list[tuple[int, Tensor]]:
+    """The other members and their rows; whoever comes next first, so that not all send to one."""
+    size = len(table) if table.numel() else 1
+    return [((rank + i) % size, table[(rank + i) % size]) for i in range(1, size)]
 
 
 def _device(hostname: str) -> Any:

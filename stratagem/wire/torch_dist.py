@@ -107,10 +107,16 @@ class TorchCollective(Collective):
         return [part[:size].clone() for part, size in zip(parts, sizes, strict=True)]
 
     def swap(self, rows: Tensor) -> Tensor:
-        return self.named(lambda: self.flat.swap(self._staged_bytes(rows))).to(rows.device)
+        given = self._staged_bytes(rows)
+        found = torch.empty_like(given)
+        self.named(lambda: self.flat.swap_into(found, given).wait())
+        return found.to(rows.device)
 
     def collect(self, row: Tensor) -> Tensor:
-        return self.named(lambda: self.flat.collect(self._staged_bytes(row))).to(row.device)
+        given = self._staged_bytes(row)
+        found = given.new_empty(self.size, len(given))
+        self.named(lambda: self.flat.gather_into(found, given).wait())
+        return found.to(row.device)
 
     def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
         if self.backend != "gloo":

@@ -101,6 +101,29 @@ def test_all_reduce_is_the_plain_sum(several: sg.MirroredStrategy) -> None:
             agree([each[2 * i + kind] for each in results], expected, dtype)
 
 
+def test_two_sixteen_bit_numbers_are_added_up_in_fp32(several: sg.MirroredStrategy) -> None:
+    """Whatever bits they have: rounded once, to even, infinities and numbers near zero, too."""
+    if several.num_replicas_in_sync != 2:
+        pytest.skip("of more the order counts")
+
+    def bits(rank: int, dtype: torch.dtype) -> Tensor:
+        dice = torch.Generator().manual_seed(rank)
+        return torch.randint(
+            -(1 << 15), 1 << 15, (20_001,), generator=dice, dtype=torch.int16
+        ).view(dtype)
+
+    def work(collective: Collective) -> list[Tensor]:
+        flats = [bits(collective.rank, each) for each in (torch.bfloat16, torch.float16)]
+        for flat in flats:
+            collective.all_reduce(flat).wait()
+        return flats
+
+    for found in everywhere(several, work):
+        for flat in found:
+            expected = (bits(0, flat.dtype).float() + bits(1, flat.dtype).float()).to(flat.dtype)
+            assert torch.equal(flat.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 def test_weights(several: sg.MirroredStrategy) -> None:
     """Unequal ones, as shares of a batch are; a weight of zero hides whatever is there."""
     count = several.num_replicas_in_sync
