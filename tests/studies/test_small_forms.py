@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 STUDIES = Path(__file__).parents[2] / "studies"
 
@@ -77,6 +78,33 @@ def test_fewer_bytes_and_fewer_meetings() -> None:
     assert dense / found["DiLoCo 20, AdamW"]["bytes"] == pytest.approx(20, rel=0.02)
     assert all(run["check"][0] < 4 for run in found.values())  # of log(128) = 4.85
     assert "times fewer bytes" in study.report(list(found.values()))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("task", ["clothes", "text"])
+def test_gradients_of_all_workers_come_from_one_call(task: str) -> None:
+    """Those that each would find by itself, in its own model."""
+    study = load("bytes")
+    dice = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 1, 28, 28, generator=dice)
+    if task == "text":
+        x = torch.randint(128, (32, study.CONTEXT), generator=dice)
+    y = torch.randint(10, (32,), generator=dice)
+    workers = study.Workers(study.TASKS[task][1](1), study.common.Split(x, y, x, y, x, y))
+    with torch.no_grad():  # they have gone apart
+        for rank, copy in enumerate(workers.copies):
+            for p in copy.parameters():
+                p.add_(0.01 * rank)
+    rows = torch.randperm(32, generator=dice)
+    workers.gradients(0, rows)
+    for copy, mine in zip(workers.copies, rows.split(4), strict=True):
+        loss = torch.nn.functional.cross_entropy(copy(x[mine]), y[mine]) / study.WORKERS
+        own = torch.autograd.grad(loss, list(copy.parameters()))
+        for p, alone in zip(copy.parameters(), own, strict=True):
+            torch.testing.assert_close(p.grad, alone)
+    if task == "clothes":
+        plain = study.common.cnn(1)
+        torch.testing.assert_close(study.picture_model(1)(x), plain(x))
 
 
 def test_who_never_got_there_took_longest() -> None:

@@ -43,25 +43,50 @@ T = TypeVar("T")
 _PATIENCE = 300.0
 
 
+class InTurn(threading.Barrier):
+    """A barrier of threads of which one goes at a time: they do not fight for the interpreter."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__(parties)
+        self.turn = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.turn.release()
+        try:
+            return super().wait(timeout)
+        finally:
+            self.turn.acquire()
+
+
 class ThreadCollective(Collective):
     """One of the threads; counts what a ring over sockets would send, and the time that takes."""
 
     runs_beside = True
 
     def __init__(
-        self, rank: int, board: list[Any], barrier: threading.Barrier, topology: Topology
+        self, rank: int, boards: list[list[Any]], barrier: threading.Barrier, topology: Topology
     ) -> None:
-        self.rank, self.size, self._board, self._barrier = rank, len(board) - 1, board, barrier
+        self.rank, self.size, self._barrier = rank, len(boards[0]), barrier
         self._topology = topology
+        #: what replicas tell each other, in turn: the last round is read while the next is written
+        self._boards, self._round = boards, 0
         #: what this replica has sent, its clock, and when its link has nothing more to send
         self.bytes, self.seconds, self._free = 0.0, 0.0, 0.0
 
-    def _count(self, size: float, messages: int) -> float:
-        """Count what is sent; returns when it is there."""
+    def _told(self, mine: Any) -> list[Any]:
+        board = self._boards[self._round % 2]
+        self._round += 1
+        board[self.rank] = mine
+        self._barrier.wait(_PATIENCE)
+        return list(board)
+
+    def _sent(self, mine: Any, size: float, messages: int) -> list[Any]:
+        """What all send. Counts it; when it is there the link is free again."""
         self.bytes += size
-        begun = max(self._told(max(self.seconds, self._free)))  # whoever is last is waited for
+        told = self._told((max(self.seconds, self._free), mine))
+        begun = max(clock for clock, _ in told)  # whoever is last is waited for
         self._free = begun + size / self._topology.rate + messages * self._topology.latency
-        return self._free
+        return [each for _, each in told]
 
     def _wait(self, until: float) -> None:
         self.seconds = max(self.seconds, until)
@@ -72,47 +97,40 @@ class ThreadCollective(Collective):
         there, self.seconds = self.seconds, before
         return Pending(lambda: self._wait(there))
 
-    def _told(self, mine: Any) -> list[Any]:
-        self._board[self.rank] = mine
-        self._barrier.wait(_PATIENCE)
-        told = self._board[:-1]
-        self._barrier.wait(_PATIENCE)
-        return told
-
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
 
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
         apply_weight(flat, weight)
         others = self.size - 1
-        there = self._count(2 * others / self.size * flat.nbytes, 2 * others)
-        self._board[self.rank] = flat
-        self._barrier.wait(_PATIENCE)
+        flats = self._sent(flat, 2 * others / self.size * flat.nbytes, 2 * others)
+        there, total = self._free, None
         if self.rank == 0:  # one adds up for all, in one order: a seed gives the same bits again
-            total = self._board[-1] = flat.clone()
-            for other in self._board[1:-1]:
+            total = flat.clone()
+            for other in flats[1:]:
                 total.add_(other)
-        self._barrier.wait(_PATIENCE)
-        flat.copy_(self._board[-1])
-        self._barrier.wait(_PATIENCE)
+        flat.copy_(self._told(total)[0])
         return Pending(lambda: self._wait(there))
 
     def swap(self, rows: Tensor) -> Tensor:
-        self._wait(self._count(rows.nbytes * (self.size - 1) / self.size, 1))
-        return torch.stack([each[self.rank] for each in self._told(rows.clone())])
+        told = self._sent(rows.clone(), rows.nbytes * (self.size - 1) / self.size, 1)
+        self._wait(self._free)
+        return torch.stack([each[self.rank] for each in told])
 
     def collect(self, row: Tensor) -> Tensor:
-        self._wait(self._count(row.nbytes * (self.size - 1), 1))
-        return torch.stack(self._told(row.clone()))
+        told = self._sent(row.clone(), row.nbytes * (self.size - 1), 1)
+        self._wait(self._free)
+        return torch.stack(told)
 
     def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
-        self._wait(self._count(flat.nbytes * len(receivers), 1))
-        told = self._told(flat.clone())
+        told = self._sent(flat.clone(), flat.nbytes * len(receivers), 1)
+        self._wait(self._free)
         return [told[rank] for rank in senders]
 
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
-        self._wait(max(self._told(self.seconds)))
-        return self._told(data.clone())  # a few numbers, which cost nothing but the wait
+        told = self._told((self.seconds, data.clone()))
+        self._wait(max(clock for clock, _ in told))
+        return [each for _, each in told]  # a few numbers, which cost nothing but the wait
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
         found: Tensor = self._told(data)[source]
@@ -126,16 +144,18 @@ class ThreadCollective(Collective):
 
 
 def all_at_once(count: int, topology: Topology, act: Callable[[ThreadCollective], T]) -> list[T]:
-    """Have each of `count` replicas do it at the same time."""
-    board: list[Any] = [None] * (count + 1)  # of each, and of all
-    barrier = threading.Barrier(count)
+    """Have each of `count` replicas do it; in turn from one thing that they do together to the
+    next, since threads that fight for the interpreter take longer."""
+    boards: list[list[Any]] = [[None] * count, [None] * count]
+    barrier = InTurn(count)
 
     def one(rank: int) -> T:
-        try:
-            return act(ThreadCollective(rank, board, barrier, topology))
-        except BaseException:
-            barrier.abort()
-            raise
+        with barrier.turn:
+            try:
+                return act(ThreadCollective(rank, boards, barrier, topology))
+            except BaseException:
+                barrier.abort()
+                raise
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(one, range(count)))
@@ -165,10 +185,19 @@ class SimulatedReplica:
 
     def step(self, loss: Callable[[Tensor], Tensor], rows: Tensor) -> None:
         """One update from this replica's share of the rows of a batch; `loss` is a mean."""
-        lo, hi = share(len(rows), self.collective.size, self.collective.rank)
-        self._replica.share.set(hi - lo, len(rows), float(hi > lo))
+        lo, hi = self.begin(len(rows))
         if hi > lo:
             (loss(rows[lo:hi]) * ((hi - lo) / len(rows))).backward()  # type: ignore[no-untyped-call]
+        self.update()
+
+    def begin(self, rows: int) -> tuple[int, int]:
+        """Begin a batch of so many rows; returns the first of this replica's, and the end."""
+        lo, hi = share(rows, self.collective.size, self.collective.rank)
+        self._replica.share.set(hi - lo, rows, float(hi > lo))
+        return lo, hi
+
+    def update(self) -> None:
+        """One update from the gradients that the parameters have: of this share, a part of all."""
         self.committer.commit([0.0, 0.0])
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.plan.simulate import simulate
-from stratagem.plan.simulation.replica_training import train_replicas
+from stratagem.plan.simulation.replica_training import (
+    ThreadCollective,
+    all_at_once,
+    train_replicas,
+)
 from stratagem.plan.simulation.scenario import Scenario, Work
 from stratagem.plan.simulation.spread import Constant, Lognormal
 from stratagem.plan.simulation.training import Data
@@ -158,3 +163,18 @@ def test_refusals() -> None:
         train_replicas(Scenario(2, 1, Work(Constant(0.1)), Topology(1e9)), *made)
     with pytest.raises(sg.NotDistributable, match="Adam divides by"):
         train_replicas(scenario(), *made, wire=sg.TopK(0.1))
+
+
+def test_replicas_go_in_turn_from_one_meeting_to_the_next() -> None:
+    """Threads that fight for the interpreter take several times as long."""
+    going: list[int] = []
+
+    def act(collective: ThreadCollective) -> list[int]:
+        for _ in range(3):
+            going.append(collective.rank)
+            time.sleep(0.002)
+            assert going.pop() == collective.rank and not going
+            told = collective.gather_bytes(torch.tensor([collective.rank]))
+        return [int(each) for each in told]
+
+    assert all_at_once(4, Topology(RATE), act) == [[0, 1, 2, 3]] * 4
