@@ -12,7 +12,7 @@ import torch
 from keras import layers
 
 from stratagem.compat.torch_names import traced
-from stratagem.frontends.keras import captured_step, driver, quiet_loop, step_graph
+from stratagem.frontends.keras import captured_step, driver, quiet_loop, step_graph, step_loop
 from stratagem.frontends.keras.callback_needs import CallbackNeeds
 from stratagem.frontends.keras.planned_update import PlannedUpdate
 from stratagem.frontends.keras.step_loop import StepLoop
@@ -215,6 +215,30 @@ def test_a_loop_with_other_numbers_is_not_used(
     monkeypatch.setattr(PlannedUpdate, "settings", off)
     train(mlp, adam, {"x": X, "y": Y, "batch_size": 10}, strategy(1))
     assert bool(seen.loops) != wrong and seen.unread > 5
+
+
+@pytest.mark.parametrize("fastest", [1, 2])
+def test_a_loop_runs_on_the_threads_that_are_faster(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, fastest: int
+) -> None:
+    given, used, count, ticks = torch.get_num_threads(), set(), PlannedUpdate.count, [0.0]
+
+    def clock() -> float:
+        ticks[0] += 1.0 if torch.get_num_threads() == fastest else 2.0
+        return ticks[0]
+
+    def counted(self: Any, steps: int) -> None:
+        used.add(torch.get_num_threads())
+        count(self, steps)
+
+    monkeypatch.setattr(step_loop.time, "perf_counter", clock)
+    monkeypatch.setattr(PlannedUpdate, "count", counted)
+    torch.set_num_threads(2)
+    try:
+        train(mlp, adam, {"x": X, "y": Y, "batch_size": 10}, strategy(1))
+        assert torch.get_num_threads() == 2 and used == {fastest} and max(seen.loops) > 5
+    finally:
+        torch.set_num_threads(given)
 
 
 def test_who_listens_to_gradients_hears_each(seen: Seen) -> None:
