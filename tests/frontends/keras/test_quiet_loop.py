@@ -12,7 +12,14 @@ import torch
 from keras import layers
 
 from stratagem.compat.torch_names import traced
-from stratagem.frontends.keras import captured_step, driver, quiet_loop, step_graph, step_loop
+from stratagem.frontends.keras import (
+    captured_step,
+    driver,
+    quiet_loop,
+    step_graph,
+    step_loop,
+    trimmed_graph,
+)
 from stratagem.frontends.keras.callback_needs import CallbackNeeds
 from stratagem.frontends.keras.planned_update import PlannedUpdate
 from stratagem.frontends.keras.step_loop import StepLoop
@@ -318,6 +325,20 @@ def test_what_is_the_same_each_time_runs_once() -> None:
     code = graph.code
     trim(graph)
     assert graph.code == code
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_small_products_take_copies_where_bits_stay(
+    monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    monkeypatch.setattr(trimmed_graph, "_ARM", True)
+    monkeypatch.setattr(trimmed_graph, "_same_bits", lambda *_: same)
+    x, small, large = torch.randn(32, 10), torch.randn(64, 10), torch.randn(1000, 10)
+    graph = traced(lambda x, a, b: [x @ a.t(), x @ b.t()], [x, small, large])
+    trim(graph)
+    names = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+    assert sum("clone" in name for name in names) == same
+    torch.testing.assert_close(graph(x, small, large)[0], x @ small.t())
 
 
 class Writes(keras.Sequential):  # type: ignore[misc]
