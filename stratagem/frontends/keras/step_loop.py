@@ -7,7 +7,9 @@ The program is used if one step of it is the model's own step, and two at once a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,21 +34,34 @@ class StepLoop:
         number = {id(each): i for i, each in enumerate(held)}
         self._places = [number[id(each)] for each in written]
         self._program: Any = None
-        self._foretold: list[Tensor] = []
+        #: by threads: how long two steps take, and what is there after one
+        self._foretold: dict[int, tuple[float, list[Tensor]]] = {}
+        #: what it was tried with, and what it runs with
+        self._given, self._threads = torch.get_num_threads(), 1
 
     def foretell(self, batch: list[Tensor], update: PlannedUpdate) -> None:
-        """Say what the next step will do; twice, since the first run makes the program."""
+        """Say what the next step will do."""
         sizes = len(self._weights), len(self._held), len(batch)
         self._program = adam_loop(self._step, *sizes, self._places)
-        with torch.inference_mode():
-            for _ in range(2):
+        for threads in {1, self._given}:
+            self._foretold[threads] = self._trial(threads, batch, update)
+
+    def _trial(
+        self, threads: int, batch: list[Tensor], update: PlannedUpdate
+    ) -> tuple[float, list[Tensor]]:
+        times = []
+        with _on(threads), torch.inference_mode():
+            for _ in range(3):  # the first run makes the program
                 one, two = self._copies(update), self._copies(update)
+                begun = time.perf_counter()
                 self._run(two, [batch, batch], update.settings(2))
+                times.append(time.perf_counter() - begun)
                 self._run(one, [batch], update.settings(1))
-                self._foretold = [each.clone() for each in one]
+                foretold = [each.clone() for each in one]
                 self._run(one, [batch], update.settings(1, after=1))
                 if not _same(one, two):
                     raise ValueError("two steps at once give other numbers")
+        return min(times), foretold
 
     def _copies(self, update: PlannedUpdate) -> list[Tensor]:
         """What is held, and both moments."""
@@ -60,20 +75,24 @@ class StepLoop:
             on[place] = state
 
     def told(self, update: PlannedUpdate) -> bool:
-        """Whether the step has done what was foretold."""
-        foretold, self._foretold = self._foretold, []
-        return _same(foretold, self._copies(update))
+        """Whether the step has done what was foretold, with as many threads as are fastest then."""
+        real, tried, self._foretold = self._copies(update), self._foretold, {}
+        right = {n: took for n, (took, foretold) in tried.items() if _same(foretold, real)}
+        self._threads = min(right, key=lambda n: right[n], default=1)
+        return bool(right)
 
     def follows(self, update: PlannedUpdate) -> bool:
-        """Whether the update is of these weights, and nobody listens to their gradients."""
+        """Whether the update is of these weights, nobody listens to their gradients, and threads
+        are as they were."""
         heard = any(getattr(weight, kind) for weight in self._weights for kind in TENSOR_HOOKS)
-        return not heard and update.is_of(self._weights)
+        as_tried = torch.get_num_threads() == self._given
+        return as_tried and not heard and update.is_of(self._weights)
 
     def run(self, batches: Sequence[list[Tensor]], update: PlannedUpdate) -> bool:
         """The steps of these batches; False, with nothing done, where one of them fails."""
         moving = [*self._weights, *update.first, *update.second]
         settings = update.settings(len(batches))
-        with torch.inference_mode():  # no operator looks for autograd
+        with _on(self._threads), torch.inference_mode():  # no operator looks for autograd
             before = [each.clone() for each in moving]
             try:
                 gradients, states = self._program(
@@ -88,6 +107,17 @@ class StepLoop:
         for weight, gradient in zip(self._weights, gradients, strict=True):
             weight.grad = gradient.clone()
         return True
+
+
+@contextmanager
+def _on(threads: int) -> Iterator[None]:
+    """For a small operator it takes longer to wake a second thread than to run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _same(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import platform
 from typing import Any
 
 import torch
@@ -14,14 +15,21 @@ from stratagem.compat.torch_names import OpOverload
 _aten = torch.ops.aten
 #: what depends on the shape of its argument alone
 _SHAPED = (_aten.ones_like.default, _aten.zeros_like.default, _aten.full_like.default)
+#: on Linux there: torch gives products with transposed matrices to Arm's library, which takes 80 us
+#: and more and wakes its own threads, whatever torch is told
+_ARM = platform.machine() == "aarch64"
+#: multiplications of a product that is faster with a copy of the matrix
+_SMALL = 1 << 18
 
 
 def trim(graph: Any) -> None:
     """Run what depends on no input now, and what is computed twice once.
 
-    A graph that writes into a tensor in place stays as it is: then the same operator on the same
-    tensors may give something else.
+    A graph that writes into a tensor in place stays as it is, but for products: then the same
+    operator on the same tensors may give something else.
     """
+    if _ARM:
+        _copy_transposed(graph)
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     if not all(_is_pure(node) for node in nodes):
         return
@@ -29,6 +37,33 @@ def trim(graph: Any) -> None:
     _join(graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _copy_transposed(graph: Any) -> None:
+    """Small products with transposed matrices take copies, if that gives the same bits."""
+    for node in list(graph.graph.nodes):
+        if node.target is not _aten.mm.default or node.args[1].target is not _aten.t.default:
+            continue
+        left, right = (each.meta["val"] for each in node.args)
+        if left.numel() * right.shape[1] > _SMALL or not left.is_contiguous():
+            continue
+        if _same_bits(left, right):
+            form = {"memory_format": torch.contiguous_format}
+            with graph.graph.inserting_before(node):
+                copy = graph.graph.call_function(_aten.clone.default, (node.args[1],), form)
+            node.args = (node.args[0], copy)
+    graph.recompile()
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether products of such shapes are the same with a copy: both add up in one order."""
+    dice = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        a = torch.randn(left.shape, generator=dice)
+        b = torch.randn(right.shape[::-1], generator=dice).t()
+        if not torch.equal(a @ b, a @ b.contiguous()):
+            return False
+    return left.dtype is torch.float32 and left.device.type == "cpu"
 
 
 def _is_pure(node: Any) -> bool:

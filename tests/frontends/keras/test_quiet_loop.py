@@ -12,7 +12,14 @@ import torch
 from keras import layers
 
 from stratagem.compat.torch_names import traced
-from stratagem.frontends.keras import captured_step, driver, quiet_loop, step_graph
+from stratagem.frontends.keras import (
+    captured_step,
+    driver,
+    quiet_loop,
+    step_graph,
+    step_loop,
+    trimmed_graph,
+)
 from stratagem.frontends.keras.callback_needs import CallbackNeeds
 from stratagem.frontends.keras.planned_update import PlannedUpdate
 from stratagem.frontends.keras.step_loop import StepLoop
@@ -217,6 +224,30 @@ def test_a_loop_with_other_numbers_is_not_used(
     assert bool(seen.loops) != wrong and seen.unread > 5
 
 
+@pytest.mark.parametrize("fastest", [1, 2])
+def test_a_loop_runs_on_the_threads_that_are_faster(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, fastest: int
+) -> None:
+    given, used, count, ticks = torch.get_num_threads(), set(), PlannedUpdate.count, [0.0]
+
+    def clock() -> float:
+        ticks[0] += 1.0 if torch.get_num_threads() == fastest else 2.0
+        return ticks[0]
+
+    def counted(self: Any, steps: int) -> None:
+        used.add(torch.get_num_threads())
+        count(self, steps)
+
+    monkeypatch.setattr(step_loop.time, "perf_counter", clock)
+    monkeypatch.setattr(PlannedUpdate, "count", counted)
+    torch.set_num_threads(2)
+    try:
+        train(mlp, adam, {"x": X, "y": Y, "batch_size": 10}, strategy(1))
+        assert torch.get_num_threads() == 2 and used == {fastest} and max(seen.loops) > 5
+    finally:
+        torch.set_num_threads(given)
+
+
 def test_who_listens_to_gradients_hears_each(seen: Seen) -> None:
     with strategy(1).scope():
         model = mlp()
@@ -294,6 +325,20 @@ def test_what_is_the_same_each_time_runs_once() -> None:
     code = graph.code
     trim(graph)
     assert graph.code == code
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_small_products_take_copies_where_bits_stay(
+    monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    monkeypatch.setattr(trimmed_graph, "_ARM", True)
+    monkeypatch.setattr(trimmed_graph, "_same_bits", lambda *_: same)
+    x, small, large = torch.randn(32, 10), torch.randn(64, 10), torch.randn(1000, 10)
+    graph = traced(lambda x, a, b: [x @ a.t(), x @ b.t()], [x, small, large])
+    trim(graph)
+    names = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+    assert sum("clone" in name for name in names) == same
+    torch.testing.assert_close(graph(x, small, large)[0], x @ small.t())
 
 
 class Writes(keras.Sequential):  # type: ignore[misc]
