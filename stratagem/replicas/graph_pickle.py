@@ -68,7 +68,7 @@ class _Pickler(_AnswerPickler):
         return self.segments[-1]
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type | FunctionType) and _is_of_main(obj):
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__" and is_found(obj):
             self.names[obj.__qualname__] = obj
         for reduce in _reducers:
             reduced = reduce(obj)
@@ -100,11 +100,9 @@ class _Pickler(_AnswerPickler):
         return super().reducer_override(obj)
 
 
-def _is_of_main(obj: Any) -> bool:
-    """Whether plain pickle would find it there: not so the class of a cell that ran again since."""
-    if obj.__module__ != "__main__":
-        return False
-    found: Any = sys.modules["__main__"]
+def is_found(obj: type | FunctionType) -> bool:
+    """Whether plain pickle would: not so the class of a cell that ran again since."""
+    found: Any = sys.modules.get(obj.__module__)
     for name in obj.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is obj

@@ -159,13 +159,13 @@ _REAPED = 5.0  # seconds until a process whose socket has closed is known to be 
 
 def _worth_sharing() -> list[str]:
     """Modules that the zygote should import once, rather than every follower for itself."""
+    keras = "keras" in sys.modules and not _has_cuda()
     return sorted(
         name
         for name in sys.modules
         if name.partition(".")[0] in _SLOW
         and (name.startswith("stratagem.") or "." not in name)
-        and not (name.partition(".")[0] == "keras" and _has_cuda())
-        and ".keras" not in name  # ours that import Keras
+        and (keras or "keras" not in name)  # ours that import it, too
     )
 
 

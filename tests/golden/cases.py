@@ -194,7 +194,6 @@ QUICK = {
     "no strategy",
     "mirrored 1",
     "mirrored 2",
-    "mirrored 3",
     "central 2",
     "servers synchronous",
     "servers asynchronous",

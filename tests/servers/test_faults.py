@@ -191,7 +191,7 @@ def test_one_that_is_killed_between_two_trainings(made: Any) -> None:
 
 def test_one_that_ends_again_and_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something is wrong with it; the others do not try for ever."""
-    monkeypatch.setattr(local_workers, "_IN_VAIN", 5)
+    monkeypatch.setattr(local_workers, "_IN_VAIN", 2)
     strategy = made(workers=2, ps=1)
 
     with pytest.raises(sg.ReplicaLost, match="worker 1 ended again and again") as caught:

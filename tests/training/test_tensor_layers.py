@@ -106,7 +106,7 @@ def choice(draw: st.DataObject, module: nn.Module, count: int) -> dict[str, str]
 numbers = st.integers(1, 9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(2, 4), st.lists(numbers, min_size=3, max_size=5), st.data())
 def test_linear_layers_of_any_width(count: int, sizes: list[int], draw: st.DataObject) -> None:
     sizes[draw.draw(st.integers(0, len(sizes) - 1))] = count + 1  # one of them can be divided
@@ -118,7 +118,7 @@ def test_linear_layers_of_any_width(count: int, sizes: list[int], draw: st.DataO
     same(module, torch.randn(3, sizes[0]).double(), count, choice(draw, module, count))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(2, 3), numbers, numbers, st.booleans(), st.data())
 def test_convolutions_of_any_channels_with_batch_norm(
     count: int, first: int, second: int, flat: bool, draw: st.DataObject
@@ -207,7 +207,7 @@ def test_dropout_of_parts_is_that_of_the_whole(order: tuple[int, ...]) -> None:
         assert torch.equal(torch.cat(parts, dim), expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(2, 4), st.lists(st.integers(0, 5), min_size=2, max_size=4), st.integers(0, 1))
 def test_sums_and_gathers(count: int, shape: list[int], dim: int) -> None:
     whole = torch.randn(*shape)

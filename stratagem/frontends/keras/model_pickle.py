@@ -7,9 +7,11 @@ keys by identity (variables of an optimizer, tracked objects) is keyed anew on a
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import weakref
 from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import keras
@@ -56,7 +58,45 @@ def reduce_keras(obj: Any) -> Any:
         return kind, (obj._backend,)
     if isinstance(obj, keras.Variable):
         return _blank, (kind,), dict(obj.__dict__), None, None, _fill
+    if kind is FunctionType and _is_inner(obj):
+        made = (obj.__globals__["__name__"], obj.__code__, len(obj.__closure__ or ()))
+        return _inner, made, _inner_state(obj), None, None, _fill_inner
     return NotImplemented
+
+
+def _is_inner(function: FunctionType) -> bool:
+    """Whether it was made by a function of Keras; each layer has some.
+
+    cloudpickle would look through all modules for what each of them may need.
+    """
+    module = function.__globals__.get("__name__") or ""
+    return module.partition(".")[0] == "keras" and not graph_pickle.is_found(function)
+
+
+def _inner(module: str, code: CodeType, cells: int) -> FunctionType:
+    there = vars(importlib.import_module(module))
+    return FunctionType(code, there, closure=tuple(CellType() for _ in range(cells)))
+
+
+_SLOTS = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
+
+
+def _inner_state(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any], dict[int, Any]]:
+    """Its attributes, and what its cells hold; an empty one holds nothing."""
+    cells = enumerate(function.__closure__ or ())
+    held = {i: cell.cell_contents for i, cell in cells if cell != CellType()}
+    return {name: getattr(function, name) for name in _SLOTS}, dict(vars(function)), held
+
+
+def _fill_inner(
+    function: FunctionType, state: tuple[dict[str, Any], dict[str, Any], dict[int, Any]]
+) -> None:
+    slots, attributes, held = state
+    for name, value in slots.items():
+        setattr(function, name, value)
+    vars(function).update(attributes)
+    for i, value in held.items():
+        (function.__closure__ or ())[i].cell_contents = value
 
 
 graph_pickle.register(reduce_keras)

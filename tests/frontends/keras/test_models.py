@@ -19,6 +19,7 @@ from keras import layers, ops
 
 import stratagem as sg
 from stratagem.errors import NotDistributable, StratagemError
+from stratagem.frontends.keras.model_pickle import copied
 from tests.frontends.keras.served_support import close_served, served
 from tests.keras_both import Scope, alike, both, compiled, mlp, outcome
 from tests.keras_support import digits, strategy
@@ -61,6 +62,17 @@ def trains_alike(
         return [outcome(model, found), rest, outcome(model, again)]
 
     return both(play, replicas, tolerance)
+
+
+def test_functions_that_keras_gives_to_a_layer_are_those_of_its_copy() -> None:
+    """They hold the copy, and use Keras' module itself instead of a copy of its names."""
+    layer = mlp().layers[0]
+    copy = copied(layer)
+    build = vars(copy)["build"]
+    held = [cell.cell_contents for cell in build.__closure__]
+    assert any(each is copy for each in held) and not any(each is layer for each in held)
+    assert build.__globals__ is vars(layer)["build"].__globals__
+    assert build.__wrapped__ == copy.build.__wrapped__ and build.__qualname__ == "Dense.build"
 
 
 # --- how they are made ------------------------------------------------------------------------
