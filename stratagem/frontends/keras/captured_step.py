@@ -75,7 +75,7 @@ class CapturedStep:
         """A call of the user's, or one inside of another."""
         before = self.is_open, self.between_steps
         self.stale, self.is_open, self.between_steps = True, True, before[1] or between_steps
-        self._lies, self._made = None, []
+        self._lies = None
         try:
             yield
         finally:
@@ -83,10 +83,10 @@ class CapturedStep:
 
     def __call__(self, data: Any, share: Hashable = None) -> Any:
         """The step on these rows, which are this share of a batch; returns its logs."""
-        if self._made and self._made.pop() is data:
+        if self._made and self._made[-1] is data:  # other calls may come in between
+            self._made.pop()
             logs_are_unread(self._model)
             return self._unread
-        self._made = []
         if self.between_steps:
             self.stale = True  # to look through a model before each step takes too long
             return self._own()(data)

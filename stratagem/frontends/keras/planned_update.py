@@ -78,6 +78,11 @@ class PlannedUpdate:
         alike = all(a is b for a, b in zip(self._tensors, weights, strict=True))
         return alike and "apply" not in vars(self._optimizer)
 
+    @property
+    def states(self) -> list[Tensor]:
+        """What the optimizer writes beside the weights."""
+        return [*self.first, *self.second, self._count]
+
     def settings(self, steps: int, after: int = 0) -> Any:
         """Of so many steps from now, or after some: step numbers, rate, betas, epsilons."""
         adam, time = self._optimizer, int(self._count) + 1 + after

@@ -150,7 +150,7 @@ class StepGraph:
         whole = len(self._used) == len(self._weights) and is_plain(gradients)
         if update is None or self._short is None or not self._only_reads or not whole:
             return None
-        large = sum(each.nbytes for each in self._weights) > SMALL
+        large = sum(each.nbytes for each in self._held) > SMALL  # frozen ones, too
         here = all(each.device.type == "cpu" for each in self._held)
         if large or not here or _overlap(given, self._held):
             return None

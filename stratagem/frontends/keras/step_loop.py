@@ -19,7 +19,7 @@ from stratagem.compat.torch_names import TENSOR_HOOKS, adam_loop, copy_all
 from stratagem.frontends.keras.planned_update import PlannedUpdate
 
 log = logging.getLogger("stratagem")
-#: bytes of weights, which are copied before each loop; larger steps have little Python in them
+#: bytes of weights and states, which are copied; larger steps have little Python in them
 SMALL = 1 << 20
 
 
@@ -90,7 +90,7 @@ class StepLoop:
 
     def run(self, batches: Sequence[list[Tensor]], update: PlannedUpdate) -> bool:
         """The steps of these batches; False, with nothing done, where one of them fails."""
-        moving = [*self._weights, *update.first, *update.second]
+        moving = [*self._weights, *self._written, *update.states]
         settings = update.settings(len(batches))
         with _on(self._threads), torch.inference_mode():  # no operator looks for autograd
             before = [each.clone() for each in moving]
@@ -98,12 +98,16 @@ class StepLoop:
                 gradients, states = self._program(
                     self._held, batches, update.first, update.second, *settings
                 )
-            except Exception as error:  # a label out of bounds: the step that has it says so
+                copy_all(self._written, states)
+                update.count(len(batches))
+            except BaseException as error:
+                for each, value in zip(moving, before, strict=True):  # of several types
+                    each.copy_(value)
+                if not isinstance(error, Exception):  # Ctrl-C, which waits for the program's end
+                    raise
+                # a label out of bounds: the step that has it says so
                 log.debug("training steps run one by one: %s", error)
-                copy_all(moving, before)
                 return False
-            copy_all(self._written, states)
-            update.count(len(batches))
         for weight, gradient in zip(self._weights, gradients, strict=True):
             weight.grad = gradient.clone()
         return True

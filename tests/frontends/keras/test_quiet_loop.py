@@ -288,6 +288,63 @@ def test_steps_before_one_that_fails_are_made(seen: Seen, monkeypatch: pytest.Mo
     assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def small() -> Any:
+    with strategy(1).scope():
+        keras.utils.set_random_seed(1)
+        model = normalised()
+        model.compile(**adam())
+    model.fit(X, Y, batch_size=10, shuffle=False, verbose=0)
+    return model
+
+
+def test_ctrl_c_leaves_what_was_there_before(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python raises it when the program of several steps has ended."""
+    model, run = small(), StepLoop.run
+    before = everything(model)
+
+    def interrupted(self: Any, batches: Any, update: Any) -> bool:
+        program = self._program
+
+        def then_raises(*given: Any) -> Any:
+            program(*given)
+            raise KeyboardInterrupt
+
+        self._program = then_raises
+        try:
+            return run(self, batches, update)
+        finally:
+            self._program = program
+
+    monkeypatch.setattr(StepLoop, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=10, shuffle=False, verbose=0)
+    assert all(np.array_equal(a, b) for a, b in zip(before, everything(model), strict=True))
+
+
+def test_calls_in_between_have_no_batch_trained_twice(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's handler, or another thread, predicts while a fit runs."""
+    model, run = small(), StepLoop.run
+
+    def noted(self: Any, batches: Any, update: Any) -> bool:
+        asked.append(len(batches))
+        return run(self, batches, update)
+
+    asked: list[int] = []
+    monkeypatch.setattr(StepLoop, "run", noted)
+    step = captured_step.CapturedStep.__call__
+
+    def called(self: Any, data: Any, share: Any = None) -> Any:
+        if asked[1:]:
+            model.predict_on_batch(X[:4])
+        return step(self, data, share)
+
+    monkeypatch.setattr(captured_step.CapturedStep, "__call__", called)
+    model.fit(X, Y, batch_size=10, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 20 and asked == [1, 9]
+
+
 def test_after_a_fit_that_failed_logs_are_read(seen: Seen) -> None:
     with strategy(1).scope():
         model = mlp()
