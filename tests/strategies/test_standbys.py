@@ -259,12 +259,11 @@ def test_a_death_that_is_known_when_its_call_is_over_ends_no_standby_of_the_next
         Failure(1, Member("one", "here"), "died", ""),
     )
     standbys.rest()
-    standbys.begin()
-    standbys._waiting[1] = later
+    next_call: Any = {1: later}
+    standbys._over, standbys._waiting = threading.Event(), next_call
     standbys._take_place(died, earlier, waiting, over)
     wait_for(lambda: ended, what="for the standby's end")
     assert ended == [earlier] and standbys._waiting == {1: later} and told == [died]
-    standbys.rest()
 
 
 SLOW_TO_IMPORT = """
