@@ -120,7 +120,7 @@ class RowCheck:
             if self._again:
                 trial()
             else:
-                self.recipe.passed.unless_passed(self.verb, self._look(whole), trial)
+                self.recipe.passed.unless_passed(self.verb, partial(self._look, whole), trial)
         except StratagemError:
             raise
         except Exception as error:

@@ -300,8 +300,11 @@ class Pickiest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.act = mlp(), nn.ReLU()
-        self.mixes, self.config = False, SimpleNamespace(gain=1.0)
+        self.mixes = False
+        self.config = SimpleNamespace(gain=1.0, deep=SimpleNamespace(depth=1))
         self.factor = torch.ones(())
+        self.register_buffer("scale", torch.ones(()))
+        self.gate = nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         PASSED.append(len(x))
@@ -345,7 +348,19 @@ class Still(sg.callbacks.Callback):
         self.model.module.act.eval()
 
 
+def _cyclic(model: sg.Model) -> None:
+    model.module.tree = tree = [1]
+    tree.append(tree)  # type: ignore[arg-type]
+
+
 CHANGES: dict[str, Callable[[sg.Model], Any]] = {
+    "an attribute deep inside": lambda model: setattr(model.module.config.deep, "depth", 2),
+    "an attribute of the class": lambda model: setattr(Pickiest, "number", object()),
+    "a buffer": lambda model: model.module.scale.fill_(2.0),
+    "a frozen weight": lambda model: model.module.load_state_dict(
+        {**model.module.state_dict(), "gate": torch.zeros(1)}
+    ),
+    "a list with itself inside": _cyclic,
     "an attribute": lambda model: setattr(model.module, "note", "new"),
     "an object's attribute": lambda model: setattr(model.module.config, "gain", 2.0),
     "a tensor": lambda model: model.module.factor.fill_(2.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -43,7 +44,7 @@ class CheckSchedule:
             return
         if not judged_by_own(self.model, step):
             self._next[step] = float("inf")
-            self._passed.unless_passed(step, _look(self.model, data), lambda: check(data))
+            self._passed.unless_passed(step, partial(_look, self.model, data), lambda: check(data))
             return
         tried = self._tried.setdefault(step, set())
         found = _kinds(data) - tried
