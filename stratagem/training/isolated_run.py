@@ -108,14 +108,11 @@ class WriteJournal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._before:
             self._before[key] = tensor.detach(), tensor.detach().clone()
 
-    def has_changed(self, tensor: Tensor) -> bool:
-        """Whether this has other values now, or a part of it has."""
+    def was_written(self, tensor: Tensor) -> bool:
+        """Whether this was written to, or a part of it, be it with the same values."""
         start, place = tensor.storage_offset(), tensor.untyped_storage().data_ptr()
         return any(
-            key[0] == place
-            and start <= key[1] < start + tensor.numel()
-            and not torch.equal(now, before)
-            for key, (now, before) in self._before.items()
+            key[0] == place and start <= key[1] < start + tensor.numel() for key in self._before
         )
 
     @torch.no_grad()

@@ -235,11 +235,17 @@ class LocalUpdates(GradientExchange):
         leads = replica.collective.rank == source
         shared = mine.shared() if leads and mine is not None else None
         told = broadcast_tree(replica.collective, shared, source)
+        gossips = isinstance(self.every, Gossip)
+        if not gossips:  # updates that the chief has not made do not count
+            ahead = max(0, counts[source][1] - counts[0][1])
+            told["unmet"] = [max(0, n - ahead) for n in told["unmet"]]
         if mine is not None:
             mine.go_back_to(counts[0][1])
             if mine.meetings < counts[source][0]:
                 mine.catch_up(told, [fragment.names for fragment in self.fragments], self._mix)
         self.meetings, self.cadence.updates, apart, _ = counts[source]
+        if not gossips:
+            self.cadence.updates, apart = counts[0][1], apart and any(told["unmet"])
         self.cadence.met()
         for part in self._parts():
             part.restore(told["momenta"])
@@ -249,7 +255,6 @@ class LocalUpdates(GradientExchange):
         for fragment, before, steps in zip(self.fragments, befores, told["steps"], strict=True):
             gather = partial(gather_tree, replica.collective)
             rejoin_wire(fragment.reducer, before, int(steps), gather)
-        gossips = isinstance(self.every, Gossip)
         same = mine is not None and (gossips or mine.updates == counts[0][1]) and not mine.alone
         if mine is not None and same and self.optimizer is not None:
             take_optimizer_state(self.optimizer, mine.optimizer)

@@ -56,8 +56,11 @@ class StageSplit:
     #: of outputs and their gradients, between the first device and the last of each pipeline
     outputs: Sequence[TreeChannel]
     gradients: Sequence[TreeChannel]
-    #: whether its forward draws random numbers; known to the first process
+    #: of the first process: whether its forward draws random numbers, whether it is known that rows
+    #: may be cut, and the layers
     draws: bool
+    proved: bool
+    graph: LayerGraph
 
 
 @dataclass
@@ -147,6 +150,8 @@ class StagePasses(LedLoop):
             whole[: len(lasts)],
             whole[len(lasts) :],
             self._draws,
+            not self._cuts(microbatches) or self._rows > 1,
+            graph,
         )
         self._splits.append(split)
         if self._state is None:
@@ -178,10 +183,21 @@ class StagePasses(LedLoop):
             )
         with self._cast():
             plan, table = make_plan(graph, self._pipeline, count, mine, lambda n: rows(given, 0, n))
-        if plan.microbatches * self._grid.count > 1 and self._pipeline.batch_norm is None:
+        if self._cuts(plan.microbatches):
             prove_rows(graph, total, lambda start, end: rows(given, start, end))
         say_plan(self._pipeline, plan, table)
         return [plan.microbatches, list(plan.firsts)]
+
+    def _cuts(self, microbatches: int) -> bool:
+        """Whether rows must not look at each other."""
+        return microbatches * self._grid.count > 1 and self._pipeline.batch_norm is None
+
+    def _prove_later(self, split: StageSplit, given: list[Any]) -> None:
+        """A first batch of one row says nothing about rows."""
+        if not split.proved and self._rows > 1:
+            self._failed = False  # nobody waits for anything yet
+            prove_rows(split.graph, self._rows, lambda start, end: rows(given, start, end))
+            self._failed, split.proved = True, True
 
     def _own(self) -> None:
         """Have every process the state of what it steps."""
@@ -197,6 +213,7 @@ class StagePasses(LedLoop):
         if split.draws:  # else the loop's own draws are those of one device
             dice = torch.get_rng_state()
         given = [x[name] for name in split.mode.names]
+        self._prove_later(split, given)
         sent = [value if i in split.elsewhere else None for i, value in enumerate(given)]
         number, total = self._count, self._rows
         self._commands.tell("forward", at, number, total, seeds, cast, dropped, sent)
@@ -281,8 +298,9 @@ class StagePasses(LedLoop):
     def _tell_backward(
         self, number: int, there: list[bool], grads: Sequence[Tensor | None]
     ) -> None:
-        """Only the last stages are given the gradients, each those of its microbatches."""
-        self._commands.tell("backward", number, there, [])
+        """Only the last stages are given the gradients, each those of its microbatches; the others
+        hear what is trained by now."""
+        self._commands.tell("backward", number, there, [p.requires_grad for p in self._params])
         held = self._passes[number]
         cuts = sum(map(len, held.everywhere)) > 1
         for channel, pieces in self._of_each(held.split.gradients, held):
@@ -290,10 +308,10 @@ class StagePasses(LedLoop):
                 [[g[lo:hi] if cuts and g is not None else g for g in grads] for lo, hi in pieces]
             )
 
-    def _play_backward(
-        self, number: int, there: list[bool], grads: Sequence[Tensor | None]
-    ) -> list[int]:
+    def _play_backward(self, number: int, there: list[bool], told: Sequence[Any]) -> list[int]:
         held = self._passes.pop(number)
+        for param, trained in zip(self._params, () if self._replica.leads else told, strict=False):
+            param.requires_grad_(trained)
         split = held.split
         channel = split.gradients[self._grid.row]
         if held.pieces and channel.receiver == self._collective.rank:

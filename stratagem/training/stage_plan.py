@@ -65,8 +65,8 @@ def check_layers(graph: LayerGraph, pipeline: Pipeline, devices: int) -> None:
             raise NotDistributable(
                 f"{name!r} is a BatchNorm, which looks at all rows of a batch, and pipelines "
                 "beside each other share it out; use GroupNorm or LayerNorm, or one pipeline with "
-                'microbatches=1, or say batch_norm="microbatch" to have it normalise over '
-                "microbatches, unlike one device."
+                'microbatches=1, or in sg.Model(...).fit say batch_norm="microbatch" to have it '
+                "normalise over microbatches, unlike one device."
             )
         if isinstance(part, BatchNorm) and many:
             raise NotDistributable(
@@ -114,7 +114,7 @@ def prove(graph: LayerGraph, total: int, inputs: RowsOf) -> tuple[bool, list[str
         with dry_run(*graph.module.modules()) as journal:
             whole = tensors_in([graph.module(**dict(zip(names, given, strict=True)))])
             same = alike(whole, tensors_in([run_graph(graph, given)]))
-            written = [n for n, b in graph.module.named_buffers() if journal.has_changed(b)]
+            written += [n for n, b in graph.module.named_buffers() if journal.was_written(b)]
         draws |= journal.draws
         if not same:
             raise NotDistributable(

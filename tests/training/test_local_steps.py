@@ -513,3 +513,41 @@ def test_who_has_not_ended_a_meeting_ends_it_as_others_have(
     for each in found:
         assert float((each[0] - met).abs().max()) < 1e-12
         assert float((each[1] - weights(expected.modules[0])).abs().max()) < 1e-12
+
+
+@pytest.mark.timeout(60)
+def test_updates_behind_a_meeting_that_the_chief_has_not_made_do_not_count() -> None:
+    sync, updates, rows = sg.DiLoCo(3, outer=sg.Outer(0.6, 0.5)), 6, [2, 1, 3]
+
+    def break_in_a_meeting(circle: Circle) -> tuple[Any, Any]:
+        one = Training(circle, sync, adam, undoes=True)
+        for number in range(updates):
+            one.step(number, rows)
+            if number < updates - 1:
+                one.committer.sync()
+        assert isinstance(one.committer, LocalUpdates)
+        break_off(one.committer, ended=circle.rank > 0)
+        with suppress(ReplicaLost):
+            one.committer.sync()
+            if circle.rank == 1:  # goes on by an update, and by one that is not counted yet
+                one.step(updates, rows)
+                one.committer.sync()
+                one.step(updates + 1, rows)
+        return one.committer.broken_off(), one.module.state_dict()
+
+    broken = together(3, break_in_a_meeting)
+
+    def go_on(circle: Circle) -> tuple[Tensor, int]:
+        one = Training(circle, sync, adam, undoes=True)
+        one.module.load_state_dict(broken[0][1])
+        one.committer.rejoin(broken[circle.rank][0], one.replica)
+        assert isinstance(one.committer, LocalUpdates)
+        return weights(one.module), one.committer.cadence.updates
+
+    expected = Left(sync, 3)
+    for number in range(updates):
+        expected.step(number, rows)
+    expected.leave(2, forced=False)
+    for found, counted in together(2, go_on):
+        assert float((found - weights(expected.modules[0])).abs().max()) < 1e-12
+        assert counted == updates

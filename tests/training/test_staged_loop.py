@@ -335,7 +335,7 @@ def test_a_mesh_refuses_buffers_that_a_forward_writes(mesh: sg.Mesh) -> None:
             self.register_buffer("seen", torch.zeros(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            self.seen[1] += len(x)
+            self.seen[1] += (x > 1e9).sum()  # none in the first batch
             return x
 
     def loop() -> None:
@@ -345,6 +345,46 @@ def test_a_mesh_refuses_buffers_that_a_forward_writes(mesh: sg.Mesh) -> None:
 
     with pytest.raises(sg.NotDistributable, match=r"writes the buffer '1\.seen'"):
         mesh.run(loop)
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("stages", ["pair", "mesh"])
+def test_rows_are_tried_behind_a_batch_of_one(stages: str, request: pytest.FixtureRequest) -> None:
+    on = request.getfixturevalue(stages)
+
+    def loop() -> None:
+        model: Any = nn.Sequential(nn.Linear(6, 6), Centred(), nn.Linear(6, 4)).double()
+        model, _, _ = on.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(doubles(1)[0])
+        with pytest.raises(sg.NotDistributable, match="rows of a batch look at each other"):
+            model(doubles(7)[0])
+
+    on.run(loop)
+
+
+@pytest.mark.parametrize("stages", ["pair", "mesh"])
+def test_what_is_trained_may_change_before_backward(
+    stages: str, request: pytest.FixtureRequest
+) -> None:
+    """In the first stage and in the last; torch leaves out what is frozen by then."""
+
+    def loop(prepare: Callable[..., Any], model: nn.Module) -> None:
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        named = [p for _, p in model.named_parameters()]
+        model, optimizer, _ = prepare(model, optimizer, None)
+        x, y = doubles(7)
+        for changed in ((0, False), (0, True), (-2, False), (-2, True)):
+            output = model(x)
+            named[changed[0]].requires_grad_(changed[1])
+            F.cross_entropy(output, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    both(loop, deep(), request.getfixturevalue(stages))
 
 
 @pytest.mark.parametrize("case", REFUSED)
