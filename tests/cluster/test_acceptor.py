@@ -85,7 +85,7 @@ def test_a_member_comes_in_past_a_thousand_strangers() -> None:
             time.sleep(0.1)
         # what a job loses to them at most, which a wall clock shows on a quiet machine only
         assert worked(door) - before < 0.05 * (time.monotonic() - began)
-    assert outsider.opened > doors.PLACES
+    assert outsider.opened > 100  # as many as it could in that time, at the end of the queue
 
 
 def test_who_was_let_in_stays(monkeypatch: pytest.MonkeyPatch) -> None:
