@@ -141,14 +141,19 @@ def test_hang(): raise TimeoutError("nothing came")
 """
 
 
+def as_on_ci(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, text: str) -> Path:
+    """These tests with our conftest.py, in a run that lists whom to try again in `tries`."""
+    monkeypatch.setenv("STRATAGEM_SECOND_TRIES", str(pytester.path / "tries"))
+    monkeypatch.delenv("STRATAGEM_ALONE", raising=False)
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    return pytester.makepyfile(text.format(folder=str(pytester.path)))
+
+
 def test_wrong_answers_are_told_and_tried_once_more_alone(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = pytester.path / "tries"
-    monkeypatch.setenv("STRATAGEM_SECOND_TRIES", str(listed))
-    monkeypatch.delenv("STRATAGEM_ALONE", raising=False)
-    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
-    made = pytester.makepyfile(WRONG.format(folder=str(pytester.path)))
+    made = as_on_ci(pytester, monkeypatch, WRONG)
     options = ("-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(pytester.path))
     first = pytester.runpytest_inprocess(*options, str(made))
     assert first.ret == 1 and first.parseoutcomes() == {"late": 2, "failed": 1}, "a hang fails"
@@ -167,11 +172,8 @@ def test_who_needed_another_try_is_listed_and_fails_the_second_time(
 ) -> None:
     """With tests in another process, as `make test` has them; then only the late ones."""
     listed = pytester.path / "tries"
-    monkeypatch.setenv("STRATAGEM_SECOND_TRIES", str(listed))
-    monkeypatch.delenv("STRATAGEM_ALONE", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
-    made = pytester.makepyfile(LATE_AGAIN.format(folder=str(pytester.path)))
+    made = as_on_ci(pytester, monkeypatch, LATE_AGAIN)
     options = ("-p", "no:cacheprovider", "--rootdir", str(pytester.path))
     first = pytester.runpytest_inprocess(*options, "-n", "1", str(made))
     assert first.ret == 0 and first.parseoutcomes() == {"passed": 1, "late": 3}

@@ -225,19 +225,23 @@ class Streamed:
         self.since = 0
 
 
-@few
-@given(shares(steps=10), st.integers(1, 3), st.integers(1, 4), st.data())
-def test_parts_that_travel_are_what_the_formula_says(
-    batches: Shares, parts: int, pace: int, data: Any
-) -> None:
-    """With meetings that somebody forces, in the midst of a part's way too."""
-    sync = sg.DiLoCo(
+def streaming(parts: int, pace: int, data: Any) -> sg.DiLoCo:
+    return sg.DiLoCo(
         parts * pace,
         outer=sg.Outer(0.6, 0.5),
         fragments=parts,
         overlap=data.draw(st.integers(0, pace - 1) | st.none()),
         mix=data.draw(st.sampled_from([0.0, 0.3])),
     )
+
+
+@few
+@given(shares(steps=10), st.integers(1, 3), st.integers(1, 4), st.data())
+def test_parts_that_travel_are_what_the_formula_says(
+    batches: Shares, parts: int, pace: int, data: Any
+) -> None:
+    """With meetings that somebody forces, in the midst of a part's way too."""
+    sync = streaming(parts, pace, data)
     forced = data.draw(st.sets(st.integers(0, len(batches) - 1), max_size=2)) | {len(batches) - 1}
     expected = Streamed(sync, len(batches[0]))
     for number, mine in enumerate(batches):
@@ -463,13 +467,7 @@ def test_who_has_not_ended_a_meeting_ends_it_as_others_have(
     parts: int, pace: int, data: Any
 ) -> None:
     """One or two of four die in it. Nobody's updates of the other parts of the model are lost."""
-    sync = sg.DiLoCo(
-        parts * pace,
-        outer=sg.Outer(0.6, 0.5),
-        fragments=parts,
-        overlap=data.draw(st.integers(0, pace - 1) | st.none()),
-        mix=data.draw(st.sampled_from([0.0, 0.3])),
-    )
+    sync = streaming(parts, pace, data)
     ended = data.draw(st.lists(st.booleans(), min_size=2, max_size=3).filter(any))
     updates, rows = data.draw(st.integers(1, 2 * parts * pace)), [2, 1, 3, 1]
     left = rows[: len(ended)]
