@@ -35,6 +35,14 @@ def mixed(seed: int, index: int, generation: int = 0) -> int:
     return ((seed & (2**62 - 1)) + _MIX * (index + (generation << 20))) % 2**63
 
 
+def seed_torch(seed: int) -> None:
+    """As `torch.manual_seed`, which notes the stack for accelerators even if torch knows none."""
+    if torch.accelerator.current_accelerator() is None:
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 class RandomStreams:
     """While it is in hand, torch's CPU generator is the model's; `end` gives it back."""
 
@@ -138,7 +146,7 @@ class RngStates:
 
     def throw(self, index: int) -> None:
         """In a follower: begin the sequences that the replica with this index has."""
-        torch.manual_seed(_seed(self.torch, index) >> 1)
+        seed_torch(_seed(self.torch, index) >> 1)
         throw_beside_torch(self.beside_torch(), index)
 
     def beside_torch(self) -> list[str]:

@@ -256,7 +256,7 @@ class LastLogs:
     """The logs of the last batch, as long as somebody keeps them."""
 
     def __init__(self) -> None:
-        self._told: Callable[[], RunningLogs | None] = lambda: None
+        self._told: Callable[[], RunningLogs | None] = type(None)  # which returns None
 
     def of(self, tally: Any) -> RunningLogs:
         logs = RunningLogs(tally)

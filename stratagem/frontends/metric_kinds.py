@@ -69,13 +69,13 @@ class ClassAccuracy(torchmetrics.Metric):
                 f"{tuple(target.shape)}; give a function that compares them: lambda output, "
                 "target: (output.argmax(-1) == target).float(), say."
             )
-        if ignored is None:
-            self.right += (found == target).sum()
-            self.counted += target.numel()
+        if ignored is None:  # without +=, for which a module looks through its parts
+            self.right.add_((found == target).sum())
+            self.counted.add_(target.numel())
         else:
             counts = target != ignored
-            self.right += ((found == target) & counts).sum()
-            self.counted += counts.sum()
+            self.right.add_(((found == target) & counts).sum())
+            self.counted.add_(counts.sum())
 
     def compute(self) -> torch.Tensor:
         return self.right / self.counted

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stratagem.data.streams import mixed, throw_beside_torch
+from stratagem.data.streams import mixed, seed_torch, throw_beside_torch
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.steps import Replicated, Sliced, Step
 from stratagem.state import change_tracker
@@ -92,7 +92,7 @@ def of(job: Fit, step: Step) -> dict[str, Any]:
 def adopt(job: Fit, step: Step, told: dict[str, Any]) -> None:
     """In the standby: have what the chief has, and random numbers that nobody has drawn."""
     seed = mixed(torch.initial_seed(), 0, 1 + told["step"])
-    torch.manual_seed(seed)
+    seed_torch(seed)
     throw_beside_torch([f"{seed:016x}"] * 2, 0)
     for buffer, value in zip(job.module.buffers(), told["buffers"], strict=True):
         buffer.copy_(value)

@@ -15,6 +15,7 @@ import math
 import mmap
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ from torch.nn.utils import parametrize
 from stratagem.compat.torch_names import OpOverload, OpOverloadPacket, parametrized
 from stratagem.errors import StratagemError, UsageError
 from stratagem.wire.segment import Segment
-from stratagem.wire.tree import SIGNED
+from stratagem.wire.tree import SIGNED, flat_bytes
 
 log = logging.getLogger("stratagem")
 
@@ -50,8 +51,11 @@ class _AnswerPickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.dtype in SIGNED:  # torch cannot read what it writes of it
-            return _unsigned, (obj.view(SIGNED[obj.dtype]), obj.dtype)
+        if type(obj) is Tensor:
+            if _is_bytes_alone(obj):  # torch takes ten times as long
+                return _copied, (bytearray(flat_bytes(obj).numpy()), obj.dtype, tuple(obj.shape))
+            if obj.dtype in SIGNED:  # torch cannot read what it writes of it
+                return _unsigned, (obj.view(SIGNED[obj.dtype]), obj.dtype)
         return super().reducer_override(obj)
 
 
@@ -68,13 +72,15 @@ class _Pickler(_AnswerPickler):
         return self.segments[-1]
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is OrderedDict:
+            return NotImplemented  # a module has a dozen
         if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__" and is_found(obj):
             self.names[obj.__qualname__] = obj
         for reduce in _reducers:
             reduced = reduce(obj)
             if reduced is not NotImplemented:
                 return reduced
-        if type(obj) is Tensor and _plain(obj):
+        if type(obj) is Tensor and obj.nbytes >= _LARGE and _plain(obj):
             flat = obj.contiguous()
             segment = self._segment(flat.nbytes)
             segment.tensor(flat.dtype, flat.shape).copy_(flat)
@@ -153,12 +159,23 @@ def _plain(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.requires_grad
         and not tensor.is_quantized
-        and tensor.nbytes >= _LARGE
     )
+
+
+def _is_bytes_alone(tensor: Tensor) -> bool:
+    """Whether type, shape and bytes in order are all that there is of it."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return _plain(tensor) and tensor.is_contiguous() and not lazy and not vars(tensor)
 
 
 def _unsigned(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.view(dtype)
+
+
+def _copied(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).clone().view(dtype).view(shape)
 
 
 def _tensor(handle: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -82,19 +82,18 @@ class SharedState:
 
     def give(self, optimizer: Optimizer, *, copy: bool) -> None:
         """All of it to an optimizer of whole parameters; without `copy` it goes on living here."""
+        there = {name: row.tolist() for name, row in self._there.items()}
         for index, param in enumerate(self._params):
-            state = optimizer.state[param] if self._has(index) else {}
+            has = {name for name, known in there.items() if known[index]}
+            state = optimizer.state[param] if has else {}
             for name, row in self._elements.items():
-                if self._there[name][index]:
+                if name in has:
                     lo, hi = self._starts[index], self._starts[index + 1]
                     mine = row[lo:hi].view(param.shape)
                     state[name] = mine.clone() if copy else mine
             for name, row in self._numbers.items():
-                if self._there[name][index]:
+                if name in has:
                     state[name] = row[index].clone() if copy else row[index]
-
-    def _has(self, index: int) -> bool:
-        return any(bool(row[index]) for row in self._there.values())
 
 
 def _rows(

@@ -38,7 +38,7 @@ from stratagem.state.factors import make_factors
 from stratagem.state.optimizer_recipe import ELEMENTWISE, group_settings
 from stratagem.state.shared_state import MORE_STATE, SharedState
 from stratagem.wire.buckets import Buckets
-from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_rows
+from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_parts
 
 
 def can_slice(optimizer: Optimizer, params: list[nn.Parameter]) -> bool:
@@ -135,8 +135,8 @@ class SlicedUpdate:
     def _sum(self, scale: float) -> None:
         """The gradient of this slice, over all replicas."""
         weights = [scale] * self.collective.size
-        for at, total in self._plain:
-            sum_rows(self.table, at, weights, total)
+        for parts, total in self._plain:
+            sum_parts(parts, weights, total)
         for piece in self.pieces:
             factors = self.factors.get(piece.index)
             if factors is not None:
@@ -225,8 +225,8 @@ class SlicedUpdate:
         self._parts: Sequence[Tensor] = [self._total]
         return torch.split(self._total, sizes)
 
-    def _plain_runs(self) -> list[tuple[int, Tensor]]:
-        """What is added up and where it begins in the table, neighbours in one."""
+    def _plain_runs(self) -> list[tuple[list[Tensor], Tensor]]:
+        """What is added up, of all rows, and where the sum goes; neighbours in one."""
         runs: list[tuple[int, int, int]] = []  # in the table, in the total
         done = 0
         for piece in self.pieces:
@@ -237,7 +237,9 @@ class SlicedUpdate:
                 else:
                     runs.append((piece.at, done, done + size))
             done += size
-        return [(at, self._total[lo:hi]) for at, lo, hi in runs if lo < hi]
+        return [
+            (self.table.parts_at(at, hi - lo), self._total[lo:hi]) for at, lo, hi in runs if lo < hi
+        ]
 
     def _twin(self) -> Optimizer:
         """The same optimizer over this replica's pieces, with the state it already had."""
@@ -337,7 +339,7 @@ class ShardedUpdate(SlicedUpdate):
         self._parts = [part for grad in grads if len(grad) for part in torch.split(grad, _AT_ONCE)]
         return grads
 
-    def _plain_runs(self) -> list[tuple[int, Tensor]]:
+    def _plain_runs(self) -> list[tuple[list[Tensor], Tensor]]:
         return []
 
     def _sum(self, scale: float) -> None:

@@ -312,11 +312,11 @@ class GradientExchange(Keeper):
 
 def write_notes(into: Tensor, notes: Sequence[float | Tensor]) -> None:
     """Write numbers, or tensors of one, into a committer's notes."""
-    if any(isinstance(note, Tensor) for note in notes):
+    if into.device.type == "cpu" and into.dtype in (torch.float32, torch.float64):
+        into.numpy()[:] = list(map(float, notes))  # a tenth of the time of copies between tensors
+    elif any(isinstance(note, Tensor) for note in notes):
         for i, note in enumerate(notes):
             into[i] = note
-    elif into.device.type == "cpu" and into.dtype in (torch.float32, torch.float64):
-        into.numpy()[:] = notes  # a tenth of the time of a copy from a tensor
     else:
         into.copy_(torch.tensor(notes, dtype=into.dtype))
 

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.wire_choice import reducer
-from stratagem.data.streams import RngStates, mixed, throw_beside_torch
+from stratagem.data.streams import RngStates, mixed, seed_torch, throw_beside_torch
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import digest
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
 from stratagem.wire.collective import Collective
 from stratagem.wire.device_kinds import kind_of
-from stratagem.wire.tree import broadcast_tree, gather_tree
+from stratagem.wire.tree import broadcast_tree, encode, gather_tree
 
 log = logging.getLogger("stratagem")
 
@@ -60,8 +60,8 @@ def align_state(optimizer: Optimizer, replica: Replica) -> None:
         {name: digest(v) if isinstance(v, Tensor) else v for name, v in state.items()}
         for state in states
     ]
-    everybody = gather_tree(replica.collective, looks)
-    if all(look == everybody[0] for look in everybody):
+    everybody = replica.collective.gather_bytes(encode(looks))
+    if all(torch.equal(look, everybody[0]) for look in everybody):
         return
     told = broadcast_tree(replica.collective, [dict(state) for state in states])
     if replica.is_chief:
@@ -114,18 +114,20 @@ def roll_own_dice(replica: Replica, generation: int = 0) -> None:
     """
     if replica.count == 1:
         return
-    mine = [torch.initial_seed() & (2**62 - 1), *RngStates.of_caller().beside_torch()]
-    base, *others = broadcast_tree(replica.collective, mine)
-    if not replica.leads:
-        torch.manual_seed(mixed(base, replica.index, generation))
-        throw_beside_torch(others, replica.index)
+    if replica.leads:
+        own = RngStates.of_caller().beside_torch()
+        broadcast_tree(replica.collective, [torch.initial_seed() & (2**62 - 1), *own])
+        return
+    base, *others = broadcast_tree(replica.collective)
+    seed_torch(mixed(base, replica.index, generation))
+    throw_beside_torch(others, replica.index)
 
 
 def roll_dice_of_devices(replica: Replica) -> None:
     """As `roll_own_dice`, for the devices of one worker: numbers unlike any other worker's."""
     base = broadcast_tree(replica.collective, torch.initial_seed() & (2**62 - 1))
     if not replica.leads:
-        torch.manual_seed(mixed(base, DEVICES * replica.index))
+        seed_torch(mixed(base, DEVICES * replica.index))
 
 
 def average_buffers(module: nn.Module, replica: Replica) -> None:

@@ -60,6 +60,10 @@ class SharedTable:
         row = SharedTable.size(1, self.count, torch.int64)
         return [self.segment.words(self.count, r * row) for r in range(len(self.rows))]
 
+    def parts_at(self, start: int, size: int) -> list[Tensor]:
+        """The same slice of every row."""
+        return [row[start : start + size] for row in self.rows]
+
     @staticmethod
     def size(rows: int, count: int, dtype: torch.dtype) -> int:
         return rows * aligned(count * dtype.itemsize)
@@ -233,11 +237,11 @@ class SharedMemoryCollective(LoggedCollective):
         parts = table.parts
         if parts is None:
             start, end = slices(table.count, self.size)[self.rank]
-            parts = table.parts = [row[start:end] for row in table.rows]
+            parts = table.parts = table.parts_at(start, end - start)
         if size := len(parts[0]):
             wide = torch.float32 if parts[0].dtype in _HALF else parts[0].dtype
             total = torch.empty(size, dtype=wide)
-            _sum(parts, self._weights.tolist(), total)
+            sum_parts(parts, self._weights.tolist(), total)
             for part in parts:
                 part.copy_(total)
         self.meet("reduction")
@@ -290,11 +294,11 @@ def sum_rows(table: SharedTable, start: int, weights: list[float], total: Tensor
     A weight of zero leaves its row out. `total` is at least fp32, and nothing else is allocated:
     fresh memory on every step would cost more in page faults than the sum itself.
     """
-    end = start + len(total)
-    _sum([row[start:end] for row in table.rows], weights, total)
+    sum_parts(table.parts_at(start, len(total)), weights, total)
 
 
-def _sum(parts: list[Tensor], weights: list[float], total: Tensor) -> None:
+def sum_parts(parts: Sequence[Tensor], weights: Sequence[float], total: Tensor) -> None:
+    """The same of slices that were cut before."""
     used = [(part, w) for part, w in zip(parts, weights, strict=True) if w != 0.0]
     same = {w for _, w in used}
     if len(used) > 1 and len(same) == 1 and total.dtype is parts[0].dtype:

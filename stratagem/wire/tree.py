@@ -56,22 +56,23 @@ def encode(tree: Tree) -> Tensor:
     written, tensors = outlined(tree)
     outline = json.dumps(written).encode()
     head = torch.frombuffer(bytearray(_HEAD.pack(len(outline)) + outline), dtype=torch.uint8)
-    return torch.cat([head, *(_flat_bytes(tensor) for tensor in tensors)])
+    return torch.cat([head, *(flat_bytes(tensor) for tensor in tensors)]) if tensors else head
 
 
 def decode(data: Tensor) -> Tree:
     """Return the tree that `encode` was given; its tensors are copies on the CPU."""
-    if len(data) < _HEAD.size:
+    view = data.numpy().data
+    if len(view) < _HEAD.size:
         raise ValueError("a tree's bytes are cut short: no head")
-    (length,) = _HEAD.unpack(data[: _HEAD.size].numpy().tobytes())
+    (length,) = _HEAD.unpack_from(view)
     start = _HEAD.size + length
-    if start > len(data):
-        raise ValueError(f"a tree's outline claims {length} bytes of {len(data)}")
-    outline = json.loads(data[_HEAD.size : start].numpy().tobytes())
+    if start > len(view):
+        raise ValueError(f"a tree's outline claims {length} bytes of {len(view)}")
+    outline = json.loads(str(view[_HEAD.size : start], "utf-8"))
     reader = _TensorReader(data, start)
     tree = rebuilt(outline, reader.take)
-    if reader.at != len(data):
-        raise ValueError(f"{len(data) - reader.at} bytes are left over behind a tree")
+    if reader.left:
+        raise ValueError(f"{reader.left} bytes are left over behind a tree")
     return tree
 
 
@@ -85,15 +86,14 @@ class _TensorReader:
     """Tensors one after another out of flat bytes, each as a copy."""
 
     def __init__(self, data: Tensor, at: int) -> None:
-        self.data, self.at = data, at
+        self._data, self._at, self.left = data, at, len(data) - at
 
     def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
-        left = len(self.data) - self.at
-        if size > left:
-            raise ValueError(f"a tensor claims {size} bytes where {left} are left")
-        flat = self.data[self.at : self.at + size].clone()
-        self.at += size
+        if size > self.left:
+            raise ValueError(f"a tensor claims {size} bytes where {self.left} are left")
+        flat = self._data.narrow(0, self._at, size).clone()
+        self._at, self.left = self._at + size, self.left - size
         return (flat.view(dtype) if size else torch.empty(0, dtype=dtype)).reshape(shape)
 
 
@@ -114,7 +114,8 @@ def gather_tree(collective: Collective, tree: Tree) -> list[Tree]:
     return [decode(part) for part in collective.gather_bytes(encode(tree))]
 
 
-def _flat_bytes(tensor: Tensor) -> Tensor:
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor, on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel() == 1:
         flat = flat.as_strided((1,), (1,))  # of one element any stride counts as contiguous

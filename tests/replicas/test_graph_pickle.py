@@ -33,6 +33,34 @@ def served() -> Iterator[sg.ParameterServerStrategy]:
         yield made
 
 
+def small_tensors() -> dict[str, Tensor]:
+    numbers = torch.randn(4, dtype=torch.complex64)
+    named = torch.arange(3.0)
+    named.label = "kept"  # type: ignore[attr-defined]
+    return {
+        "number": torch.tensor(3.0),
+        "empty": torch.empty(0, 3),
+        "bfloat16": torch.randn(3, 2).bfloat16(),
+        "float8": torch.randn(3).to(torch.float8_e4m3fn),
+        "conjugate": numbers.conj(),
+        "turned": torch.randn(3, 4).t(),
+        "a part": torch.randn(100)[3:9],
+        "named": named,
+        "trained": torch.randn(3, requires_grad=True),
+    }
+
+
+@pytest.mark.parametrize("name", small_tensors())
+def test_small_tensors_travel_whole(name: str) -> None:
+    sent = small_tensors()[name]
+    data, _ = graph_pickle.dumps(sent)
+    for came in (graph_pickle.loads(data), graph_pickle.loads(graph_pickle.dumps_answer(sent))):
+        assert came.dtype is sent.dtype and came.stride() == sent.stride()
+        assert torch.equal(came.to(torch.complex64), sent.to(torch.complex64))
+        assert came.requires_grad == sent.requires_grad and vars(came) == vars(sent)
+        came.detach().zero_()  # it may be written to
+
+
 class Doubled(nn.Module):
     """A parametrization of a class that only this file knows."""
 
