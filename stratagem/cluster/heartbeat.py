@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 BEAT = 0.5  # seconds between heartbeats
-STALL = 3.0  # silence after which a member is named
+STALL = 2.4  # silence after which a member is named: 3 s after a cut at most, with the beat
 REMIND = 10.0  # seconds between two lines about the same silence
 GIVE_UP = 60.0  # silence after which waiting is over
 OVERSLEPT = 1.0  # a loop that ran this much late was itself suspended

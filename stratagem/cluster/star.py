@@ -138,6 +138,18 @@ class Star(Generic[Key]):
             self._selector.unregister(link.sock)
             link.sock.close()
 
+    def end(self, rank: Key, sock: socket.socket) -> None:
+        """The process at the other end has died, though the kernel has not closed its socket yet:
+        hear its last words, and no more (from the thread only)."""
+        link = self._links.get(rank)
+        if link is None or link.sock is not sock:
+            return
+        while self._read(link, time.monotonic()):
+            pass
+        if self._links.get(rank) is link:
+            self.drop(rank)
+            self._listener.lost(rank, "its process has ended")
+
     def stop(self, *, wait: bool = True) -> None:
         """Send what is posted, close everything and end the thread."""
         self.call(self._begin_to_stop)
@@ -181,7 +193,8 @@ class Star(Generic[Key]):
     def _serve(self) -> None:
         beat = time.monotonic()
         while True:
-            self._do_calls()
+            while self._calls:
+                self._calls.popleft()()
             self._write()
             if self._finished():
                 return
@@ -199,10 +212,6 @@ class Star(Generic[Key]):
         if self._last_call is None:
             return False
         return not self._links or time.monotonic() >= self._last_call
-
-    def _do_calls(self) -> None:
-        while self._calls:
-            self._calls.popleft()()
 
     def _beat(self) -> None:
         for link in self._links.values():
@@ -232,13 +241,14 @@ class Star(Generic[Key]):
                 done.set()
             self._flushes.clear()
 
-    def _read(self, link: BufferedSocket[Key] | None, now: float) -> None:
+    def _read(self, link: BufferedSocket[Key] | None, now: float) -> bool:
+        """Act on what has come; returns whether there may be more."""
         if link is None:
             with contextlib.suppress(BlockingIOError):
                 self._wake_in.recv(4096)
-            return
+            return False
         if self._links.get(link.rank) is not link:
-            return  # dropped by an earlier event of this round
+            return False  # dropped by an earlier event of this round
         try:
             piece = link.sock.recv(1 << 16)
             if not piece:
@@ -246,12 +256,14 @@ class Star(Generic[Key]):
             self._listener.alive(link.rank, now)
             for note, _ in link.notes.feed(piece):
                 self._listener.heard(link.rank, note)
+            return True
         except _LATER:
-            pass  # woken for nothing
+            return False  # woken for nothing
         except Exception as problem:
             # A member of the job that sends nonsense is as lost as one that hung up.
             self.drop(link.rank)
             self._listener.lost(link.rank, _why(problem))
+            return False
 
     def _close(self) -> None:
         for link in self._links.values():

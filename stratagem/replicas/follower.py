@@ -15,6 +15,7 @@ from typing import Any
 
 from stratagem.errors import UsageError
 from stratagem.replicas import graph_pickle, pipe_frames
+from stratagem.replicas.life_lock import LifeLock
 from stratagem.tracebacks import described
 
 
@@ -45,9 +46,16 @@ class CallResult:
 
 
 def main(
-    setting: dict[str, Any], control_fd: int, member_fd: int, output_fd: int, errors_fd: int
+    setting: dict[str, Any],
+    control_fd: int,
+    member_fd: int,
+    output_fd: int,
+    errors_fd: int,
+    life_fd: int | None = None,
 ) -> None:
     global state
+    if life_fd is not None:
+        LifeLock(life_fd).hold()
     os.dup2(output_fd, 1)
     os.dup2(errors_fd, 2)
     os.close(output_fd)

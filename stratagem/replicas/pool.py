@@ -17,6 +17,7 @@ from typing import Any
 from stratagem.errors import ReplicaLost
 from stratagem.replicas import graph_pickle, pipe_frames
 from stratagem.replicas.follower import PRELOAD, CallResult
+from stratagem.replicas.life_lock import LifeLock
 from stratagem.replicas.zygote import ZygoteGone, ZygoteProcess
 
 _LATER = 0.1  # seconds in which those who have just come together need the processors
@@ -34,6 +35,8 @@ class Follower:
         self.output, output = os.pipe()
         self.errors, errors = os.pipe()
         fds = [control.fileno(), member.fileno(), output, errors]
+        self._life = LifeLock.make()
+        fds += [] if self._life is None else [self._life.fd]
         zygote = ZygoteProcess.get()
         try:
             self.setting = zygote.setting()
@@ -43,8 +46,12 @@ class Follower:
         finally:
             control.close()
             member.close()
-            os.close(output)
-            os.close(errors)
+            for fd in fds[2:]:
+                os.close(fd)
+
+    def await_end(self) -> bool:
+        """Wait for its death, once it has answered; False where its socket must tell."""
+        return self._life is not None and self._life.await_end(self.pid)
 
     def send(self, data: bytes, watch: Callable[[], None]) -> None:
         """A call; ConnectionError if it is gone."""
@@ -269,15 +276,12 @@ class Pool:
             self._close()
         return status
 
-    def end_beside(self, dead: Follower) -> dict[int, int | None]:
-        """The same where others are about to go on: wait for nobody but one that has died; returns
-        how it ended."""
-        with _unbroken():
-            others = [pid for pid in self.pids if pid != dead.pid]
-            status = self._zygote.end([dead.pid], others)
-            self.drain()
-            threading.Thread(target=self._close, daemon=True).start()
-        return status
+    def kill(self) -> None:
+        """Kill all followers, without waiting for the zygote, or for their ends."""
+        if self._zygote.ended() is None:
+            for pid in self.pids:  # none is reaped before `end`, unless the zygote ends just now
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _close(self) -> None:
         self._relay.close()

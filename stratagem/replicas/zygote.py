@@ -6,7 +6,7 @@ process at the keyboard. When that process ends, however it ends, the zygote's s
 it takes every follower with it.
 
 `Zygote` is the process itself, `ZygoteProcess` is its owner's handle. Requests are JSON over a
-socketpair; a fork request carries the follower's four descriptors.
+socketpair; a fork request carries the follower's descriptors.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any, NoReturn
 
 from stratagem.errors import ReplicaLost
@@ -42,20 +43,20 @@ def main() -> None:
 
 
 class Zygote:
-    """The forking loop; `children` maps a process id to its exit status, None while it runs."""
+    """The forking loop; `children` are those whose end the owner has not asked for.
+
+    Nobody else reaps them, so until then a process id is nobody else's, dead or not.
+    """
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.owner = os.getppid()
-        self.children: dict[int, int | None] = {}
-        #: those that nobody asks about any more
-        self.forgotten: set[int] = set()
+        self.children: set[int] = set()
 
     def serve(self) -> None:
         while True:
             ready, _, _ = select.select([self.channel], [], [], 0.5)
-            self._reap()
-            data, fds = pipe_frames.receive_with_fds(self.channel, 4) if ready else (b"", [])
+            data, fds = pipe_frames.receive_with_fds(self.channel, 5) if ready else (b"", [])
             # The owner's own children may hold its end of the socket open: look for it, too.
             if data is None or os.getppid() != self.owner:
                 self._leave()
@@ -70,11 +71,8 @@ class Zygote:
                     importlib.import_module(name)
                 self._reply(request, {"pid": self._fork(request["fork"], fds)})
             else:
-                self._kill(request.get("kill", []))
-                self.forgotten |= set(request.get("kill", []))
-                self._end(request["end"])
-                status = {str(pid): self.children.pop(pid, None) for pid in request["end"]}
-                self._reply(request, {"status": status})
+                self._kill(request["end"])
+                self._reply(request, {"status": self._reaped(request["end"])})
 
     def _reply(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
         answer["number"] = request["number"]
@@ -87,7 +85,7 @@ class Zygote:
         parent = os.getpid()
         pid = os.fork()
         if pid:
-            self.children[pid] = None
+            self.children.add(pid)
             for fd in fds:
                 os.close(fd)
             return pid
@@ -97,33 +95,28 @@ class Zygote:
         follower.main(setting, *fds)
         os._exit(0)
 
-    def _reap(self) -> None:
-        for pid, status in self.children.items():
-            if status is None:
-                done, code = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    self.children[pid] = os.waitstatus_to_exitcode(code)
-        for pid in [pid for pid in self.forgotten if self.children.get(pid, 0) is not None]:
-            self.forgotten.discard(pid)
-            self.children.pop(pid, None)
+    def _reaped(self, pids: list[int]) -> dict[str, int | None]:
+        """How those of them ended that have ended by now (None: not known)."""
+        status: dict[str, int | None] = {}
+        for pid in pids:
+            done, code = os.waitpid(pid, os.WNOHANG) if pid in self.children else (pid, None)
+            if done:
+                self.children.discard(pid)
+                status[str(pid)] = None if code is None else os.waitstatus_to_exitcode(code)
+        return status
 
     def _leave(self) -> NoReturn:
         """End with all children: the owner is gone."""
-        self._end(list(self.children))
+        self._kill(list(self.children))
+        for pid in self.children:  # they come to their ends side by side
+            os.waitpid(pid, 0)
         os._exit(0)
 
-    def _end(self, pids: list[int]) -> None:
-        """Kill and reap; SIGKILL also ends a stopped process."""
-        for pid in self._kill(pids):  # they come to their ends side by side
-            _, code = os.waitpid(pid, 0)
-            self.children[pid] = os.waitstatus_to_exitcode(code)
-
-    def _kill(self, pids: list[int]) -> list[int]:
-        """Kill those that run, which are returned."""
-        running = [pid for pid in pids if pid in self.children and self.children[pid] is None]
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-        return running
+    def _kill(self, pids: list[int]) -> None:
+        """SIGKILL also ends a stopped process."""
+        for pid in pids:
+            if pid in self.children:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _keras_settings(environ: dict[str, str]) -> dict[str, str]:
@@ -154,6 +147,7 @@ main()
 _ALWAYS = ["torch", "torch._dynamo", "stratagem.replicas.follower"]
 #: slow imports that followers will need, too, once their owner has them
 _SLOW = ("stratagem", "torchmetrics", "keras")
+_LOOK = 0.002  # seconds between two looks whether processes have ended
 _REAPED = 5.0  # seconds until a process whose socket has closed is known to be dead
 
 
@@ -275,16 +269,19 @@ class ZygoteProcess:
             names[0],
         )
 
-    def end(self, pids: list[int], kill: list[int] | None = None) -> dict[int, int | None]:
+    def end(self, pids: list[int]) -> dict[int, int | None]:
         """Kill those that still run; every exit status (negative: a signal's number).
 
-        `kill`: others to be killed, whose ends are not waited for.
+        The kernel takes a while for each; meanwhile the zygote may fork for others.
         """
-        try:
-            answer = self._ask({"end": pids, "kill": kill or []}, [])
-        except ZygoteGone:
-            return {}  # and its followers with it
-        return {int(pid): status for pid, status in answer["status"].items()}
+        status: dict[int, int | None] = {}
+        with contextlib.suppress(ZygoteGone):  # and its followers with it
+            while left := [pid for pid in pids if pid not in status]:
+                answer = self._ask({"end": left}, [])["status"]
+                status |= {int(pid): how for pid, how in answer.items()}
+                if len(status) < len(pids):
+                    time.sleep(_LOOK)
+        return status
 
     def _ask(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         with self._lock:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,12 +50,21 @@ class LocalMembership(Membership):
         """Nobody could take its place."""
         super()._become(trouble)
 
-    def replace(self, rank: int, member: Member, sock: socket.socket) -> None:
+    def replace(self, rank: int, member: Member, one: Follower) -> None:
         """Another process has taken the place of one that died."""
         assert self._star is not None
         self.members = (*self.members[:rank], member, *self.members[rank + 1 :])
         self._star.call(partial(self._router.expect, rank, member))
-        self._star.add(rank, sock)
+        self._star.add(rank, one.member)
+        self.watch(rank, one)
+
+    def watch(self, rank: int, one: Follower) -> None:
+        """Learn of this process's death before its socket closes."""
+        threading.Thread(target=self._await_end, args=(rank, one), daemon=True).start()
+
+    def _await_end(self, rank: int, one: Follower) -> None:
+        if one.await_end() and self._star is not None:
+            self._star.call(partial(self._star.end, rank, one.member))
 
     def raise_if_gone(self) -> None:
         super().raise_if_gone()
@@ -87,6 +98,13 @@ def open_local(
         cluster.on_trouble(local.announce)
         local.on_trouble(cluster.announce)
     return local
+
+
+def watch_lives(local: Membership, pool: Pool) -> None:
+    """Learn at once of the death of followers, all of which have answered by now."""
+    assert isinstance(local, LocalMembership)
+    for rank, one in enumerate(pool.followers, 1):
+        local.watch(rank, one)
 
 
 def sit_down(placement: Placement, members: tuple[Member, ...], give_up: float) -> None:
@@ -138,7 +156,12 @@ class Cause:
         self._answer = answer
         self._orphaned = pool.orphaned() if pool is not None else None
 
-    def error(self, status: Mapping[int, int | None]) -> BaseException:
+    def say(self, then: str, status: Mapping[int, int | None] = MappingProxyType({})) -> None:
+        """Log it, now that followers have ended so, and what comes of it."""
+        text = str(self.error(status)).removesuffix(" Then start the job again.")
+        log.warning("%s %s", text, then)
+
+    def error(self, status: Mapping[int, int | None] = MappingProxyType({})) -> BaseException:
         """Return what to raise, now that followers have ended so."""
         error, one, answer = self._error, self.one, self._answer
         if self._orphaned is not None and isinstance(error, ReplicaLost | OSError):
@@ -152,6 +175,37 @@ class Cause:
         return error
 
 
+class Endings:
+    """Followers that come to their ends beside what comes next; how, is said when it is known."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, pool: Pool | None, cause: Cause, then: str) -> None:
+        """Kill them; they write nothing from now on."""
+        if cause.one is None:
+            cause.say(then)
+        if pool is None:
+            return
+        pool.kill()
+        self._threads = [each for each in self._threads if each.is_alive()]
+        self._threads.append(
+            threading.Thread(target=_see_off, args=(pool, cause, then), daemon=True)
+        )
+        self._threads[-1].start()
+
+    def wait(self) -> None:
+        """Until nothing is left to be said."""
+        for each in self._threads:
+            each.join()
+
+
+def _see_off(pool: Pool, cause: Cause, then: str) -> None:
+    status = pool.end()
+    if cause.one is not None:
+        cause.say(then, status)
+
+
 def failure(name: str, answer: follower.CallResult) -> ReplicaFailed:
     """Return the error to raise where a follower has raised one."""
     return ReplicaFailed(
@@ -161,8 +215,9 @@ def failure(name: str, answer: follower.CallResult) -> ReplicaFailed:
     )
 
 
-def checked(pool: Pool, answers: list[follower.CallResult]) -> list[Any]:
-    """Return the result of a call on each follower; raise the first failure."""
+def collected(pool: Pool, watch: Callable[[], None]) -> list[Any]:
+    """Wait for the result of a call on each follower; raise the first failure."""
+    answers = pool.collect(watch)
     for one, answer in zip(pool.followers, answers, strict=True):
         if isinstance(answer.error, ReplicaError):
             raise answer.error  # it only passes on what happened to another

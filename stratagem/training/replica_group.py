@@ -25,27 +25,23 @@ from stratagem.cluster.generations import Generations
 from stratagem.cluster.membership import Failure, Membership
 from stratagem.cluster.spec import Place
 from stratagem.data.streams import RngStates
-from stratagem.errors import (
-    ReplicaError,
-    ReplicaLost,
-    ReplicaMissing,
-    ReplicaStalled,
-    UsageError,
-)
+from stratagem.errors import ReplicaError, ReplicaLost, ReplicaMissing, ReplicaStalled, UsageError
 from stratagem.figures.recorder import event
-from stratagem.replicas.pool import Follower, Pool, Spares
+from stratagem.replicas.pool import Pool, Spares
 from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
 from stratagem.training.elastic import Again, Elastic, Tries
 from stratagem.training.group_followers import (
     Cause,
-    checked,
+    Endings,
+    collected,
     explained,
     forked,
     open_local,
     record_fault,
     run_call,
     sit_down,
+    watch_lives,
 )
 from stratagem.training.placement import sit
 from stratagem.training.replica import (
@@ -95,6 +91,7 @@ class ReplicaGroup:
         self._elastic = elastic
         #: for the places of those that die
         self._spares = Spares()
+        self._endings = Endings()
         self._standbys: Standbys | None = None
         self._generations: Generations | None = None
         #: how many calls could be begun again, so that tasks may join in them
@@ -179,7 +176,8 @@ class ReplicaGroup:
         replica = sit(placement, membership)
         replica.barrier()  # nobody may let go of what the others are about to map
         if self._pool is not None:
-            checked(self._pool, self._pool.collect(membership.raise_if_trouble))
+            collected(self._pool, membership.raise_if_trouble)
+            watch_lives(membership, self._pool)
             if self._elastic is not None:
                 self._spares.prepare(len(others))
                 self._standbys = Standbys.of(replica, placement, self._pool, give_up)
@@ -274,14 +272,15 @@ class ReplicaGroup:
     def _go_on(self, error: BaseException, tries: Tries, name: str) -> None:
         """Form the group again after a failure; or raise the failure, if that is the end."""
         error = explained(error, self._cluster if self.outlives_the_chief else None)
-        trouble = self._trouble()
-        better = self._fall(error)
-        if tries.left(better, trouble, chief_may_die=self.outlives_the_chief):
-            self._regroup(better, name)
-        elif better is error:
+        trouble, cause = self._trouble(), self._fall(error)
+        if tries.left(cause.error(), trouble, chief_may_die=self.outlives_the_chief):
+            self._end(cause, "The others go on.")
+            self._regroup(cause.error(), name)
+            return
+        better = cause.error(self._end())
+        if better is error:
             raise error
-        else:
-            raise better from better.__cause__ or error
+        raise better from better.__cause__ or error
 
     def _regroup_within(
         self, tries: Tries, name: str, begin: Callable[[], None], error: BaseException
@@ -314,7 +313,6 @@ class ReplicaGroup:
 
     def _regroup(self, error: BaseException, name: str) -> None:
         """Form the group again of the members still here and those that wait to join."""
-        log.warning("%s The others go on.", str(error).removesuffix(" Then start the job again."))
         if self._generations is None or self._cluster is None:
             event("join", "it is started again", about=getattr(error, "who", ""))
             return  # by the next call: the replicas are this process's own
@@ -334,48 +332,47 @@ class ReplicaGroup:
         if self._pool is None or self.replica is None:
             return [mine]
         try:
-            return [
-                mine,
-                *checked(self._pool, self._pool.collect(self.replica.membership.raise_if_gone)),
-            ]
+            return [mine, *collected(self._pool, self.replica.membership.raise_if_gone)]
         except (ReplicaLost, ReplicaStalled) as error:
             if not done:
                 raise
-            log.warning("%s It had done its part.", self._fall(error))
+            self._end(self._fall(error), "It had done its part.")
             return [mine]
+        finally:
+            self._endings.wait()
 
     # --- coming apart -----------------------------------------------------------------------
 
-    def _fall(self, error: BaseException) -> BaseException:
-        """End everything after a failure; the next call starts afresh. Return what to raise."""
+    def _fall(self, error: BaseException) -> Cause:
+        """Tell the cluster of a failure, after which everything is to be ended."""
         if self._cluster is not None and len(self._cluster.members) > 1:
             if not isinstance(error, ReplicaError):
                 self.report(tracebacks.described(error))
         elif self._generations is None:
             self._cluster = None
-        cause = Cause(error, self._local, self._pool)
-        lost = self._elastic is not None and isinstance(error, ReplicaLost)
-        return cause.error(self._end(cause.one if lost else None))
+        return Cause(error, self._local, self._pool)
 
     def report(self, detail: str) -> None:
         """Tell the other tasks of the cluster why this one ends."""
         if os.getpid() == self._owner and self._cluster is not None:
             self._cluster.report_failure(detail)
 
-    def _end(self, dead: Follower | None = None) -> dict[int, int | None]:
-        """End what this process has started; beside what comes next if it is for one that died."""
+    def _end(self, cause: Cause | None = None, then: str = "") -> dict[int, int | None]:
+        """End what this process has started; where `then` comes next, for that cause, beside it."""
         status: dict[int, int | None] = {}
         if self._standbys is not None:
             self._standbys.rest()
             self._standbys = None
-        if self._pool is not None:
-            status = self._pool.end() if dead is None else self._pool.end_beside(dead)
-            self._pool = None
+        if cause is not None:
+            self._endings.begin(self._pool, cause, then)
+        elif self._pool is not None:
+            status = self._pool.end()
+        self._pool = None
         if self.replica is not None:
             self.replica.collective.close()
             self.replica = None
         if self._local is not None:
-            self._local.leave(wait=dead is None)
+            self._local.leave(wait=cause is None)
             self._local = None
         self._offer = Offer()
         return status
@@ -392,6 +389,7 @@ class ReplicaGroup:
                 self._cluster.leave()  # first, or the others take our followers' end for a death
                 self._cluster = None
             self._end()
+            self._endings.wait()
             self._spares.end()
             self._spares = Spares()
             self._become(None)

@@ -164,7 +164,7 @@ class Standbys:
             if taken and not over.is_set():  # else all come apart, and it would be left behind
                 waiting.pop(rank, None)
                 member = Member(one.name, f"{device}, pid {one.pid}")
-                self._membership.replace(rank, member, one.member)
+                self._membership.replace(rank, member, one)
                 dead = self._pool.replace(rank - 1, one)
         if dead is None:
             self._drop(rank, one, waiting)

@@ -33,7 +33,10 @@ from stratagem.wire.lateness import AGAIN, FIRST, Lateness, Limit, say_late
 from stratagem.wire.point_to_point import BackgroundWork, pass_on, sum_half
 from stratagem.wire.port_filter import listening, shut
 
-_GLANCE = timedelta(milliseconds=20)  # only neighbours in a ring see a death by themselves
+#: between two looks after members: only neighbours in a ring see a death by themselves, and nobody
+#: one that joins; who has waited long looks less often
+_SOON, _GLANCE = timedelta(milliseconds=4), timedelta(milliseconds=20)
+_LONG = 0.2  # seconds
 _TAGS = 1 << 30  # of single messages; Gloo counts in 32 bits
 HALF = (torch.float16, torch.bfloat16)
 
@@ -113,14 +116,15 @@ class ProcessGroup:
             METER.end_wait(since)
 
     def _wait(self, work: Any) -> None:
-        started = time.monotonic()
+        started, glance = time.monotonic(), _SOON
         while self._backend == "gloo" and not work.is_completed():
             try:
-                work.wait(_GLANCE)
+                work.wait(glance)
             except RuntimeError:
                 if work.is_completed():
                     break  # meanwhile; the last wait below tells how it went
                 waited = time.monotonic() - started
+                glance = _SOON if waited < _LONG else _GLANCE
                 self._watch(waited)
                 self._lateness.waiting(self._turn, waited)
         work.wait()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.cluster import waiting
-from stratagem.cluster.heartbeat import REMIND, STALL, Heartbeats, Silence
+from stratagem.cluster.heartbeat import BEAT, REMIND, Heartbeats, Silence
 from stratagem.cluster.parsing import listing
 from stratagem.cluster.waiting import Wait
 
@@ -19,9 +19,9 @@ def test_a_silence_is_named_once_then_reminded_of_then_over() -> None:
         heartbeat.heard(2, tick / 2)
         spoken += heartbeat.check(tick / 2)
     assert spoken == [
-        Silence(1, STALL, over=False),
-        Silence(1, STALL + REMIND, over=False),
-        Silence(1, STALL + 2 * REMIND, over=False),
+        Silence(1, 2.5, over=False),
+        Silence(1, 2.5 + REMIND, over=False),
+        Silence(1, 2.5 + 2 * REMIND, over=False),
         Silence(1, 30.0, over=True),
     ]
 
@@ -29,12 +29,21 @@ def test_a_silence_is_named_once_then_reminded_of_then_over() -> None:
 def test_only_a_silence_that_was_named_ends_aloud() -> None:
     heartbeat = Heartbeats([1], now=0.0)
     assert heartbeat.heard(1, 2.0) is None
-    assert [heartbeat.check(now / 2) for now in range(1, 12)] == [[]] * 9 + [
-        [Silence(1, 3.0, over=False)],
+    assert [heartbeat.check(now / 2) for now in range(1, 12)] == [[]] * 8 + [
+        [Silence(1, 2.5, over=False)],
+        [],
         [],
     ]
     assert heartbeat.heard(1, 7.0) == 5.0
     assert heartbeat.heard(1, 8.0) is None
+
+
+@given(st.floats(0, BEAT), st.floats(0, BEAT))
+def test_a_cut_is_named_within_three_seconds(before: float, look: float) -> None:
+    """However long `before` the cut the last beat came, and whenever the first look after it is."""
+    heartbeat = Heartbeats([1], now=-before)
+    named = next(tick for tick in range(20) if heartbeat.check(look + tick * BEAT))
+    assert 1.5 < look + named * BEAT < 3.0
 
 
 def test_the_forgotten_are_not_missed() -> None:

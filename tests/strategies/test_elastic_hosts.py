@@ -176,7 +176,7 @@ def test_who_is_cut_off_for_good_ends_and_names_the_chief(expected: Any) -> None
 @needs_hosts
 @pytest.mark.slow
 def test_a_cut_shorter_than_patience_costs_nobody_a_place(expected: Any) -> None:
-    """Named after 3 s; when it heals, the same step goes on."""
+    """Named within 3 s; when it heals, the same step goes on."""
     faults = ["cut worker 1 at step 20 for 5 s", "stop worker 2 at step 60 for 5 s"]
     with Hosts(3) as hosts, HostJob(hosts, source(answer=60), faults) as job:
         assert job.ends(180) == [0, 0, 0], str(job)
