@@ -249,11 +249,12 @@ class Picky(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("stages", ["pair", "mesh"])
+@pytest.mark.parametrize(("stages", "behind"), [("pair", 0), ("mesh", 0), ("mesh", 1)])
 def test_a_loop_goes_on_behind_a_forward_that_raised(
-    stages: str, request: pytest.FixtureRequest
+    stages: str, behind: int, request: pytest.FixtureRequest
 ) -> None:
-    """In the first stage and in the last, of one pipeline; also when the model is split."""
+    """In the first stage and in the last, of one pipeline, also of the second one of a mesh; also
+    when the model is split."""
     on = request.getfixturevalue(stages)
 
     def loop(prepare: Callable[..., Any], model: nn.Module) -> list[int]:
@@ -262,7 +263,8 @@ def test_a_loop_goes_on_behind_a_forward_that_raised(
         caught = []
         for number, bad in enumerate([1e9, 0, 1e9, 0, float("nan"), 0, float("nan"), 1e9, 0]):
             x, y = doubles(7 + number % 3)
-            x[number % 4] += bad  # the first batch's is among the rows that a split is tried on
+            # the first rows, also those that a split is tried on; or the last, of a mesh's row 1
+            x[-1 - number % 3 if behind else number % 4] += bad
             try:
                 output = model(x)
             except (ValueError, sg.ReplicaFailed) as error:
@@ -278,6 +280,37 @@ def test_a_loop_goes_on_behind_a_forward_that_raised(
     layers = nn.Linear(6, 8), far, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), lost, nn.Linear(8, 4)
     one, other = both(loop, nn.Sequential(*layers).double(), on)
     assert one == other == [0, 2, 4, 6, 7]
+
+
+class _Refusing(torch.autograd.Function):
+    """Raises on the last stage of a mesh's row 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if sg.current_replica().index == 3:
+            raise ValueError("no such luck")
+        return grads[0]
+
+
+class Refusing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert not x.isnan().any()
+        found: Tensor = _Refusing.apply(x)  # type: ignore[no-untyped-call]
+        return found
+
+
+def test_a_backward_that_raises_in_another_row_ends_the_loop(mesh: sg.Mesh) -> None:
+    def loop() -> None:
+        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Refusing(), nn.Linear(8, 4)).double()
+        model, _, _ = mesh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(doubles(6)[0]).sum().backward()
+
+    with pytest.raises(sg.ReplicaFailed, match="(?s)^replica 3 raised .*no such luck"):
+        mesh.run(loop)
 
 
 def test_divided_layers_do_not_go_on_behind_a_forward_that_raised(
