@@ -68,14 +68,16 @@ class LayerTable:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of the whole model as one stage, among so many processes that compute at once: a
-    forward and a backward of a microbatch or chunk, and what is put off to the end of a batch."""
+    """Seconds of the whole model as one stage, in one of so many processes: a forward and a
+    backward of a microbatch or chunk, and what is put off to the end of a batch. All compute at
+    once, or one of them `alone`."""
 
     processes: int
     pieces: int
     forward: float
     backward: float
     late: float = 0.0
+    alone: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from stratagem.training.replica import current_replica
 from stratagem.training.stage import Stage, StageChannels
 from stratagem.training.stage_parts import cut
 
-_SECONDS, _LEAST, _MOST = 0.4, 3, 40
+_SECONDS, _LEAST, _MOST = 0.3, 3, 40
 #: replicas whose rows a process plays at most; what is put off has all of them by then
 _ROWS = 4
 _MESSAGES = 32
@@ -51,9 +52,9 @@ class _Clock:
         return found
 
     def typical(self, kind: str) -> float:
-        """Of the mean operation of a batch: the median of all batches but the first."""
+        """Of the mean operation of all batches but the first: late ones keep others waiting."""
         each = [statistics.fmean(b[kind]) for b in self.batches[1:] if b.get(kind)]
-        return statistics.median(each) if each else 0.0
+        return statistics.fmean(each) if each else 0.0
 
 
 class _TimedStage(Stage):
@@ -106,12 +107,12 @@ def with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int
         try:
             if n == 2:
                 operation = max(strategy.run(_hand_over))
-            if n in many:
-                times += [_timed(strategy, n, each.pieces, played) for each in measured.layers]
-            if n in stacked:
-                chunks += [
-                    _timed(strategy, n, each.pieces, played, True) for each in measured.chunks
-                ]
+            for alone in (False, True):
+                timed = partial(_timed, strategy, n, played, alone)
+                if n in many:
+                    times += [timed(each.pieces, columns=False) for each in measured.layers]
+                if n in stacked:
+                    chunks += [timed(each.pieces, columns=True) for each in measured.chunks]
         finally:
             strategy.close()
     return replace(
@@ -125,15 +126,28 @@ def sizes_of(most: int) -> list[int]:
 
 
 def _timed(
-    strategy: MirroredStrategy, n: int, pieces: int, played: tuple[Any, ...], columns: bool = False
+    strategy: MirroredStrategy,
+    n: int,
+    played: tuple[Any, ...],
+    alone: bool,
+    pieces: int,
+    *,
+    columns: bool,
 ) -> StageTime:
     """Of the slowest process."""
-    found = strategy.run(_play, *played, pieces, columns)
-    return StageTime(n, pieces, *(max(kind) for kind in zip(*found, strict=True)))
+    found = strategy.run(_play, *played, pieces, columns, alone)
+    forward, backward, late = (max(kind) for kind in zip(*found, strict=True))
+    return StageTime(n, pieces, forward, backward, late, alone)
 
 
 def _play(
-    module: nn.Module, names: list[str], given: list[Any], batch: int, pieces: int, columns: bool
+    module: nn.Module,
+    names: list[str],
+    given: list[Any],
+    batch: int,
+    pieces: int,
+    columns: bool,
+    alone: bool,
 ) -> tuple[float, float, float]:
     """On a process: a forward, a backward, and what is put off to the end of a batch."""
     replica, clock = current_replica(), _Clock()
@@ -157,7 +171,9 @@ def _play(
     stage.clock = clock
     replica.barrier()
     end = time.perf_counter() + _SECONDS
-    while (done := len(clock.batches)) <= _LEAST or (done < _MOST and time.perf_counter() < end):
+    while not (alone and replica.index) and (
+        (done := len(clock.batches)) <= _LEAST or (done < _MOST and time.perf_counter() < end)
+    ):
         clock.batches.append({})
         for param in module.parameters():
             param.grad = None

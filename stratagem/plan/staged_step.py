@@ -84,25 +84,35 @@ class StagedStep(PredictedStep):
 
     @cached_property
     def times(self) -> StageTime:
-        """Of all layers together, for microbatches or chunks of this size: as the stages' own code
-        took them among so many processes, or, where that was not tried, as layers took them."""
+        """Of all layers together, for microbatches or chunks of this size, while as many stages
+        compute as do so on average."""
+        here = self.cfg.per_host
+        return self._among(max(1.0, here * (1 - self._line(self._among(here)).bubble)))
+
+    def _among(self, busy: float) -> StageTime:
+        """The same while so many compute: as the stages' own code took them, alone and with all at
+        once; or, where that was not tried, as layers took them."""
         columns = self.cfg.schedule == COLUMNS
         tried = self.profile.chunk_times if columns else self.profile.stage_times
-        seen = {t.processes: t for t in tried if t.pieces == self.table.pieces}
-        here = self.cfg.per_host
-        if seen and self.on_cpu:
+        here, pieces = self.cfg.per_host, self.table.pieces
+        if tried and self.on_cpu:
 
-            def typical(name: str) -> float:
-                known = {n: getattr(each, name) for n, each in seen.items()}
-                return between(here, known, self.hw.cores)
+            def typical(name: str, alone: bool) -> float:
+                seen = [t for t in tried if t.pieces == pieces and t.alone == alone]
+                known = {t.processes: float(getattr(t, name)) for t in seen}
+                return between(here, known, self.hw.cores) if known else 0.0
 
-            kinds = (typical(name) for name in ("forward", "backward", "late"))
-            return StageTime(here, self.table.pieces, *kinds)
+            def mixed(name: str) -> float:
+                alone, all_ = typical(name, True), typical(name, False)
+                others = (busy - 1) / (here - 1) if alone else 1.0
+                return all_ - max(0.0, all_ - alone) * (1 - others)
+
+            return StageTime(here, pieces, mixed("forward"), mixed("backward"), mixed("late"))
         costs, unit = self.table.costs, self._unit
         forward = sum(c.forward for c in costs)
         rest = sum(c.seconds - c.late for c in costs) - forward
         late = 0.0 if columns else sum(c.late for c in self._tables[0].costs) * self.cfg.depth
-        return StageTime(here, self.table.pieces, forward * unit, rest * unit, late * unit)
+        return StageTime(here, pieces, forward * unit, rest * unit, late * unit)
 
     def _added_up(self) -> float:
         """What stages of the same layers do to add up their gradients in shared memory."""
@@ -187,10 +197,13 @@ class StagedStep(PredictedStep):
     @cached_property
     def line(self) -> Timeline:
         """The real schedule, with these times."""
+        return self._line(self.times)
+
+    def _line(self, times: StageTime) -> Timeline:
         forward = [sum(c.forward for c in costs) for costs in self.stages]
         backward = [sum(c.seconds - c.late - c.forward for c in costs) for costs in self.stages]
         shares = {"F": _shares(forward), "B": _shares(backward)}
-        whole = {"F": self.times.forward, "B": self.times.backward}
+        whole = {"F": times.forward, "B": times.backward}
 
         def seconds(op: Op) -> float:
             return whole[op.kind] * shares[op.kind][op.part] + self._handing

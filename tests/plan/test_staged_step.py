@@ -113,6 +113,10 @@ def test_what_the_stages_own_code_took_counts() -> None:
     assert two.step == pytest.approx(5 * (24e-3 / 2 + 2 * 5e-3) + 1e-3)
     each = 2 + 6 * (1 / 2 - 1 / 4) / (1 - 1 / 4)  # by the load of a thread
     assert four.step == pytest.approx(11 * (each * 12e-3 / 4 + 2 * 5e-3) + each * 1e-3 / 4)
+    alone = tuple(StageTime(n, 2, 2e-3, 4e-3, 0.5e-3, alone=True) for n in (2, 8))
+    calm = predict(replace(tried, stage_times=seen + alone), machine, pipeline(2, 2), cal)
+    mixed = (24e-3 * 0.6 + 6e-3 * 0.4) / 2  # 1.6 of two compute on average
+    assert calm.step == pytest.approx(5 * (mixed + 2 * 5e-3) + (2 * 0.6 + 0.5 * 0.4) / 2 * 1e-3)
     again = Profile.from_json(json.loads(json.dumps(tried.to_json())))
     assert again.stage_times == seen and again.operation == 5e-3
 
@@ -133,8 +137,8 @@ def test_operations_are_measured_in_the_stages_own_code() -> None:
     given = model(batch=4, layers=(table, replace(table, pieces=2)), chunks=(table,))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     found = with_stages(given, trial, x, [2])
-    assert [(t.processes, t.pieces) for t in found.stage_times] == [(2, 1), (2, 2)]
-    assert [(t.processes, t.pieces) for t in found.chunk_times] == [(2, 1)]
+    assert [(t.processes, t.pieces) for t in found.stage_times] == [(2, 1), (2, 2)] * 2
+    assert [t.alone for t in found.chunk_times] == [False, True]
     times = (*found.stage_times, *found.chunk_times)
     assert all(t.forward > 0 and t.backward > 0 for t in times) and found.operation > 0
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
