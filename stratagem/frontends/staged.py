@@ -87,6 +87,7 @@ class Staged(OneDevice):
         module, optimizer, _, settings = training
         assert settings.pipeline is not None
         self._collective, self._pipeline = replica.collective, settings.pipeline
+        replica.stage = replica.index
         self._schedule = SCHEDULES[self._pipeline.schedule]
         tensors = [*module.parameters(), *module.buffers()]
         form: Any = SharedModel if replica.collective.shares_memory else PartedModel

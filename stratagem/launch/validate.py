@@ -101,8 +101,8 @@ def fitting(plan: Plan) -> list[Configuration]:
         if not plan.profile.sparse:
             found += [Configuration(MIRRORED, per_host=n)]
             found += [each for each in plan.tried if _divides(each, n)]
-        if not plan.profile.unserved:
-            found += [Configuration(SERVERS, per_host=n, servers=1)]
+    if not plan.profile.unserved:
+        found += [Configuration(SERVERS, per_host=n, servers=1) for n in counts]
     for n in counts[:1]:
         if not plan.profile.unserved:
             found += [Configuration(SERVERS, per_host=n, servers=1, asynchronous=True)]
@@ -175,7 +175,7 @@ def restless(rows: Sequence[ValidationRow]) -> str:
 
 
 def compare(plan: Plan, trial: DryRun, say: Say) -> int:
-    """Print the table of `validate`."""
+    """Print the rows of `validate`, each as soon as it was measured, and then their table."""
     console = Console()
     table = Table("configuration", box=SIMPLE, title="predicted against measured, ms a step")
     for head in ("predicted", "measured", "error"):
@@ -183,12 +183,9 @@ def compare(plan: Plan, trial: DryRun, say: Say) -> int:
     found = []
     for row in validate(plan, trial, say=say):
         found.append(row)
-        table.add_row(
-            str(row.configuration),
-            f"{row.predicted * 1e3:.2f}",
-            f"{row.measured * 1e3:.2f}",
-            f"{row.error:+.0%}",
-        )
+        times = (f"{row.predicted * 1e3:.2f}", f"{row.measured * 1e3:.2f}", f"{row.error:+.0%}")
+        table.add_row(str(row.configuration), *times)
+        say("predicted {} ms, measured {}: {}".format(*times))
     console.print(table)
     errors = [abs(row.error) for row in found]
     if errors:

@@ -28,6 +28,7 @@ from stratagem.plan.machine import (
     waited_for_processor,
 )
 from stratagem.plan.profile import GradientPart, Profile, SparseTable, merged
+from stratagem.plan.stage_profile import with_stages
 from stratagem.training.dry_run import DryRun
 from stratagem.training.exchange import BUCKET_BYTES
 from stratagem.wire.buckets import plan_buckets
@@ -84,6 +85,7 @@ def rehearse(
         if many:
             say(f"the same with {' and '.join(map(str, many))} replicas at once")
             measured = replace(measured, crowd=crowd(trial, given, many))
+            measured = with_stages(measured, trial, given, many)
         if many and measured.divided is not None:
             meeting = meeting_seconds()
             measured = replace(measured, divided=replace(measured.divided, meeting=meeting))

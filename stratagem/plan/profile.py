@@ -67,6 +67,20 @@ class LayerTable:
 
 
 @dataclass(frozen=True)
+class StageTime:
+    """Seconds of the whole model as one stage, in one of so many processes: a forward and a
+    backward of a microbatch or chunk, and what is put off to the end of a batch. All compute at
+    once, or one of them `alone`."""
+
+    processes: int
+    pieces: int
+    forward: float
+    backward: float
+    late: float = 0.0
+    alone: bool = False
+
+
+@dataclass(frozen=True)
 class DividedLayers:
     """What layers that processes divide have of the whole, and what crosses between these."""
 
@@ -142,6 +156,11 @@ class Profile:
     #: recurrent layers for the whole sequence, a half and a quarter of it, and all other layers
     chunks: tuple[LayerTable, ...] = ()
     unchunked: tuple[LayerCost, ...] = ()
+    #: what these layers take together in the stages' own code, as microbatches and as chunks
+    stage_times: tuple[StageTime, ...] = ()
+    chunk_times: tuple[StageTime, ...] = ()
+    #: one operation of a stage with nothing to compute: messages; 0 if it was not tried
+    operation: float = 0.0
     #: for processes that have a part of each layer
     divided: DividedLayers | None = None
     #: why no pipeline takes this model, why its state is not sharded, its layers not divided
@@ -234,6 +253,8 @@ class Profile:
                 given[name] = tuple(given.get(name, ()))
             for name in ("layers", "chunks"):
                 given[name] = tuple(LayerTable.from_json(each) for each in given.get(name, ()))
+            for name in ("stage_times", "chunk_times"):
+                given[name] = tuple(StageTime(**each) for each in given.get(name, ()))
             given["unchunked"] = tuple(LayerCost(**each) for each in given.get("unchunked", ()))
             if given.get("divided") is not None:
                 given["divided"] = DividedLayers(**given["divided"])

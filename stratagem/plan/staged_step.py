@@ -1,7 +1,8 @@
 """Predict a step of a pipeline: measured layers, cut as the strategy cuts them, in its schedule.
 
-Layers are measured one after another, for microbatches of several sizes; what one device takes for
-all of them together says how long that is. So small microbatches cost what they were seen to cost.
+Layers are measured one after another, for microbatches of several sizes, which says what part of
+the work each has. How long all of them take together was seen in the stages' own code, among as
+many processes (stage_profile.py). So small microbatches cost what they were seen to cost.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from itertools import pairwise
 
 from stratagem.errors import UsageError
 from stratagem.plan.configuration import COLUMNS, PLANNED
+from stratagem.plan.formulas import between
 from stratagem.plan.predicted_step import PredictedStep, Prediction
-from stratagem.plan.profile import LayerTable
+from stratagem.plan.profile import LayerTable, StageTime
 from stratagem.rules.layer_split import LayerCost, split_layers
 from stratagem.rules.schedules import Op, kept
 from stratagem.rules.timeline import HandOver, Timeline, timeline
@@ -77,7 +79,40 @@ class StagedStep(PredictedStep):
         for part, costs in enumerate(self.stages):
             found[part % n] += sum(cost.late for cost in whole[at : at + len(costs)])
             at += len(costs)
-        return max(found) * self._unit * n
+        all_ = sum(found)
+        return self.times.late * max(found) / all_ if all_ else 0.0
+
+    @cached_property
+    def times(self) -> StageTime:
+        """Of all layers together, for microbatches or chunks of this size, while as many stages
+        compute as do so on average."""
+        here = self.cfg.per_host
+        return self._among(max(1.0, here * (1 - self._line(self._among(here)).bubble)))
+
+    def _among(self, busy: float) -> StageTime:
+        """The same while so many compute: as the stages' own code took them, alone and with all at
+        once; or, where that was not tried, as layers took them."""
+        columns = self.cfg.schedule == COLUMNS
+        tried = self.profile.chunk_times if columns else self.profile.stage_times
+        here, pieces = self.cfg.per_host, self.table.pieces
+        if tried and self.on_cpu:
+
+            def typical(name: str, alone: bool) -> float:
+                seen = [t for t in tried if t.pieces == pieces and t.alone == alone]
+                known = {t.processes: float(getattr(t, name)) for t in seen}
+                return between(here, known, self.hw.cores) if known else 0.0
+
+            def mixed(name: str) -> float:
+                alone, all_ = typical(name, True), typical(name, False)
+                others = (busy - 1) / (here - 1) if alone else 1.0
+                return all_ - max(0.0, all_ - alone) * (1 - others)
+
+            return StageTime(here, pieces, mixed("forward"), mixed("backward"), mixed("late"))
+        costs, unit = self.table.costs, self._unit
+        forward = sum(c.forward for c in costs)
+        rest = sum(c.seconds - c.late for c in costs) - forward
+        late = 0.0 if columns else sum(c.late for c in self._tables[0].costs) * self.cfg.depth
+        return StageTime(here, pieces, forward * unit, rest * unit, late * unit)
 
     def _added_up(self) -> float:
         """What stages of the same layers do to add up their gradients in shared memory."""
@@ -151,9 +186,8 @@ class StagedStep(PredictedStep):
     @cached_property
     def _handing(self) -> float:
         """Seconds in which an operation takes a message and posts one: two copies."""
-        if self.cfg.hosts > 1:
-            return self.cal.microbatch
-        return self.cal.microbatch + 2 * self._crossing / self.hw.local
+        alone = self.profile.operation or self.cal.microbatch
+        return alone if self.cfg.hosts > 1 else alone + 2 * self._crossing / self.hw.local
 
     @property
     def _crossing(self) -> int:
@@ -163,13 +197,16 @@ class StagedStep(PredictedStep):
     @cached_property
     def line(self) -> Timeline:
         """The real schedule, with these times."""
-        unit = self._unit
-        forward = [sum(c.forward for c in costs) * unit for costs in self.stages]
-        both = [sum(c.seconds - c.late for c in costs) * unit for costs in self.stages]
+        return self._line(self.times)
+
+    def _line(self, times: StageTime) -> Timeline:
+        forward = [sum(c.forward for c in costs) for costs in self.stages]
+        backward = [sum(c.seconds - c.late - c.forward for c in costs) for costs in self.stages]
+        shares = {"F": _shares(forward), "B": _shares(backward)}
+        whole = {"F": times.forward, "B": times.backward}
 
         def seconds(op: Op) -> float:
-            computing = forward[op.part] if op.kind == "F" else both[op.part] - forward[op.part]
-            return computing + self._handing
+            return whole[op.kind] * shares[op.kind][op.part] + self._handing
 
         cfg = self.cfg
         schedule = PLANNED[cfg.schedule]
@@ -192,3 +229,8 @@ class StagedStep(PredictedStep):
         if op.part % cfg.replicas // cfg.per_host == to % cfg.replicas // cfg.per_host:
             return HandOver()
         return HandOver(self.stages[source][-1].crossing / self.link, self.hw.latency)
+
+
+def _shares(of: Sequence[float]) -> list[float]:
+    """Of the sum of all."""
+    return [each / sum(of) if sum(of) else 1 / len(of) for each in of]

@@ -32,6 +32,7 @@ class MeshGrid:
         self.everybody, self.count = replica.collective, count
         stages = replica.count // count
         self.row, stage = divmod(replica.index, stages)
+        replica.stage = stage
         #: among the stages of its row
         self.place = replica
         self._column: Collective | None = None

@@ -86,6 +86,8 @@ class Replica:
     release_call: Callable[[], None] = field(default=_nothing, repr=False)
     #: what reads the losses of its custom loops (`custom_loop.py`), once something is prepared
     reader: Any = field(default=None, init=False, repr=False)
+    #: which stage of a pipeline it is, if it is one
+    stage: int | None = field(default=None, init=False, repr=False)
     #: counts its steps (`step_figures.py`)
     figures: Any = field(default=None, init=False, repr=False)
     _side: Collective | None = field(default=None, repr=False)

@@ -26,16 +26,19 @@ Times = tuple[float, float, float, float]
 
 
 class SlowWatch:
-    """On the chief: says once of each slow task that it is slow, and why."""
+    """On the chief: says once of each slow task that it is slow, and why.
+
+    Stages of a pipeline do different work: each is compared with the same one of other pipelines.
+    """
 
     def __init__(self) -> None:
-        self._rule, self._lock = SlowRule(), threading.Lock()
+        self._rules, self._lock = dict[Any, SlowRule](), threading.Lock()
 
     def hear(self, line: Mapping[str, Any]) -> None:
         """Take the figures of a task."""
         task, sample = str(line.get("task", "")), Sample.from_json(line)
         with self._lock:
-            found = self._rule.add(task, sample)
+            found = self._rules.setdefault(line.get("stage"), SlowRule()).add(task, sample)
         if found is not None:
             log.warning("%s", found)
             event("slow", str(found), about=task, reason=found.reason)
@@ -141,5 +144,8 @@ def figures_of(replica: Replica) -> StepFigures:
         membership = replica.membership
         if replica.count > 1 and replica.is_chief:
             membership.to_hub.on_note(SlowWatch().hear)
-        found = replica.figures = StepFigures(replica.name, membership.to_hub.give)
+        give = membership.to_hub.give
+        found = replica.figures = StepFigures(
+            replica.name, lambda line: give({**line, "stage": replica.stage})
+        )
     return found

@@ -330,6 +330,7 @@ def test_validate_runs_what_fits(
     assert "predicted against measured" in shown and "median error" in shown
     assert "ParameterServer, 1 server" in shown
     assert "running ParameterServer, 1 server, 2 on one host: 2 of 4" in said
+    assert said.count(" ms, measured ") == 4, "a run that is broken off has shown what it found"
     assert "Sharded, 2 on one host" in shown and "Pipeline, 1f1b, 4 microbatches" in shown
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -28,9 +29,11 @@ from stratagem.plan.configuration import (
 from stratagem.plan.cost import predict
 from stratagem.plan.divided_profile import divided_layers
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.profile import DividedLayers, Footprint, LayerTable, Profile
+from stratagem.plan.profile import DividedLayers, Footprint, LayerTable, Profile, StageTime
+from stratagem.plan.stage_profile import with_stages
 from stratagem.rules.layer_split import LayerCost
 from stratagem.rules.schedules import SCHEDULES
+from stratagem.training.dry_run import DryRun
 from stratagem.training.layer_graph import trace
 from stratagem.training.tensor_program import OPENED
 from tests.plan.support import IDEAL, profile
@@ -94,6 +97,63 @@ def test_small_microbatches_cost_what_they_were_seen_to_cost() -> None:
         for cfg in (pipeline(2, 1), pipeline(2, 2))
     )
     assert two.step == pytest.approx(0.03 * 3 / 2) and four.step == pytest.approx(0.06 * 5 / 4)
+
+
+def test_what_the_stages_own_code_took_counts() -> None:
+    """Among as many processes; layers say only who has what part of it. Numbers that were not tried
+    lie between those that were."""
+    seen = tuple(StageTime(n, 2, n * 4e-3, n * 8e-3, n * 1e-3) for n in (2, 8))
+    later = tuple(
+        LayerTable(t.pieces, tuple(replace(c, late=c.seconds / 3) for c in t.costs))
+        for t in layers()
+    )
+    tried = model(optimizer=0.0, layers=later, stage_times=seen, operation=5e-3)
+    machine, cal = Hardware(cores=8, local=1e15), replace(IDEAL, microbatch=7.0)
+    two, four = (predict(tried, machine, pipeline(n, 2), cal) for n in (2, 4))
+    assert two.step == pytest.approx(5 * (24e-3 / 2 + 2 * 5e-3) + 1e-3)
+    each = 2 + 6 * (1 / 2 - 1 / 4) / (1 - 1 / 4)  # by the load of a thread
+    assert four.step == pytest.approx(11 * (each * 12e-3 / 4 + 2 * 5e-3) + each * 1e-3 / 4)
+    alone = tuple(StageTime(n, 2, 2e-3, 4e-3, 0.5e-3, alone=True) for n in (2, 8))
+    calm = predict(replace(tried, stage_times=seen + alone), machine, pipeline(2, 2), cal)
+    mixed = (24e-3 * 0.6 + 6e-3 * 0.4) / 2  # 1.6 of two compute on average
+    assert calm.step == pytest.approx(5 * (mixed + 2 * 5e-3) + (2 * 0.6 + 0.5 * 0.4) / 2 * 1e-3)
+    again = Profile.from_json(json.loads(json.dumps(tried.to_json())))
+    assert again.stage_times == seen and again.operation == 5e-3
+
+
+@pytest.mark.timeout(120)
+def test_operations_are_measured_in_the_stages_own_code() -> None:
+    """In two real processes, as microbatches and as chunks of time; the model is left as it was."""
+    net, x = Stack(), torch.randn(4, 8, 6)
+    trial = DryRun(
+        net,
+        x,
+        lambda batch: net(batch).sum(),
+        lambda: None,
+        inputs=lambda batch: batch,
+        arguments=lambda names, given: [given],
+    )
+    table = LayerTable(1, (LayerCost(1e-3), LayerCost(1e-3)))
+    given = model(batch=4, layers=(table, replace(table, pieces=2)), chunks=(table,))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    found = with_stages(given, trial, x, [2])
+    assert [(t.processes, t.pieces) for t in found.stage_times] == [(2, 1), (2, 2)] * 2
+    assert [t.alone for t in found.chunk_times] == [False, True]
+    times = (*found.stage_times, *found.chunk_times)
+    assert all(t.forward > 0 and t.backward > 0 for t in times) and found.operation > 0
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+class Stack(nn.Module):
+    """Two recurrent layers, and one behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.head = nn.LSTM(6, 5, 2, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.stack(x)[0][:, -1])
+        return found
 
 
 def test_a_stage_holds_its_layers_and_the_microbatches_that_it_keeps() -> None:

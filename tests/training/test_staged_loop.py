@@ -10,6 +10,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.compat.torch_names import pytree
 from tests.spread import watched
 from tests.strategies.test_pipeline import Knotted, deep, doubles
 from tests.support import cpus, distance, moved
@@ -110,6 +112,54 @@ def test_the_loop_of_one_device(stages: str, request: pytest.FixtureRequest) -> 
     assert torch.allclose(seen, ours, 1e-12, 1e-12)
     assert len(momenta) == len(other) == 16
     assert all(torch.allclose(a, b, 1e-12, 1e-12) for a, b in zip(momenta, other, strict=True))
+
+
+@pytest.mark.parametrize("stages", ["pair", "mesh", "divided"])
+def test_what_a_loop_saves_is_what_one_device_saves(
+    stages: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Weights, the optimizer's state and the whole model, between two steps; all of it is plain,
+    and another loop goes on with it as the one that has saved it."""
+
+    def loop(prepare: Callable[..., Any], model: nn.Module) -> list[Any]:
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+        model, optimizer, _ = prepare(model, optimizer, None)
+        saved = []
+        for step in range(4):
+            x, y = doubles(7)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (1, 3):
+                whole = {"weights": model.state_dict(), "state": optimizer.state_dict()}
+                torch.save(whole, tmp_path / "whole.pt")
+                torch.save(model, tmp_path / "model.pt")
+                whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+                whole["state"]["state"] = dict(sorted(whole["state"]["state"].items()))
+                saved.append(whole)
+                saved.append(torch.load(tmp_path / "model.pt", weights_only=False).state_dict())
+        return saved
+
+    net = deep()
+    one, other = both(loop, net, request.getfixturevalue(stages))
+    values, leaves = zip(*(pytree.tree_flatten(each)[::-1] for each in (one, other)), strict=True)
+    assert values[0] == values[1], "the same names and the same shape"
+    same = [
+        torch.allclose(a, b, 1e-12, 1e-12) if isinstance(a, Tensor) else a == b
+        for a, b in zip(*leaves, strict=True)
+    ]
+    assert all(same)
+    again = copy.deepcopy(net)  # on one device, from what the stages have saved in the midst
+    again.load_state_dict(other[0]["weights"])
+    optimizer = torch.optim.Adam(again.parameters())
+    optimizer.load_state_dict(other[0]["state"])
+    for _ in range(2):
+        x, y = doubles(7)
+        F.cross_entropy(again(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    final = other[2]["weights"]
+    assert all(torch.allclose(v, final[k], 1e-12, 1e-12) for k, v in again.state_dict().items())
 
 
 @pytest.mark.parametrize("stages", ["pair", "mesh"])
@@ -249,11 +299,12 @@ class Picky(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("stages", ["pair", "mesh"])
+@pytest.mark.parametrize(("stages", "behind"), [("pair", 0), ("mesh", 0), ("mesh", 1)])
 def test_a_loop_goes_on_behind_a_forward_that_raised(
-    stages: str, request: pytest.FixtureRequest
+    stages: str, behind: int, request: pytest.FixtureRequest
 ) -> None:
-    """In the first stage and in the last, of one pipeline; also when the model is split."""
+    """In the first stage and in the last, of one pipeline, also of the second one of a mesh; also
+    when the model is split."""
     on = request.getfixturevalue(stages)
 
     def loop(prepare: Callable[..., Any], model: nn.Module) -> list[int]:
@@ -262,7 +313,8 @@ def test_a_loop_goes_on_behind_a_forward_that_raised(
         caught = []
         for number, bad in enumerate([1e9, 0, 1e9, 0, float("nan"), 0, float("nan"), 1e9, 0]):
             x, y = doubles(7 + number % 3)
-            x[number % 4] += bad  # the first batch's is among the rows that a split is tried on
+            # the first rows, also those that a split is tried on; or the last, of a mesh's row 1
+            x[-1 - number % 3 if behind else number % 4] += bad
             try:
                 output = model(x)
             except (ValueError, sg.ReplicaFailed) as error:
@@ -278,6 +330,37 @@ def test_a_loop_goes_on_behind_a_forward_that_raised(
     layers = nn.Linear(6, 8), far, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), lost, nn.Linear(8, 4)
     one, other = both(loop, nn.Sequential(*layers).double(), on)
     assert one == other == [0, 2, 4, 6, 7]
+
+
+class _Refusing(torch.autograd.Function):
+    """Raises on the last stage of a mesh's row 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if sg.current_replica().index == 3:
+            raise ValueError("no such luck")
+        return grads[0]
+
+
+class Refusing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert not x.isnan().any()
+        found: Tensor = _Refusing.apply(x)  # type: ignore[no-untyped-call]
+        return found
+
+
+def test_a_backward_that_raises_in_another_row_ends_the_loop(mesh: sg.Mesh) -> None:
+    def loop() -> None:
+        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Refusing(), nn.Linear(8, 4)).double()
+        model, _, _ = mesh.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(doubles(6)[0]).sum().backward()
+
+    with pytest.raises(sg.ReplicaFailed, match="(?s)^replica 3 raised .*no such luck"):
+        mesh.run(loop)
 
 
 def test_divided_layers_do_not_go_on_behind_a_forward_that_raised(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import stratagem as sg
 from stratagem.figures import recorder
 from stratagem.figures.meter import METER, loading
-from stratagem.training.step_figures import Line, StepFigures
+from stratagem.training.step_figures import Line, SlowWatch, StepFigures
 from tests.clock import in_time, unless_late
 
 
@@ -61,6 +61,35 @@ def test_a_replica_of_this_process_is_named(
         assert lines and all(line["examples"] == 4 for line in lines)
         waits = sum(line["wait"] for line in lines) / len(lines)
         unless_late((waits > 0.02) == (i == 0), (i, waits))
+
+
+class Nap(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.detach().sum()) > -1e9:  # depends on values, so it is a layer of its own
+            time.sleep(0.02)
+        return x
+
+
+def test_a_stage_is_compared_with_its_like(caplog: pytest.LogCaptureFixture) -> None:
+    """Stages do different work: one that has more of it is not slow; one of two that have the same
+    may be."""
+    strategy = sg.PipelineStrategy(["cpu:0", "cpu:1"], microbatches=1, split=["1"])
+    with strategy.scope():
+        model = sg.Model(nn.Sequential(Nap(), nn.Linear(4, 1)))
+        model.compile("sgd", "mse")
+    with caplog.at_level(logging.WARNING, "stratagem"):
+        model.fit(torch.ones(400, 4), torch.ones(400, 1), batch_size=8, epochs=2, verbose=0)
+        assert not [each for each in caplog.records if " is slow: " in each.message]
+        watch = SlowWatch()
+        for row, seconds in enumerate([0.01, 0.05]):
+            for stage, times in enumerate([1, 10]):
+                line = dict.fromkeys(("load", "link", "wait"), 0.0) | {"steps": 30, "examples": 1}
+                own = {"task": f"replica {2 * row + stage}", "stage": stage}
+                watch.hear({**line, **own, "compute": seconds * times})
+    slow = [
+        each.message.split(" is ")[0] for each in caplog.records if " is slow: " in each.message
+    ]
+    assert slow == ["replica 2", "replica 3"]
 
 
 def slowly(batches: int) -> Iterator[int]:

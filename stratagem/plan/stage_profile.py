@@ -1,0 +1,201 @@
+"""What operations of stages take while all processes of a machine compute: the real stages' code.
+
+Each process has the whole model as the only stage of a pipeline, with the threads that a stage has,
+and plays microbatches or chunks of the size that so many stages would have. So what few rows, few
+threads, full memory and the code around the layers cost is in what was measured. What stages spend
+on messages is measured between two stages that have next to nothing to compute.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.cluster.environment import cores
+from stratagem.data.shares import rows, tensors_in
+from stratagem.plan.profile import Profile, StageTime
+from stratagem.rules.chunk_choice import ChunkChoice
+from stratagem.rules.schedules import SCHEDULES, Op
+from stratagem.strategies.mirrored import MirroredStrategy
+from stratagem.training.column_plan import plan_columns
+from stratagem.training.columns import ColumnChannels, ColumnStage
+from stratagem.training.dry_run import DryRun
+from stratagem.training.layer_graph import trace
+from stratagem.training.loop_process import with_tensors
+from stratagem.training.replica import current_replica
+from stratagem.training.stage import Stage, StageChannels
+from stratagem.training.stage_parts import cut
+
+_SECONDS, _LEAST, _MOST = 0.3, 3, 40
+#: replicas whose rows a process plays at most; what is put off has all of them by then
+_ROWS = 4
+_MESSAGES = 32
+
+
+class _Clock:
+    """Seconds of each kind of operation in one batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[dict[str, list[float]]] = []
+
+    def time(self, kind: str, work: Callable[..., Any], *args: Any) -> Any:
+        began = time.perf_counter()
+        found = work(*args)
+        self.batches[-1].setdefault(kind, []).append(time.perf_counter() - began)
+        return found
+
+    def typical(self, kind: str) -> float:
+        """Of the mean operation of all batches but the first: late ones keep others waiting."""
+        each = [statistics.fmean(b[kind]) for b in self.batches[1:] if b.get(kind)]
+        return statistics.fmean(each) if each else 0.0
+
+
+class _TimedStage(Stage):
+    clock: _Clock
+
+    def _forward(self, *args: Any) -> None:
+        self.clock.time("F", super()._forward, *args)
+
+    def _backward(self, *args: Any) -> None:
+        self.clock.time("B", super()._backward, *args)
+
+    def play(self, ops: Any, *args: Any) -> None:
+        def settle() -> None:
+            self.gradients.__class__.settle(self.gradients)
+
+        vars(self.gradients)["settle"] = lambda: self.clock.time("late", settle)
+        super().play(ops, *args)
+
+
+class _TimedColumns(ColumnStage):
+    clock: _Clock
+
+    def _chunk(self, k: int) -> None:
+        self.clock.time("F", super()._chunk, k)
+
+    def _back(self, *args: Any) -> None:
+        self.clock.time("B", super()._back, *args)
+
+
+def _judge(m: int, output: Any) -> Tensor:
+    return sum((t.sum() for t in tensors_in(output) if t.is_floating_point()), torch.zeros(()))
+
+
+def with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int]) -> Profile:
+    """The profile with what operations of stages take among so many processes, where its layers can
+    be cut apart."""
+    if not measured.layers or trial.inputs is None or trial.arguments is None:
+        return measured
+    x, batch = trial.inputs(given), measured.batch
+    names = [str(node.target) for node in trace(trial.module, x).inputs]
+    played = (trial.module, names, trial.arguments(names, rows(x, 0, batch)), batch)
+    times: list[StageTime] = []
+    chunks: list[StageTime] = []
+    operation = 0.0
+    stacked = [
+        n for n in sizes_of(cores()) if measured.chunks and n <= len(measured.chunks[0].costs)
+    ]
+    for n in sorted({*many, *stacked}):
+        strategy = MirroredStrategy([f"cpu:{i}" for i in range(n)])
+        try:
+            if n == 2:
+                operation = max(strategy.run(_hand_over))
+            for alone in (False, True):
+                timed = partial(_timed, strategy, n, played, alone)
+                if n in many:
+                    times += [timed(each.pieces, columns=False) for each in measured.layers]
+                if n in stacked:
+                    chunks += [timed(each.pieces, columns=True) for each in measured.chunks]
+        finally:
+            strategy.close()
+    return replace(
+        measured, stage_times=tuple(times), chunk_times=tuple(chunks), operation=operation
+    )
+
+
+def sizes_of(most: int) -> list[int]:
+    """2, 4, 8, ..."""
+    return [1 << i for i in range(1, most.bit_length())]
+
+
+def _timed(
+    strategy: MirroredStrategy,
+    n: int,
+    played: tuple[Any, ...],
+    alone: bool,
+    pieces: int,
+    *,
+    columns: bool,
+) -> StageTime:
+    """Of the slowest process."""
+    found = strategy.run(_play, *played, pieces, columns, alone)
+    forward, backward, late = (max(kind) for kind in zip(*found, strict=True))
+    return StageTime(n, pieces, forward, backward, late, alone)
+
+
+def _play(
+    module: nn.Module,
+    names: list[str],
+    given: list[Any],
+    batch: int,
+    pieces: int,
+    columns: bool,
+    alone: bool,
+) -> tuple[float, float, float]:
+    """On a process: a forward, a backward, and what is put off to the end of a batch."""
+    replica, clock = current_replica(), _Clock()
+    module.train()
+    graph = trace(module, dict.fromkeys(names))
+    n = replica.count
+    if columns:
+        many = [with_tensors(v, lambda t: torch.cat([t] * n) if t.dim() else t) for v in given]
+        plan = plan_columns(graph, 1)
+        stage: Any = _TimedColumns(
+            plan, 0, ChunkChoice(1, pieces * n), ColumnChannels(1, replica.collective)
+        )
+        ops: list[Op] = []
+        inputs = [many]
+    else:
+        parts = cut(graph, [0])
+        stage = _TimedStage(graph, parts, 0, StageChannels(parts, 1, replica.collective))
+        count = pieces * min(n, _ROWS)
+        inputs = [rows(given, 0, -(-batch // pieces))] * count
+        ops = list(SCHEDULES["1f1b"](0, 1, count, 1))
+    stage.clock = clock
+    replica.barrier()
+    end = time.perf_counter() + _SECONDS
+    while not (alone and replica.index) and (
+        (done := len(clock.batches)) <= _LEAST or (done < _MOST and time.perf_counter() < end)
+    ):
+        clock.batches.append({})
+        for param in module.parameters():
+            param.grad = None
+        stage.run(ops, inputs, list(range(len(inputs))), _judge)
+    replica.barrier()
+    return clock.typical("F"), clock.typical("B"), clock.typical("late")
+
+
+def _hand_over() -> float:
+    """On one of two processes: an operation of a stage that has next to nothing to compute, so what
+    messages take, and the code around them."""
+    replica, times = current_replica(), []
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    graph = trace(net, torch.zeros(1, 1))
+    parts = cut(graph, [0, 1])
+    stage = Stage(graph, parts, replica.index, StageChannels(parts, 2, replica.collective))
+    x = [[torch.zeros(1, 1)]] * _MESSAGES
+    for _ in range(1 + 2 * _LEAST):
+        replica.barrier()
+        began = time.perf_counter()
+        ops = SCHEDULES["1f1b"](replica.index, 2, _MESSAGES, 1)
+        stage.run(ops, x, list(range(_MESSAGES)), _judge)
+        replica.barrier()
+        times.append((time.perf_counter() - began) / (2 * (_MESSAGES + 1)))
+    return statistics.median(times[1:])
