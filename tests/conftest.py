@@ -117,7 +117,7 @@ _SLOW = re.compile(
             r"keras/test_mesh.py::test_rows_are_shuffled|strategies/test_mesh.py::test_.*shuffled",
             r"test_divided_loop.py::test_statistics_and_dropout_of_one_device.3.",
             r"test_ray_cluster.py::test_a_(place_that_is_lost|worker_that_fails_is_named)",
-            r"test_tpu.py::test_refusals.*nccl",
+            r"test_tpu.py::test_nccl_is_refused",
             r"test_compressed_pushes.py::test_fit_is_what_the_formula_says(?!\[2-dgc-0\])",
             r"test_compressed_pushes.py::test_a_fit_goes_on_bit_for_bit\[power\]",
             r"test_compressed_pushes.py::test_layers_without.*(int8|topk|sign)-(shared|in turn)",

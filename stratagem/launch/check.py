@@ -14,8 +14,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from stratagem.cluster.acceptor import Acceptor
@@ -66,7 +67,8 @@ class CheckRound:
         door = self._listen() if self._me in self._places else None
         try:
             for name in self._others:
-                _thread(self._call_on, name)
+                caller = partial(self._call_on, name)
+                threading.Thread(target=caller, name="stratagem-check", daemon=True).start()
             self._wait(Wait(wait, first=FIRST), listening=door is not None)
         finally:
             self._over.set()
@@ -173,10 +175,6 @@ class CheckRound:
         with self._changed:
             self._visited_by.add(visitor)
             self._changed.notify_all()
-
-
-def _thread(action: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=action, args=args, name="stratagem-check", daemon=True).start()
 
 
 WIDE = 130  # columns from which the remedies have room inside the table

@@ -188,7 +188,3 @@ def _parser(chosen: str, module: ModuleType | None) -> tuple[argparse.ArgumentPa
             module.add_arguments(command)
             options = [each for action in command._actions for each in action.option_strings]
     return parser, options
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -31,10 +30,10 @@ from stratagem.cluster.environment import cores, from_slurm, from_vertex
 from stratagem.cluster.handshake import SECRET_VARIABLE
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import StratagemError, UsageError
-from stratagem.launch.job_folder import JobFolder, TaskEnd, now
-from stratagem.launch.log_file import LogFile
+from stratagem.launch.job_folder import JobFolder, LogFile, TaskEnd, now
 from stratagem.launch.output import Relay, Sink
 from stratagem.launch.processes import Guard, Process
+from stratagem.launch.run import count_gpus
 from stratagem.launch.supervise import SignalQueue, Supervisor
 
 #: seconds from SIGTERM to SIGKILL: a training may have something to save, unless a task has failed
@@ -241,7 +240,7 @@ def probe() -> int:
     folder = Path(told["folder"])
     found["folder"] = folder.is_dir()
     found["script"] = told["script"] is None or (folder / told["script"]).is_file()
-    found["gpus"] = _gpus() if told["gpus"] else 0
+    found["gpus"] = count_gpus() if told["gpus"] else 0
     with ExitStack() as held:  # all at once, so that no port is found twice
         socks = [held.enter_context(socket.socket()) for _ in range(told["ports"])]
         for sock in socks:
@@ -249,14 +248,6 @@ def probe() -> int:
         found["ports"] = [sock.getsockname()[1] for sock in socks]
     print(json.dumps(found))
     return 0
-
-
-def _gpus() -> int:
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def main(words: list[str]) -> int:

@@ -27,6 +27,7 @@ from typing import Any, Self
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
 from stratagem.launch.job_request import JobRequest, JobState
+from stratagem.launch.output import Sink
 
 VARIABLE = "STRATAGEM_JOBS"
 
@@ -76,20 +77,16 @@ class JobFolder:
         return cls(path)
 
     @classmethod
-    def all(cls) -> list[Self]:
-        """Every job that was sent, the newest last."""
-        return [job for job in cls.begun() if job.told["name"]]
-
-    @classmethod
     def begun(cls) -> list[Self]:
-        """Those as well whose sender was killed before the engine had named them."""
+        """Every job, the newest last; those as well whose sender was killed before the engine had
+        named them."""
         found = [cls(file.parent) for file in jobs_home().glob("*/job.json")]
         return sorted(found, key=lambda job: job.path.name[-22:])
 
     @classmethod
     def find(cls, handle: str) -> Self:
         """The job with that handle."""
-        jobs = {job.handle: job for job in cls.all()}
+        jobs = {job.handle: job for job in cls.begun() if job.told["name"]}
         if handle not in jobs:
             near = get_close_matches(handle, jobs, 1)
             hint = f"; {near[0]}?" if near else ""
@@ -117,26 +114,31 @@ class JobFolder:
         return str(self.told["engine"])
 
     @property
+    def suffix(self) -> str:
+        """What its folder alone has: several jobs may have the same name."""
+        return self.path.name.rpartition("-")[2]
+
+    @property
     def handle(self) -> str:
         return f"{self.engine}:{self.told['name']}"
 
     # what has come of it
 
     def log(self, task: Task) -> Path:
-        return self.path / "logs" / f"{_file(task)}.log"
+        return self.path / "logs" / f"{stem_of(task)}.log"
 
     def task_runs(self, task: Task, host: str) -> None:
-        self.write(f"tasks/{_file(task)}.json", {"host": host, "since": now()})
+        self.write(f"tasks/{stem_of(task)}.json", {"host": host, "since": now()})
 
     def task_ended(self, end: TaskEnd) -> None:
-        before = self.read(f"tasks/{_file(end.task)}.json") or {}
+        before = self.read(f"tasks/{stem_of(end.task)}.json") or {}
         told = {"code": end.code, "because_of": end.because_of, "when": end.when}
         told |= {"tail": end.tail, "stopped": end.stopped}
-        self.write(f"tasks/{_file(end.task)}.json", {**before, **told})
+        self.write(f"tasks/{stem_of(end.task)}.json", {**before, **told})
 
     def task(self, task: Task) -> dict[str, Any]:
         """What is known of a task; nothing before it has begun."""
-        return dict(self.read(f"tasks/{_file(task)}.json") or {})
+        return dict(self.read(f"tasks/{stem_of(task)}.json") or {})
 
     def ends(self) -> list[TaskEnd]:
         """The tasks that have ended, in that order."""
@@ -195,13 +197,44 @@ def append_missing(log: Path, lines: list[bytes], *, after: int = 0) -> None:
             file.write(when + b" " + last_state(text) + b"\n")
 
 
+def last_line(text: str) -> str:
+    """What a program said in the end, for a sentence about its failure."""
+    return (text.strip().splitlines() or ["without a word"])[-1]
+
+
 def last_state(line: bytes) -> bytes:
     """What a terminal shows of a line in the end: the last state of a progress bar."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-def _file(task: Task) -> str:
+def stem_of(task: Task) -> str:
+    """How files and lines of a task are called: worker-0."""
     return f"{task.type}-{task.index}"
+
+
+class LogFile(Sink):
+    """A task's log, a time before each line; readers may be on other machines, so each write is at
+    once there."""
+
+    def __init__(self, path: Path) -> None:
+        self.colour = False
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def prefix(self, name: str, number: int) -> bytes:
+        """None: the file has the name of the task."""
+        return b""
+
+    def write(self, data: bytes) -> None:
+        stamp = f"{now()} ".encode()
+        data = b"".join(stamp + line + b"\n" for line in data.split(b"\n")[:-1])
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._file)
 
 
 class LogReader:

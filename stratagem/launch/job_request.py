@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from stratagem.cluster.spec import Task
@@ -38,6 +39,14 @@ class JobRequest:
             raise UsageError(
                 f"{self.name!r} is no name for a job: up to 52 small letters, digits and -, as "
                 "in --name digits-2"
+            )
+
+    def check_script(self) -> None:
+        """Refuse a script that is not in the folder, where tasks find the same folder as we do."""
+        script = self.words[0]
+        if script != "-m" and not (Path(self.folder) / script).is_file():
+            raise UsageError(
+                f"there is no script {script!r} in {self.folder}; --folder says where it is"
             )
 
     def roles(self) -> dict[str, int]:

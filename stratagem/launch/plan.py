@@ -116,7 +116,11 @@ def _plan(args: argparse.Namespace, outputs: Mapping[str, str | None], trial: Dr
     plan = choose(profile, _hardware(args, here), most=args.max, lossy=args.lossy)
     _print(plan, args)
     _write(plan, outputs)
-    return _validate(plan, trial) if args.validate and trial is not None else 0
+    if not args.validate or trial is None:
+        return 0
+    from stratagem.launch.validate import compare
+
+    return compare(plan, trial, _say)
 
 
 def _measured(args: argparse.Namespace, trial: DryRun) -> tuple[Profile, Hardware]:
@@ -280,12 +284,6 @@ def _write(plan: Plan, outputs: Mapping[str, str | None]) -> None:
         except OSError as problem:
             raise UsageError(f"{file}: it cannot be written ({problem.strerror}).") from None
         _say(f"wrote {file}")
-
-
-def _validate(plan: Plan, trial: DryRun) -> int:
-    from stratagem.launch.validate import compare
-
-    return compare(plan, trial, _say)
 
 
 def _say(text: str) -> None:

@@ -47,14 +47,15 @@ def visible(environ: Mapping[str, str]) -> list[str]:
     """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
-        return [str(number) for number in range(_count_gpus())]
+        return [str(number) for number in range(count_gpus())]
     names = [name.strip() for name in chosen.split(",")]
     # As in CUDA: an entry that names no device hides those after it.
     bad = (i for i, name in enumerate(names) if not name or name.startswith("-"))
     return names[: next(bad, len(names))]
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
+    """The NVIDIA GPUs of this machine."""
     smi = shutil.which("nvidia-smi")
     if smi is not None:
         try:

@@ -43,9 +43,11 @@ def run_to_fit(words: Sequence[str]) -> DryRun:
                     "arguments that it needs, after its name."
                 ) from None
     if found:
-        _say(
-            f"{words[0]} caught the end of its training (a bare except:), and went on to its own "
-            "end; planned from the first step"
+        print(
+            f"stratagem plan: {words[0]} caught the end of its training (a bare except:), and went "
+            "on to its own end; planned from the first step",
+            file=sys.stderr,
+            flush=True,
         )
         return found[0]
     if inside:
@@ -73,10 +75,6 @@ def _no_closures(inside: list[str]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _say(text: str) -> None:
-    print(f"stratagem plan: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -69,16 +69,9 @@ _KNOWN: dict[str, type | tuple[type, ...]] = {
     "vertex_endpoint": str,
 }
 
-_VERTEX = ("project", "region", "machine_type", "accelerator", "bucket", "vertex_endpoint")
 _ENGINES_OWN = (
-    "image",
-    "namespace",
-    "context",
-    "kind",
-    "volume",
-    "ray_address",
-    "restarts",
-    *_VERTEX,
+    *("image", "namespace", "context", "kind", "volume", "ray_address", "restarts"),
+    *("project", "region", "machine_type", "accelerator", "bucket", "vertex_endpoint"),
 )
 
 
@@ -206,10 +199,8 @@ def make_request(words: tuple[str, ...], settings: dict[str, Any]) -> JobRequest
             "and elsewhere a script goes on with resume=True when it is submitted again"
         )
     script = words[1] if words[0] == "-m" else Path(words[0]).stem
-    inside = settings["on"] in (
-        "kubernetes",
-        "vertex",
-    )  # an image has its own folder and interpreter
+    # an image has its own folder and interpreter
+    inside = settings["on"] in ("kubernetes", "vertex")
     folder = settings.get("folder") or ("" if inside else os.getcwd())
     return JobRequest(
         name=settings.get("name") or as_name(script),

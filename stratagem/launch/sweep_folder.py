@@ -98,13 +98,13 @@ class SweepFolder:
             for each in self.trial(number).glob(f"{MODEL}*"):
                 shutil.rmtree(each) if each.is_dir() else each.unlink()
 
-    def tail(self, number: int, lines: int = 5) -> list[str]:
-        """The last lines that a trial printed."""
+    def last_line(self, number: int) -> str:
+        """The last line that a trial printed."""
         file = self.trial(number) / LOG
         with file.open("rb") as log:
             log.seek(max(0, file.stat().st_size - 10_000))
             text = log.read().decode(errors="replace")
-        return [line for line in text.splitlines() if line.strip()][-lines:]
+        return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
     def write_table(self, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """The outcome of every trial, for spreadsheets."""

@@ -67,7 +67,8 @@ class SweepLoop:
         """Return when every trial has ended, or a signal has ended them; `stopped` is that."""
         for each in self.study.ended():
             flags = self.study.flags(each.number)
-            self.view.known(TrialRow(each.number, flags, each.state, value=each.value))
+            row = TrialRow(each.number, flags, each.state, value=each.value)
+            self.view.rows[each.number] = row
         with SignalQueue() as inbox, ExitStack() as stack:
             name = f"stratagem-{os.getpid()}-"
             scratch = Path(stack.enter_context(TemporaryDirectory(prefix=name)))
@@ -175,10 +176,11 @@ class SweepLoop:
             self.view.say(f"trial {number} was {ending(code)}, and is run again.")
             self._todo.insert(0, number)
         else:
-            wrong = unknown_flag(self._settings, self._last_line(number), self._options)
+            last = self._folder.last_line(number)
+            wrong = unknown_flag(self._settings, last, self._options)
             if code == 2 and wrong:
                 self._give_up(wrong)
-            self._fail(number, f"{ending(code)}; its last line: {self._last_line(number)[:200]}")
+            self._fail(number, f"{ending(code)}; its last line: {last[:200]}")
 
     def _complete(self, number: int) -> None:
         metric, curve = self._settings.metric, self._curve(number)
@@ -205,9 +207,6 @@ class SweepLoop:
         """Remove the models that are not among the best so far, and cannot be any more."""
         ranked = self.study.ranked()
         self._folder.drop_models(each.number for each in ranked[self._settings.keep :])
-
-    def _last_line(self, number: int) -> str:
-        return "".join(self._folder.tail(number, 1))
 
     def _give_up(self, why: str) -> None:
         """End the sweep for a mistake that every trial would repeat, unless one did without it;

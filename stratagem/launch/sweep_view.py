@@ -101,10 +101,6 @@ class SweepView:
         else:
             print(text, file=self._stream, flush=True)
 
-    def known(self, row: TrialRow) -> None:
-        """A trial that ended before this process began."""
-        self.rows[row.number] = row
-
     def began(self, row: TrialRow, again: bool) -> None:
         self.rows[row.number] = row
         if self._live is None:
@@ -142,11 +138,9 @@ class SweepView:
         text = f"{len(over)} of {self._trials} ended"
         if best := self.ranked()[:1]:
             text += f", best {best[0].value:.6g} (trial {best[0].number})"
-        return (
-            text
-            if left is None or len(over) == self._trials
-            else (f"{text}, about {in_words(left)} left")
-        )
+        if left is None or len(over) == self._trials:
+            return text
+        return f"{text}, about {in_words(left)} left"
 
     def _table(self) -> Table:
         from rich.table import Table

@@ -362,8 +362,8 @@ def _asynchronous(plan: Plan, best: Prediction) -> list[str]:
         old = best.configuration.replicas - 1
         return [
             "Its updates are not the equals of synchronous ones: gradients are about "
-            f"{_count(old, 'update')} old, so the rate is lowered (LowerRate below); compare the "
-            "accuracy."
+            f"{old} update{'s' * (old != 1)} old, so the rate is lowered (LowerRate below); "
+            "compare the accuracy."
         ]
     free = [each for each in plan.predictions if each.configuration.asynchronous]
     top = max(free, key=lambda each: each.rate, default=None)
@@ -373,10 +373,6 @@ def _asynchronous(plan: Plan, best: Prediction) -> list[str]:
         f"Asynchronous updates would take in {top.rate / best.rate:.2f}x the examples, but are not "
         "the equals of synchronous ones."
     ]
-
-
-def _count(number: int, of: str) -> str:
-    return f"{number} {of}{'s' * (number != 1)}"
 
 
 def say_number(value: float) -> str:

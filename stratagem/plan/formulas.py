@@ -102,11 +102,9 @@ def shared_transfer(alone: float, each: float, others: int, met: float) -> float
     return took
 
 
-def overlapped(
-    parts: Iterable[tuple[float, float]], cost: Callable[[float], float], start: float = 0.0
-) -> float:
+def overlapped(parts: Iterable[tuple[float, float]], cost: Callable[[float], float]) -> float:
     """When the last of (size, ready) has been carried, one after the other."""
-    done = start
+    done = 0.0
     for size, ready in parts:
         done = max(done, ready) + cost(size)
     return done

@@ -19,12 +19,7 @@ _LIMITS = (
 def available(root: Path = Path("/")) -> int | None:
     """Return the bytes that can be used without taking them from other programs; None: unknown."""
     found = [left for limit, used in _LIMITS if (left := _left(root / limit, root / used))]
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return min(found, default=None)
-    found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    return min(found, default=None)
+    return min([*found, *_of_kernel(root, "MemAvailable:")], default=None)
 
 
 def all_memory(root: Path = Path("/")) -> float | None:
@@ -35,12 +30,15 @@ def all_memory(root: Path = Path("/")) -> float | None:
             found += [int(text)] if (text := (root / limit).read_text().strip()) != "max" else []
         except OSError:
             continue
+    return min(map(float, [*found, *_of_kernel(root, "MemTotal:")]), default=None)
+
+
+def _of_kernel(root: Path, name: str) -> list[int]:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
-        return min(found, default=None)
-    found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal:")]
-    return float(min(found)) if found else None
+        return []
+    return [int(line.split()[1]) << 10 for line in lines if line.startswith(name)]
 
 
 def _left(limit: Path, used: Path) -> int | None:

@@ -47,9 +47,9 @@ class GradientPart:
     ready: float
 
 
-def merged(gradients: Sequence[GradientPart], most: int = 32) -> tuple[GradientPart, ...]:
-    """Neighbours put together: the gradients of a deep model in a short list."""
-    group = -(-len(gradients) // most) if gradients else 1
+def merged(gradients: Sequence[GradientPart]) -> tuple[GradientPart, ...]:
+    """Neighbours put together: the gradients of a deep model in a list of 32 at most."""
+    group = -(-len(gradients) // 32) if gradients else 1
     parts = [gradients[i : i + group] for i in range(0, len(gradients), group)]
     return tuple(GradientPart(sum(b.size for b in part), part[-1].ready) for part in parts)
 

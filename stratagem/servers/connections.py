@@ -18,7 +18,7 @@ from stratagem.cluster.failure import headline, is_server_lost, server_lost
 from stratagem.errors import ReplicaError, ReplicaFailed, StratagemError
 from stratagem.rules.stats import Stats
 from stratagem.servers.shard_lines import Address, Line, LineLost, ShardLines
-from stratagem.servers.task_heartbeat import KNOWS_BETTER, TaskHeartbeat
+from stratagem.servers.task_heartbeat import TaskHeartbeat
 from stratagem.training.agreement import Patience
 from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import TRY, Connection, connect, connect_all
@@ -157,7 +157,7 @@ class Connections(ShardLines):
     def _why(self, i: int) -> ReplicaError:
         """Return why a connection ended; the heartbeat may know better than the connection."""
         self.fell = True
-        return self.heartbeat.explain(KNOWS_BETTER) or server_lost(f"ps {i}")
+        return self.heartbeat.explain() or server_lost(f"ps {i}")
 
 
 def _meet(

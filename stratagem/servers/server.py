@@ -304,7 +304,7 @@ class Server:
         except OSError as problem:
             log.info("the coordinator does not command any more: %s", problem)
         if self._ending is None and self._heartbeat is not None:
-            self._fail(self._heartbeat.explain(KNOWS_BETTER) or server_lost("ps 0"))
+            self._fail(self._heartbeat.explain() or server_lost("ps 0"))
 
     def _hand_on(self, shard: int, told: Mapping[str, Any]) -> None:
         """Between two orders: send a copy of a shard to a server, or wait for one."""

@@ -36,16 +36,14 @@ class ServerState:
     #: which servers hold the shards, as the coordinator counts
     _generation: int
 
-    def ask(
-        self, request: str, tree: Any = _NOTHING, /, *, server: int = 0, **told: Any
-    ) -> tuple[dict[str, Any], Any]:
-        """Send a request of the servers' table; return its answer, and the tree that came with it.
+    def ask(self, request: str, tree: Any = _NOTHING, /, **told: Any) -> tuple[dict[str, Any], Any]:
+        """Send the coordinator a request of the servers' table, with a tree if there is one.
 
-        Server 0 is the coordinator. The request carries a tree if there is one.
+        Return the answer, and the tree that came with it.
         """
         body = () if tree is _NOTHING else [encode(tree)]
-        frame = self.lines.call(server, {"t": request, **told}, body)
-        return frame.header, self.lines.tree(frame, server)
+        frame = self.lines.call(0, {"t": request, **told}, body)
+        return frame.header, self.lines.tree(frame, 0)
 
     def open(
         self,

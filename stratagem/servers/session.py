@@ -224,7 +224,7 @@ class Session:
         """Read one version of values and optimizer state into the user's objects."""
         return self._take_snapshot(*self.worker.snapshot(), values=values)
 
-    def rescue(self, seconds: float = 5.0) -> bool:
+    def rescue(self) -> bool:
         """As the chief, after an error: `read_state`, if servers answer soon.
 
         In another thread, since an interrupted request may wait for ever.
@@ -239,7 +239,7 @@ class Session:
 
         asking = threading.Thread(target=ask, name="stratagem-rescue", daemon=True)
         asking.start()
-        asking.join(seconds)
+        asking.join(5.0)
         if found:
             self._take_snapshot(*found[0])
         return bool(found)

@@ -76,9 +76,9 @@ class TaskHeartbeat:
         """Send the coordinator a note between two beats."""
         self._star.post(note)
 
-    def explain(self, seconds: float) -> ReplicaError | None:
-        """Return the trouble, if it is known within so many seconds."""
-        self._known.wait(seconds)
+    def explain(self) -> ReplicaError | None:
+        """Return the trouble, if it is known soon."""
+        self._known.wait(KNOWS_BETTER)
         return self.trouble
 
     def fall(self, trouble: ReplicaError) -> None:

@@ -77,7 +77,7 @@ class WorkerGroup:
         self.parameter_device, self._insecure = parameter_device, insecure
         self._backups = backups
         self.leads: bool | None = None
-        self.size = cluster.workers if cluster is not None else _size(place)
+        self.size = cluster.workers if cluster is not None else place.size if place else 1
         self.worker: Client | None = None
         self.fits = 0
         self._replica: Replica | None = None
@@ -338,10 +338,6 @@ def _let_go(worker: Client) -> None:
     """End the servers of a strategy that was dropped without `close`, silently."""
     worker.lines.heartbeat.mute()
     worker.lines.hang_up()
-
-
-def _size(place: Place | None) -> int:
-    return 1 if place is None else place.size
 
 
 def _blamed(

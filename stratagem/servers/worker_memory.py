@@ -94,7 +94,7 @@ class WorkerMemory:
         if told.get("all"):
             targets = [self.values[e.lo : e.hi] for e in extents]
             if not codec.lossy:
-                return targets, _nothing
+                return targets, lambda: None
             landing = codec.room([sum(t.numel() for t in targets)])
             return [landing], lambda: _spread(codec, landing, targets)
         into: list[Tensor] = []
@@ -283,10 +283,6 @@ def _pin(tensors: Sequence[Tensor], kind: DeviceKind) -> list[Tensor]:
     if kind.name == "cuda" and len(pinned) < len(tensors):
         log.info("some memory could not be pinned; copies will be slower")
     return pinned
-
-
-def _nothing() -> None:
-    return None
 
 
 def _spread(codec: Codec, landing: Tensor, targets: Sequence[Tensor]) -> None:

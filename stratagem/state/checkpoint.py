@@ -227,7 +227,9 @@ def _read_state(files: FilePair, number: str | None) -> dict[str, Any]:
     with _named(path, _STATE_REMEDY):
         extra: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         parts = [extra, extra.get("extra_state") or {}, extra.get("optimizer") or {}]
-        if not all(isinstance(part, dict) and all(map(_is_name, part)) for part in parts):
+        if not all(
+            isinstance(part, dict) and all(isinstance(key, str) for key in part) for part in parts
+        ):
             raise TypeError("not what save writes")
     return extra
 
@@ -239,10 +241,6 @@ def _number(path: Path) -> str | None:
             return (file.metadata() or {}).get("pair")
     except SafetensorError:
         return None
-
-
-def _is_name(key: object) -> bool:
-    return isinstance(key, str)
 
 
 @contextmanager

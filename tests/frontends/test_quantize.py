@@ -27,6 +27,7 @@ from tests.support import strategy
 pytestmark = pytest.mark.timeout(120)
 
 Data = tuple[Any, Any, Any, Any]
+quantize = importlib.import_module("stratagem.frontends.quantize")  # its function is sg.quantize
 
 
 def alike() -> float:
@@ -68,14 +69,28 @@ def trained(digits: Data) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def floats(trained: nn.Module, digits: Data) -> bytes:
-    return onnx_int8.exported(trained, digits[0])
+def made(trained: nn.Module, digits: Data) -> tuple[Any, bytes]:
+    """What `sg.quantize` makes, and the model in floats that it has exported on its way."""
+    found: list[bytes] = []
+
+    def export(*given: Any) -> bytes:
+        found.append(onnx_int8.exported(*given))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch, strategy(1).scope():
+        patch.setattr(quantize, "exported", export)
+        small = sg.quantize(trained, digits[0][:300], test=digits[2:], verbose=0)
+    return small, found[0]
 
 
 @pytest.fixture(scope="module")
-def small(trained: nn.Module, digits: Data) -> Any:
-    with strategy(1).scope():
-        return sg.quantize(trained, digits[0][:300], test=digits[2:], verbose=0)
+def small(made: tuple[Any, bytes]) -> Any:
+    return made[0]
+
+
+@pytest.fixture(scope="module")
+def floats(made: tuple[Any, bytes]) -> bytes:
+    return made[1]
 
 
 def test_small_and_nearly_the_same(small: Any, trained: nn.Module, digits: Data) -> None:
@@ -208,9 +223,10 @@ def test_keras_quantises_its_own(digits: Data, tmp_path: Path) -> None:
 
 
 def test_max_drop_refuses_and_writes_nothing(
-    trained: nn.Module, digits: Data, tmp_path: Path
+    trained: nn.Module, floats: bytes, digits: Data, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Calibrated by faint pictures, activations of real ones are cut off."""
+    monkeypatch.setattr(quantize, "exported", lambda *_: floats)
     faint = digits[0][:64] * 1e-3
     with pytest.raises(sg.UsageError, match=r"max_drop is 0\.01, so nothing was written"):
         sg.quantize(

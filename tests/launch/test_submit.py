@@ -14,9 +14,8 @@ from stratagem.errors import UsageError
 from stratagem.launch.cli import main
 from stratagem.launch.engines import kubernetes
 from stratagem.launch.engines.slurm import Slurm
-from stratagem.launch.job_folder import JobFolder, LogReader, TaskEnd, append_missing
+from stratagem.launch.job_folder import JobFolder, LogFile, LogReader, TaskEnd, append_missing
 from stratagem.launch.job_request import JobRequest
-from stratagem.launch.log_file import LogFile
 from stratagem.launch.verdict import write_end
 
 

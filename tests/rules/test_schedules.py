@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.rules import schedules
-from stratagem.rules.schedules import SCHEDULES, Op, bubble, draw, eager, gpipe, interleaved, kept
+from stratagem.rules.schedules import SCHEDULES, Op, bubble, eager, gpipe, interleaved, kept
 from stratagem.rules.schedules import one_f_one_b as alternating
 from stratagem.rules.timeline import HandOver, timeline
+from tests.rules.schedule_rows import draw, run
 
 pytestmark = pytest.mark.timeout(60)
 names = st.sampled_from(sorted(SCHEDULES))
@@ -50,7 +51,7 @@ def test_nobody_waits_for_ever(
     if name == "interleaved" and parts > 1:
         slots += devices * parts  # what the strategy gives them
     for limit in (slots, None):
-        rows = schedules.run(SCHEDULES[name], devices, microbatches, parts, limit)
+        rows = run(SCHEDULES[name], devices, microbatches, parts, limit)
         done = [op for row in rows for op in row if op is not None]
         assert len(done) == 2 * devices * parts * microbatches
 
@@ -67,7 +68,7 @@ def test_microbatches_that_are_kept(devices: int, microbatches: int) -> None:
 @given(sizes, batches)
 def test_the_bubble_is_that_of_the_formula(devices: int, microbatches: int) -> None:
     for schedule in (gpipe, alternating, eager):
-        rows = schedules.run(schedule, devices, microbatches)
+        rows = run(schedule, devices, microbatches)
         idle = sum(op is None for op in rows[0]) / len(rows[0])
         assert idle == pytest.approx(bubble(devices, microbatches))
 
@@ -92,7 +93,7 @@ def test_who_runs_ahead_waits_for_no_message(
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(2, 3))
 def test_interleaving_shortens_the_bubble(devices: int, groups: int, parts: int) -> None:
     microbatches = devices * groups
-    rows = schedules.run(interleaved, devices, microbatches, parts)
+    rows = run(interleaved, devices, microbatches, parts)
     idle = sum(op is None for op in rows[0]) / len(rows[0])
     assert idle < bubble(devices, microbatches)
 
@@ -105,8 +106,8 @@ def test_waves_of_chunks_go_to_the_end_and_back(devices: int, chunks: int, slots
         there, back = ops[:chunks], ops[chunks:]
         assert [op[::2] for op in there] == [("F", k) for k in range(chunks)]
         assert [op[::2] for op in back] == [("B", k) for k in reversed(range(chunks))]
-    schedules.run(schedules.waves, devices, chunks, slots=slots)
-    rows = schedules.run(schedules.waves, devices, chunks)
+    run(schedules.waves, devices, chunks, slots=slots)
+    rows = run(schedules.waves, devices, chunks)
     assert len(rows[0]) == 2 * (chunks + devices - 1)  # each wave S K / (K + S - 1) times as fast
 
 
@@ -117,7 +118,7 @@ def test_a_channel_that_is_too_narrow_is_seen() -> None:
         return reversed(list(gpipe(device, devices, microbatches, parts)))
 
     with pytest.raises(RuntimeError, match="nobody can go on"):
-        schedules.run(backward_first, 2, 2)
+        run(backward_first, 2, 2)
 
 
 def test_drawings() -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.rules.schedules import SCHEDULES, Op, bubble, gpipe, one_f_one_b, run, waves
+from stratagem.rules.schedules import SCHEDULES, Op, bubble, gpipe, one_f_one_b, waves
 from stratagem.rules.timeline import HandOver, Timeline, draw, timeline
+from tests.rules.schedule_rows import run
 
 PARTS = {"gpipe": 1, "1f1b": 1, "eager": 1, "interleaved": 2}
 times = st.floats(0.01, 5.0)

@@ -63,7 +63,7 @@ def test_a_coordinator_that_hangs_up_is_trouble() -> None:
     pair.peers.remove(pair.peer)
     assert pair.peer.notes.get(timeout=20) is None
     wait_for(lambda: bool(pair.trouble), 20)
-    assert pair.trouble[0].who == "ps 0" and pair.task.explain(1.0) is pair.trouble[0]
+    assert pair.trouble[0].who == "ps 0" and pair.task.explain() is pair.trouble[0]
     pair.close()
 
 

@@ -16,12 +16,11 @@ from typing import Any
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
 from stratagem.launch.engines.kubernetes_kinds import attempt_of, kind_of, manifests
-from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing
+from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing, last_line
 from stratagem.launch.job_request import JobRequest, JobState
-from stratagem.launch.verdict import write_end
+from stratagem.launch.verdict import TOLD_TO_END, write_end
 
 _TAIL = 10  # lines that explain a failure
-_CANCELLED = 143
 _VOLUME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?=/\S+")
 
 
@@ -83,7 +82,7 @@ class Kubernetes:
         what = kind_of(request).resource
         found = _kubectl(request, "get", what, name, "-o", "json", "--ignore-not-found")
         if not found.strip():
-            job.ended(_CANCELLED, "somebody has deleted it")
+            job.ended(TOLD_TO_END, "somebody has deleted it")
             return job.end() or JobState("ended")
         waits, made = self._bring(job), json.loads(found)
         if made["spec"].get("suspend") and not any(map(job.task, request.tasks())):
@@ -103,7 +102,7 @@ class Kubernetes:
         name = str(job.told["name"])
         what = kind_of(job.request).resource
         _kubectl(job.request, "delete", what, name, "--cascade=foreground", "--ignore-not-found")
-        job.ended(_CANCELLED, "cancelled")
+        job.ended(TOLD_TO_END, "cancelled")
 
     def _bring(self, job: JobFolder) -> str:
         """What pods have written, and how they have ended, into the job's folder; and what the
@@ -163,9 +162,8 @@ def _begin_again(job: JobFolder, attempt: int) -> None:
 
 
 def _name(request: JobRequest, job: JobFolder) -> str:
-    """Unlike all others: several jobs may have the same name. With what JobSet adds to it, a pod's
-    name has 63 letters at most."""
-    return f"{request.name[:30].rstrip('-')}-{job.path.name.rpartition('-')[2]}"
+    """With what JobSet adds to it, a pod's name has 63 letters at most."""
+    return f"{request.name[:30].rstrip('-')}-{job.suffix}"
 
 
 def _text(document: dict[str, Any]) -> str:
@@ -189,8 +187,7 @@ def _kubectl(request: JobRequest, *words: str, told: Any = None) -> bytes:
     except subprocess.TimeoutExpired:
         raise UsageError(f"kubectl {words[0]} has not answered in 120 s") from None
     if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        said = (lines or ["without a word"])[-1]
+        said = last_line(done.stderr.decode(errors="replace"))
         if "connection to the server" in said:
             said += " `kubectl get jobs` must work first; --context chooses another cluster"
         raise UsageError(f"kubectl {words[0]} failed: {said}")

@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request as HttpRequest
@@ -20,14 +19,13 @@ from urllib.request import urlopen
 
 from stratagem.cluster.spec import Task
 from stratagem.errors import StratagemError, UsageError
-from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing
+from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing, last_line, stem_of
 from stratagem.launch.job_request import JobRequest, JobState
-from stratagem.launch.verdict import write_end
+from stratagem.launch.verdict import TOLD_TO_END, write_end
 
 _ADDRESS = "RAY_API_SERVER_ADDRESS"  # as Ray's own client reads it
 #: a line of the driver: when, of which task (or "place", "end"), and what
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z) ([a-z]+-\d+|place|end|again) (.*)")
-_CANCELLED = 143
 
 
 class Ray:
@@ -36,11 +34,7 @@ class Ray:
     def prepare(self, request: JobRequest) -> JobRequest:
         if shutil.which("ray") is None:
             raise UsageError("there is no `ray` on this machine: pip install 'ray[default]'")
-        script = request.words[0]
-        if script != "-m" and not (Path(request.folder) / script).is_file():
-            raise UsageError(
-                f"there is no script {script!r} in {request.folder}; --folder says where it is"
-            )
+        request.check_script()
         _ask(request, "/api/version")
         if request.gpus:
             _check_gpus(request)
@@ -65,8 +59,7 @@ class Ray:
                 "ray job submit has not answered in 300 s: `ray job list` says whether the job runs"
             ) from None
         if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["without a word"])[-1]
-            raise UsageError(f"ray job submit failed: {said}")
+            raise UsageError(f"ray job submit failed: {last_line(done.stderr)}")
         return name
 
     def state(self, job: JobFolder) -> JobState:
@@ -83,7 +76,7 @@ class Ray:
         if status == "RUNNING":
             return JobState("running")
         if status == "STOPPED":
-            job.ended(_CANCELLED, "cancelled")
+            job.ended(TOLD_TO_END, "cancelled")
         elif code is None:
             job.ended(1, "the driver has ended without a word: `ray job logs` may say why")
         else:
@@ -109,7 +102,9 @@ class Ray:
             elif what == "end":
                 code = self._end(job, when, json.loads(rest), code)
         for task in job.request.tasks():
-            lines = [f"{when} {rest}".encode() for when, what, rest in told if what == _key(task)]
+            lines = [
+                f"{when} {rest}".encode() for when, what, rest in told if what == stem_of(task)
+            ]
             append_missing(job.log(task), lines)
         return code
 
@@ -125,12 +120,8 @@ class Ray:
 ENGINE = Ray()
 
 
-def _key(task: Task) -> str:
-    return f"{task.type}-{task.index}"
-
-
 def _name(request: JobRequest, job: JobFolder) -> str:
-    return f"{request.name}-{job.path.name.rpartition('-')[2]}"
+    return f"{request.name}-{job.suffix}"
 
 
 def _address(request: JobRequest) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from stratagem.cluster.spec import Task
 from stratagem.launch.far_task import ALIVE, BECAUSE, GRACE
-from stratagem.launch.job_folder import TaskEnd, now
+from stratagem.launch.job_folder import TaskEnd, now, stem_of
 from stratagem.launch.job_request import JobRequest
 from stratagem.launch.supervise import culprit
 from stratagem.training.termination import EXIT_CODE
@@ -231,7 +231,7 @@ class RayDriver:
             lines, code, tail = [], _LOST, [f"its place was lost: {str(problem).splitlines()[0]}"]
         for when, line in lines:
             if not line.startswith(BECAUSE):
-                self._tell(f"{task.type}-{task.index}", line, when)
+                self._tell(stem_of(task), line, when)
         if code is None:
             return False
         because = next((x.removeprefix(BECAUSE) for x in tail if x.startswith(BECAUSE)), "")

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stratagem.errors import UsageError
-from stratagem.launch.job_folder import JobFolder
+from stratagem.launch.job_folder import JobFolder, last_line
 from stratagem.launch.job_request import JobRequest, JobState
 from stratagem.launch.verdict import write_end
 from stratagem.training.termination import EXIT_CODE
@@ -39,11 +39,7 @@ class Slurm:
             )
         if any("\n" in text for text in (*request.words, request.folder)):
             raise UsageError("a batch script has no room for arguments with line breaks")
-        script = request.words[0]
-        if script != "-m" and not (Path(request.folder) / script).is_file():
-            raise UsageError(
-                f"there is no script {script!r} in {request.folder}; --folder says where it is"
-            )
+        request.check_script()
         python = shutil.which(request.python)
         if python is None:
             raise UsageError(
@@ -92,7 +88,7 @@ class Slurm:
         job.sent("slurm", "", request)  # tasks may begin before sbatch has answered
         done = _call(["sbatch", "--parsable", str(script)])
         if done.returncode:
-            said = _last_line(done.stderr)
+            said = last_line(done.stderr)
             if "configuration source" in said or "contact slurm controller" in said:
                 said += " (submit where `sinfo` works: on a login node of the cluster)"
             raise UsageError(f"sbatch refused the job: {said}")
@@ -108,7 +104,7 @@ class Slurm:
         found = done.stdout.split("\n")[0].split()
         known = found and found[0] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
         if done.returncode and "Invalid job id" not in done.stderr:
-            raise UsageError(f"squeue cannot tell: {_last_line(done.stderr)}")
+            raise UsageError(f"squeue cannot tell: {last_line(done.stderr)}")
         if known and found[0] in _WAITING:
             return JobState("waiting", text=" ".join(found).lower())
         if known:  # what it has left behind may be of a run before this one
@@ -124,7 +120,7 @@ class Slurm:
         Slurm knows its script."""
         listed = _call(["squeue", "--noheader", "--me", "--format=%i %o"])
         if listed.returncode:
-            raise UsageError(f"squeue cannot tell: {_last_line(listed.stderr)}")
+            raise UsageError(f"squeue cannot tell: {last_line(listed.stderr)}")
         pairs = (line.partition(" ") for line in listed.stdout.splitlines())
         name = next((i for i, _, script in pairs if script == str(job.path / "script")), "")
         if name:
@@ -135,7 +131,7 @@ class Slurm:
         job.write("cancelled.json", {})  # so that what saves is not put back into the queue
         done = _call(["scancel", str(job.told["name"])])
         if done.returncode and "Invalid job id" not in done.stderr:
-            raise UsageError(f"scancel refused: {_last_line(done.stderr)}")
+            raise UsageError(f"scancel refused: {last_line(done.stderr)}")
 
 
 ENGINE = Slurm()
@@ -153,10 +149,6 @@ def _call(words: list[str]) -> subprocess.CompletedProcess[str]:
         raise UsageError(f"there is no {words[0]} on this machine") from None
     except subprocess.TimeoutExpired:
         raise UsageError(f"{words[0]} has not answered in 60 s: is the controller up?") from None
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["without a word"])[-1]
 
 
 def begin(job: JobFolder) -> int:

@@ -31,9 +31,8 @@ from stratagem import __version__
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
 from stratagem.launch.far_task import ALIVE, BECAUSE, GRACE
-from stratagem.launch.job_folder import JobFolder, TaskEnd, now
+from stratagem.launch.job_folder import JobFolder, LogFile, TaskEnd, last_line, now
 from stratagem.launch.job_request import JobRequest, JobState
-from stratagem.launch.log_file import LogFile
 from stratagem.launch.output import Relay
 from stratagem.launch.processes import Guard, Process
 from stratagem.launch.supervise import SignalQueue, Supervisor
@@ -93,7 +92,7 @@ class Ssh:
 
     def send(self, request: JobRequest, job: JobFolder) -> str:
         (job.path / "script").write_text(self.describe(request, job))
-        name = job.path.name.rpartition("-")[2]
+        name = job.suffix
         job.sent("ssh", name, request)
         with (job.path / "supervisor.log").open("ab") as log:
             process = subprocess.Popen(
@@ -202,12 +201,12 @@ def _probe(request: JobRequest, host: str, tasks: Sequence[Task]) -> Mapping[str
         ) from None
     if done.returncode == _NOT_REACHED:
         raise UsageError(
-            f"{login} cannot be reached: {_last_line(done.stderr)} (`ssh {login} true` must end "
+            f"{login} cannot be reached: {last_line(done.stderr)} (`ssh {login} true` must end "
             "without a question)"
         )
     if done.returncode:
         raise UsageError(
-            f"{login} cannot run stratagem with {request.python!r} ({_last_line(done.stderr)}): "
+            f"{login} cannot run stratagem with {request.python!r} ({last_line(done.stderr)}): "
             "install the package there, or say --python"
         )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -251,10 +250,6 @@ def _dealt(request: JobRequest, by_host: Sequence[Sequence[Task]]) -> dict[str, 
             dealt[str(task)] = list(range(first, first + count))
             first += count
     return dealt
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["without a word"])[-1]
 
 
 class Remote(Process):

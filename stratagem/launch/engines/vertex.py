@@ -24,11 +24,10 @@ from stratagem.errors import StratagemError, UsageError
 from stratagem.launch.engines.vertex_logs import NoLogs, bring
 from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing, now
 from stratagem.launch.job_request import JobRequest, JobState
-from stratagem.launch.verdict import write_end
+from stratagem.launch.verdict import TOLD_TO_END, write_end
 
 _MACHINE = "n1-standard-4"
 _INSTALL = "pip install google-cloud-aiplatform"
-_CANCELLED = 143
 _SECONDS = 60.0  # for one answer
 _SETTLE = 4.0  # from a job's end to its last lines in Cloud Logging
 _LATE = timedelta(minutes=10)  # after the end, in which somebody who asks may find more
@@ -72,7 +71,7 @@ class Vertex:
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
         """The CustomJob, as its REST API and `gcloud ai custom-jobs create` spell it."""
-        return json.dumps(_custom_job(request, _name(request, job)), indent=2) + "\n"
+        return json.dumps(_custom_job(request, f"{request.name}-{job.suffix}"), indent=2) + "\n"
 
     def send(self, request: JobRequest, job: JobFolder) -> str:
         text = self.describe(request, job)
@@ -107,7 +106,7 @@ class Vertex:
         time.sleep(_SETTLE)
         _bring_logs(job)
         if state == "JOB_STATE_CANCELLED":
-            job.ended(_CANCELLED, "cancelled")
+            job.ended(TOLD_TO_END, "cancelled")
         elif state == "JOB_STATE_SUCCEEDED":
             job.ended(0, "")
         else:
@@ -226,10 +225,6 @@ def _bring_logs(job: JobFolder) -> None:
 
 
 # --- Google's client ----------------------------------------------------------------------------
-
-
-def _name(request: JobRequest, job: JobFolder) -> str:
-    return f"{request.name}-{job.path.name.rpartition('-')[2]}"
 
 
 def _parent(request: JobRequest) -> str:

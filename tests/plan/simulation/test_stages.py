@@ -15,8 +15,9 @@ from stratagem.errors import UsageError
 from stratagem.launch.cli import main
 from stratagem.plan.simulation.spread import Constant, Lognormal
 from stratagem.plan.simulation.stages import StageScenario, simulate_stages
-from stratagem.rules.schedules import SCHEDULES, run
+from stratagem.rules.schedules import SCHEDULES
 from stratagem.wire.simulated import Topology
+from tests.rules.schedule_rows import run
 
 PARTS = {"gpipe": 1, "1f1b": 1, "eager": 1, "interleaved": 2}
 
