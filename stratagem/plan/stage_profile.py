@@ -33,7 +33,7 @@ from stratagem.training.replica import current_replica
 from stratagem.training.stage import Stage, StageChannels
 from stratagem.training.stage_parts import cut
 
-_SECONDS, _LEAST, _MOST = 0.3, 3, 40
+_SECONDS, _MOST, _TRIES = 0.3, 40, 7
 #: replicas whose rows a process plays at most; what is put off has all of them by then
 _ROWS = 4
 _MESSAGES = 32
@@ -53,7 +53,8 @@ class _Clock:
 
     def typical(self, kind: str) -> float:
         """Of the mean operation of all batches but the first: late ones keep others waiting."""
-        each = [statistics.fmean(b[kind]) for b in self.batches[1:] if b.get(kind)]
+        seen = self.batches[1:] or self.batches  # the first one warms up, unless it took long
+        each = [statistics.fmean(b[kind]) for b in seen if b.get(kind)]
         return statistics.fmean(each) if each else 0.0
 
 
@@ -171,9 +172,9 @@ def _play(
     stage.clock = clock
     replica.barrier()
     end = time.perf_counter() + _SECONDS
-    while not (alone and replica.index) and (
-        (done := len(clock.batches)) <= _LEAST or (done < _MOST and time.perf_counter() < end)
-    ):
+    while not (alone and replica.index) and len(clock.batches) < _MOST:
+        if clock.batches and time.perf_counter() > end:
+            break
         clock.batches.append({})
         for param in module.parameters():
             param.grad = None
@@ -191,7 +192,7 @@ def _hand_over() -> float:
     parts = cut(graph, [0, 1])
     stage = Stage(graph, parts, replica.index, StageChannels(parts, 2, replica.collective))
     x = [[torch.zeros(1, 1)]] * _MESSAGES
-    for _ in range(1 + 2 * _LEAST):
+    for _ in range(_TRIES):
         replica.barrier()
         began = time.perf_counter()
         ops = SCHEDULES["1f1b"](replica.index, 2, _MESSAGES, 1)
