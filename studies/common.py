@@ -158,15 +158,19 @@ def _alone() -> None:
     torch.set_num_threads(1)
 
 
+def all_cores() -> ProcessPoolExecutor:
+    """A process a core, with one thread each."""
+    cores = len(os.sched_getaffinity(0))
+    return ProcessPoolExecutor(cores, mp_context=get_context("spawn"), initializer=_alone)
+
+
 def on_all_cores(task: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
     """The task on every job, one process a core, in order; says how far it is."""
-    cores = len(os.sched_getaffinity(0))
     if len(jobs) < 8:  # starting processes would take longer
         _alone()
         return [task(job) for job in jobs]
-    context = get_context("spawn")
     done: list[Any] = []
-    with ProcessPoolExecutor(cores, mp_context=context, initializer=_alone) as pool:
+    with all_cores() as pool:
         for result in pool.map(task, jobs):
             done.append(result)
             if sys.stderr.isatty() or len(done) in (1, len(jobs)) or len(done) % 50 == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from stratagem.codecs.compression import Compression
 from stratagem.errors import UsageError
 
 _LEVELS = 127
+#: numbers of which torch's calls take longer than what they do; numpy's are shorter
+_SMALL = 1 << 14
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,9 +37,12 @@ class Int8(Compression):
 
     def take(self, values: Tensor, lengths: Sequence[int], into: Tensor) -> None:
         count = len(values)
-        scales, levels = self._parts(into, count)
         if not count:
             return
+        if _is_small(values):
+            self._take_small(values.numpy(), into.numpy())
+            return
+        scales, levels = self._parts(into, count)
         rows = self._rows(values)
         scale = torch.maximum(rows.amax(1), -rows.amin(1)).div_(_LEVELS).float()
         scales.copy_(scale)
@@ -50,9 +56,38 @@ class Int8(Compression):
         count = len(into)
         if not count:
             return
+        if _is_small(into):
+            self._add_small(wire.numpy(), into.numpy())
+            return
         scales, levels = self._parts(wire, count)
         each = scales.to(into.dtype).unsqueeze(1)
         into.add_((self._rows(levels).to(into.dtype) * each).view(-1)[:count])
+
+    def _take_small(self, values: np.ndarray, into: np.ndarray) -> None:
+        """`take`, bit for bit."""
+        count, rows = len(values), self._filled_up(values, values.dtype)
+        scale = (np.maximum(rows.max(1), -rows.min(1)) / _LEVELS).astype(np.float32)
+        start = scale.nbytes
+        into[:start] = scale.view(np.uint8)
+        scale = scale.astype(values.dtype)[:, np.newaxis]
+        rounded = np.rint(rows / np.where(scale > 0, scale, np.ones_like(scale)))
+        np.clip(rounded, -_LEVELS, _LEVELS, out=rounded)
+        into[start : start + count].view(np.int8)[:] = rounded.ravel()[:count]
+        values -= (rounded * scale).ravel()[:count]
+
+    def _add_small(self, wire: np.ndarray, into: np.ndarray) -> None:
+        """`add`, bit for bit."""
+        count = len(into)
+        start = 4 * -(-count // self.block)
+        scale = wire[:start].view(np.float32).astype(into.dtype)
+        rows = self._filled_up(wire[start : start + count].view(np.int8), into.dtype)
+        rows *= scale[:, np.newaxis]
+        into += rows.ravel()[:count]
+
+    def _filled_up(self, flat: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        rows = np.zeros((-(-len(flat) // self.block), self.block), dtype)
+        rows.ravel()[: len(flat)] = flat
+        return rows
 
     def _parts(self, wire: Tensor, count: int) -> tuple[Tensor, Tensor]:
         scales = 4 * -(-count // self.block)
@@ -64,3 +99,7 @@ class Int8(Compression):
         if not missing:
             return flat.view(-1, self.block)
         return torch.nn.functional.pad(flat, (0, missing)).view(-1, self.block)
+
+
+def _is_small(flat: Tensor) -> bool:
+    return len(flat) < _SMALL and not flat.is_cuda and flat.dtype in (torch.float32, torch.float64)

@@ -107,7 +107,7 @@ class _MirroredStep(PredictedStep):
         """
         profile, cfg, cal = self.profile, self.cfg, self.cal
         wire = cfg.wire or ""
-        seconds = {each.wire: each.seconds for each in profile.codecs}
+        seconds = {each.wire: each.among(cfg.replicas) for each in profile.codecs}
         if wire not in seconds:
             raise UsageError(f"the encoding of wire={wire} was not measured; plan with --lossy.")
         goes = sent(wire, profile.shapes, profile.itemsize, cfg.replicas)

@@ -30,24 +30,34 @@ from stratagem.wire.collective import Collective, Pending
 LOSSY: dict[str, Compression] = {
     repr(record): record for record in (Int8(), TopK(0.01), PowerSGD(), Sign())
 }
-#: replicas for which encoding is timed: a slice's part of it is small for many
-_REPLICAS, _ROUNDS = 4, 3
+#: replicas for which encoding is timed, and how often: each encodes its slice of the sum, too,
+#: which is half of the gradient for two, and little for many
+_FEW, _MANY, _ROUNDS = 2, 8, 3
 #: elements that are tried at most; more take as much longer
 _MOST = 4 << 20
 
 
 @dataclass(frozen=True)
 class CodecTime:
-    """Seconds in which a replica encodes and decodes one gradient of this model."""
+    """Seconds in which a replica encodes and decodes one gradient of this model, without its slice
+    of the sum; and in which it would encode the whole sum."""
 
     wire: str
     seconds: float
+    whole_sum: float = 0.0
+
+    def among(self, replicas: int) -> float:
+        """Of each of so many replicas."""
+        return self.seconds + self.whole_sum / replicas
 
 
 class _NoNetwork:
     """A collective in which what others send is what this replica sends, at once."""
 
-    rank, size, runs_beside = 0, _REPLICAS, False
+    rank, runs_beside = 0, False
+
+    def __init__(self, size: int = _FEW) -> None:
+        self.size = size
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
@@ -71,12 +81,22 @@ def codec_times(shapes: Sequence[tuple[int, ...]], *, linear: bool) -> tuple[Cod
     torch.set_num_threads(1)
     try:
         taken = [(name, r) for name, r in LOSSY.items() if linear or not r.only_linear]
-        return tuple(CodecTime(name, _seconds(record, shapes)) for name, record in taken)
+        return tuple(_timed(name, record, shapes) for name, record in taken)
     finally:
         torch.set_num_threads(threads)
 
 
-def _seconds(record: Compression, shapes: Sequence[tuple[int, ...]]) -> float:
+def _timed(name: str, record: Compression, shapes: Sequence[tuple[int, ...]]) -> CodecTime:
+    few = _seconds(record, shapes, _FEW)
+    if isinstance(record, PowerSGD):  # has no slices
+        return CodecTime(name, few)
+    whole_sum = (few - _seconds(record, shapes, _MANY)) / (1 / _FEW - 1 / _MANY)
+    # no less than nothing, and no more than the own gradient, which is encoded besides
+    whole_sum = min(max(whole_sum, 0.0), few / (1 + 1 / _FEW))
+    return CodecTime(name, few - whole_sum / _FEW, whole_sum)
+
+
+def _seconds(record: Compression, shapes: Sequence[tuple[int, ...]], replicas: int) -> float:
     """The fastest of a few steps; of large models a part, and the rest by its size."""
     layout, whole = _layout(tuple(shapes)), sum(_layout(tuple(shapes)).counts)
     tried, count = 0, 0
@@ -85,9 +105,9 @@ def _seconds(record: Compression, shapes: Sequence[tuple[int, ...]]) -> float:
         tried += 1
     part = Layout(layout.names[:tried], layout.shapes[:tried])
     if not isinstance(record, PowerSGD):  # slices that are alike, so that each can be any other
-        count += -count % _REPLICAS
+        count += -count % replicas
         part = Layout(("all",), ((count,),))
-    made = reducer(cast(Collective, _NoNetwork()), record)
+    made = reducer(cast(Collective, _NoNetwork(replicas)), record)
     flat = made.buffer(count, torch.float32, torch.device("cpu"))
     made.lay_out(flat, part)
     dice, best = torch.Generator().manual_seed(0), float("inf")

@@ -35,7 +35,8 @@ def compared(plan: Plan) -> list[LossyRow]:
         return []
     best = min(exact, key=lambda each: each.step)
     rows = [best, *(each for each in row if each.configuration.inexact)]
-    encoding = {each.wire: each.seconds for each in plan.profile.codecs}
+    replicas = best.configuration.replicas
+    encoding = {each.wire: each.among(replicas) for each in plan.profile.codecs}
     return [
         LossyRow(
             each,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,10 @@ from stratagem.wire.simulated import Topology
 
 WORKERS, SEEDS, COMPUTE = 8, 5, 5e-3  # seconds that a gradient takes: an assumption
 LINK = Topology(rate=1e9 / 8, latency=50e-6)  # 1 Gbit/s
-LONGER = "clothes, longer"
-STEPS = {"clothes": 200, "text": 200, LONGER: 2000}
-EACH = {"clothes": 16, "text": 32, LONGER: 16}  # rows a worker
+SHORT = "clothes, short"
+#: as many steps as the goals take: top-k and DiLoCo need most
+STEPS = {"clothes": 2000, SHORT: 400, "text": 150}
+EACH = {"clothes": 16, SHORT: 16, "text": 32}  # rows a worker
 CONTEXT = 8
 
 
@@ -43,22 +46,20 @@ def tried(steps: int) -> dict[str, tuple[str, Any, Any]]:
         "int8": ("sgd", sg.Int8(), None),
         "top-k 1%": ("sgd", sg.TopK(0.01, momentum=0.9, dense_steps=tenth), None),
         "PowerSGD 4": ("sgd", sg.PowerSGD(4, dense_steps=tenth), None),
+        "every step, AdamW": ("adamw", None, None),
+        "DiLoCo 20, AdamW": ("adamw", None, sg.DiLoCo(20, outer=sg.Outer(1.0, 0.5))),
         "sign": ("sgd", sg.Sign(), None),
         "local 20": ("sgd", None, sg.LocalSteps(20)),
         "ring": ("sgd", None, sg.Gossip("ring")),
-        "every step, AdamW": ("adamw", None, None),
-        "DiLoCo 20, AdamW": ("adamw", None, sg.DiLoCo(20)),
-        "DiLoCo 20 (1, 0.5), AdamW": ("adamw", None, sg.DiLoCo(20, outer=sg.Outer(1.0, 0.5))),
     }
 
 
 ROWS = tuple(tried(0))
-SHORT = ROWS[:-1]
-#: of each task, what is tried
+#: of each task, what is tried; what takes longest first, so that no core is idle at the end
 OF_TASK = {
-    "clothes": SHORT,
-    "text": tuple(row for row in SHORT if row not in ("sign", "local 20", "ring")),
-    LONGER: ("every step", "top-k 1%", "every step, AdamW", "DiLoCo 20 (1, 0.5), AdamW"),
+    "clothes": ("top-k 1%", "DiLoCo 20, AdamW", "every step, AdamW", "every step"),
+    SHORT: ("PowerSGD 4", "int8", "sign", "ring", "local 20", "every step"),
+    "text": ("int8", "top-k 1%", "PowerSGD 4", *ROWS[4:6], "every step"),
 }
 #: a row, what it is held against, and how far it may be behind: points
 GOALS = [
@@ -66,17 +67,16 @@ GOALS = [
     ("top-k 1%", "every step", 1.0),
     ("PowerSGD 4", "every step", 1.0),
     ("DiLoCo 20, AdamW", "every step, AdamW", 0.5),
-    ("DiLoCo 20 (1, 0.5), AdamW", "every step, AdamW", 0.5),
 ]
-RATES = {"sgd": [0.01, 0.03, 0.1, 0.3], "adamw": [5e-4, 1.5e-3, 5e-3, 1.5e-2]}
+RATES = {
+    "sgd": [0.05, 0.1, 0.2, 0.4],
+    "sign": [0.003, 0.01, 0.03, 0.1],
+    "adamw": [2.5e-3, 5e-3, 1e-2, 2e-2],
+}
 
 
 def clothes() -> common.Split:
-    return common.fashion(20000)
-
-
-def more_clothes() -> common.Split:
-    """With as many to choose and to report by that tenths of a point can be told apart."""
+    """As many to choose and to report by that tenths of a point can be told apart."""
     return common.fashion(20000, check=5000, test=10000)
 
 
@@ -93,28 +93,38 @@ def text() -> common.Split:
     return common.Split(*(t for cut in cuts for t in (x[cut, :-1], x[cut, -1])))
 
 
-class Unfolded(nn.Conv2d):
-    """A convolution as one product of matrices: of a stack of small ones, in half the time."""
+class Patches(nn.Conv2d):
+    """A convolution of pictures, channels last, as one product of matrices: of a stack of small
+    ones, in half the time."""
 
     def forward(self, x: Tensor) -> Tensor:
-        patches = F.unfold(x, self.kernel_size, padding=self.padding, stride=self.stride)
-        rows, _, places = patches.shape
-        out = self.weight.flatten(1) @ patches.transpose(0, 1).flatten(1)
-        out = (out + self.bias.unsqueeze(1)).view(-1, rows, places).transpose(0, 1)
-        side = round(places**0.5)
-        return out.unflatten(2, (side, side))
+        (side, _), (step, _) = self.kernel_size, self.stride
+        if side == step:  # no two patches overlap: nothing to add up in backward
+            cut = x.unflatten(1, (-1, side)).unflatten(3, (-1, side)).transpose(2, 3)
+        else:
+            cut = x.unfold(1, side, step).unfold(2, side, step).movedim(3, -1)
+        out = cut.flatten(3).flatten(0, 2) @ self.weight.permute(2, 3, 1, 0).flatten(0, 2)
+        return (out + self.bias).unflatten(0, cut.shape[:3])
+
+
+class ChannelsLast(nn.Module):
+    """The same pictures in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.movedim(1, -1)
 
 
 def picture_model(seed: int) -> nn.Module:
-    """The one of the other studies (common.cnn), with the same numbers."""
+    """Two convolutions, 8 thousand parameters."""
     torch.manual_seed(seed)
     return nn.Sequential(
-        Unfolded(1, 8, 5, stride=2, padding=2),
+        ChannelsLast(),
+        Patches(1, 16, 7, stride=3),
         nn.ReLU(),
-        Unfolded(8, 16, 3, stride=2, padding=1),
+        Patches(16, 32, 2, stride=2),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(784, 10),
+        nn.Linear(512, 10),
     )
 
 
@@ -138,8 +148,8 @@ def character_model(seed: int) -> nn.Module:
 
 TASKS = {
     "clothes": (clothes, picture_model),
+    SHORT: (clothes, picture_model),
     "text": (text, character_model),
-    LONGER: (more_clothes, picture_model),
 }
 _splits: dict[str, common.Split] = {}
 
@@ -176,6 +186,7 @@ class Workers:
 
 def one(job: dict[str, Any]) -> dict[str, Any]:
     """One training."""
+    began = time.process_time()
     task, steps = job["task"], job["steps"]
     load, make = TASKS[task]
     if task not in _splits:
@@ -217,7 +228,7 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
             )
         )
     found = {"check": check, "test": test, "bytes": sent, "seconds": steps * COMPUTE + seconds}
-    return {**job, **found}
+    return {**job, **found, "processor": time.process_time() - began}
 
 
 def quality(task: str, pair: list[float]) -> float:
@@ -226,81 +237,95 @@ def quality(task: str, pair: list[float]) -> float:
 
 
 def rates(row: str) -> list[float]:
-    return RATES[tried(0)[row][0]]
+    return RATES.get(row) or RATES[tried(0)[row][0]]
 
 
-def study(small: bool, tasks: Sequence[str] = ("clothes", "text")) -> list[dict[str, Any]]:
+def study(small: bool) -> list[dict[str, Any]]:
     """The rate by the validation split of the first seed; then five seeds at that rate."""
-    tasks = ["text"] if small else tasks
-    names = ["every step", "int8", "DiLoCo 20, AdamW"] if small else ROWS
-    base = [
-        {"task": t, "row": r, "steps": 40 if small else STEPS[t]}
-        for t in tasks
-        for r in names
-        if r in OF_TASK[t]
-    ]
+    if small:
+        names = ("every step", "int8", "DiLoCo 20, AdamW")
+        base = {"task": "text", "steps": 40, "seed": 0}
+        return [one({**base, "row": row, "rate": rates(row)[2]}) for row in names]
     grid = [
-        {**each, "rate": rate, "seed": 0}
-        for each in base
-        for rate in rates(each["row"])[2 if small else 0 : 3 if small else 4]
+        {"task": task, "row": row, "steps": STEPS[task], "rate": rate, "seed": 0}
+        for task, rows in OF_TASK.items()
+        for row in rows
+        for rate in rates(row)
     ]
-    found = common.on_all_cores(one, grid)
-    rest = []
-    for each in base:
-        mine = [r for r in found if (r["task"], r["row"]) == (each["task"], each["row"])]
-        sound = [r for r in mine if math.isfinite(r["check"][0])] or mine
-        best = max(sound, key=lambda r: quality(r["task"], r["check"]))
-        rest += [{**each, "rate": best["rate"], "seed": s} for s in range(1, 1 if small else SEEDS)]
-    return found + (common.on_all_cores(one, rest) if rest else [])
+    found: list[dict[str, Any]] = []
+    with common.all_cores() as pool:
+        under_way = {pool.submit(one, job) for job in grid}
+        while under_way:
+            done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            for each in done:
+                result = each.result()
+                found.append(result)
+                print(json.dumps(result), file=sys.stderr, flush=True)
+                under_way |= {pool.submit(one, job) for job in more(found, result)}
+    return sorted(found, key=lambda r: (list(TASKS).index(r["task"]), ROWS.index(r["row"])))
+
+
+def more(found: list[dict[str, Any]], last: dict[str, Any]) -> list[dict[str, Any]]:
+    """The other seeds, when a row's last rate was tried."""
+    task, row = last["task"], last["row"]
+    mine = [r for r in found if (r["task"], r["row"]) == (task, row)]
+    if len(mine) != len(rates(row)):
+        return []
+    job = {"task": task, "row": row, "steps": last["steps"], "rate": best(task, mine)}
+    return [{**job, "seed": seed} for seed in range(1, SEEDS)]
+
+
+def best(task: str, runs: list[dict[str, Any]]) -> float:
+    """The rate with which the first seed did best on the validation split."""
+    first = [r for r in runs if not r["seed"]]
+    sound = [r for r in first if math.isfinite(r["check"][0])] or first
+    rate: float = max(sound, key=lambda r: quality(task, r["check"]))["rate"]
+    return rate
 
 
 def chosen(data: list[dict[str, Any]], task: str, row: str) -> list[dict[str, Any]]:
     """The runs at the rate that was chosen, one a seed."""
     mine = [r for r in data if (r["task"], r["row"]) == (task, row)]
-    later = {r["rate"] for r in mine if r["seed"]}
-    if not mine:
-        return []
-    sound = [r for r in mine if math.isfinite(r["check"][0])] or mine
-    best = max(sound, key=lambda r: quality(task, r["check"]))["rate"]
-    rate = later.pop() if later else best
-    return [r for r in mine if r["rate"] == rate]
+    return [r for r in mine if r["rate"] == best(task, mine)] if mine else []
 
 
 def report(data: list[dict[str, Any]]) -> str:
     parts = []
     for task in dict.fromkeys(r["task"] for r in data):
-        dense = chosen(data, task, "every step")[0]
         lines = []
         for row in dict.fromkeys(r["row"] for r in data if r["task"] == task):
             runs = chosen(data, task, row)
             values = [abs(quality(task, r["test"])) for r in runs]
+            dense, first = chosen(data, task, "every step")[0], runs[0]
             lines.append(
                 [
                     row,
-                    f"{runs[0]['rate']:g}",
+                    f"{first['rate']:g}",
                     f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})",
-                    f"{dense['bytes'] / runs[0]['bytes']:.1f}",
-                    f"{dense['seconds'] / runs[0]['seconds']:.2f}",
+                    f"{dense['bytes'] / first['bytes']:.1f}",
+                    f"{dense['seconds'] / first['seconds']:.2f}",
                 ]
             )
         what = "nats a character" if task == "text" else "accuracy, %"
-        heads = [task, "rate", what, "times fewer bytes", "times faster at 1 Gbit/s"]
-        parts.append(common.table(heads, lines))
+        heads = [f"{task}, {first['steps']} steps", "rate", what, "times fewer bytes"]
+        parts.append(common.table([*heads, "times faster at 1 Gbit/s"], lines))
+    minutes = sum(r.get("processor", 0.0) for r in data) / 60
+    parts.append(f"{len(data)} trainings, {minutes:.1f} minutes of processor time.")
     return "\n\n".join([*parts, *sentences(data)])
 
 
 def sentences(data: list[dict[str, Any]]) -> list[str]:
     """The goals, and whether they were reached, by the median of the clothes' test split."""
     found = []
-    for task, (row, beside, limit) in itertools.product(("clothes", LONGER), GOALS):
+    for task, (row, beside, limit) in itertools.product(("clothes", SHORT), GOALS):
         both = [chosen(data, task, each) for each in (row, beside)]
         if all(both):
             mine, theirs = (statistics.median(quality(task, r["test"]) for r in b) for b in both)
             behind = theirs - mine
             word = "reached" if behind <= limit else "missed"
             found.append(
-                f"{row}, {STEPS[task]} steps: {mine:.2f}%, {behind:.2f} points behind {beside} "
-                f"({theirs:.2f}%); the goal of {limit} is {word}."
+                f"{row}, {both[0][0]['steps']} steps: {mine:.2f}%, {behind:.2f} points behind "
+                f"{beside} ({theirs:.2f}%), by {len(both[0])} seeds; the goal of {limit} is {word}."
             )
     return found
 
@@ -318,19 +343,13 @@ def draw(data: list[dict[str, Any]], out: Path) -> None:
                 if not runs:
                     continue
                 values = [abs(quality(task, r["test"])) for r in runs]
-                at = runs[0][what] / (1e6 if what == "bytes" else 1)
+                at = runs[0][what] / runs[0]["steps"] * (1e-3 if what == "bytes" else 1e3)
                 low, high = min(values), max(values)
-                axis.plot([at, at], [low, high], color=f"C{number % 10}")
-                axis.plot(
-                    at,
-                    statistics.median(values),
-                    marker="os"[number // 10],
-                    color=f"C{number % 10}",
-                    label=row,
-                )
+                axis.plot([at, at], [low, high], color=f"C{number}")
+                axis.plot(at, statistics.median(values), "o", color=f"C{number}", label=row)
             axis.set(
                 xscale="log",
-                xlabel="MB that a worker sends" if what == "bytes" else "simulated seconds",
+                xlabel="kB a worker and step" if what == "bytes" else "simulated ms a step",
                 ylabel="nats a character" if task == "text" else "accuracy, %",
                 title=task,
             )

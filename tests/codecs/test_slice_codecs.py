@@ -61,6 +61,23 @@ def test_the_largest_are_sent_as_they_are(
         assert kept <= (1 - count / len(v)) * v.double().square().sum() * (1 + 1e-9) + 1e-30
 
 
+@given(st.integers(0, 10**6), st.integers(1, 300), DTYPES, st.sampled_from([1, 7, 64, 1024]))
+def test_few_numbers_get_the_bits_of_many(
+    seed: int, count: int, dtype: torch.dtype, block: int
+) -> None:
+    """Small slices are encoded by shorter calls, to the same bytes."""
+    values, codec, found = drawn(seed, count, dtype), Int8(block), []
+    for small in (0, 1 << 14):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("stratagem.codecs.int8._SMALL", small)
+            wire = torch.zeros(codec.room([count], 4) + 8, dtype=torch.uint8)
+            left, into = values.clone(), values.flip(0)
+            codec.take(left, [count], wire)
+            codec.add(wire, [count], into)
+            found.append([wire, left, into])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 9), DTYPES)
 def test_the_order_of_numbers_does_not_matter_to_the_largest(
     seed: int, length: int, few: int, dtype: torch.dtype

@@ -41,8 +41,7 @@ def test_bytes_are_those_that_the_reducer_sends(
     wire: str, given_shapes: list[tuple[int, ...]], replicas: int
 ) -> None:
     layout = Layout(tuple(map(str, range(len(given_shapes)))), tuple(given_shapes))
-    network = _NoNetwork()
-    network.size = replicas
+    network = _NoNetwork(replicas)
     made = reducer(cast(Any, network), LOSSY[wire])
     flat = made.buffer(sum(layout.counts), torch.float32, torch.device("cpu"))
     memory = cast(Any, made).memory(flat, layout)
@@ -176,6 +175,27 @@ def test_only_sgd_goes_with_the_coarse_ones(monkeypatch: pytest.MonkeyPatch) -> 
     )  # odd slices
     part = codec_times(((64, 64),) * 50, linear=False)
     assert all(each.seconds > 0 for each in part)
+
+
+def test_of_few_replicas_each_encodes_more_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two encode half of it each, eight an eighth: as long as the reducer takes for either."""
+    took = {2: 3.5, 8: 3.125}  # a second to encode the gradient, or the sum, and two to decode
+    monkeypatch.setattr("stratagem.plan.lossy._seconds", lambda record, shapes, n: took[n])
+    found = {each.wire: each for each in codec_times(((8, 8),), linear=True)}
+    assert found["Sign()"].among(4) == pytest.approx(3.25)
+    assert found["PowerSGD()"].among(2) == found["PowerSGD()"].among(8) == 3.5  # has no slices
+    times = tuple(replace(each, seconds=3e-3, whole_sum=4e-3) for each in found.values())
+    two, four = (
+        predict(
+            profile(codecs=times),
+            Hardware(hosts=n),
+            Configuration(MULTI_WORKER, n, wire="Int8()"),
+            IDEAL,
+        )
+        for n in (2, 4)
+    )
+    assert two.parts["compressing"] == pytest.approx(5e-3)
+    assert four.parts["compressing"] == pytest.approx(4e-3)
 
 
 def test_an_earlier_plan_without_encodings(tmp_path: Path, capsys: Any) -> None:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -43,19 +44,46 @@ T = TypeVar("T")
 _PATIENCE = 300.0
 
 
-class InTurn(threading.Barrier):
-    """A barrier of threads of which one goes at a time: they do not fight for the interpreter."""
+class InTurn:
+    """Threads of which one goes at a time: the first until it meets the others, then the next, and
+    the last finds what all are told. So a meeting is one change of threads for each, and they do
+    not fight for the interpreter."""
 
     def __init__(self, parties: int) -> None:
-        super().__init__(parties)
-        self.turn = threading.Lock()
+        self._gates = [threading.Lock() for _ in range(parties)]
+        for gate in self._gates[1:]:
+            gate.acquire()
+        self._given: list[Any] = [None] * parties
+        self._found: Any = None
+        self._broken, self._aborting = False, threading.Lock()
 
-    def wait(self, timeout: float | None = None) -> int:
-        self.turn.release()
-        try:
-            return super().wait(timeout)
-        finally:
-            self.turn.acquire()
+    def meet(self, rank: int, mine: Any, find: Callable[[list[Any]], Any]) -> Any:
+        """Return what the last to come finds in what all bring, in the order of ranks."""
+        self._given[rank] = mine
+        if rank == len(self._gates) - 1:
+            self._found = find(self._given)
+        self.leave(rank)
+        self.enter(rank)
+        return self._found
+
+    def enter(self, rank: int) -> None:
+        """Wait for this rank's turn."""
+        if not self._gates[rank].acquire(timeout=_PATIENCE):
+            self.abort()
+        if self._broken:
+            raise threading.BrokenBarrierError
+
+    def leave(self, rank: int) -> None:
+        """It is the next one's turn."""
+        self._gates[(rank + 1) % len(self._gates)].release()
+
+    def abort(self) -> None:
+        """Nobody comes any more: whoever waits has an error."""
+        with self._aborting:
+            for gate in () if self._broken else self._gates:
+                self._broken = True
+                if gate.locked():
+                    gate.release()
 
 
 class ThreadCollective(Collective):
@@ -63,30 +91,27 @@ class ThreadCollective(Collective):
 
     runs_beside = True
 
-    def __init__(
-        self, rank: int, boards: list[list[Any]], barrier: threading.Barrier, topology: Topology
-    ) -> None:
-        self.rank, self.size, self._barrier = rank, len(boards[0]), barrier
+    def __init__(self, rank: int, size: int, turns: InTurn, topology: Topology) -> None:
+        self.rank, self.size, self._turns = rank, size, turns
         self._topology = topology
-        #: what replicas tell each other, in turn: the last round is read while the next is written
-        self._boards, self._round = boards, 0
         #: what this replica has sent, its clock, and when its link has nothing more to send
         self.bytes, self.seconds, self._free = 0.0, 0.0, 0.0
 
-    def _told(self, mine: Any) -> list[Any]:
-        board = self._boards[self._round % 2]
-        self._round += 1
-        board[self.rank] = mine
-        self._barrier.wait(_PATIENCE)
-        return list(board)
+    def _told(self, mine: Any, find: Callable[[list[Any]], Any] = list) -> Any:
+        return self._turns.meet(self.rank, mine, find)
 
-    def _sent(self, mine: Any, size: float, messages: int) -> list[Any]:
-        """What all send. Counts it; when it is there the link is free again."""
+    def _sent(
+        self, mine: Any, size: float, messages: int, find: Callable[[list[Any]], Any] = list
+    ) -> Any:
+        """What is found in what all send. Counts it; when it is there the link is free again."""
+
+        def last(told: list[Any]) -> tuple[float, Any]:  # whoever is last is waited for
+            return max(clock for clock, _ in told), find([each for _, each in told])
+
         self.bytes += size
-        told = self._told((max(self.seconds, self._free), mine))
-        begun = max(clock for clock, _ in told)  # whoever is last is waited for
+        begun, found = self._told((max(self.seconds, self._free), mine), last)
         self._free = begun + size / self._topology.rate + messages * self._topology.latency
-        return [each for _, each in told]
+        return found
 
     def _wait(self, until: float) -> None:
         self.seconds = max(self.seconds, until)
@@ -103,24 +128,21 @@ class ThreadCollective(Collective):
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
         apply_weight(flat, weight)
         others = self.size - 1
-        flats = self._sent(flat, 2 * others / self.size * flat.nbytes, 2 * others)
-        there, total = self._free, None
-        if self.rank == 0:  # one adds up for all, in one order: a seed gives the same bits again
-            total = flat.clone()
-            for other in flats[1:]:
-                total.add_(other)
-        flat.copy_(self._told(total)[0])
+        total = self._sent(flat, 2 * others / self.size * flat.nbytes, 2 * others, _sum)
+        there = self._free
+        flat.copy_(total)
         return Pending(lambda: self._wait(there))
 
     def swap(self, rows: Tensor) -> Tensor:
-        told = self._sent(rows.clone(), rows.nbytes * (self.size - 1) / self.size, 1)
+        size = rows.nbytes * (self.size - 1) / self.size
+        told: Tensor = self._sent(rows, size, 1, partial(torch.stack, dim=1))
         self._wait(self._free)
-        return torch.stack([each[self.rank] for each in told])
+        return told[self.rank]
 
     def collect(self, row: Tensor) -> Tensor:
-        told = self._sent(row.clone(), row.nbytes * (self.size - 1), 1)
+        told: Tensor = self._sent(row, row.nbytes * (self.size - 1), 1, torch.stack)
         self._wait(self._free)
-        return torch.stack(told)
+        return told
 
     def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
         told = self._sent(flat.clone(), flat.nbytes * len(receivers), 1)
@@ -143,22 +165,37 @@ class ThreadCollective(Collective):
         self._told(None)
 
 
+def _sum(flats: list[Tensor]) -> Tensor:
+    """Added up in one order: a seed gives the same bits again."""
+    total = flats[0].clone()
+    for other in flats[1:]:
+        total.add_(other)
+    return total
+
+
 def all_at_once(count: int, topology: Topology, act: Callable[[ThreadCollective], T]) -> list[T]:
     """Have each of `count` replicas do it; in turn from one thing that they do together to the
     next, since threads that fight for the interpreter take longer."""
-    boards: list[list[Any]] = [[None] * count, [None] * count]
-    barrier = InTurn(count)
+    turns = InTurn(count)
 
     def one(rank: int) -> T:
-        with barrier.turn:
-            try:
-                return act(ThreadCollective(rank, boards, barrier, topology))
-            except BaseException:
-                barrier.abort()
-                raise
+        turns.enter(rank)
+        try:
+            found = act(ThreadCollective(rank, count, turns, topology))
+        except BaseException:
+            turns.abort()
+            raise
+        if rank < count - 1:
+            turns.leave(rank)
+        return found
 
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count)))
+        running = [pool.submit(one, rank) for rank in range(count)]
+    errors = [error for each in running if (error := each.exception()) is not None]
+    # the others only heard that one has ended
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return [each.result() for each in running]
 
 
 class SimulatedReplica:

@@ -184,3 +184,16 @@ def test_replicas_go_in_turn_from_one_meeting_to_the_next() -> None:
         return [int(each) for each in told]
 
     assert all_at_once(4, Topology(RATE), act) == [[0, 1, 2, 3]] * 4
+
+
+@pytest.mark.timeout(20)
+def test_an_error_of_one_replica_ends_all() -> None:
+    def act(collective: ThreadCollective) -> None:
+        for step in range(5):
+            if (step, collective.rank) == (3, 2):
+                raise ValueError("the third")
+            collective.barrier()
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match="the third"):
+            all_at_once(4, Topology(RATE), act)
