@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def mean_of_batch(replica: Replica, value: Tensor | float, count: float | Tensor
     if any(each for _, _, each in told):
         mean = float(sum(v for w, v, _ in told if w))
     else:
-        mean = float(sum(w * v for w, v, _ in told if w) / sum(w for w, _, _ in told))
+        count = sum(w for w, _, _ in told)  # 0: every target is ignored, and one device has NaN
+        mean = float(sum(w * v for w, v, _ in told if w) / count) if count else nan
     if isinstance(value, Tensor) and value.requires_grad:  # a loss that is trained on
         METER.loss += mean
         METER.losses += 1

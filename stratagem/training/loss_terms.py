@@ -46,6 +46,8 @@ class Scale(NamedTuple):
     #: tensors that were computed, from a mask for instance
     computed: float | None = None
     factors: tuple[Tensor, ...] = ()
+    #: those of the computed ones that are a count for a sum, and for all else must be alike
+    counts: tuple[Tensor, ...] = ()
 
 
 @dataclass(slots=True)
@@ -113,7 +115,7 @@ class _Reader:
     def _visit(self, node: Any, scale: Scale, at: Any) -> None:
         name = node.name()
         if hasattr(node, "_saved_reduction"):
-            self._terms.append(self._loss_function(node, name, scale, at))
+            self._add(self._loss_function(node, name, scale, at), scale)
             return
         inputs = [each for each, _ in node.next_functions if each is not None]
         if name in SUMS or (name in JOINS and all(map(self._axis.is_free, inputs))):
@@ -125,7 +127,7 @@ class _Reader:
         elif name.startswith(("MeanBackward", "SumBackward")):
             self._reduced(node, name, inputs[0], scale, at)
         elif self._axis.is_fixed(node):
-            self._terms.append(Term(at or node, "fixed"))
+            self._add(Term(at or node, "fixed"), scale)
         elif name in CURVED:
             self._doubt(
                 node,
@@ -133,7 +135,12 @@ class _Reader:
                 "mean over rows, and those of the shares do not add up to that of the batch",
             )
         else:
-            self._terms.append(Term(at or node, "unknown"))
+            self._add(Term(at or node, "unknown"), scale)
+
+    def _add(self, term: Term, scale: Scale) -> None:
+        if term.kind != "sum":
+            self._constants += scale.counts
+        self._terms.append(term)
 
     def _doubt(self, node: Any, why: str) -> None:
         if self._doubts:
@@ -145,7 +152,7 @@ class _Reader:
     def _scaled(self, node: Any, name: str, inputs: list[Any], scale: Scale, at: Any) -> None:
         data = inputs if len(inputs) == 1 else [i for i in inputs if not self._axis.is_fixed(i)]
         if not data:
-            self._terms.append(Term(at or node, "fixed"))
+            self._add(Term(at or node, "fixed"), scale)
             return
         divided = name != "MulBackward0"
         if len(data) > 1 or (divided and data[0] is not node.next_functions[0][0]):
@@ -171,7 +178,7 @@ class _Reader:
             if not divided:
                 return scale._replace(factors=(*scale.factors, number))
             if float(number) > 1:  # a mean by a sum of weights is no mean by their mean
-                self._constants.append(number)
+                scale = scale._replace(counts=(*scale.counts, number))
             return scale._replace(computed=(scale.computed or 1.0) * float(number))
         if divided:
             return scale._replace(divided=(scale.divided or 1.0) * float(number))
@@ -183,16 +190,20 @@ class _Reader:
             if below is None or below.name() not in ("MulBackward0", "DivBackward0"):
                 break
             number = _other(below)
-            if isinstance(number, Tensor) and number.numel() == 1:
+            if isinstance(number, Tensor) and number.numel() == 1 and self._is_for_all(number):
                 scale = self._times(scale, number, below.name() == "DivBackward0")
             below = only_input(below)
         return scale
+
+    def _is_for_all(self, number: Tensor) -> bool:
+        """Whether one number is that of all values; the only row of a share has its own."""
+        return not number.dim() or self.rows != 1
 
     # --- reductions -----------------------------------------------------------------------------
 
     def _reduced(self, node: Any, name: str, below: Any, scale: Scale, at: Any) -> None:
         if self._axis.is_fixed(below):
-            self._terms.append(Term(at or node, "fixed"))
+            self._add(Term(at or node, "fixed"), scale)
             return
         if self._axis.found_in(below) == "free":
             self._todo.append((below, scale, at))  # over what is left of each row
@@ -201,15 +212,15 @@ class _Reader:
         sizes = sizes_of(node)
         dims = dims_of(node, len(sizes))
         if sizes and self._axis.of(sizes) not in dims:
-            self._terms.append(Term(at or node, "unknown"))
+            self._add(Term(at or node, "unknown"), scale)
             return
         scale = self._within(below, scale)
         if name.startswith("Sum"):
-            self._terms.append(self._sum(at or node, sizes, scale))
+            self._add(self._sum(at or node, sizes, scale), scale)
             return
         count = prod(sizes[d] for d in dims)
         picked = self._axis.is_picked(below)
-        self._terms.append(self._mean(at or node, float(count), count, scale, picked=picked))
+        self._add(self._mean(at or node, float(count), count, scale, picked=picked), scale)
 
     def _loss_function(self, node: Any, name: str, scale: Scale, at: Any) -> Term:
         """One of torch's loss functions, which says how it was reduced."""

@@ -88,6 +88,10 @@ TERMS: dict[str, Loss] = {
     "picked by number": lambda m, r: (m(r.x) - r.v).pow(2)[r.mask.nonzero().flatten()].mean(),
     "of every class": lambda m, r: F.nll_loss(m(r.x).log_softmax(1), r.y.clamp(min=0)),
     "twice": lambda m, r: (q := F.cross_entropy(m(r.x), r.y, weight=WEIGHTS)) + 0.5 * q,
+    "by a number of each row": lambda m, r: (m(r.x).abs().mean(1) / r.v.abs().sum(1)).mean(),
+    "by weights": lambda m, r: (
+        (m(r.x).abs().mean(1) * r.v[:, 0].exp()).sum() / r.v[:, 0].exp().sum()
+    ),
     "margin": lambda m, r: F.multi_margin_loss(m(r.x), r.y.clamp(min=0)),
 }
 
@@ -137,7 +141,7 @@ def readers(count: int, reduction: str | None = None) -> list[LossReader]:
         """Any unit is right that all have alike: that of the first who has rows."""
         if told[0] and not first:
             first.append(told)
-        return first or [told]
+        return [*first, [[], told[1]]] if first else [told]
 
     for reader in found:
         reader.gather = gather
