@@ -367,6 +367,8 @@ class ReplicaGroup:
             self._endings.begin(self._pool, cause, then)
         elif self._pool is not None:
             status = self._pool.end()
+        if cause is None:
+            self._endings.wait()
         self._pool = None
         if self.replica is not None:
             self.replica.collective.close()
@@ -389,7 +391,6 @@ class ReplicaGroup:
                 self._cluster.leave()  # first, or the others take our followers' end for a death
                 self._cluster = None
             self._end()
-            self._endings.wait()
             self._spares.end()
             self._spares = Spares()
             self._become(None)
