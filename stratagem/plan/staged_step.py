@@ -51,14 +51,11 @@ class StagedStep(PredictedStep):
         for table in self._tables:
             if table.pieces == pieces:
                 return table
+        counts = ", ".join(str(table.pieces * self.cfg.depth) for table in self._tables)
         raise UsageError(
             f"{self.cfg.microbatches} microbatches on {self.cfg.depth} stages were not measured;"
-            f" plan {self._measured()}."
+            f" plan {f'one of {counts}' if counts else 'another strategy'}."
         )
-
-    def _measured(self) -> str:
-        counts = [str(table.pieces * self.cfg.depth) for table in self._tables]
-        return f"one of {', '.join(counts)}" if counts else "another strategy"
 
     @property
     def _tables(self) -> tuple[LayerTable, ...]:
@@ -187,12 +184,8 @@ class StagedStep(PredictedStep):
     def _handing(self) -> float:
         """Seconds in which an operation takes a message and posts one: two copies."""
         alone = self.profile.operation or self.cal.microbatch
-        return alone if self.cfg.hosts > 1 else alone + 2 * self._crossing / self.hw.local
-
-    @property
-    def _crossing(self) -> int:
-        """Bytes of a microbatch at the widest cut."""
-        return max((costs[-1].crossing for costs in self.stages[:-1]), default=0)
+        widest = max((costs[-1].crossing for costs in self.stages[:-1]), default=0)
+        return alone if self.cfg.hosts > 1 else alone + 2 * widest / self.hw.local
 
     @cached_property
     def line(self) -> Timeline:
