@@ -19,11 +19,11 @@ from statistics import fmean
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.change_tracker import digest
-from stratagem.training.hints import tell_without_loader
+from stratagem.training.hints import tell_of_hooks, tell_without_loader
 from stratagem.training.loss_reading import BY_ROWS, Reading, UsualLoss, times, zeroed, zeros
 from stratagem.training.loss_terms import Doubt, Term, terms_of
 from stratagem.training.replica import Replica, replica_of_loop
@@ -80,6 +80,8 @@ class LossReader:
         self.exchanges: list[weakref.ref[Accumulates]] = []
         #: the loss of the latest pass
         self.loss: weakref.ref[Tensor] | None = None
+        #: the models whose gradients travel, until hooks on their parameters were told of
+        self.unhooked: list[weakref.ref[nn.Module]] = []
         self._warned = False
         self._usual = UsualLoss()
 
@@ -87,6 +89,8 @@ class LossReader:
         """Run `backward` with the factors on the terms of its losses that make shares add up."""
         self.is_reading = True
         self.passes += 1
+        if self.passes & (self.passes - 1) == 0 and self.unhooked:
+            self._look_for_hooks()
         handles: list[Any] = []
         try:
             self.reading = self._weigh(losses, handles)
@@ -108,6 +112,14 @@ class LossReader:
         """Read losses for the sums of an exchange, too, as long as it is there."""
         self.exchanges = [each for each in self.exchanges if each() is not None]
         self.exchanges.append(weakref.ref(exchange))
+
+    def _look_for_hooks(self) -> None:
+        exchanges = [each for found in self.exchanges if (each := found()) is not None]
+        ours = lambda p: sum(each.has(p) for each in exchanges)  # noqa: E731
+        models = [model for found in self.unhooked if (model := found()) is not None]
+        replica = self._replica()
+        if replica is not None and any(tell_of_hooks(each, replica, ours) for each in models):
+            self.unhooked = []
 
     def _apply_scale(self, scale: float, losses: Sequence[Tensor], handles: list[Any]) -> None:
         nodes = {each.grad_fn for each in losses if each.grad_fn is not None}
@@ -208,7 +220,8 @@ class LossReader:
         odd = next((term for term in terms if term.kind == "unknown"), None)
         if odd is not None and doubts and not self._warned:
             self._warned = True
-            log.warning(
+            told = log.warning if (by := self._replica()) is None or by.is_chief else log.debug
+            told(
                 "the loss ends in %s, which cannot be read, and is taken for a mean over rows. "
                 'If it is one, prepare(..., loss_reduction="mean") says so; if not, '
                 "strategy.backward(loss, count=n) says what it is divided by.",

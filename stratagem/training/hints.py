@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from stratagem.compat.torch_names import BatchNorm
 from stratagem.errors import StratagemError
@@ -52,6 +53,23 @@ def tell_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
             type(layer).__name__,
             remedy,
         )
+
+
+def tell_of_hooks(model: nn.Module, replica: Replica, ours: Callable[[Tensor], int]) -> bool:
+    """Warn of a hook on a parameter's gradient, beside as many of `ours`; say whether there is."""
+    for name, p in model.named_parameters():
+        own = len(p._post_accumulate_grad_hooks or ()) > ours(p)
+        if p.requires_grad and (own or p._backward_hooks):
+            if replica.is_chief:
+                log.warning(
+                    "parameter %r has a hook, which gets the gradient of a replica's rows and not "
+                    "that of the batch; a mask or a factor comes out as on one device, clipping "
+                    "does not. Change p.grad behind backward(), or in "
+                    "optimizer.register_step_pre_hook: there it is that of the batch.",
+                    name,
+                )
+            return True
+    return False
 
 
 def was_read(replica: Replica, mine: int, total: int) -> None:

@@ -109,6 +109,7 @@ def join_gradients(
     unsync = sync_batchnorm.install(model, replica, settings.sync_batchnorm)
     named = list(model.named_parameters())
     exchange = open_exchange(named, replica, settings, every_backward=True, reader=reader)
+    reader.unhooked.append(weakref.ref(model))
     exchange.optimizer = optimizer if settings.sync is not None else None
     undo: list[Callable[[], Any]] = [unsync]
     if settings.sync is not None:

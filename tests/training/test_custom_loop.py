@@ -175,6 +175,36 @@ def test_replicas_that_decide_by_their_own_loss_are_refused(two: sg.MirroredStra
     assert first == second
 
 
+@pytest.mark.parametrize("when", ["never", "before", "after", "accumulated", "at the step"])
+def test_a_hook_on_a_parameter_is_told_of(
+    when: str, two: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = data(12)
+
+    def train(on: Any) -> list[torch.Tensor]:
+        model = mlp()
+        optimizer, last = sgd(model), list(model.parameters())[-1]
+        limit = lambda grad: grad.clamp(-0.01, 0.01)  # noqa: E731
+        if when == "before":
+            last.register_hook(limit)
+        if when == "accumulated":
+            last.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", limit(p.grad)))
+        if when == "at the step":
+            optimizer.register_step_pre_hook(lambda *_: setattr(last, "grad", limit(last.grad)))
+        model, optimizer, loader = on.prepare(model, optimizer, DataLoader(TensorDataset(x, y), 6))
+        if when == "after":
+            last.register_hook(limit)
+        for a, b in loader:
+            F.cross_entropy(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    two.run(train, two)
+    told = [each for each in caplog.messages if "has a hook" in each]
+    assert len(told) == (when in ("before", "after", "accumulated"))
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_the_mean_is_that_of_the_batch(ignored: bool, three: sg.MirroredStrategy) -> None:
     x, y = data(11)
