@@ -137,7 +137,7 @@ class Supervisor:
             now = time.monotonic()
             for number in self._escalation.due(now):
                 self._send(number)
-            self._end_late_ones(now)
+            self._end_late_ones()
             self._sweep(now)
             if now > self._escalation.over + _HELD:
                 self._give_up()
@@ -187,7 +187,7 @@ class Supervisor:
         code = process.reap()
         self._record("end", process, ending(code) if code else "")
         if not code:
-            self._find_late_ones()
+            self._end_late_ones(find=True)
         if not code or self.stopped is not None or self._escalation.begun:
             return
         if process in self._too_late:
@@ -207,14 +207,13 @@ class Supervisor:
         if len(self._failed) == 1:
             self._let_the_others_end(process, code)
 
-    def _find_late_ones(self) -> None:
-        """A task has done everything: those that were to join in it have nothing to do."""
-        for process in self._left:
+    def _end_late_ones(self, *, find: bool = False) -> None:
+        """If a task has done everything, those that were to join in it have nothing to do."""
+        now = time.monotonic()
+        for process in self._left if find else ():
             waits = process.code is None and process not in self._too_late
             if waits and (late := self.comes_too_late(process)) is not False:
-                self._too_late[process] = time.monotonic() + (0 if late else self._grace)
-
-    def _end_late_ones(self, now: float) -> None:
+                self._too_late[process] = now + (0 if late else self._grace)
         for process, until in self._too_late.items():
             if now >= until and process.code is None:
                 self._relay.note(f"{process.task} comes too late; the job is done.")
