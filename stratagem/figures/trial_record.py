@@ -33,8 +33,8 @@ def record_epoch(epoch: int, logs: Mapping[str, Any]) -> None:
     folder = os.environ.get(VARIABLE)
     if not folder:
         return
-    numbers = {name: float(n) for name, n in logs.items() if isinstance(n, int | float)}
-    known = {name: _finite(n) for name, n in numbers.items()}
+    values = {name: _plain(value) for name, value in logs.items()}
+    known = {name: _finite(n) for name, n in values.items() if isinstance(n, int | float)}
     line = json.dumps({"epoch": epoch + 1, **known}, allow_nan=False) + "\n"
     with open(Path(folder, METRICS), "ab", buffering=0) as file:
         file.write(line.encode())  # one call: readers see whole lines
@@ -56,6 +56,11 @@ def _numbers(line: bytes) -> dict[str, float | None]:
     except (ValueError, TypeError, AttributeError):
         text = line[:80].decode(errors="replace")
         raise ValueError(f"{METRICS} has a line that is no JSON of numbers: {text}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's, or a tensor of one, as Python's own."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _finite(value: Any) -> float | None:

@@ -130,6 +130,8 @@ class _Starter:
         self._job, self._guard, self._relay, self._stack = job, guard, relay, stack
         self._folder, self._restarts, self._events = folder, restarts, events
         self.environments = dict(job.environments(base))
+        self._started: list[Process] = []
+        self._again: set[Process] = set()
         self._hub = self._open_hub()
 
     def _open_hub(self) -> GenerationHub | None:
@@ -152,6 +154,7 @@ class _Starter:
         self._guard.add(process)
         self._relay.add(process, number)
         self._events.launched(process)
+        self._started.append(process)
         return process
 
     def restart(self, process: Process) -> Process | None:
@@ -161,12 +164,19 @@ class _Starter:
         if not self._restarts or task.type not in ("ps", "worker") or needed:
             return None
         self._restarts -= 1
-        return self.start(process.task)
+        again = self.start(process.task)
+        self._again.add(again)
+        return again
 
-    def comes_too_late(self, process: Process) -> bool:
-        """Whether a task was started again and had not joined when the job was over."""
+    def comes_too_late(self, process: Process) -> bool | None:
+        """Whether a task was started again and had not joined when the job was over; None: it may
+        have, and be about to end."""
         name = str(process.task)
-        return self._hub is not None and self._hub.took_part(name) and not self._hub.has(name)
+        if self._hub is not None and self._hub.took_part(name) and not self._hub.has(name):
+            return True
+        # servers end well when all is over
+        over = any(each.task.type == "ps" and each.code == 0 for each in self._started)
+        return None if over and process in self._again else False
 
     def goes_on(self, process: Process) -> bool:
         """Whether an elastic job does without this task."""

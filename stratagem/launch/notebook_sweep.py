@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +151,8 @@ def _run(
 
     folder.lock()
     try:
-        function.write_bytes(cloudpickle.dumps(train))
+        folders = json.dumps([os.path.abspath(each) for each in sys.path])
+        function.write_bytes(folders.encode() + b"\n" + cloudpickle.dumps(train))
         folder.begin(settings)
         loop = SweepLoop(settings, folder, places[0], jobs=places[1])
         loop.run()
@@ -180,13 +183,26 @@ def _words(train: Callable[..., Any], space: Space) -> tuple[str, ...]:
     for name, values in space.items():
         if not any(p.name == name or p.kind is p.VAR_KEYWORD for p in known):
             raise UsageError(f"{getattr(train, '__name__', 'train')} has no parameter {name!r}.")
-        text = values if isinstance(values, str) else ",".join(str(value) for value in values)
+        text = values if isinstance(values, str) else ",".join(_word(name, v) for v in values)
         if read_axis(f"--{name}", text) is None:
             raise UsageError(
                 f"{name} has one value, {text}; give it a range, or a list of several."
             )
         words += [f"--{name}", text]
     return tuple(words)
+
+
+def _word(name: str, value: Any) -> str:
+    """A value of a list, as one word that a trial reads as the same value."""
+    word = json.dumps(value) if isinstance(value, bool) else str(value)
+    number = isinstance(value, Real)
+    if not number and (not isinstance(value, str) or "," in word or word.startswith("-")):
+        raise UsageError(
+            f"{name} has the value {value!r}, and a trial is given numbers, True, False, and words "
+            'without "," that do not begin with "-"; give names instead, and look them up in the '
+            "function."
+        )
+    return word
 
 
 def _spans_decades(values: Sequence[Any]) -> bool:

@@ -6,6 +6,7 @@ are asked to, and are killed. Every signal goes to a task's whole process group.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import deque
@@ -110,9 +111,11 @@ class Supervisor:
         """
         #: whether the job does without a task that was killed, as long as there are others
         self.goes_on: Callable[[Process], bool] = lambda process: False
-        #: whether one that was started again would wait for others that have done everything
-        self.comes_too_late: Callable[[Process], bool] = lambda process: False
-        self._too_late: set[Process] = set()
+        #: whether one that was started again would wait for others that have done everything; None:
+        #: unless it ends within the grace
+        self.comes_too_late: Callable[[Process], bool | None] = lambda process: False
+        #: when these are ended
+        self._too_late: dict[Process, float] = {}
         #: those that failed of themselves, in the order in which they ended
         self._failed: list[Process] = []
         self.stopped: signal.Signals | None = None
@@ -134,6 +137,7 @@ class Supervisor:
             now = time.monotonic()
             for number in self._escalation.due(now):
                 self._send(number)
+            self._end_late_ones()
             self._sweep(now)
             if now > self._escalation.over + _HELD:
                 self._give_up()
@@ -183,7 +187,7 @@ class Supervisor:
         code = process.reap()
         self._record("end", process, ending(code) if code else "")
         if not code:
-            self._end_late_ones()
+            self._end_late_ones(find=True)
         if not code or self.stopped is not None or self._escalation.begun:
             return
         if process in self._too_late:
@@ -203,13 +207,17 @@ class Supervisor:
         if len(self._failed) == 1:
             self._let_the_others_end(process, code)
 
-    def _end_late_ones(self) -> None:
-        """A task has done everything: those that were to join in it have nothing to do."""
-        for process in self._left:
+    def _end_late_ones(self, *, find: bool = False) -> None:
+        """If a task has done everything, those that were to join in it have nothing to do."""
+        now = time.monotonic()
+        for process in self._left if find else ():
             waits = process.code is None and process not in self._too_late
-            if waits and self.comes_too_late(process):
+            if waits and (late := self.comes_too_late(process)) is not False:
+                self._too_late[process] = now + (0 if late else self._grace)
+        for process, until in self._too_late.items():
+            if now >= until and process.code is None:
                 self._relay.note(f"{process.task} comes too late; the job is done.")
-                self._too_late.add(process)
+                self._too_late[process] = math.inf
                 process.signal(signal.SIGKILL)
 
     def _let_the_others_end(self, process: Process, code: int) -> None:

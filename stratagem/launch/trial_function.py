@@ -1,6 +1,7 @@
 """One trial of a function: python -m stratagem.launch.trial_function FILE --lr 0.1 --units 64.
 
-FILE was written by the process that started this one (launch/notebook_sweep.py).
+FILE was written by the process that started this one (launch/notebook_sweep.py): where that process
+looks for modules, in a line of JSON, and the function behind it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def main(argv: Sequence[str]) -> None:
     """Call the function; numbers that its first task returns in a dict count as a last epoch."""
     import cloudpickle
 
-    train = cloudpickle.loads(Path(argv[0]).read_bytes())
+    folders, _, function = Path(argv[0]).read_bytes().partition(b"\n")
+    sys.path += [each for each in json.loads(folders) if each not in sys.path]
+    train = cloudpickle.loads(function)
     result = train(**arguments(argv[1:]))
     place = detect(os.environ)
     if isinstance(result, dict) and (place is None or place.is_chief):

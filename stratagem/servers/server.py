@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,8 @@ class Server:
         #: how late somebody was when that was last said
         self._named = 0.0
         self._figures = ServerFigures(self.name)
+        #: called now and then from when the chief has come; from now on servers end with it
+        self.on_chief: Callable[[], None] = lambda: None
 
     # --- the job ------------------------------------------------------------------------------
 
@@ -143,7 +145,9 @@ class Server:
         while not self._over():
             time.sleep(BEAT / 2)
             self._figures.look(self.shard, self.coordinator)
-            if not self._chief_came:
+            if self._chief_came:
+                self.on_chief()
+            else:
                 self._await_chief(waiting)
             if self.coordinator is not None and self._ending is None:
                 self.peers.look(self._give_up)

@@ -124,9 +124,18 @@ def serve(
     """Be the ps task of this place until the job ends."""
     spec = place.spec
     secret = secret_for(spec, spec.jobs["ps"], insecure=insecure, option=option)
-    with Termination():  # workers that save need the servers; these end with the chief
-        here = place.task.index, spec.jobs["ps"], secret, patience or Patience()
-        recovery.serve(lambda: Server(*here))
+    here = place.task.index, spec.jobs["ps"], secret, patience or Patience()
+    termination = Termination()
+
+    def make() -> Server:
+        server = Server(*here)
+        server.on_chief = termination.open  # workers that save need the servers
+        return server
+
+    try:
+        recovery.serve(make)
+    finally:
+        termination.close()
 
 
 def _check_place(place: Place) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from tests.clock import SLOWER, unless_late
+from tests.clock import PATIENCE, SLOWER, unless_late
 from tests.hosts import ROOT
 from tests.launch.run_processes import Launcher
 from tests.strategies.test_elastic import ROWS, net, rows
@@ -366,3 +366,21 @@ def test_the_chief_of_a_keras_model_is_killed(launcher: Launcher) -> None:
         found = torch.tensor(mine, dtype=torch.float64)
         assert torch.allclose(found, torch.as_tensor(theirs), rtol=0, atol=1e-6)
     assert loss == pytest.approx(history["loss"][-1], abs=1e-6)
+
+
+def test_who_is_started_again_when_all_is_over_does_not_fail_the_job(launcher: Launcher) -> None:
+    script = """
+if task["type"] == "worker" and index == 1:
+    if not os.path.exists("died"):
+        note("died", 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    note("again", 1)
+    time.sleep(600)  # for servers that are gone
+while not os.path.exists("again"):
+    time.sleep(0.01)
+"""
+    sizes = ("--workers", "2", "--ps", "1", "--task-restarts", "1", "--grace", "0.5")
+    job = launcher(script, *sizes)
+    _, said = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0, said
+    assert "worker 1 comes too late; the job is done." in said

@@ -44,6 +44,29 @@ def test_a_function_of_a_notebook() -> None:
     assert len(more.trials) == 5
 
 
+def test_what_is_tried_is_what_the_list_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "beside_the_script.py").write_text("def half(x): return x / 2")
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))  # as that of a script in another folder
+
+    def train(flag: bool, rate: float) -> dict[str, Any]:
+        import numpy as np
+        import torch
+        from beside_the_script import half
+
+        assert isinstance(flag, bool)
+        return {"score": np.float32(half(rate)), "other": torch.tensor(2), "on": np.int64(flag)}
+
+    space = {"flag": [True, False], "rate": [-1, 0.5]}
+    result = sg.sweep(train, space, metric="score:max", sampler="grid", slots=1, out="run")
+    found = [(each.params["flag"], each.params["rate"], each.value) for each in result.trials]
+    assert sorted(found) == [(f, r, r / 2) for f in (False, True) for r in (-1, 0.5)]
+    written = (result.trials[0].folder / "metrics.jsonl").read_text()
+    assert '"other": 2.0' in written and '"on": ' in written
+
+
 def test_a_plot_of_the_trials(tmp_path: Path) -> None:
     import matplotlib
 
@@ -70,6 +93,10 @@ def train(lr: float = 0.1) -> dict[str, float]:
         ({"space": {}}, "there is nothing to try"),
         ({"space": {"rate": "1..2"}}, "train has no parameter 'rate'"),
         ({"space": {"lr": [1]}}, "lr has one value, 1; give it a range"),
+        ({"space": {"lr": [(64, 32), (128,)]}}, r"lr has the value \(64, 32\)"),
+        ({"space": {"lr": ["64,32", "128"]}}, "lr has the value '64,32'"),
+        ({"space": {"lr": ["-relu", "gelu"]}}, "lr has the value '-relu'"),
+        ({"space": {"lr": [0.1, None]}}, "lr has the value None"),
         ({"metric": "score"}, "say which way is better"),
         ({"sampler": "best"}, "sampler='best'; choose one of random, grid, tpe"),
         ({}, "train writes no score; it writes other"),

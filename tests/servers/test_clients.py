@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -183,6 +184,20 @@ def test_servers_without_user_code(cluster: Cluster) -> None:
     tasks |= {task: cluster.start(task, train()) for task in ("worker 0", "worker 1")}
     all_end(tasks)
     went_well(tasks["worker 0"])
+
+
+def test_a_server_that_waits_for_others_ends_when_it_is_told(cluster: Cluster) -> None:
+    serve = "from stratagem.ps import main\nsys.exit(main([]))"
+    task = cluster.start("ps 1", serve)
+    host, _, port = cluster.jobs["ps"][1].partition(":")
+
+    def listens() -> bool:
+        with socket.socket() as made:
+            return made.connect_ex((host, int(port))) == 0
+
+    wait_for(listens, 40.0)
+    os.kill(task.pid, signal.SIGTERM)
+    assert task.ends(SOON) == -signal.SIGTERM
 
 
 @pytest.mark.slow
