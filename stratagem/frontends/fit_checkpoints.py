@@ -97,7 +97,7 @@ class FitCheckpoints:
         if self._is_chief:
             try:
                 self._writer.wait()
-            except OSError:
+            except Exception:  # which must not take the place of the user's own
                 if error is None:
                     raise
                 log.exception("besides, the last checkpoint was not written")

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -104,7 +105,9 @@ class CheckpointFolder:
             with turn(self.path / ".lock"):
                 self._tidy()
                 return self._write(snapshot, told)
-        except (OSError, RuntimeError) as problem:
+        except UsageError:
+            raise
+        except (OSError, RuntimeError, SafetensorError) as problem:
             raise OSError(
                 f"a checkpoint could not be saved in {self.path}: {problem}. Those that were saved "
                 "there before are as they were."
