@@ -36,7 +36,7 @@ from stratagem.training.broken_round import rejoin_loop
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.loop_journal import LoopJournal, journal_of
 from stratagem.training.lossy_wire import load_kept
-from stratagem.training.prepare import Prepared, committer_of
+from stratagem.training.prepare import Prepared, committer_of, loaderless
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import (
     own_of,
@@ -191,8 +191,7 @@ class LoopCheckpoints:
 
     def _begin(self) -> None:
         """Begin the epochs that are left."""
-        if self.elastic:
-            refuse_forgotten(self.optimizer, self.things)
+        refuse_forgotten(self.optimizer, loaderless(self.replica), self.things)
         self._keep()
         self._agreement = None
         if self.plan is None:

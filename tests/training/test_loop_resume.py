@@ -164,3 +164,14 @@ def test_sentences(tmp_path: Path) -> None:
         fitted.compile("sgd", "mse")
         with pytest.raises(sg.UsageError, match=r"saved by prepare\(\.\.\., resume"):
             fitted.fit(torch.ones(4, 2), torch.ones(4, 1), checkpoint=tmp_path / "run", resume=True)
+        critic = nn.Linear(2, 1)
+        loader = strategy.prepare(model, optimizer, rows, resume=tmp_path / "other").loader
+        strategy.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+        with pytest.raises(sg.UsageError, match=r"loader\.remember\(critic"):
+            next(loader.epochs(1))
+        loader.remember(critic=critic)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        with pytest.raises(sg.UsageError, match=r"loader\.remember\(schedule"):
+            next(loader.epochs(1))
+        loader.remember(schedule=schedule)
+        assert next(loader.epochs(1)) == 0
