@@ -77,7 +77,7 @@ class ShareSampler:
                 journal.before_first()
             yield from batches
 
-        return journal.rest(first())
+        return journal.rest(first(), numbers=True)
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]

@@ -179,7 +179,11 @@ class CheckpointFolder:
 
 
 def load_newest(
-    plan: Checkpoints, module: nn.Module, optimizer: Optimizer | None, made_by: str
+    plan: Checkpoints,
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    made_by: str,
+    batch_size: int | None,
 ) -> dict[str, Any] | None:
     """Put model and optimizer to the newest checkpoint; returns what else it has, None without.
 
@@ -202,6 +206,12 @@ def load_newest(
             f"{path} was saved by {names[found.get('made_by', 'fit')]}, and {names[made_by]} "
             "cannot go on from it. Give another folder, or load its weights: "
             "safetensors.torch.load_file."
+        )
+    before = found.get("batch_size")
+    if found["batch"] and None not in (before, batch_size) and before != batch_size:
+        raise UsageError(
+            f"{path} was saved in mid-epoch with batch_size={before}, and batch_size={batch_size} "
+            f"would read rows twice, or not at all; give batch_size={before} until the epoch ends."
         )
     log.info("going on from %s", path)
     return found
