@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from stratagem.data.loader_workers import OutlastSignals, outlasting
 from stratagem.data.passes import PassJournal, dice_of
 from stratagem.data.shares import (
     Ordering,
@@ -76,7 +77,7 @@ class ShareSampler:
                 journal.before_first()
             yield from batches
 
-        return journal.rest(first())
+        return journal.rest(first(), numbers=True)
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -203,7 +204,8 @@ def stream(
     if collective.rank == 0:
         with ordering():
             journal.begin(dice_of(source) if isinstance(source, DataLoader) else [])
-            batches = iter(source)
+            with outlasting(source):
+                batches = iter(source)
         batches = journal.rest(in_order(batches, ordering))
     else:
         journal.leave()
@@ -293,6 +295,7 @@ def _like(loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
             "multiprocessing_context": loader.multiprocessing_context,
+            "worker_init_fn": OutlastSignals(loader.worker_init_fn),
         }
     return DataLoader(
         dataset,
@@ -301,7 +304,6 @@ def _like(loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
         generator=_own_dice(loader.generator, rank),
         **extra,
     )

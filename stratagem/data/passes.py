@@ -7,6 +7,9 @@ row is read in vain. Streams of batches are read, and thrown away.
 
 from __future__ import annotations
 
+import zlib
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from stratagem.data.streams import generator_states, set_beside_torch
+from stratagem.errors import UsageError
 
 
 def _nothing() -> None:
@@ -35,6 +39,8 @@ class PassJournal:
         self._then: Callable[[], None] = _nothing
         #: while a pass is gone on with, and nothing of it was drawn
         self._dice: Sequence[torch.Generator] | None = None
+        #: of the last batches of row numbers: how many there were, and a digest of all of them
+        self._digests: deque[tuple[int, int]] = deque(maxlen=1024)
 
     def __reduce__(self) -> Any:
         return PassJournal, ()  # another process has passes of its own
@@ -96,13 +102,45 @@ class PassJournal:
         self._states = None
         self.then()
 
-    def rest(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches that were not seen yet."""
-        for _ in range(self.skip()):
+    def noted(self, seen: int) -> dict[str, Any] | None:
+        """On the chief: where the pass began, and a digest of the batches that were seen."""
+        digest = next((known for count, known in reversed(self._digests) if count == seen), None)
+        return None if self.begun is None else {**self.begun, "digest": digest}
+
+    def rest(self, batches: Iterator[Any], *, numbers: bool = False) -> Iterator[Any]:
+        """Return the batches that were not seen yet; `numbers`: batches of row numbers."""
+        digest = (self._states or {}).get("digest")
+        if numbers:
+            batches = self._digested(batches)
+        skip = self.skip()
+        for _ in range(skip):
             next(batches, None)
         self._states = None
+        if numbers and skip and digest is not None and (skip, digest) not in self._digests:
+            raise UsageError(
+                "the batches that were seen before this training broke off are not drawn again "
+                "alike, so rows would come twice in this epoch, or not at all: the data is "
+                "another, or its sampler draws as it goes from random numbers that others draw "
+                "from, too; give the sampler a torch.Generator of its own, as `generator`, or go "
+                "on from a checkpoint of an epoch's end."
+            )
         self.then()
         yield from batches
+
+    def _digested(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._digests.clear()
+        total = 0
+        for count, batch in enumerate(batches, 1):
+            total = _digest(batch, total)
+            self._digests.append((count, total))
+            yield batch
+
+
+def _digest(batch: Any, before: int) -> int:
+    """Of a batch's row numbers and all before; other keys of rows do not count."""
+    if not isinstance(batch, list) or {*map(type, batch)} != {int}:
+        return before
+    return zlib.crc32(array("q", batch).tobytes(), before)
 
 
 def states_now(dice: Sequence[torch.Generator]) -> dict[str, Any]:
@@ -125,3 +163,12 @@ def dice_of(loader: DataLoader[Any]) -> list[torch.Generator]:
     found = [loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
     given = [each for each in found if isinstance(each, torch.Generator)]
     return list(dict.fromkeys(given))
+
+
+def batch_size_of(data: Any) -> int | None:
+    """The rows of a batch of a loader, or of a source of batches; None where that is not known."""
+    loader = getattr(data, "loader", getattr(data, "batches", data))
+    for each in (loader, getattr(loader, "batch_sampler", None)):
+        if type(size := getattr(each, "batch_size", None)) is int:
+            return size
+    return None

@@ -1,8 +1,9 @@
 """What callbacks remember, as plain values that others of their kind go on from.
 
 A callback says it itself by `state_dict` and `load_state_dict`; else it is the plain attributes
-that it has: numbers, words, switches, None, tensors, and lists, tuples and dicts of them. What has
-these two methods among its attributes (a scheduler of torch) is asked by them.
+that it has: numbers, words, switches, None, tensors, arrays, and lists, tuples and dicts of them.
+What has these two methods among its attributes (a scheduler of torch, a model's average) is asked
+by them; not what is trained, which has its own place in a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from stratagem.errors import UsageError
 from stratagem.frontends.callbacks import Callback, Progress
 
 log = logging.getLogger("stratagem")
@@ -24,6 +27,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _FIRST = "_stratagem_first"
 _GIVEN = ("model", "params", _FIRST)
 _NOT = object()
+_ARRAY = "numpy.ndarray"  # the key of a dict that stands for one
 
 
 class CallbackStates:
@@ -100,21 +104,41 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _has_own(obj: Any) -> bool:
-    apart = isinstance(obj, nn.Module | torch.optim.Optimizer | type)
-    return not apart and all(
+    return not isinstance(obj, type) and all(
         callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict")
     )
 
 
+def _is_trained(value: Any, model: Any) -> bool:
+    """Whether it is what the callback's model trains, or a part of that, or has it as a part."""
+    root = getattr(model, "module", None)
+    if isinstance(value, nn.Module) and isinstance(root, nn.Module):
+        return root in value.modules() or value in root.modules()
+    return isinstance(value, Optimizer) and value is getattr(model, "optimizer", None)
+
+
 def _state(obj: Any) -> dict[str, Any]:
     if _has_own(obj):
-        return {"own": _plain_parts(obj.state_dict())}
-    found = {name: _member(value) for name, value in vars(obj).items() if name not in _GIVEN}
+        return {"own": _plain_parts(obj)}
+    model = getattr(obj, "model", None)
+    found = {
+        name: _member(value)
+        for name, value in vars(obj).items()
+        if name not in _GIVEN and not _is_trained(value, model)
+    }
     return {name: value for name, value in found.items() if value is not _NOT}
 
 
-def _plain_parts(own: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_parts(obj: Any) -> dict[str, Any]:
+    own: Mapping[str, Any] = obj.state_dict()
     found = {name: _copied(value) for name, value in own.items()}
+    lost = [name for name, value in found.items() if value is _NOT]
+    if lost and isinstance(obj, Callback):
+        raise UsageError(
+            f"{type(obj).__name__}.state_dict() has {lost[0]!r}, a {type(own[lost[0]]).__name__}, "
+            "which cannot be saved; return numbers, text, tensors, arrays, and lists, tuples or "
+            "dicts of them."
+        )
     return {name: value for name, value in found.items() if value is not _NOT}
 
 
@@ -133,11 +157,11 @@ def _is_ours(value: Any) -> bool:
 
 def _load(obj: Any, state: dict[str, Any]) -> None:
     if "own" in state:
-        obj.load_state_dict(copy.deepcopy(state["own"]))
+        obj.load_state_dict(_restored(copy.deepcopy(state["own"])))
         return
     for name, value in state.items():
         if "is" in value:
-            setattr(obj, name, value["is"])
+            setattr(obj, name, _restored(value["is"]))
         elif hasattr(obj, name):
             _load(getattr(obj, name), value["of"])
 
@@ -150,6 +174,8 @@ def _copied(value: Any) -> Any:
         return value.item()
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
+    if type(value) is np.ndarray and value.dtype.kind in "biufc":
+        return {_ARRAY: torch.from_numpy(value.copy())}
     if isinstance(value, dict):
         parts = {key: _copied(each) for key, each in value.items() if type(key) in _PLAIN}
         whole = len(parts) == len(value) and _NOT not in _identities(parts.values())
@@ -158,6 +184,15 @@ def _copied(value: Any) -> Any:
         inside = [_copied(each) for each in value]
         return _NOT if _NOT in _identities(inside) else type(value)(inside)
     return _NOT
+
+
+def _restored(value: Any) -> Any:
+    """What `_copied` was given."""
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            return value[_ARRAY].numpy()
+        return {key: _restored(each) for key, each in value.items()}
+    return type(value)(map(_restored, value)) if type(value) in (list, tuple) else value
 
 
 def _identities(values: Any) -> list[Any]:

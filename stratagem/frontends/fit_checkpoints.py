@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.data.passes import batch_size_of
 from stratagem.frontends.callback_states import CallbackStates
 from stratagem.frontends.fit_job import Fit, FitSide
 from stratagem.state import checkpoint
@@ -36,7 +37,8 @@ def load(model: Any, job: Fit, *, resume: bool = True) -> dict[str, Any] | None:
     the rest of it, None without one."""
     if not resume or job.checkpoints is None:
         return None
-    found = load_newest(job.checkpoints, model.module, model.optimizer, "fit")
+    size = batch_size_of(job.source)
+    found = load_newest(job.checkpoints, model.module, model.optimizer, "fit", size)
     if found is not None and found["seed"] is not None:
         job.source.seed = int(found["seed"])
     return found
@@ -97,7 +99,7 @@ class FitCheckpoints:
         if self._is_chief:
             try:
                 self._writer.wait()
-            except OSError:
+            except Exception:  # which must not take the place of the user's own
                 if error is None:
                     raise
                 log.exception("besides, the last checkpoint was not written")
@@ -223,6 +225,8 @@ class FitCheckpoints:
             "resume": {
                 **position,
                 **found,
+                "pass": job.source.journal.noted(batch),
+                "batch_size": batch_size_of(job.source),
                 "callbacks": self._states.saved(),
             },
             "history": {name: list(v) for name, v in job.callbacks.model.history.history.items()},

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from stratagem.errors import UsageError
 from stratagem.figures.recorder import event
@@ -64,6 +65,8 @@ def save(
     taken = snapshot(module, optimizer, progress)
     try:
         files.replace(taken.write)
+    except UsageError:
+        raise
     except (OSError, RuntimeError, SafetensorError) as problem:
         raise OSError(
             f"{files.weights} could not be saved: {problem}. What was saved there before is as it "
@@ -83,6 +86,12 @@ class CheckpointCopy:
     def write(self, weights: Path, state: Path, number: str) -> None:
         """Write both files, with the number by which they know each other."""
         torch.save({**self.state, "pair": number}, state)
+        if unreadable := get_unsafe_globals_in_checkpoint(state):
+            raise UsageError(
+                f"the training's state holds {', '.join(unreadable)}, which cannot be read again "
+                "without running code from the file; keep numbers, text, tensors, and lists, "
+                "tuples or dicts of them in the history, the optimizer and the callbacks."
+            )
         save_file(self.tensors, str(weights), {"pair": number})
 
 
@@ -92,7 +101,7 @@ def snapshot(
     """Return what a saving writes; with `copy` nothing that is trained later changes it."""
     tensors, others = _state(module)
     saved = _plain(optimizer.state_dict(), copy) if optimizer is not None else None
-    state = {"optimizer": saved, **progress}
+    state = {"optimizer": saved, **_plain(progress, copy=False)}
     if optimizer is not None:
         state["optimizer_type"] = type(optimizer).__name__
     if others:
@@ -101,9 +110,12 @@ def snapshot(
 
 
 def _plain(tree: Any, copy: bool) -> Any:
-    """The same with Python's numbers for numpy's, which torch reads by code from the file only."""
+    """The same with Python's numbers for numpy's, which torch reads by code from the file only,
+    and tensors for its arrays."""
     if isinstance(tree, np.generic):
         return tree.item()
+    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
+        return torch.from_numpy(np.array(tree))
     if isinstance(tree, Tensor):
         return tree.detach().to("cpu", copy=True) if copy else tree
     if type(tree) is dict:

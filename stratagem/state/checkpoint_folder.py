@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -104,7 +105,9 @@ class CheckpointFolder:
             with turn(self.path / ".lock"):
                 self._tidy()
                 return self._write(snapshot, told)
-        except (OSError, RuntimeError) as problem:
+        except UsageError:
+            raise
+        except (OSError, RuntimeError, SafetensorError) as problem:
             raise OSError(
                 f"a checkpoint could not be saved in {self.path}: {problem}. Those that were saved "
                 "there before are as they were."
@@ -176,7 +179,11 @@ class CheckpointFolder:
 
 
 def load_newest(
-    plan: Checkpoints, module: nn.Module, optimizer: Optimizer | None, made_by: str
+    plan: Checkpoints,
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    made_by: str,
+    batch_size: int | None,
 ) -> dict[str, Any] | None:
     """Put model and optimizer to the newest checkpoint; returns what else it has, None without.
 
@@ -199,6 +206,12 @@ def load_newest(
             f"{path} was saved by {names[found.get('made_by', 'fit')]}, and {names[made_by]} "
             "cannot go on from it. Give another folder, or load its weights: "
             "safetensors.torch.load_file."
+        )
+    before = found.get("batch_size")
+    if found["batch"] and None not in (before, batch_size) and before != batch_size:
+        raise UsageError(
+            f"{path} was saved in mid-epoch with batch_size={before}, and batch_size={batch_size} "
+            f"would read rows twice, or not at all; give batch_size={before} until the epoch ends."
         )
     log.info("going on from %s", path)
     return found

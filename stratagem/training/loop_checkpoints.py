@@ -4,8 +4,7 @@
         for batch in loader:               of the first of them, the batches that are left
             ...                            saved before the next batch is asked for
 
-Everything is put to what was saved when `epochs` begins, whatever was done since `prepare`: a
-scheduler that is made in between writes to the optimizer.
+Everything is put to what was saved when `epochs` begins: a scheduler writes to the optimizer.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from stratagem.data.loader import Around
-from stratagem.data.passes import PassJournal, dice_of
+from stratagem.data.passes import PassJournal, batch_size_of, dice_of
 from stratagem.data.streams import generator_states
 from stratagem.errors import UsageError
 from stratagem.state import checkpoint
@@ -36,7 +35,7 @@ from stratagem.training.broken_round import rejoin_loop
 from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.loop_journal import LoopJournal, journal_of
 from stratagem.training.lossy_wire import load_kept
-from stratagem.training.prepare import Prepared, committer_of
+from stratagem.training.prepare import Prepared, committer_of, loaderless
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import (
     own_of,
@@ -191,8 +190,7 @@ class LoopCheckpoints:
 
     def _begin(self) -> None:
         """Begin the epochs that are left."""
-        if self.elastic:
-            refuse_forgotten(self.optimizer, self.things)
+        refuse_forgotten(self.optimizer, loaderless(self.replica), self.things)
         self._keep()
         self._agreement = None
         if self.plan is None:
@@ -308,7 +306,8 @@ class LoopCheckpoints:
         if self._told is not None:
             return {"pass": self._told["pass"], "dice": self._told["dice"]}
         dice = [each.get_state() for each in dice_of(self._loader)]
-        return {"pass": self._journal.begun, "dice": dice}
+        known = {"pass": self._journal.noted(self.batch), "dice": dice}
+        return known | {"batch_size": batch_size_of(self._loader)}
 
     def _keep(self) -> None:
         """In an elastic job: have the loop go on from here when replicas leave or join."""
@@ -334,7 +333,8 @@ class LoopCheckpoints:
             saved = self._memory.put_back(self.model, self.optimizer)
         if replica.is_chief:
             if saved is None and self.plan is not None:
-                saved = load_newest(self.plan, self.model, self.optimizer, "loop")
+                size = batch_size_of(self._loader)
+                saved = load_newest(self.plan, self.model, self.optimizer, "loop", size)
             saved = saved and {
                 **saved,
                 "groups": [group_settings(group) for group in self.optimizer.param_groups],

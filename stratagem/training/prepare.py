@@ -58,6 +58,8 @@ def prepare(
         part_gradients(model)  # others may have left an elastic job
         check_optimizer(settings, optimizer, replica)
         _be_here(replica)
+        if loader is None:
+            _loaderless.setdefault(replica, []).append(weakref.ref(model))
         dealt = isinstance(loader, DataLoader)
         loader = _counted(_shares(loader, replica, lambda: None), replica) if dealt else loader
         return Prepared(model, optimizer, _on_device(loader, replica))
@@ -155,6 +157,11 @@ def _average_loaderless(replica: Replica) -> None:
     for model, is_left in zip(here, left, strict=True):
         if model is not None and is_left:
             setup.average_buffers(model, replica)
+
+
+def loaderless(replica: Replica) -> list[nn.Module]:
+    """The models that were prepared without a loader and are left."""
+    return [model for each in _loaderless.get(replica, ()) if (model := each()) is not None]
 
 
 def prepare_loader(replica: Replica, loader: Any) -> Any:

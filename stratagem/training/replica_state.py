@@ -109,11 +109,20 @@ def state_of(thing: Any) -> Any:
     return thing if isinstance(thing, list | dict) else thing.state_dict()
 
 
-def refuse_forgotten(optimizer: Any, things: dict[str, Any]) -> None:
-    """Refuse a schedule that would be stepped twice for a batch that is taken again."""
-    known = any(getattr(thing, "optimizer", None) is optimizer for thing in things.values())
+def refuse_forgotten(optimizer: Any, models: Sequence[Any], things: dict[str, Any]) -> None:
+    """Refuse what would begin anew, or be stepped twice for a batch that is taken again."""
+    held = [
+        part for each in things.values() for part in (each, *getattr(each, "__dict__", {}).values())
+    ]
+    known = any(getattr(part, "optimizer", None) is optimizer for part in held)
     if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not known:
         raise UsageError(
-            "the optimizer has a scheduler, which begins anew when a replica dies, unless it is "
+            "the optimizer has a scheduler, which begins anew when the loop goes on, unless it is "
             "remembered: loader.remember(schedule=schedule) before loader.epochs(n)."
+        )
+    if any(all(part is not model for part in held) for model in models):
+        raise UsageError(
+            "a model was prepared without a loader, and begins anew when the loop goes on, unless "
+            "it is remembered with its optimizer: loader.remember(critic=critic, "
+            "critic_optimizer=critic_optimizer) before loader.epochs(n)."
         )

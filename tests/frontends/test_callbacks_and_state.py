@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.errors import UsageError
 from stratagem.frontends.callback_states import CallbackStates
 from tests import spread
 from tests.support import data, distance, mlp, strategy
@@ -354,3 +358,69 @@ def test_what_was_learned_in_an_earlier_training_goes_to_another_process() -> No
     heir = CallbackStates([other := Flag()])
     heir.load(list(states.by_number().values()))
     assert other.trainings == 1
+
+
+class Average(sg.callbacks.Callback):
+    """Has a model and an array of its own, and knows what is trained."""
+
+    def __init__(self, trained: Any) -> None:
+        self.average, self.total = nn.Linear(2, 1), np.zeros(3)
+        self.first, self.optimizer, self.model = trained.module[0], trained.optimizer, trained
+
+
+class Own(sg.callbacks.Callback):
+    """Says itself what it remembers."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"].copy()
+
+
+def test_models_and_arrays_of_a_callback_go_on_and_what_is_trained_is_apart(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(2, 1))
+    trained = SimpleNamespace(module=net, optimizer=torch.optim.SGD(net.parameters()))
+    before, after = [(Average(trained), Own(np.zeros(3))) for _ in range(2)]
+    states = CallbackStates(before)
+    before[0].total += 2
+    before[1].value += 3
+    with torch.no_grad():
+        for weight in (net[0].weight, before[0].average.weight):
+            weight += 1
+    assert set(states.saved()[0]["state"]) == {"average", "total"}
+    torch.save(states.saved(), tmp_path / "saved")
+    CallbackStates(after).load(torch.load(tmp_path / "saved", weights_only=True))
+    assert torch.equal(after[0].average.weight, before[0].average.weight)
+    assert isinstance(after[0].total, np.ndarray) and after[0].total.tolist() == [2.0] * 3
+    assert after[1].value.tolist() == [3.0] * 3
+    with pytest.raises(UsageError, match=r"Own.state_dict\(\) has 'value', a set, which"):
+        CallbackStates([Own({1})])
+
+
+class Unreadable(sg.callbacks.Callback):
+    """Puts into the history what cannot be read again; then fails by itself, or not."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.history.history["f1"] = [Fraction(1, 2)]
+        if epoch and self.fails:
+            raise KeyError("the user's own")
+
+
+@pytest.mark.parametrize(("fails", "told"), [(False, "holds fractions"), (True, "own")])
+def test_what_cannot_be_read_again_is_refused_and_hides_no_error(
+    tmp_path: Path, fails: bool, told: str
+) -> None:
+    with sg.MirroredStrategy(["cpu"]).scope():
+        model = sg.Model(nn.Linear(2, 1))
+        model.compile("sgd", loss="mse")
+    x, y = torch.zeros(4, 2), torch.zeros(4, 1)
+    with pytest.raises(KeyError if fails else UsageError, match=told):
+        model.fit(x, y, epochs=2, verbose=0, callbacks=[Unreadable(fails)], checkpoint=tmp_path)
+    assert not list(tmp_path.glob("0*"))

@@ -9,8 +9,10 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from stratagem.errors import UsageError
@@ -115,3 +117,24 @@ def test_the_schedule_looks_often_and_saves_seldom() -> None:
     assert 25 < looks < 60
     assert saved[:4] == sorted(saved[:4]) and 300 <= saved[0] <= 360
     assert saved[-1] - saved[-2] <= 1000
+
+
+def test_numbers_and_arrays_of_numpy_are_read_again(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters())
+    optimizer.param_groups[0]["curve"] = np.ones(2)
+    taken = checkpoint.snapshot(net, optimizer, {"history": {"f1": [np.float64(0.5)]}})
+    path = CheckpointFolder(tmp_path).write(taken, {"step": 1})
+    assert checkpoint.load(path / "model", net, optimizer) == {"history": {"f1": [0.5]}}
+    assert optimizer.param_groups[0]["curve"].tolist() == [1.0, 1.0]
+
+
+def test_a_full_disk_is_named_whoever_meets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match=r"could not be saved in .*No space left"):
+        save(tmp_path, 1.0)

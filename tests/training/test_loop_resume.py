@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import stratagem as sg
 from stratagem.state import checkpoint_folder
@@ -164,3 +165,61 @@ def test_sentences(tmp_path: Path) -> None:
         fitted.compile("sgd", "mse")
         with pytest.raises(sg.UsageError, match=r"saved by prepare\(\.\.\., resume"):
             fitted.fit(torch.ones(4, 2), torch.ones(4, 1), checkpoint=tmp_path / "run", resume=True)
+        critic = nn.Linear(2, 1)
+        loader = strategy.prepare(model, optimizer, rows, resume=tmp_path / "other").loader
+        strategy.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+        with pytest.raises(sg.UsageError, match=r"loader\.remember\(critic"):
+            next(loader.epochs(1))
+        loader.remember(critic=critic)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        with pytest.raises(sg.UsageError, match=r"loader\.remember\(schedule"):
+            next(loader.epochs(1))
+        loader.remember(schedule=schedule)
+        assert next(loader.epochs(1)) == 0
+
+
+class AsItGoes(Sampler[int]):
+    """Draws each row when it is asked for."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(24))
+        while left:
+            yield left.pop(int(torch.randint(len(left), (), generator=self.generator)))
+
+
+@pytest.mark.parametrize(
+    ("generator", "batch_size", "told"),
+    [
+        (None, 2, "not drawn again alike"),
+        (torch.Generator(), 2, None),
+        (None, 3, "with batch_size=2, and batch_size=3"),
+    ],
+)
+def test_rows_that_would_come_twice_are_refused(
+    tmp_path: Path, generator: Any, batch_size: int, told: str | None
+) -> None:
+    """Of rows that draw from what a sampler draws from, and of batches of another size."""
+    seen: list[int] = []
+    for size, ends in ((2, True), (batch_size, False)):
+        model = nn.Linear(2, 1)
+        rows = TensorDataset(torch.ones(24, 2), torch.arange(24))
+        data = DataLoader(rows, batch_size=size, sampler=AsItGoes(generator))
+        plan = sg.Checkpoints(tmp_path, every=5)
+        refused = pytest.raises(sg.UsageError, match=told) if told and not ends else None
+        with contextlib.closing(make("one")) as strategy, refused or contextlib.nullcontext():
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer, loader = strategy.prepare(model, optimizer, data, resume=plan)
+            epochs = loader.epochs(1)
+            for _ in epochs:
+                for x, numbers in loader:
+                    if ends and loader.seen == 5:
+                        break
+                    seen += numbers.tolist()
+                    (model(x).mean() + torch.rand(())).backward()
+                    optimizer.step()
+                if ends:
+                    epochs.close()
+    assert sorted(seen) == list(range(24)) if told is None else len(seen) == 10

@@ -158,7 +158,7 @@ class Backup:
             "metrics": metrics if seen else [],
             "counts": [getattr(callback, name) for name in _COUNTS],
         }
-        steps = int(self._model.optimizer.iterations.value)
+        steps = int(keras.ops.convert_to_numpy(self._model.optimizer.iterations))
         files = BackupFiles(driver.own("save_weights"), metadata, progress)
         self._folder.write(files, {**metadata, "step": steps})
 

@@ -52,7 +52,7 @@ def data_of(kind: str) -> dict[str, Any]:
         "x": x.numpy(),
         "y": y.numpy(),
         "batch_size": BATCH,
-        "shuffle": kind == "arrays" or kind,
+        "shuffle": kind in ("arrays", "accumulated") or kind,
     }
 
 
@@ -87,7 +87,9 @@ def train(
                 layers.Dense(4, activation="softmax"),
             ]
         )
-        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        steps = 2 if kind == "accumulated" else None
+        adam = keras.optimizers.Adam(gradient_accumulation_steps=steps)
+        model.compile(adam, "sparse_categorical_crossentropy", metrics=["accuracy"])
     callbacks = [
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
         After(after, act),

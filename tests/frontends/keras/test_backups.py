@@ -38,7 +38,7 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("replicas", "kind", "freq", "after", "epochs"),
     [
-        (1, "arrays", 3, STEPS + 5, 2),
+        (1, "accumulated", 3, STEPS + 5, 2),
         (2, "loader", 2, STEPS + 4, 2),
         (2, "arrays", "epoch", STEPS + 4, 2),
         (1, "generator", 3, STEPS + 5, 2),
