@@ -72,7 +72,8 @@ class Int8(Compression):
         scale = scale.astype(values.dtype)[:, np.newaxis]
         rounded = np.rint(rows / np.where(scale > 0, scale, np.ones_like(scale)))
         np.clip(rounded, -_LEVELS, _LEVELS, out=rounded)
-        into[start : start + count].view(np.int8)[:] = rounded.ravel()[:count]
+        with np.errstate(invalid="ignore"):  # of NaN; the scale says it
+            into[start : start + count].view(np.int8)[:] = rounded.ravel()[:count]
         values -= (rounded * scale).ravel()[:count]
 
     def _add_small(self, wire: np.ndarray, into: np.ndarray) -> None:

@@ -35,8 +35,8 @@ class Follower:
         self.output, output = os.pipe()
         self.errors, errors = os.pipe()
         fds = [control.fileno(), member.fileno(), output, errors]
-        self._life = LifeLock.make()
-        fds += [] if self._life is None else [self._life.fd]
+        self.life = LifeLock.make()
+        fds += [] if self.life is None else [self.life.fd]
         zygote = ZygoteProcess.get()
         try:
             self.setting = zygote.setting()
@@ -48,10 +48,6 @@ class Follower:
             member.close()
             for fd in fds[2:]:
                 os.close(fd)
-
-    def await_end(self) -> bool:
-        """Wait for its death, once it has answered; False where its socket must tell."""
-        return self._life is not None and self._life.await_end(self.pid)
 
     def send(self, data: bytes, watch: Callable[[], None]) -> None:
         """A call; ConnectionError if it is gone."""

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -59,12 +60,22 @@ class LocalMembership(Membership):
         self.watch(rank, one)
 
     def watch(self, rank: int, one: Follower) -> None:
-        """Learn of this process's death before its socket closes."""
-        threading.Thread(target=self._await_end, args=(rank, one), daemon=True).start()
+        """Learn of this process's death before its socket closes, once it has answered."""
+        life, pid, sock = one.life, one.pid, weakref.ref(one.member)
+        if life is None:
+            return  # the socket tells
+        me = weakref.ref(self)  # who is forgotten ends its followers, whoever waits for these
 
-    def _await_end(self, rank: int, one: Follower) -> None:
-        if one.await_end() and self._star is not None:
-            self._star.call(partial(self._star.end, rank, one.member))
+        def await_end() -> None:
+            if life.await_end(pid) and (here := me()) is not None and (link := sock()) is not None:
+                here.has_ended(rank, link)
+
+        threading.Thread(target=await_end, daemon=True).start()
+
+    def has_ended(self, rank: int, link: socket.socket) -> None:
+        """The process at the other end has died."""
+        if self._star is not None:
+            self._star.call(partial(self._star.end, rank, link))
 
     def raise_if_gone(self) -> None:
         super().raise_if_gone()

@@ -351,12 +351,16 @@ def draw(data: list[dict[str, Any]], out: Path) -> None:
                 axis.plot([at, at], [low, high], color=f"C{number}")
                 axis.plot(at, statistics.median(values), "o", color=f"C{number}", label=row)
             axis.set(
-                xscale="log",
                 xlabel="kB a worker and step" if what == "bytes" else "simulated ms a step",
                 ylabel="nats a character" if task == "text" else "accuracy, %",
-                title=task,
+                title=f"{task}, {STEPS[task]} steps",
             )
-    axes[0][0].legend(fontsize=7)
+            if what == "bytes":
+                axis.set_xscale("log")
+                axis.xaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+                axis.xaxis.set_major_formatter(plt.FuncFormatter(lambda kb, _: f"{kb:g}"))
+                axis.xaxis.set_minor_formatter(plt.NullFormatter())
+                axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(out / "figure.png", dpi=75)
 

@@ -108,7 +108,8 @@ def test_of_several_workers_one_writes_what_the_function_returns(
 ) -> None:
     import cloudpickle
 
-    (tmp_path / "train.function").write_bytes(cloudpickle.dumps(lambda lr: {"score": lr}))
+    written = b"[]\n" + cloudpickle.dumps(lambda lr: {"score": lr})
+    (tmp_path / "train.function").write_bytes(written)
     monkeypatch.setenv("STRATAGEM_TRIAL", str(tmp_path))
     for index in (1, 0):
         spec = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": index}}
