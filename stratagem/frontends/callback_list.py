@@ -256,7 +256,8 @@ class LastLogs:
     """The logs of the last batch, as long as somebody keeps them."""
 
     def __init__(self) -> None:
-        self._told: Callable[[], RunningLogs | None] = type(None)  # which returns None
+        # returns None, and travels by its name, where a lambda travels by its code
+        self._told: Callable[[], RunningLogs | None] = type(None)
 
     def of(self, tally: Any) -> RunningLogs:
         logs = RunningLogs(tally)

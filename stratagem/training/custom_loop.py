@@ -115,7 +115,10 @@ class LossReader:
 
     def _look_for_hooks(self) -> None:
         exchanges = [each for found in self.exchanges if (each := found()) is not None]
-        ours = lambda p: sum(each.has(p) for each in exchanges)  # noqa: E731
+
+        def ours(param: Tensor) -> int:
+            return sum(each.has(param) for each in exchanges)
+
         models = [model for found in self.unhooked if (model := found()) is not None]
         replica = self._replica()
         if replica is not None and any(tell_of_hooks(each, replica, ours) for each in models):
