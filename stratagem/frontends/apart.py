@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stratagem.frontends.adapter import TorchAdapter, Training
+from stratagem.frontends.epoch_sums import LossSum
 from stratagem.frontends.fit_journal import FitJournal
-from stratagem.frontends.loss_sum import LossSum
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import Replicated, per_target, ratio
 from stratagem.training.broken_round import BrokenRound

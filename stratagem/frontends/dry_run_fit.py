@@ -19,9 +19,9 @@ from stratagem.frontends import divided, staged
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import History
-from stratagem.frontends.fit import fit
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.metrics import MetricSet
+from stratagem.frontends.model_calls import fit
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sharded_steps import refuse_unshared
 from stratagem.frontends.sources import ArraySource, Portion, Source, rows_at

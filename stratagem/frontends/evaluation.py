@@ -11,18 +11,17 @@ import torch
 from torch import nn
 
 from stratagem.errors import UsageError
-from stratagem.frontends import outputs
-from stratagem.frontends.adapter import TorchAdapter
-from stratagem.frontends.alignment import align, align_loss, own_streams
+from stratagem.frontends.adapter import TorchAdapter, check_rows, joined, on_cpu
 from stratagem.frontends.callback_changes import Listen, heed, news
 from stratagem.frontends.callback_list import CallbackList
-from stratagem.frontends.loss_sum import LossSum
+from stratagem.frontends.epoch_sums import LossSum
 from stratagem.frontends.progress import ProgressMeter
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.sources import Portion, Source
 from stratagem.training import fingerprint
 from stratagem.training.replica import Replica, current_replica
+from stratagem.training.setup import align, align_loss, own_streams
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
@@ -179,8 +178,8 @@ def _in_one(parts: list[Any], replica: Replica) -> Any:
     ordered = [part for part in parts if part is not None]
     found = [output for output, _ in ordered]
     if replica.count > 1 and found:
-        outputs.check_rows(found, [examples for _, examples in ordered])
-    return outputs.joined(found)
+        check_rows(found, [examples for _, examples in ordered])
+    return joined(found)
 
 
 def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]:
@@ -198,7 +197,7 @@ def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]
             check.before(portion)
         mine.append(_own_output(adapter, portion))
         if number == 0 and mine[0] is not None and replica.count > 1:  # before the others are made
-            outputs.check_rows([mine[0][0]], [portion.examples])
+            check_rows([mine[0][0]], [portion.examples])
         if job.between:
             everybody = gather_tree(replica.collective, mine[-1])
             job.callbacks.predict_batch_end(number, _in_one(everybody, replica))
@@ -211,4 +210,4 @@ def _own_output(adapter: TorchAdapter, portion: Portion) -> Any:
     if portion.examples == 0:
         return None
     with adapter.autocast():
-        return [outputs.on_cpu(adapter.forward(portion)[0]), portion.examples]
+        return [on_cpu(adapter.forward(portion)[0]), portion.examples]

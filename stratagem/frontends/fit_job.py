@@ -14,10 +14,9 @@ from stratagem.frontends.batch_scheduler import Segments
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callback_states import CallbackStates
 from stratagem.frontends.evaluation import Evaluation
-from stratagem.frontends.fit_journal import FitJournal
+from stratagem.frontends.fit_journal import FitJournal, Succession
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Source
-from stratagem.frontends.succession import Succession
 from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.training import fingerprint
 from stratagem.training.replica import Replica

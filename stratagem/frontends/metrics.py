@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from stratagem.data.shares import same_kind
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.frontends.losses import Meaning
-from stratagem.frontends.metric_progress import (
+from stratagem.frontends.epoch_sums import (
     counts_of,
     own_counts,
     refuse_means,
     take_counts,
 )
+from stratagem.frontends.losses import Meaning
 from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.replica import Replica, current_replica
 from stratagem.wire.tree import gather_tree

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stratagem.data.shares import map_parts, rows, share
+from stratagem.frontends.adapter import with_row
 from stratagem.frontends.losses import CountedLoss
-from stratagem.frontends.outputs import with_row
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.row_check import joined
 from stratagem.frontends.sources import Portion

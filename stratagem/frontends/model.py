@@ -26,16 +26,13 @@ from stratagem.frontends import (
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import Callback, History
 from stratagem.frontends.dry_run_fit import rehearse
-from stratagem.frontends.fit import fit
-from stratagem.frontends.fit_check import check_fit, meets_servers_again
 from stratagem.frontends.fit_job import Fit
-from stratagem.frontends.fit_journal import FitJournal
+from stratagem.frontends.fit_journal import FitJournal, Succession
 from stratagem.frontends.metrics import MetricSet
+from stratagem.frontends.model_calls import ServerRecovery, check_fit, fit, meets_servers_again
 from stratagem.frontends.progress import ProgressBar, Verbosity, check_verbose, meter_for
 from stratagem.frontends.recipe import Recipe, describe, in_words, make_optimizer
-from stratagem.frontends.server_recovery import ServerRecovery
 from stratagem.frontends.sources import Source
-from stratagem.frontends.succession import Succession
 from stratagem.state import checkpoint as files
 from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.strategies.mirrored import single_device

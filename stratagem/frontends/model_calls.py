@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from stratagem.errors import NotDistributable, ReplicaLost, StratagemError, UsageError
+from stratagem.figures.recorder import event
+from stratagem.frontends import divided, fit_checkpoints, hooks, replica_fit, server_fit, staged
 from stratagem.frontends.evaluation import Evaluation, evaluate
-from stratagem.frontends.fit_check import refuse_once
+from stratagem.frontends.fit_job import Fit
+from stratagem.frontends.sources import Source
+from stratagem.state.checkpoint_folder import CheckpointFolder
 from stratagem.strategies.strategy import Strategy, here
 from stratagem.training import fingerprint
+from stratagem.training.devices import explain_out_of_memory
 from stratagem.training.elastic import Again
-from stratagem.training.gpu_memory import explain_out_of_memory
+from stratagem.training.setup import refuse_frequencies, refuse_renormed
 from stratagem.training.sync_batchnorm import check_statistics
 
 #: `busy` is set while a model is at work in this thread: only callbacks can ask meanwhile
@@ -117,3 +125,118 @@ def busy() -> Iterator[None]:
         yield
     finally:
         _training.busy = around
+
+
+# --- `fit`, as every process of a strategy runs it ------------------------------------------------
+
+
+def fit(job: Fit) -> None:
+    """Train; the module of every replica, or worker, ends with the same values."""
+    (replica_fit if job.settings.served is None else server_fit).fit(job)
+
+
+# --- what is refused before a fit begins ----------------------------------------------------------
+
+
+def check_fit(job: Fit, strategy: Strategy) -> None:
+    """Refuse what the strategy's replicas, or its servers, cannot do as one device does."""
+    hooks.refuse_on_parameters(strategy, job.module)
+    hooks.refuse_on_optimizer(strategy, job.optimizer)
+    size = strategy.replica_group.size
+    refuse_once(strategy, job.source, job.validation)
+    if size > 1:
+        hooks.refuse_shared(job.module)
+        hooks.refuse_autocast()
+    if size > 1 or strategy.served:
+        refuse_renormed(job.module)
+        if not strategy.settings.whole_batches:
+            refuse_frequencies(job.module)
+    if strategy.served:
+        _refuse_with_servers(job)
+    if size > 1 and strategy.settings.pipeline is not None:
+        staged.check(job, size)
+    if size > 1 and strategy.settings.tensor is not None:
+        divided.check(job, size)
+
+
+def _refuse_with_servers(job: Fit) -> None:
+    """Refuse what servers cannot do, before anybody is asked to."""
+    if job.recipe.accumulate > 1:
+        raise NotDistributable(
+            "accumulate cannot go with parameter servers, which decide themselves how many "
+            "gradients make an update; use Asynchronous(buffer=...) or a larger batch_size."
+        )
+    if job.recipe.autocast is torch.float16:
+        raise NotDistributable(
+            'precision="float16" scales gradients in a way that servers do not follow; use '
+            '"bfloat16".'
+        )
+
+
+def refuse_once(strategy: Strategy, *sources: Source | None) -> None:
+    """Elastic replicas need batches again; a generator gives each of them once."""
+    if strategy.settings.elastic and any(each and each.once for each in sources):
+        raise UsageError(
+            "the data is a generator, which cannot give a batch again when a replica dies; "
+            "give elastic=True arrays, a dataset, a DataLoader or a list of batches."
+        )
+
+
+def meets_servers_again(strategy: Strategy) -> bool:
+    """Whether workers can go on with servers of which one has died, and is started again."""
+    group = strategy.replica_group
+    return strategy.served and (group.place is None or len(group.devices) == 1)
+
+
+# --- where a server is lost, `fit` goes back to its last checkpoint -------------------------------
+
+
+log = logging.getLogger("stratagem")
+
+#: how often a training goes back to the same checkpoint
+IN_VAIN = 10
+
+
+class ServerRecovery:
+    """Puts one job to its last checkpoint, as `resume=True` does in another process."""
+
+    def __init__(self, model: Any, job: Fit) -> None:
+        self._model, self._job = model, job
+        #: what lay in the folder before, if it is of another training
+        self._before = None if job.resumed is not None else self._newest()
+        self._last: Path | None = None
+        self._in_vain = 0
+
+    def _newest(self) -> Path | None:
+        plan = self._job.checkpoints
+        return None if plan is None else CheckpointFolder(plan.path, plan.keep).newest()
+
+    def go_back(self, lost: BaseException) -> None:
+        """Put all that a training begins with to what was saved; raises where there is nothing."""
+        job, model = self._job, self._model
+        who = lost.who if isinstance(lost, ReplicaLost) else "a ps"
+        if not model.strategy.is_chief:
+            log.warning("%s is lost; waiting for it, and for the chief to go back", who)
+            return
+        found = self._newest()
+        if found is None or found == self._before:
+            raise lost
+        self._in_vain = self._in_vain + 1 if found == self._last else 0
+        self._last = found
+        if self._in_vain >= IN_VAIN:
+            raise lost
+        log.warning(
+            "%s is lost, and a share of the parameters with it; the training waits until it is "
+            "back, and then goes on from %s",
+            who,
+            found,
+        )
+        event("fault", str(lost), about=who)
+        event("action", f"the training goes back to {found}")
+        if job.callback_states is not None:
+            job.callback_states.reset()
+        job.resumed = fit_checkpoints.load(model, job)
+        if job.resumed is None:
+            raise StratagemError(f"{found} is there no more; start the job again.") from lost
+        job.last_saved, job.terminated, model.stop_training = None, False, False
+        job.callbacks.changes.mark()

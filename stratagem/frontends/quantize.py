@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +194,6 @@ def _weights(module: nn.Module, at: NDArray[Any], labels: NDArray[Any] | None) -
 
 
 def _of_keras(model: Any, to: str, at: NDArray[Any], labels: NDArray[Any] | None) -> Quantized:
-    from stratagem.frontends.keras.int8_copy import answers, int8_copy, plain_copy
 
     if to != ONNX:
         raise UsageError(f'to={to!r} is for torch modules; models of Keras take to="int8".')
@@ -258,3 +258,51 @@ def _check_calibration(x: NDArray[Any]) -> None:
             f"the calibration set is all {what}, which says nothing about what the model will "
             "see; take some hundred examples of the training set."
         )
+
+
+# --- models of Keras, by Keras itself; the model stays as it is -----------------------------------
+
+
+def int8_copy(model: Any) -> Any:
+    """A copy with the layers in 8 bits that Keras can quantise."""
+    made = plain_copy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one for each layer that stays in floats
+        made.quantize("int8")
+    if not any(getattr(layer, "quantization_mode", None) for layer in made._flatten_layers()):
+        raise UsageError(
+            "there is nothing to quantise in this model: Keras quantises Dense, EinsumDense and "
+            "Embedding layers, and it has none."
+        )
+    return made
+
+
+def plain_copy(model: Any) -> Any:
+    """The same layers and weights, not compiled: without the optimizer's state."""
+    if not model.built:
+        raise UsageError("the model has no weights yet; build it, or fit it, before quantize.")
+    try:
+        made = type(model).from_config(model.get_config())
+        if not made.built:
+            made.build_from_config(model.get_build_config())
+        made.set_weights(model.get_weights())
+    except (TypeError, ValueError, NotImplementedError) as problem:
+        raise UsageError(
+            f"Keras cannot copy this {type(model).__name__} ({str(problem).splitlines()[0]}); "
+            "give it get_config and build, as saving does."
+        ) from problem
+    return made
+
+
+def answers(model: Any, x: NDArray[Any]) -> NDArray[Any]:
+    """What it answers, on one thread of this process."""
+    import keras
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            found = model(x, training=False)
+    finally:
+        torch.set_num_threads(threads)
+    return np.asarray(keras.ops.convert_to_numpy(found))

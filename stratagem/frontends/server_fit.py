@@ -11,16 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from stratagem.errors import NotDistributable
 from stratagem.figures.meter import METER
-from stratagem.frontends import server_progress, server_stats
 from stratagem.frontends.batch_scheduler import BatchScheduler, Segments
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.loop import FitLoop
+from stratagem.frontends.replica_progress import gathered_from_workers, go_on_with_servers
 from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.server_steps import Grouped, Pushed, assist, lead
+from stratagem.rules.stats import (
+    Details,
+    EpochStats,
+    enter_details,
+    numbered_details,
+    portable_details,
+)
 from stratagem.servers.client import Assignment, EpochOver, FitOver
 from stratagem.servers.no_collective import in_group
 from stratagem.servers.session import Session
@@ -84,27 +89,13 @@ def _lead(side: ChiefSide) -> None:
         job.callbacks.train_end()
 
 
-def check(job: Fit) -> None:
-    """Refuse what servers cannot do, before anybody is asked to."""
-    if job.recipe.accumulate > 1:
-        raise NotDistributable(
-            "accumulate cannot go with parameter servers, which decide themselves how many "
-            "gradients make an update; use Asynchronous(buffer=...) or a larger batch_size."
-        )
-    if job.recipe.autocast is torch.float16:
-        raise NotDistributable(
-            'precision="float16" scales gradients in a way that servers do not follow; use '
-            '"bfloat16".'
-        )
-
-
 def _believe(job: Fit, session: Session, over: FitOver) -> None:
     """Take over what the chief said of the training that is over."""
     history = session.take_last(over)
     model = job.callbacks.model
     if history and model is not None:  # a client of its own; a child has no history to keep
         for epoch, logs, details in history:
-            server_stats.enter(model.history.history, server_stats.numbered(details))
+            enter_details(model.history.history, numbered_details(details))
             job.callbacks.epoch_end(epoch, logs)
 
 
@@ -202,7 +193,7 @@ class ChiefSide(WorkerSide):
         self.tally = RunningLoss(self.worker, lambda: self.loss_sum)
         self.state = KeptState(job.optimizer, session.params)
         self._told: list[Any] = []
-        self._stats, self._details = server_stats.EpochStats(), server_stats.Details()
+        self._stats, self._details = EpochStats(), Details()
         #: the version that was brought home after an epoch
         self._home: int | None = None
         #: whether others have models of their own, which do not see what callbacks change here
@@ -310,8 +301,8 @@ class ChiefSide(WorkerSide):
         return logs | counted
 
     def note(self, epoch: int, logs: dict[str, Any]) -> None:
-        server_stats.enter(self.job.callbacks.model.history.history, self._details)
-        self._told.append([epoch, logs, server_stats.portable(self._details)])
+        enter_details(self.job.callbacks.model.history.history, self._details)
+        self._told.append([epoch, logs, portable_details(self._details)])
 
     def agree(self, mine: Any) -> list[Any]:
         return [mine]
@@ -320,12 +311,12 @@ class ChiefSide(WorkerSide):
         self.bring_home()
         counted = [state["progress"] for state in self._states if "progress" in state]
         here = self.job.recipe.metrics.progress()
-        gathered = server_progress.gathered(self.job, counted or [here], self.loss_sum)
+        gathered = gathered_from_workers(self.job, counted or [here], self.loss_sum)
         return gathered | {"residuals": self._residuals}
 
     def go_on(self, saved: dict[str, Any] | None) -> None:
         assert saved is not None
-        self.loss_sum = server_progress.go_on(self.job, self.replica, saved)
+        self.loss_sum = go_on_with_servers(self.job, self.replica, saved)
         replicas = [each.get("residuals", {}) for each in saved["replicas"]]
         self.session.residuals.go_on(saved.get("residuals") or replicas)
         self._follow_beside(between=False)

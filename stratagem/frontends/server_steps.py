@@ -25,9 +25,8 @@ from stratagem.servers.client import Assignment
 from stratagem.servers.push_committer import GroupedCommitter, PushCommitter
 from stratagem.servers.session import Late, Session
 from stratagem.training import setup
-from stratagem.training.command_loop import END, CommandLoop
 from stratagem.training.gradient_placement import PlacedGradients
-from stratagem.training.replica import Replica
+from stratagem.training.replica import END, CommandLoop, Replica
 from stratagem.training.settings import Settings
 from stratagem.wire.tree import gather_tree
 

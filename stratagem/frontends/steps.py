@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stratagem.data.shares import share
 from stratagem.frontends.adapter import TorchAdapter, Training
-from stratagem.frontends.loss_sum import LossSum
+from stratagem.frontends.epoch_sums import LossSum
 from stratagem.frontends.sources import Portion
 from stratagem.state.factors import Factors, worth_factoring
 from stratagem.state.sliced import SlicedUpdate

@@ -21,7 +21,7 @@ from stratagem.training.layer_costs import STATES, LayerMeter
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.loop_process import with_tensors
 from stratagem.training.replica import current_replica
-from stratagem.training.tensor_ops import Enter, sum_of_parts
+from stratagem.training.tensor_layers import Enter, sum_of_parts
 from stratagem.training.tensor_plan import TensorPlan, Use, make_plan
 from stratagem.training.tensor_program import gathered_layers, shapes_of
 from stratagem.wire.shared_memory import sharing

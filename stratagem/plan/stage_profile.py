@@ -30,8 +30,7 @@ from stratagem.training.dry_run import DryRun
 from stratagem.training.layer_graph import trace
 from stratagem.training.loop_process import with_tensors
 from stratagem.training.replica import current_replica
-from stratagem.training.stage import Stage, StageChannels
-from stratagem.training.stage_parts import cut
+from stratagem.training.stage import Stage, StageChannels, cut
 
 _SECONDS, _MOST, _TRIES = 0.3, 40, 7
 #: replicas whose rows a process plays at most; what is put off has all of them by then

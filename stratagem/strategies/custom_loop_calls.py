@@ -14,10 +14,16 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.training import dry_run, meetings
 from stratagem.training.led_prepare import led, prepare_led
-from stratagem.training.loop_calls import backward_counted, mean_of_batch, rows_of_share
 from stratagem.training.loop_checkpoints import check_loader, resumable
 from stratagem.training.loop_journal import journal_of
-from stratagem.training.prepare import Prepared, prepare, prepare_loader
+from stratagem.training.prepare import (
+    Prepared,
+    backward_counted,
+    mean_of_batch,
+    prepare,
+    prepare_loader,
+    rows_of_share,
+)
 from stratagem.training.replica import Replica, current_call
 from stratagem.training.settings import Settings
 

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.layer_split import LayerCost, split_layers
 from stratagem.training.layer_graph import LayerGraph
-from stratagem.training.stage_parts import StagePart, tensors_of
+from stratagem.training.stage import StagePart, tensors_of
 
 #: modules that treat every moment by itself
 _MOMENTS = (

@@ -26,8 +26,7 @@ from stratagem.rules.chunk_choice import ChunkChoice, Chunks
 from stratagem.rules.schedules import Op, waves
 from stratagem.training.column_plan import ColumnOp, ColumnPlan, fast_recurrence
 from stratagem.training.layer_costs import run_node
-from stratagem.training.stage import Inputs, Judge
-from stratagem.training.stage_parts import reseed
+from stratagem.training.stage import Inputs, Judge, reseed
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree_channel import open_channels
 

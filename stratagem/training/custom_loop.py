@@ -26,8 +26,8 @@ from stratagem.state.change_tracker import digest
 from stratagem.training.hints import tell_of_hooks, tell_without_loader
 from stratagem.training.loss_reading import BY_ROWS, Reading, UsualLoss, times, zeroed, zeros
 from stratagem.training.loss_terms import Doubt, Term, terms_of
+from stratagem.training.meetings import save_whole_files
 from stratagem.training.replica import Replica, replica_of_loop
-from stratagem.training.saving import save_whole_files
 from stratagem.wire.tree import gather_tree
 
 log = logging.getLogger("stratagem")

@@ -18,7 +18,7 @@ from stratagem.data.shares import map_parts, tensors_in
 from stratagem.rules.layer_split import LayerCost
 from stratagem.training.gradient_placement import WORTH, is_torchs
 from stratagem.training.layer_graph import Layer, LayerGraph
-from stratagem.training.stage_parts import StagePart, tensors_of
+from stratagem.training.stage import StagePart, tensors_of
 from stratagem.wire.device_kinds import kind_of
 
 _ROUNDS = 2

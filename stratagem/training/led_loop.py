@@ -25,10 +25,14 @@ from torch.optim import Optimizer
 
 from stratagem.data.shares import rows_of, tensors_in
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.training.command_loop import END
-from stratagem.training.loop_process import LoopProcess, Mode, with_tensors
-from stratagem.training.loop_watch import LoopWatch, refuse_other_backwards
-from stratagem.training.replica import Replica
+from stratagem.training.loop_process import (
+    LoopProcess,
+    LoopWatch,
+    Mode,
+    refuse_other_backwards,
+    with_tensors,
+)
+from stratagem.training.replica import END, Replica
 from stratagem.training.step_figures import figures_of
 
 

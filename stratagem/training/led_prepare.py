@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.optimizer_recipe import check_elementwise
 from stratagem.training import fingerprint
-from stratagem.training.divided_passes import DividedPasses
+from stratagem.training.divided_model import DividedPasses
 from stratagem.training.led_loop import LedLoop
 from stratagem.training.prepare import Prepared, check_parameters
 from stratagem.training.replica import Replica, alone, current_call, set_called

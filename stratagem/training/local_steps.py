@@ -31,9 +31,9 @@ from stratagem.state.outer import OuterFragment, OuterPart, fragmented
 from stratagem.training.broken_round import BrokenRound, comes_as_far, furthest, rejoin_wire
 from stratagem.training.custom_loop import LossReader
 from stratagem.training.exchange import GradientExchange
-from stratagem.training.gossip import mix, take_neighbours
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import optimizer_state, take_optimizer_state
+from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 #: the outer optimizer that takes the mean
@@ -348,3 +348,39 @@ def _joined(fragments: Sequence[Mapping[str, Any]], number: int) -> dict[str, An
         for name, by_parameter in state.get("kept", {}).items():
             kept.setdefault(name, {}).update(by_parameter)
     return {**fragments[number], "kept": kept} if kept else {}
+
+
+# --- Replicas that mix their weights with those of their neighbours (`sync=sg.Gossip()`) ----------
+
+
+def mix(parts: Sequence[OuterPart], collective: Collective, gossip: Gossip, turn: int) -> None:
+    """Mix the weights with those of the neighbours. Collective."""
+    rank, size = collective.rank, collective.size
+    weights = gossip.weights(rank, size, turn)
+    receivers = gossip.receivers(rank, size, turn)
+    senders = [other for other in weights if other != rank]
+    for part in parts:
+        mixed = part.read()
+        received = collective.trade(mixed, receivers, senders)
+        mixed.mul_(weights[rank])
+        for other, values in zip(senders, received, strict=True):
+            mixed.add_(values, alpha=weights[other])
+        part.write(mixed)
+
+
+def take_neighbours(
+    parts: Sequence[OuterPart], collective: Collective, here: Sequence[bool]
+) -> None:
+    """Whoever is new takes the weights of the one before it that is not. Collective."""
+    source = {
+        rank: max(other for other in range(rank) if here[other])
+        for rank, was_here in enumerate(here)
+        if not was_here
+    }
+    if not source:
+        return
+    receivers = [rank for rank, other in source.items() if other == collective.rank]
+    senders = [source[collective.rank]] if collective.rank in source else []
+    for part in parts:
+        for values in collective.trade(part.read(), receivers, senders):
+            part.write(values)

@@ -20,8 +20,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from stratagem.training.graph_names import CURVED, JOINS, LINEAR, SUMS
-from stratagem.training.row_axis import RowAxis, dims_of, only_input, sizes_of
+from stratagem.training.row_axis import (
+    CURVED,
+    JOINS,
+    LINEAR,
+    SUMS,
+    RowAxis,
+    dims_of,
+    only_input,
+    sizes_of,
+)
 
 _WHYS = {
     "mixed": "the loss compares rows with a sum or mean over rows, which is the share's",

@@ -20,8 +20,7 @@ from stratagem.training.cross_device import (
     ReductionToOneDevice,
     possible,
 )
-from stratagem.training.devices import place
-from stratagem.training.gpu_memory import limit_memory
+from stratagem.training.devices import limit_memory, place
 from stratagem.training.replica import Replica
 from stratagem.wire.collective import Alone, Collective
 from stratagem.wire.device_kinds import kind_of

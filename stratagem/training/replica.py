@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from stratagem.data.streams import RandomStreams
 from stratagem.errors import UsageError
 from stratagem.training.cross_device import CrossDeviceOps, RingAllReduce
 from stratagem.wire.collective import Alone, Collective
-from stratagem.wire.tree import gather_tree
+from stratagem.wire.tree import broadcast_tree, gather_tree
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
@@ -277,3 +277,34 @@ def be(replica: Replica) -> None:
 def be_no_more(replica: Replica) -> None:
     """Take `be` back: this process is the replica that it was before, or a lone one."""
     _own[:] = [each for each in _own if each() not in (None, replica)]
+
+
+# --- the leader of a group says a verb, and every other member does it ----------------------------
+
+
+#: the verb that ends a loop
+END = "end"
+
+
+class CommandLoop:
+    """One group's channel for verbs; every method is collective."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+
+    def tell(self, verb: str, *arguments: Any) -> None:
+        """As the leader: have the other members do this now."""
+        broadcast_tree(self._collective, [verb, list(arguments)])
+
+    def hear(self) -> tuple[str, list[Any]]:
+        """As another member: the next verb with its arguments."""
+        verb, arguments = broadcast_tree(self._collective)
+        return verb, arguments
+
+    def serve(self, verbs: Mapping[str, Callable[..., Any]]) -> list[Any]:
+        """As another member: do what the leader says until it ends; return what it said then."""
+        while True:
+            verb, arguments = self.hear()
+            if verb == END:
+                return arguments
+            verbs[verb](*arguments)

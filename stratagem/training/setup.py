@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
@@ -15,7 +18,7 @@ from torch.optim import Optimizer
 from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.wire_choice import reducer
-from stratagem.data.streams import RngStates, mixed, seed_torch, throw_beside_torch
+from stratagem.data.streams import RandomStreams, RngStates, mixed, seed_torch, throw_beside_torch
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import digest
 from stratagem.training.replica import Replica
@@ -36,6 +39,12 @@ def align(module: nn.Module, replica: Replica, *, values: bool = True) -> None:
     """Give every replica the chief's parameters and buffers, if wanted. Collective."""
     if replica.count == 1:
         return
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise NotDistributable(
+                f"{name!r} has no shape yet (a lazy module); run one batch through the model "
+                "before it is distributed."
+            )
     if values:
         spread([*module.parameters(), *module.buffers()], replica)
 
@@ -227,3 +236,38 @@ def _time(collective: Collective, elements: int, replica: Replica) -> float:
         kind_of(flat.device).synchronize(flat.device)
         best = min(best, time.perf_counter() - start)
     return float(max(gather_tree(replica.collective, best)))
+
+
+# --- before a call of fit, evaluate or predict ----------------------------------------------------
+
+
+@contextmanager
+def own_streams(
+    replica: Replica, seed: int | None = None, *, renew: bool = False
+) -> Iterator[None]:
+    """On the chief: what the model draws, and how much, shall not decide how data is shuffled."""
+    if not replica.is_chief:
+        yield
+        return
+    around, replica.streams = replica.streams, (streams := RandomStreams(seed))
+    try:
+        yield
+    finally:
+        streams.end(renew=renew)
+        replica.streams = around  # on one device, callbacks may evaluate
+
+
+def align_loss(loss: Any, replica: Replica) -> None:
+    """The same for a loss that is a module, and not torch's. Collective."""
+    if loss.own and isinstance(loss.function, nn.Module):
+        align(loss.function, replica)
+
+
+def move(module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    """Module and optimizer state onto the replica's device."""
+    if any(t.device != device for t in (*module.parameters(), *module.buffers())):
+        module.to(device)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != "step" and value.device != device:
+                state[key] = value.to(device)

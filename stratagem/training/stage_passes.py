@@ -27,13 +27,11 @@ from stratagem.training import setup
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.led_loop import LedLoop
 from stratagem.training.loop_process import Mode, with_tensors
-from stratagem.training.mesh_grid import MeshGrid
+from stratagem.training.mesh_grid import MeshGrid, TiedGradients, devices_of, refuse_strays
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline
-from stratagem.training.stage import Kept, Stage, StageChannels
-from stratagem.training.stage_parts import cut, tensors_of
+from stratagem.training.stage import Kept, Stage, StageChannels, cut, tensors_of
 from stratagem.training.stage_plan import check_layers, make_plan, prove, prove_rows, say_plan
-from stratagem.training.tied_gradients import TiedGradients, devices_of, refuse_strays
 from stratagem.wire.tree import broadcast_tree, gather_tree
 from stratagem.wire.tree_channel import TreeChannel, open_channels
 

@@ -22,7 +22,7 @@ from stratagem.training.isolated_run import dry_run
 from stratagem.training.layer_costs import LayerMeter, run_graph
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.settings import Pipeline
-from stratagem.training.stage_parts import cut
+from stratagem.training.stage import cut
 
 log = logging.getLogger("stratagem")
 

@@ -24,8 +24,7 @@ from stratagem.data.shares import share
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.divided_update import Division
 from stratagem.training.layer_graph import LayerGraph, is_hooked
-from stratagem.training.tensor_layers import Norm, divisions, widths
-from stratagem.training.tensor_ops import Split
+from stratagem.training.tensor_layers import Norm, Split, divisions, widths
 
 
 def _named(place: Any, names: str) -> tuple[Any, ...]:

@@ -13,8 +13,14 @@ from torch import Tensor, fx, nn
 from stratagem.state.divided_update import Division, OwnPart
 from stratagem.training.layer_costs import run_node
 from stratagem.training.layer_graph import LayerGraph, Opened
-from stratagem.training.tensor_layers import DividedDropout, divided_layer
-from stratagem.training.tensor_ops import Enter, Gather, Scatter, Split
+from stratagem.training.tensor_layers import (
+    DividedDropout,
+    Enter,
+    Gather,
+    Scatter,
+    Split,
+    divided_layer,
+)
 from stratagem.training.tensor_plan import TensorPlan, Use
 from stratagem.wire.shared_scratch import SharedScratch
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stratagem as sg
-from stratagem.frontends.outputs import check_rows, joined
+from stratagem.frontends.adapter import check_rows, joined
 from tests.support import by_hand, data, distance, strategy
 
 

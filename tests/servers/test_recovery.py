@@ -166,7 +166,7 @@ def test_what_was_saved_by_another_training_is_not_gone_back_to(tmp_path: Path) 
 def test_a_server_that_dies_again_and_again_ends_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.frontends.server_recovery.IN_VAIN", 2)
+    monkeypatch.setattr("stratagem.frontends.model_calls.IN_VAIN", 2)
     with closing(local(workers=1, ps=2, updates=sg.Synchronous())) as strategy:
         kills = dict.fromkeys(range(2, 40), 1)
         with pytest.raises(ReplicaLost, match="ps 1 is gone"):

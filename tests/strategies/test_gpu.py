@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.cluster.membership import Membership
-from stratagem.training import gpu_memory
+from stratagem.training import devices
 from stratagem.wire.process_group import Meeting, MeetingStore, ProcessGroup
 from tests.support import data, distance, mlp, moved
 
@@ -217,6 +217,6 @@ def test_the_memory_limit_holds() -> None:
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, gpu_memory.VARIABLE: "2GiB"},
+        env={**os.environ, devices.VARIABLE: "2GiB"},
     )
     assert "OutOfMemoryError" in done.stderr

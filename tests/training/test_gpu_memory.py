@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.errors import UsageError
-from stratagem.training.gpu_memory import fraction
+from stratagem.training.devices import fraction
 
 TOTAL = 80 * 2**30
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from stratagem.errors import NotDistributable
 from stratagem.state.divided_update import Division
 from stratagem.training.layer_graph import trace
-from stratagem.training.tensor_layers import dropped, widths
-from stratagem.training.tensor_ops import Split
+from stratagem.training.tensor_layers import Split, dropped, widths
 from stratagem.training.tensor_plan import TensorPlan, make_plan, named_layers
 from stratagem.training.tensor_program import OPENED, OwnParts, divided_program, shapes_of, table
 from stratagem.wire.segment import Segment

@@ -18,10 +18,12 @@ from typing import Any
 import keras
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from stratagem.data.shares import rows, share
 from stratagem.data.streams import generator_states
-from stratagem.frontends.keras import attributes
+from stratagem.errors import UsageError
+from stratagem.frontends.adapter import check_rows
 from stratagem.frontends.keras.captured_step import CapturedStep
 from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
 from stratagem.frontends.keras.model_pickle import optimizers
@@ -33,8 +35,7 @@ from stratagem.frontends.keras.step_logs import (
     number,
     user_metrics,
 )
-from stratagem.frontends.outputs import check_rows
-from stratagem.state.change_tracker import TensorTracker, adopt
+from stratagem.state.change_tracker import AttributeTracker, Change, TensorTracker, adopt
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import set_random
@@ -57,7 +58,7 @@ class KerasAdapter:
         # servers add that loss up; another step may give it later, or weigh it otherwise
         self.metrics = MetricStates(model, tracker=updates or "train_step" in self.sources)
         #: as the chief: sees which of them were changed
-        self.attributes: attributes.Attributes | None = None
+        self.attributes: Attributes | None = None
         #: what the last training or test step returned
         self.last: Any = None
         self._tensors: list[Tensor] = []
@@ -83,7 +84,7 @@ class KerasAdapter:
 
     def described(self, example: Any, seed: int) -> dict[str, Any]:
         """As the chief: what another copy needs to become like this one, but for values."""
-        self.attributes = attributes.Attributes(self.model)
+        self.attributes = Attributes(self.model)
         everything = [list(each) for each in self.attributes.everything()]
         trained = trainable(self.model)
         return {"example": example, "seed": seed, "attributes": everything, "trainable": trained}
@@ -136,7 +137,7 @@ class KerasAdapter:
         self.captured.stale = True
         if self.replica.is_chief:
             return
-        adopt(attributes.objects(self.model), list(changes))
+        adopt(attribute_owners(self.model), list(changes))
         for variable, wanted in zip(self.model.weights, trainable or (), strict=False):
             if variable.trainable != wanted:
                 variable.trainable = wanted
@@ -297,3 +298,61 @@ def _unheard(model: Any) -> Iterator[None]:
                 variable.value.copy_(before[id(variable)])
             else:
                 variable.value.zero_()
+
+
+# --- plain attributes, which callbacks may change -------------------------------------------------
+#
+# Functions cannot be followed elsewhere: that one was replaced can only be noticed.
+
+
+#: what Keras and torch set by themselves, on every replica in its own time
+_THEIR_OWN = frozenset({"training", "built"})
+
+
+class Attributes(AttributeTracker):
+    """Sees which plain attributes have changed since the last look, and which functions at all."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(attribute_owners(model), _THEIR_OWN)
+        self._functions = self._callables()
+
+    def changed(self) -> list[Change]:
+        """What differs from the last look; a new look is taken."""
+        if found := self.changes():
+            self.mark()
+        return found
+
+    def replaced(self) -> str | None:
+        """A function of a layer that is another now, by its name; None if all are the same."""
+        now = self._callables()
+        for (i, name), value in self._functions.items():
+            if now.get((i, name), value) is not value:
+                return f"{self.objects[i].name}.{name}"
+        return None
+
+    def refuse_replaced(self) -> None:
+        """While the model trains."""
+        if name := self.replaced():
+            raise UsageError(
+                f"{name} was replaced while the model trains, which the other replicas cannot "
+                "follow; replace it between two calls of fit, or have the layer look at a number "
+                "that the callback changes."
+            )
+
+    def _callables(self) -> dict[tuple[int, str], Any]:
+        """Activations, for example; a model's own attributes Keras changes itself."""
+        return {
+            (i, name): value
+            for i, obj in enumerate(self.objects)
+            if isinstance(obj, keras.Layer) and not isinstance(obj, keras.Model)
+            for name, value in obj.__dict__.items()
+            if callable(value) and not isinstance(value, Module)
+        }
+
+
+def attribute_owners(model: Any) -> list[Any]:
+    """What has such attributes, in the same order on every replica."""
+    optimizer = model.optimizer
+    others = [optimizer, getattr(optimizer, "inner_optimizer", None)]
+    others += [each for each in keras.tree.flatten(model.loss) if hasattr(each, "__dict__")]
+    return [*model._flatten_layers(), *(each for each in others if each is not None)]

@@ -13,8 +13,13 @@ from typing import Any
 import keras
 import torch
 
-from stratagem.frontends import server_stats
-from stratagem.rules.stats import Stats
+from stratagem.rules.stats import (
+    EpochStats,
+    Stats,
+    enter_details,
+    numbered_details,
+    portable_details,
+)
 
 
 @dataclass(frozen=True)
@@ -94,13 +99,13 @@ class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, stats: Callable[[], Stats | None]) -> None:
         super().__init__()
-        self._stats, self._epochs = stats, server_stats.EpochStats()
+        self._stats, self._epochs = stats, EpochStats()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         counted, details = self._epochs.turn(self._stats())
         found = {**counted, **details}
         taken = set(logs or {})  # a metric of the user's has that name
-        server_stats.enter(
+        enter_details(
             self.model.history.history, {k: v for k, v in found.items() if k not in taken}
         )
 
@@ -131,7 +136,7 @@ def portable(result: Any) -> Any:
         floats = {k: [float(v) for v in values] for k, values in numbers.items()}
         rest = {k: v for k, v in result.history.items() if k not in numbers}
         details = [
-            server_stats.portable(dict(zip(rest, each, strict=True)))
+            portable_details(dict(zip(rest, each, strict=True)))
             for each in zip(*rest.values(), strict=True)
         ]
         epochs = [int(e) for e in result.epoch]
@@ -160,7 +165,7 @@ def from_chief(told: Any, model: Any) -> Any:
         history.set_model(model)
         history.history, history.epoch = told["history"], told["epoch"]
         for details in told["details"]:
-            server_stats.enter(history.history, server_stats.numbered(details))
+            enter_details(history.history, numbered_details(details))
         model.history = history
         return history
     return keras.tree.map_structure(

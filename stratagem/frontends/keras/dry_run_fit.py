@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from statistics import median
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
+from stratagem.figures import trial_record
+from stratagem.figures.recorder import epoch_event
 from stratagem.frontends.keras import model_pickle
 from stratagem.strategies.strategy import Strategy
 from stratagem.training import dry_run
@@ -107,3 +110,28 @@ def _rows(value: Any, chosen: Tensor) -> Any:
 
 def _as_tensor(value: Any) -> Any:
     return value if value is None else keras.ops.convert_to_tensor(value)
+
+
+# --- `fit` in a trial of a sweep, or in a run that is recorded ------------------------------------
+
+
+class TrialCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Writes a line an epoch; it looks at logs alone, so no replica need wait for it."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        trial_record.record_epoch(epoch, logs or {})
+        epoch_event(epoch, logs or {})
+
+
+def recorded(
+    fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `fit` with one callback more."""
+    given = inspect.signature(fit).bind(*args, **kwargs)
+    callbacks = given.arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.append(TrialCallback())
+    else:
+        each = keras.tree.flatten(callbacks) if callbacks is not None else []
+        given.arguments["callbacks"] = [*each, TrialCallback()]
+    return given.args, given.kwargs

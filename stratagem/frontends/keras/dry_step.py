@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stratagem.frontends.compare import Result, copied
-from stratagem.frontends.keras import attributes
+from stratagem.frontends.keras.adapter import Attributes
 from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
 from stratagem.frontends.keras.model_pickle import optimizers
 from stratagem.frontends.keras.step_logs import user_metrics
@@ -155,7 +155,7 @@ def _plain(variable: Any) -> Tensor:
 def _as_before(model: Any, modules: list[Any]) -> Iterator[None]:
     """Plain attributes, the mode and gradients are put back; tensors are the journal's affair.
     Nobody else is told of gradients: they would be sent."""
-    plain = attributes.Attributes(model).values()
+    plain = Attributes(model).values()
     modes = [(module, module.training) for module in modules]
     grads = [(v.value, v.value.grad) for v in model.variables]
     found = (v.value._post_accumulate_grad_hooks for v in model.variables)

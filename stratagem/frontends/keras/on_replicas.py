@@ -15,19 +15,18 @@ from torch import Tensor
 from stratagem.data.shares import rows
 from stratagem.errors import UsageError
 from stratagem.frontends.keras.adapter import (
+    Attributes,
     KerasAdapter,
     device_name,
     trainable,
 )
-from stratagem.frontends.keras.attributes import Attributes
 from stratagem.frontends.keras.callback_needs import from_chief, portable
 from stratagem.frontends.keras.driver import STEPS, Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.replica_steps import ReplicaSteps
 from stratagem.frontends.keras.step_logs import flat, nested
 from stratagem.replicas import follower
-from stratagem.training.command_loop import END, CommandLoop
-from stratagem.training.replica import Replica, current_replica
+from stratagem.training.replica import END, CommandLoop, Replica, current_replica
 
 log = logging.getLogger("stratagem")
 

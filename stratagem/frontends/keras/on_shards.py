@@ -18,13 +18,12 @@ import torch
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.driver import Call
 from stratagem.frontends.keras.on_replicas import OnReplicas
-from stratagem.frontends.keras.owned_update import refuse_optimizer, slots, square, update
 from stratagem.frontends.keras.replica_steps import ReplicaSteps
+from stratagem.frontends.keras.stage_variables import refuse_optimizer, slots, square, update
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.state.shared_model import SharedTensors
 from stratagem.training.exchange import GradientExchange, open_exchange
-from stratagem.training.sharded_exchange import ShardedExchange
-from stratagem.training.shared_loop import divided
+from stratagem.training.sharded_exchange import ShardedExchange, divided
 from stratagem.wire.shared_memory import sharing
 from stratagem.wire.tree import gather_tree
 

@@ -23,23 +23,25 @@ from stratagem.data.streams import mixed
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.adapter import kept, own_variables, roll_dice, trainable
 from stratagem.frontends.keras.driver import Call
-from stratagem.frontends.keras.model_graph import functional, layer_graph
+from stratagem.frontends.keras.model_graph import StageBatch, functional, layer_graph
 from stratagem.frontends.keras.on_replicas import OnReplicas
-from stratagem.frontends.keras.owned_update import refuse_optimizer, square, update
 from stratagem.frontends.keras.replica_steps import ReplicaSteps
-from stratagem.frontends.keras.stage_batch import StageBatch
-from stratagem.frontends.keras.stage_variables import PartedVariables, SharedVariables
+from stratagem.frontends.keras.stage_variables import (
+    PartedVariables,
+    SharedVariables,
+    refuse_optimizer,
+    square,
+    update,
+)
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.training.layer_graph import LayerGraph
-from stratagem.training.mesh_grid import MeshGrid
+from stratagem.training.mesh_grid import MeshGrid, TiedGradients, devices_of
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline, Settings
-from stratagem.training.stage import Stage, StageChannels
-from stratagem.training.stage_parts import cut, tensors_of
+from stratagem.training.stage import Stage, StageChannels, cut, tensors_of
 from stratagem.training.stage_plan import StagePlan, check_layers, make_plan, say_plan
-from stratagem.training.tied_gradients import TiedGradients, devices_of
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 

@@ -30,10 +30,9 @@ from stratagem.servers.session import Late
 from stratagem.state import keras_recipe
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.training import setup
-from stratagem.training.command_loop import END, CommandLoop
 from stratagem.training.committer import Committer
 from stratagem.training.exchange import GradientExchange
-from stratagem.training.replica import Replica
+from stratagem.training.replica import END, CommandLoop, Replica
 from stratagem.training.settings import Settings
 
 

@@ -12,7 +12,7 @@ import pytest
 from keras import layers
 
 from stratagem.compat import keras_names
-from stratagem.frontends.keras import convolution, image_layout
+from stratagem.frontends.keras import image_layout
 from tests.keras_support import strategy
 
 ROWS, SIDE = 24, 12
@@ -95,7 +95,7 @@ def test_gradients_of_convolutions_by_other_operators(
     monkeypatch: pytest.MonkeyPatch, padding: str
 ) -> None:
     """On any processor what is taken on ARM: the weights of plain Keras."""
-    found, plain = [], convolution.convolved
+    found, plain = [], image_layout.convolved
 
     def counted(images: Any, kernel: Any, how: str) -> Any:
         found.append(tuple(kernel.shape))
@@ -103,8 +103,8 @@ def test_gradients_of_convolutions_by_other_operators(
 
     operators = keras_names.torch_operators()
     image_layout._install(operators)
-    monkeypatch.setattr(convolution, "convolved", counted)
-    monkeypatch.setattr(convolution, "_BYTES", 150_000 if padding == "same" else 1 << 27)
+    monkeypatch.setattr(image_layout, "convolved", counted)
+    monkeypatch.setattr(image_layout, "_BYTES", 150_000 if padding == "same" else 1 << 27)
     monkeypatch.setattr(operators, "conv", image_layout._with_fast_gradients(operators.conv))
     weights = []
     for where in (None, strategy(1)):

@@ -18,12 +18,10 @@ from stratagem.frontends.keras import (
     quiet_loop,
     step_graph,
     step_loop,
-    trimmed_graph,
 )
 from stratagem.frontends.keras.callback_needs import CallbackNeeds
-from stratagem.frontends.keras.planned_update import PlannedUpdate
-from stratagem.frontends.keras.step_loop import StepLoop
-from stratagem.frontends.keras.trimmed_graph import trim
+from stratagem.frontends.keras.step_graph import trim
+from stratagem.frontends.keras.step_loop import PlannedUpdate, StepLoop
 from stratagem.state.keras_stepper import fuse
 from tests.keras_support import apart, digits, moved, strategy, train
 
@@ -388,8 +386,8 @@ def test_what_is_the_same_each_time_runs_once() -> None:
 def test_small_products_take_copies_where_bits_stay(
     monkeypatch: pytest.MonkeyPatch, same: bool
 ) -> None:
-    monkeypatch.setattr(trimmed_graph, "_ARM", True)
-    monkeypatch.setattr(trimmed_graph, "_same_bits", lambda *_: same)
+    monkeypatch.setattr(step_graph, "_ARM", True)
+    monkeypatch.setattr(step_graph, "_same_bits", lambda *_: same)
     x, small, large = torch.randn(32, 10), torch.randn(64, 10), torch.randn(1000, 10)
     graph = traced(lambda x, a, b: [x @ a.t(), x @ b.t()], [x, small, large])
     trim(graph)

@@ -16,7 +16,7 @@ from keras import layers
 
 import stratagem as sg
 from stratagem.replicas import follower
-from stratagem.training.shared_loop import divided
+from stratagem.training.sharded_exchange import divided
 from tests.keras_both import alike
 from tests.spread import assert_work, watched
 from tests.support import cpus
