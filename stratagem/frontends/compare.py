@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -205,31 +205,18 @@ def _plain(tensor: Tensor) -> Tensor:
 def compare_loss(
     whole: float, together: float, size: float, tolerance: Tolerance, sizes: list[int]
 ) -> None:
-    """Raise unless the shares' losses add up."""
-    if is_same(whole, together, size, tolerance):
+    """Raise unless the shares' losses add up; `size`: of the largest that was added up."""
+    apart = abs(whole - together)
+    if apart != apart or apart <= tolerance.loss * max(abs(whole), size) + tolerance.floor:
         return
     raise NotDistributable(
         f"the loss is not the mean over the rows: {whole:.6g} for {sum(sizes)} rows, and "
         f"{together:.6g} from shares of {' and '.join(map(str, sizes))}; it compares rows with "
-        "each other, or divides by something else than their number, so the shares of replicas do "
-        'not add up to the loss of one device; return a value for each row (reduction="none") that '
+        "each other, adds them up, or divides by something else than their number, so the shares "
+        "of replicas do not add up to the loss of one device; take the mean (ops.mean for "
+        'ops.sum), return a value for each row (reduction="none") that '
         "depends on no other row, give outputs and targets the same shape, use a loss that counts "
         f'its targets, such as "cross_entropy", {_OTHERWISE}'
-    )
-
-
-def is_same(whole: float, together: float, size: float, tolerance: Tolerance) -> bool:
-    """Whether two losses are one; `size`: of the largest that was added up."""
-    apart = abs(whole - together)
-    return apart != apart or apart <= tolerance.loss * max(abs(whole), size) + tolerance.floor
-
-
-def refuse_sum(what: str, sizes: list[int]) -> NoReturn:
-    raise NotDistributable(
-        f"{what} is a sum over the rows, or has one in it, so it grows with their number: that of "
-        f"{sum(sizes)} rows at once is not the mean of those of {' and '.join(map(str, sizes))}, "
-        "which is what replicas take; divide by the number of rows (ops.mean for ops.sum), use one "
-        f'of Keras\' losses with reduction="sum", which stays exact, {_OTHERWISE}'
     )
 
 
@@ -249,11 +236,11 @@ def compare_gradients(
         rounding = tolerance.own * norm + tolerance.beside * everything + tolerance.noise
         if apart > rounding + 1e-30:
             raise NotDistributable(
-                f"{what} depends for a row on the other rows of the batch: the gradient of "
-                f"{sum(sizes)} rows at once is not that of shares of "
+                f"{what} depends for a row on the other rows of the batch, or is a sum over the "
+                f"rows: the gradient of {sum(sizes)} rows at once is not that of shares of "
                 f"{' and '.join(map(str, sizes))} together, so replicas, which share a batch, "
                 "would train something else than one device; compute it for each row by itself "
-                f"and take the mean, {_OTHERWISE}"
+                f"and take the mean (ops.mean for ops.sum), {_OTHERWISE}"
             )
 
 

@@ -37,15 +37,12 @@ from stratagem.frontends.hooks import refuse_on_parameters
 from stratagem.frontends.keras.adapter import KerasAdapter, device_name, replica_progress
 from stratagem.frontends.keras.backups import exact_backups
 from stratagem.frontends.keras.callback_needs import ONE_STEP, CallbackNeeds, public_names
-from stratagem.frontends.keras.captured_step import CapturedStep
-from stratagem.frontends.keras.check_schedule import CheckSchedule
-from stratagem.frontends.keras.dry_run_fit import rehearse
+from stratagem.frontends.keras.captured_step import CapturedStep, StepSettings
+from stratagem.frontends.keras.dry_run_fit import recorded, rehearse
 from stratagem.frontends.keras.image_layout import all_keras
 from stratagem.frontends.keras.model_pickle import number_of, optimizers
 from stratagem.frontends.keras.quiet_loop import quiet_loop
-from stratagem.frontends.keras.row_check import check_step
-from stratagem.frontends.keras.step_settings import StepSettings
-from stratagem.frontends.keras.trial_fit import recorded
+from stratagem.frontends.keras.row_check import CheckSchedule, check_step
 from stratagem.state.keras_stepper import fuse
 from stratagem.strategies.strategy import Strategy, checks_rows
 from stratagem.training import dry_run

@@ -7,12 +7,15 @@ backward pass and what the metrics have counted must agree to rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
 import torch
 from torch import Tensor
+from torch.nn import ParameterDict
 
 from stratagem.data.shares import count_rows, rows, share
 from stratagem.errors import NotDistributable, StratagemError
@@ -23,12 +26,11 @@ from stratagem.frontends.compare import (
     compare_gradients,
     compare_loss,
     compare_outputs,
-    is_same,
-    refuse_sum,
     same_rows,
 )
-from stratagem.frontends.keras.dry_step import Bench, Run, Trial
+from stratagem.frontends.keras.dry_step import Bench, Run, Trial, modules_of
 from stratagem.frontends.keras.step_logs import has_own, user_metrics
+from stratagem.frontends.passed_trials import PassedTrials, kinds_of, look_at
 from stratagem.frontends.row_check import say_untried, sizes_of
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
@@ -102,12 +104,7 @@ class _Check:
                 _compare(bench, whole, shares, sizes, tolerance)
             _compare_counts(bench.model, whole, shares, sizes, tolerance)
 
-        try:
-            agree(compare, tolerance, whole, lambda: bench.run(together, disturbed=True))
-        except NotDistributable:
-            if not self.apart and bench.trains and self._has_sum(whole, shares, parts, tolerance):
-                refuse_sum(_judge(bench.model), sizes)
-            raise
+        agree(compare, tolerance, whole, lambda: bench.run(together, disturbed=True))
 
     def _shares(self, parts: list[Any], sizes: list[int]) -> list[Run]:
         (one, two), (first, second), run = parts, sizes, self.bench.run
@@ -118,49 +115,6 @@ class _Check:
         if alone.noted:  # once more, now that it is known what the other was divided by
             before = run([one], Trial(self.replica, first, first + second, both))
         return [before, after]
-
-    def _has_sum(
-        self, whole: Run, shares: list[Run], parts: list[Any], tolerance: Tolerance
-    ) -> bool:
-        """Whether the loss is a mean and a sum: every row twice leaves the one and doubles the
-        other, and both add up by themselves."""
-        once = [run.all_gradients() for run in (whole, *shares)]
-        parts = [_twice(part) for part in parts]
-        doubled = self._shares(parts, [2 * size for size in self.sizes])
-        twice = [
-            run.all_gradients() for run in (self.bench.run([_twice(self.batches[0])]), *doubled)
-        ]
-        if [*map(len, once)] != [*map(len, twice)] or len({*map(len, once)}) > 1:
-            return False
-        sums = [_less(b, a) for a, b in zip(once, twice, strict=True)]
-        means = [_less(a, each) for a, each in zip(once, sums, strict=True)]
-        if _size(sums[0]) <= 100 * tolerance.own * _size(once[0]):
-            return False
-        weights = [run.weight for run in shares]
-        weighed = [[g * w for g in mean] for mean, w in zip(means[1:], weights, strict=True)]
-        # at once, since one of them may be nothing but the rounding of the other
-        pairs = zip(sums[1:], weighed, strict=True)
-        both: list[list[Tensor | None]] = [[*part, *mean] for part, mean in pairs]
-        try:
-            compare_gradients(LOSS, [*sums[0], *means[0]], both, tolerance, self.sizes)
-        except NotDistributable:
-            return False
-        return True
-
-
-def _twice(batch: Any) -> Any:
-    def twice(leaf: Any) -> Any:
-        return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-    return keras.tree.map_structure(twice, batch)
-
-
-def _less(one: list[Tensor], other: list[Tensor]) -> list[Tensor]:
-    return [left - right for left, right in zip(one, other, strict=True)]
-
-
-def _size(gradients: list[Tensor]) -> float:
-    return float(sum(float(each.norm()) ** 2 for each in gradients) ** 0.5)
 
 
 # --- comparing ------------------------------------------------------------------------------------
@@ -206,7 +160,7 @@ def _compare_counts(
                 _refuse(model, metric, counts, sizes, tolerance)
     if not moved and whole.loss is not None and not whole.loss.shape:
         losses = [float(run.loss) for run in (whole, *shares)]
-        _compare_losses(model, losses, [run.weight for run in shares], tolerance, sizes)
+        _compare_losses(losses, [run.weight for run in shares], tolerance, sizes)
 
 
 def _refuse(
@@ -216,7 +170,7 @@ def _refuse(
         above, below = ([float(count[i].sum()) for count in counts] for i in (0, 1))
         losses = [a / b for a, b in zip(above, below, strict=True)]
         weights = [each / sum(below[1:]) for each in below[1:]]
-        _compare_losses(model, losses, weights, tolerance, sizes)
+        _compare_losses(losses, weights, tolerance, sizes)
     raise NotDistributable(
         f"metric {metric.name!r} does not add up: what it counts on two shares of a batch is not "
         "what it counts on the whole, so replicas cannot count their shares; keep sums in its "
@@ -225,16 +179,12 @@ def _refuse(
 
 
 def _compare_losses(
-    model: Any, losses: list[float], weights: list[float], tolerance: Tolerance, sizes: list[int]
+    losses: list[float], weights: list[float], tolerance: Tolerance, sizes: list[int]
 ) -> None:
     """The whole's and the shares', which are to be added up with these weights."""
     whole, *shares = losses
     parts = [loss * weight for loss, weight in zip(shares, weights, strict=True)]
     size = max(map(abs, parts))
-    if is_same(whole, sum(shares), size, tolerance) and not is_same(
-        whole, sum(parts), size, tolerance
-    ):
-        refuse_sum(_judge(model), sizes)
     compare_loss(whole, sum(parts), size, tolerance, sizes)
 
 
@@ -330,3 +280,85 @@ def _is_by_row(judge: Any) -> bool:
 def _is_kerass_layer(layer: Any) -> bool:
     kind = type(layer)
     return kind.__module__.startswith("keras.") and kind.__name__ not in _HOLDS_OTHERS
+
+
+# --- which batches have rows tried before their step ----------------------------------------------
+
+
+#: attributes that a call sets anew, or that have no part in a trial; modules are in the list
+_NOT_TRIED = frozenset({"_modules", "history", "optimizer", "_stratagem"})
+
+
+class CheckSchedule:
+    """The first batch of each kind of step; where the step, the loss or a metric is the user's own,
+    the 2nd, 4th, 8th, ... too, and any with a kind of value that no tried row has had: a mask may
+    come later. Elsewhere a call that finds everything as an earlier one need not try it again."""
+
+    def __init__(self, model: Any, passed: PassedTrials | None = None) -> None:
+        self.model, self._passed = model, passed or PassedTrials()
+        self._seen: dict[str, int] = {}
+        #: the number of the batch that is tried next; none where it is missing and one was seen
+        self._next: dict[str, float] = {}
+        #: by step: the kinds of values that tried rows have had
+        self._tried: dict[str, set[Kind]] = {}
+
+    def anew(self) -> CheckSchedule:
+        """For the next call, which knows what was passed."""
+        return CheckSchedule(self.model, self._passed)
+
+    def before(self, step: str, data: Any, examples: int, check: Callable[[Any], bool]) -> None:
+        """Asked before every step: have rows of this batch tried, the first of those that it is
+        given, if it is its turn; `check` says whether they were."""
+        seen = self._seen[step] = self._seen.get(step, 0) + 1
+        turn = self._next.get(step, 1)
+        if examples < 2 or turn == float("inf"):
+            return
+        if not judged_by_own(self.model, step):
+            self._next[step] = float("inf")
+            self._passed.unless_passed(step, partial(_look, self.model, data), lambda: check(data))
+            return
+        tried = self._tried.setdefault(step, set())
+        found = _kinds(data) - tried
+        if seen < turn and not found:
+            return
+        first = sorted({_first(data, kind) for kind in found})
+        order = [*first, *(i for i in range(examples) if i not in first)] if found else None
+        again = check(data if order is None else keras.tree.map_structure(_ordered(order), data))
+        tried |= found
+        if seen >= turn or not again:
+            self._next[step] = 2 * seen if again else float("inf")
+
+
+#: the number of a tensor in a batch, and what masks are made of: "zero", "negative" or "nan"
+Kind = tuple[int, str]
+
+
+def _kinds(data: Any) -> set[Kind]:
+    """Which are in a batch; on a GPU it would be waited for, so nothing is known there."""
+    found = set()
+    for i, leaf in enumerate(keras.tree.flatten(data)):
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel() and leaf.device.type == "cpu":
+            low = float(leaf.min()) if not leaf.is_complex() else 0.0
+            if low != low or low < 0:
+                found.add((i, "negative" if low < 0 else "nan"))
+            if int(leaf.count_nonzero()) < leaf.numel():
+                found.add((i, "zero"))
+    return found
+
+
+def _first(data: Any, kind: Kind) -> int:
+    """The first row that has it."""
+    leaf, (_, name) = keras.tree.flatten(data)[kind[0]], kind
+    has = leaf == 0 if name == "zero" else leaf < 0 if name == "negative" else leaf != leaf
+    return int(has.reshape(len(leaf), -1).any(1).int().argmax())
+
+
+def _ordered(order: list[int]) -> Callable[[Any], Any]:
+    return lambda leaf: leaf[order] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+
+def _look(model: Any, data: Any) -> list[Any]:
+    """Everything that a trial depends on, as far as it can be seen."""
+    parts = [each for each in modules_of(model) if not isinstance(each, ParameterDict)]
+    losses = keras.tree.flatten(model.loss)
+    return [kinds_of(data), look_at([*parts, *losses], "call", but=_NOT_TRIED)]
