@@ -29,7 +29,7 @@ from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.sharded_steps import sharded_step
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.staged import MeshStaged, Staged
-from stratagem.frontends.steps import OneDevice, Replicated, Searching, Sliced, Step
+from stratagem.frontends.steps import OneDevice, Replicated, Searching, Sliced
 from stratagem.state.change_tracker import requires_grad
 from stratagem.state.optimizer_recipe import group_settings
 from stratagem.state.shared_state import warm_up
@@ -127,13 +127,13 @@ class ReplicaSide:
 
     def _prepare(self) -> None:
         job, replica = self.job, self.replica
-        form: Callable[..., Step] = choose
+        form: Callable[..., OneDevice] = choose
         if replica.count > 1 and job.settings.one_copy:
             rows = job.settings.pipeline is not None and job.settings.pipeline.data > 1
             form = Divided if job.settings.tensor else MeshStaged if rows else Staged
         self._passes_on = False
         training = Training(job.module, job.optimizer, job.recipe, job.settings)
-        self.step: Step = form(training, replica)
+        self.step: OneDevice = form(training, replica)
         changes = job.callbacks.changes
         self.step.followed = lambda: changes.followed
         self.step.keeps = replica.is_chief or job.succession is not None
@@ -356,7 +356,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 # --- Which form of step the replicas of a strategy use --------------------------------------------
 
 
-def choose(training: Training, replica: Replica) -> Step:
+def choose(training: Training, replica: Replica) -> OneDevice:
     """The form of step that these replicas can use. Collective."""
     module, optimizer, recipe, settings = training
     searches = isinstance(optimizer, torch.optim.LBFGS)

@@ -14,7 +14,7 @@ from stratagem.data.streams import generator_states, mixed, seed_torch, throw_be
 from stratagem.frontends.apart import tell_late
 from stratagem.frontends.epoch_sums import LossSum
 from stratagem.frontends.fit_job import Fit
-from stratagem.frontends.steps import Replicated, Sliced, Step
+from stratagem.frontends.steps import OneDevice, Replicated, Sliced
 from stratagem.state import change_tracker
 from stratagem.state.change_tracker import AttributeTracker, Change, module_attributes
 from stratagem.state.optimizer_recipe import group_settings
@@ -25,7 +25,7 @@ from stratagem.training.replica_state import own_of, own_state, set_random, take
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
-def gathered(job: Fit, replica: Replica, step: Step, tally: LossSum) -> dict[str, Any] | None:
+def gathered(job: Fit, replica: Replica, step: OneDevice, tally: LossSum) -> dict[str, Any] | None:
     """On the chief: what every replica has. Collective."""
     mine = {
         **own_state(replica, list(job.module.buffers())),
@@ -62,7 +62,7 @@ def data_progress(job: Fit, replica: Replica) -> dict[str, Any]:
 
 
 def go_on(
-    job: Fit, replica: Replica, step: Step, tally: LossSum, saved: dict[str, Any] | None
+    job: Fit, replica: Replica, step: OneDevice, tally: LossSum, saved: dict[str, Any] | None
 ) -> None:
     """Go on from what `gathered` returned on the chief. Collective."""
     mine = saved and {name: value for name, value in saved.items() if name != "callbacks"}
@@ -119,7 +119,7 @@ def go_on_with_data(
 # --- what a standby takes over in the midst of a step ---------------------------------------------
 
 
-def possible(job: Fit, step: Step) -> bool:
+def possible(job: Fit, step: OneDevice) -> bool:
     """Whether a replica that dies leaves nothing behind in a step but what the chief has, too."""
     arrays = job.source.in_memory and (job.validation is None or job.validation.in_memory)
     plain = type(step) in (Replicated, Sliced) and step.scaler is None
@@ -178,7 +178,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return {key: v.tolist() if isinstance(v, Tensor) else v for key, v in settings}
 
 
-def of(job: Fit, step: Step) -> dict[str, Any]:
+def of(job: Fit, step: OneDevice) -> dict[str, Any]:
     """On the chief, from another thread, while a step waits for the one that has died."""
     assert job.journal is not None
     shared = isinstance(step, Sliced)
@@ -192,7 +192,7 @@ def of(job: Fit, step: Step) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def adopt(job: Fit, step: Step, told: dict[str, Any]) -> None:
+def adopt(job: Fit, step: OneDevice, told: dict[str, Any]) -> None:
     """In the standby: have what the chief has, and random numbers that nobody has drawn."""
     seed = mixed(torch.initial_seed(), 0, 1 + told["step"])
     seed_torch(seed)

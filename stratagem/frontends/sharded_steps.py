@@ -17,7 +17,7 @@ from stratagem.errors import NotDistributable
 from stratagem.frontends.adapter import Training
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
-from stratagem.frontends.steps import Dealt, Sliced, Step, ratio
+from stratagem.frontends.steps import Dealt, OneDevice, Sliced, ratio
 from stratagem.state.optimizer_recipe import check_elementwise
 from stratagem.state.sliced import ShardedUpdate
 from stratagem.training import sync_batchnorm
@@ -190,7 +190,7 @@ def refuse_unshared(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> 
     check_elementwise(optimizer, "a replica of ShardedStrategy", "MirroredStrategy")
 
 
-def sharded_step(training: Training, replica: Replica) -> Step:
+def sharded_step(training: Training, replica: Replica) -> OneDevice:
     """One set in shared memory on the CPUs of a machine; elsewhere torch's fully_shard."""
     module, optimizer, recipe, _ = training
     if replica.collective.shares_memory:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,76 +29,44 @@ from stratagem.training.replica import Replica
 from stratagem.wire.shared_memory import sharing
 
 
-class Step(Protocol):
-    """What the loop asks of a form that updates here."""
-
-    tally: LossSum
-    #: with precision="float16"
-    scaler: Any
-    #: takes in outputs and targets for the metrics
-    take_in: Callable[..., None]
-    keeps: bool  # whether `keep` does anything here
-    #: called before an update, where all replicas make one
-    before_commit: Callable[[], None]
-    followed: Callable[[], int]  # how often attributes of the module have changed
-
-    @property
-    def settled(self) -> bool:
-        """Whether no gradient waits for those of other batches."""
-
-    def keep(self) -> None:
-        """An update begins that may have to be done again."""
-
-    def take(self, portion: Portion, last: bool) -> None:
-        """Train on one share; `last` means that accumulated gradients must be applied now."""
-
-    def sync(self) -> None:
-        """After an update: bring replicas together, if they meet now and then. Collective."""
-
-    @property
-    def keeper(self) -> GradientExchange | None:
-        """Where gradients go, and something may be kept for later steps, where they travel."""
-
-    def follow_settings(self) -> None:
-        """The optimizer's settings have changed."""
-
-    def take_back(self) -> None:
-        """Somebody has changed weights, or given them other memory."""
-
-    def meet(self) -> None:
-        """Bring replicas together that may have gone apart. Collective."""
-
-    def bring_home(self) -> None:
-        """Have whole parameters, and the optimizer's state, where others look. Collective."""
-
-    def close(self) -> None:
-        """Take hooks and shared memory away. Collective."""
-
-    def leave(self) -> None:
-        """Take hooks away after a failure, alone; memory that was shared stays where it is."""
-
-
 class OneDevice(TorchAdapter):
-    """One replica."""
+    """One replica; and what the loop asks of every form that updates here.
+
+    keep              an update begins that may have to be done again
+    sync              after an update: replicas come together, if they do now and then; collective
+    follow_settings   the optimizer's settings have changed
+    take_back         somebody has changed weights, or given them other memory
+    meet              bring replicas together that may have gone apart; collective
+    bring_home        have whole parameters and optimizer state where others look; collective
+    close             take hooks and shared memory away; collective
+    leave             the same after a failure, alone; memory that was shared stays where it is
+    """
 
     def __init__(self, training: Training, replica: Replica) -> None:
         super().__init__(training.module, training.optimizer, training.recipe, replica)
         self.tally = LossSum()
+        #: takes in outputs and targets for the metrics
         self.take_in: Callable[..., None] = training.recipe.metrics.update
+        #: whether `keep` does anything here
         self.keeps = replica.is_chief
+        #: called before an update, where all replicas make one
         self.before_commit: Callable[[], None] = lambda: None
+        #: how often attributes of the module have changed
         self.followed: Callable[[], int] = lambda: 0
         self._waiting = 0
 
     @property
     def keeper(self) -> GradientExchange | None:
+        """Where gradients go, and something may be kept for later steps, where they travel."""
         return None
 
     @property
     def settled(self) -> bool:
+        """Whether no gradient waits for those of other batches."""
         return not self._waiting
 
     def take(self, portion: Portion, last: bool) -> None:
+        """Train on one share; `last` means that accumulated gradients must be applied now."""
         recipe = self.recipe
         with self.autocast():
             output, y, weight = self.forward(portion)
