@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from stratagem.errors import UsageError
 from stratagem.frontends.losses import CountedLoss, Loss
 from stratagem.frontends.metrics import MetricSet
-from stratagem.frontends.passed_trials import PassedTrials
+from stratagem.frontends.row_trials import PassedTrials
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.fingerprint import Look
 

@@ -25,7 +25,8 @@ from stratagem.compat.torch_names import pytree
 from stratagem.data.shares import count_rows, rows, same_kind, share
 from stratagem.errors import NotDistributable, StratagemError
 from stratagem.frontends.adapter import TorchAdapter
-from stratagem.frontends.compare import (
+from stratagem.frontends.recipe import Recipe
+from stratagem.frontends.row_trials import (
     LOSS,
     Result,
     Tolerance,
@@ -35,9 +36,9 @@ from stratagem.frontends.compare import (
     compare_outputs,
     copied,
     in_place,
+    kinds_of,
+    look_at,
 )
-from stratagem.frontends.passed_trials import kinds_of, look_at
-from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.state.change_tracker import requires_grad
 from stratagem.training.isolated_run import dry_run, norms_by_row, replaced

@@ -12,11 +12,11 @@ import keras
 import torch
 from torch import Tensor
 
-from stratagem.frontends.compare import Result, copied
 from stratagem.frontends.keras.adapter import Attributes
 from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
 from stratagem.frontends.keras.model_pickle import optimizers
 from stratagem.frontends.keras.step_logs import user_metrics
+from stratagem.frontends.row_trials import Result, copied
 from stratagem.training.isolated_run import Replacement, dry_run, norms_by_row, replaced
 from stratagem.training.replica import Replica
 

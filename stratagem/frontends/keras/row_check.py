@@ -19,19 +19,21 @@ from torch.nn import ParameterDict
 
 from stratagem.data.shares import count_rows, rows, share
 from stratagem.errors import NotDistributable, StratagemError
-from stratagem.frontends.compare import (
+from stratagem.frontends.keras.dry_step import Bench, Run, Trial, modules_of
+from stratagem.frontends.keras.step_logs import has_own, user_metrics
+from stratagem.frontends.row_check import say_untried, sizes_of
+from stratagem.frontends.row_trials import (
     LOSS,
+    PassedTrials,
     Tolerance,
     agree,
     compare_gradients,
     compare_loss,
     compare_outputs,
+    kinds_of,
+    look_at,
     same_rows,
 )
-from stratagem.frontends.keras.dry_step import Bench, Run, Trial, modules_of
-from stratagem.frontends.keras.step_logs import has_own, user_metrics
-from stratagem.frontends.passed_trials import PassedTrials, kinds_of, look_at
-from stratagem.frontends.row_check import say_untried, sizes_of
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
 
