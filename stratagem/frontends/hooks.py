@@ -17,13 +17,12 @@ from torch.optim import Optimizer
 
 from stratagem.compat.torch_names import OPTIMIZER_HOOKS, TENSOR_HOOKS
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.rules.updates import Asynchronous
 from stratagem.strategies.strategy import Strategy
 
 
 def refuse_on_parameters(strategy: Strategy, module: nn.Module) -> None:
     """Refuse hooks of the user's on a gradient that is put together from several replicas."""
-    if strategy.replica_group.size == 1 or _everybody_for_himself(strategy):
+    if strategy.replica_group.size == 1:
         return
     for name, param in module.named_parameters():
         if param.requires_grad and _has(param, TENSOR_HOOKS):
@@ -50,13 +49,6 @@ def refuse_on_optimizer(strategy: Strategy, optimizer: Optimizer) -> None:
             "does not reach the replicas or servers that make its steps; use a callback of fit, "
             "clip_norm or clip_value of compile, or a MirroredStrategy in a loop of your own."
         )
-
-
-def _everybody_for_himself(strategy: Strategy) -> bool:
-    """Whether each worker ran the script itself, and its gradient alone makes an update."""
-    replica_group, served = strategy.replica_group, strategy.settings.served
-    alone = replica_group.place is not None and len(replica_group.devices) == 1
-    return alone and served is not None and isinstance(served.updates, Asynchronous)
 
 
 def _has(owner: Any, kinds: Iterable[str]) -> bool:
