@@ -110,19 +110,20 @@ class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
         )
 
 
-def with_stats_callback(
+def with_callback(
     own: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    stats: Callable[[], Stats | None],
+    callback: keras.callbacks.Callback,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `fit` with one callback more."""
     given = inspect.signature(own).bind(*args, **kwargs)
     callbacks = given.arguments.get("callbacks")
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return args, kwargs  # the user's own, with a history of the user's own
-    each = keras.tree.flatten(callbacks) if callbacks is not None else []
-    given.arguments["callbacks"] = [*each, StatsCallback(stats)]
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        each = keras.tree.flatten(callbacks) if callbacks is not None else []
+        given.arguments["callbacks"] = [*each, callback]
+    elif not isinstance(callback, StatsCallback):  # a list of the user's has its own history
+        callbacks.append(callback)
     return given.args, given.kwargs
 
 

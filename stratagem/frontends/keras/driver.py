@@ -36,9 +36,14 @@ from stratagem.figures.trial_record import model_path
 from stratagem.frontends.hooks import refuse_on_parameters
 from stratagem.frontends.keras.adapter import KerasAdapter, device_name, replica_progress
 from stratagem.frontends.keras.backups import exact_backups
-from stratagem.frontends.keras.callback_needs import ONE_STEP, CallbackNeeds, public_names
+from stratagem.frontends.keras.callback_needs import (
+    ONE_STEP,
+    CallbackNeeds,
+    public_names,
+    with_callback,
+)
 from stratagem.frontends.keras.captured_step import CapturedStep, StepSettings
-from stratagem.frontends.keras.dry_run_fit import recorded, rehearse
+from stratagem.frontends.keras.dry_run_fit import TrialCallback, rehearse
 from stratagem.frontends.keras.image_layout import all_keras
 from stratagem.frontends.keras.model_pickle import number_of, optimizers
 from stratagem.frontends.keras.quiet_loop import quiet_loop
@@ -70,6 +75,10 @@ class Call:
     @property
     def trains(self) -> bool:
         return self.name in ("fit", "train_on_batch")
+
+    def add(self, callback: Any) -> None:
+        """Have `fit` call one callback more."""
+        self.args, self.kwargs = with_callback(self.own, self.args, self.kwargs, callback)
 
     def run(self) -> Any:
         return self.own(*self.args, **self.kwargs)
@@ -209,7 +218,7 @@ class Driver:
         trains = name == "fit" and self.strategy.audience is None and self.strategy.is_chief
         if not trains or (path is None and not is_recording()):
             return self.begin(call)
-        call.args, call.kwargs = recorded(call.own, call.args, call.kwargs)
+        call.add(TrialCallback())
         result = self.begin(call)
         if path is not None:
             self.model.save(path)
@@ -254,10 +263,6 @@ class Driver:
                 yield
         finally:
             self.leading, _leader = False, None
-
-    def recompiled(self) -> None:
-        """The model was compiled again."""
-        self.side.recompiled()
 
     # --- steps ------------------------------------------------------------------------------
 

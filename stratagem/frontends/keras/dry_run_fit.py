@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from statistics import median
@@ -121,17 +120,3 @@ class TrialCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         trial_record.record_epoch(epoch, logs or {})
         epoch_event(epoch, logs or {})
-
-
-def recorded(
-    fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `fit` with one callback more."""
-    given = inspect.signature(fit).bind(*args, **kwargs)
-    callbacks = given.arguments.get("callbacks")
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks.append(TrialCallback())
-    else:
-        each = keras.tree.flatten(callbacks) if callbacks is not None else []
-        given.arguments["callbacks"] = [*each, TrialCallback()]
-    return given.args, given.kwargs

@@ -21,7 +21,7 @@ from stratagem.data.shares import rows
 from stratagem.errors import NotDistributable, StratagemError, UsageError
 from stratagem.frontends.keras import model_pickle
 from stratagem.frontends.keras.adapter import KerasAdapter, device_name, trainable
-from stratagem.frontends.keras.callback_needs import portable, with_stats_callback
+from stratagem.frontends.keras.callback_needs import StatsCallback, portable
 from stratagem.frontends.keras.driver import Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.server_training import ServerTraining
@@ -90,9 +90,7 @@ class OnServers:
         if model.compiled:
             refuse(model)
         if call.name == "fit":
-            call.args, call.kwargs = with_stats_callback(
-                call.own, call.args, call.kwargs, self._stats
-            )
+            call.add(StatsCallback(self._stats))
         self._training = None
         seat = FollowerModel(driver.number, model, driver.strategy.settings)
         group = driver.strategy.replica_group
