@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stratagem.data.shares import same_kind
+from stratagem.data.shares import map_parts
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.epoch_sums import (
     counts_of,
@@ -340,15 +340,7 @@ def _flat(name: str, value: Any) -> dict[str, float]:
 
 
 def _detached(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach()
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_detached(item) for item in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(_detached(item) for item in tree)
-    if isinstance(tree, dict):
-        return same_kind(tree, {key: _detached(item) for key, item in tree.items()})
-    return tree
+    return tree.detach() if isinstance(tree, Tensor) else map_parts(_detached, tree)
 
 
 def _check_tensors(name: str, output: Any, target: Any) -> None:

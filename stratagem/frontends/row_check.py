@@ -42,6 +42,7 @@ from stratagem.frontends.row_trials import (
 from stratagem.frontends.sources import Portion
 from stratagem.state.change_tracker import requires_grad
 from stratagem.training.isolated_run import dry_run, norms_by_row, replaced
+from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
 from stratagem.wire.tree import encode, gather_tree
 
@@ -138,7 +139,7 @@ class RowCheck:
                 raise
             batch = [batch[0], None, None]
             other = other and [other[0], None, None]
-        return few_rows(batch, examples, _on(other, self.replica.device))
+        return few_rows(batch, examples, to_device(other, self.replica.device))
 
     def _look(self, whole: Any) -> list[Any]:
         """Everything that a trial of these rows depends on, as far as it can be seen."""
@@ -349,9 +350,3 @@ def _portable(batch: Any) -> Any:
     except NotDistributable:
         return None
     return batch
-
-
-def _on(batch: Any, device: torch.device) -> Any:
-    return pytree.tree_map(
-        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch
-    )

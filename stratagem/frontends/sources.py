@@ -45,6 +45,7 @@ from stratagem.servers.batch_source import (
 )
 from stratagem.training import fingerprint
 from stratagem.training.fingerprint import Look
+from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica, alone
 from stratagem.wire.tree import SIGNED, broadcast_tree
 
@@ -195,7 +196,7 @@ class ArraySource(Source):
         data, order = [self.x, self.y, self.weight], self._order(epoch)
         small = sum(t.nbytes for t in tensors_in(data)) <= _RESIDENT_BYTES
         if replica.device.type == "cuda" and small:
-            data, order = _on([data, order], replica.device)
+            data, order = to_device([data, order], replica.device)
         first = self.journal.skip()
         self.journal.then()
         for batch in range(first, self.steps):
@@ -381,9 +382,3 @@ def rows_at(tree: Any, chosen: slice | Tensor) -> Any:
     if tree.dtype in SIGNED:
         return tree.view(SIGNED[tree.dtype]).index_select(0, chosen).view(tree.dtype)
     return tree.index_select(0, chosen)
-
-
-def _on(tree: Any, device: torch.device) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    return map_parts(lambda part: _on(part, device), tree)
