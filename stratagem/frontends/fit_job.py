@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
-from stratagem.frontends.batch_scheduler import Segments
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callback_states import CallbackStates
 from stratagem.frontends.evaluation import Evaluation
@@ -124,6 +123,20 @@ class Fit:
             callbacks=self.callbacks,
             between=self.between_tests,
         )
+
+
+@dataclass
+class Segments:
+    """An epoch that is dealt in pieces, after each of which all that was dealt is done."""
+
+    #: whether no more is dealt for now, given how many batches of the epoch are
+    ends: Callable[[int], bool] = lambda dealt: False
+    #: called after a segment with the epoch and that number; says whether the training ends
+    rest: Callable[[int, int], bool] = lambda epoch, dealt: False
+    #: that number
+    dealt: int = 0
+    #: segments of all epochs so far
+    count: int = 0
 
 
 class FitSide(Protocol):

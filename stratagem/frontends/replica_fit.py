@@ -18,11 +18,10 @@ from stratagem.figures.meter import loading
 from stratagem.frontends import replica_progress
 from stratagem.frontends.adapter import Training
 from stratagem.frontends.apart import Apart
-from stratagem.frontends.batch_scheduler import Segments
 from stratagem.frontends.callback_changes import heed, news, share_attributes
 from stratagem.frontends.divided import Divided
 from stratagem.frontends.epoch_sums import LossSum
-from stratagem.frontends.fit_job import Fit
+from stratagem.frontends.fit_job import Fit, Segments
 from stratagem.frontends.fit_journal import FitJournal
 from stratagem.frontends.loop import FitLoop
 from stratagem.frontends.row_check import RowCheck

@@ -13,12 +13,11 @@ from typing import Any
 
 from stratagem.errors import NotDistributable
 from stratagem.figures.meter import METER
-from stratagem.frontends.batch_scheduler import BatchScheduler, Segments
-from stratagem.frontends.fit_job import Fit
+from stratagem.frontends.fit_job import Fit, Segments
 from stratagem.frontends.loop import FitLoop
 from stratagem.frontends.replica_progress import gathered_from_workers, go_on_with_servers
 from stratagem.frontends.row_check import RowCheck
-from stratagem.frontends.server_steps import Grouped, Pushed, assist, lead
+from stratagem.frontends.server_steps import BatchScheduler, Grouped, Pushed, assist, lead
 from stratagem.rules.stats import (
     Details,
     EpochStats,

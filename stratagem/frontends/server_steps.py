@@ -6,8 +6,10 @@ Grouped      the devices of one worker share every ticket, and push one gradient
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,13 +17,13 @@ from torch import Tensor
 
 from stratagem.data.shares import rows, share
 from stratagem.frontends.adapter import TorchAdapter, Training
-from stratagem.frontends.batch_scheduler import BatchScheduler
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.losses import SummedLoss
-from stratagem.frontends.sources import Portion
+from stratagem.frontends.sources import Portion, Source
 from stratagem.frontends.steps import Replicated
 from stratagem.rules.tickets import Ticket
-from stratagem.servers.client import Assignment
+from stratagem.servers.batch_source import BatchSource, Cut
+from stratagem.servers.client import Assignment, Client
 from stratagem.servers.push_committer import GroupedCommitter, PushCommitter
 from stratagem.servers.session import Late, Session
 from stratagem.training import setup
@@ -253,3 +255,61 @@ def assist(job: Fit, replica: Replica) -> None:
 
     step.commands.serve({"work": work, "report": step.report, "take_beside": step.take_beside})
     step.finish()
+
+
+# --- data for workers: the chief deals batches, whoever is free takes one -------------------------
+
+
+class BatchScheduler:
+    """A source of data, cut into tickets of at most so many `parts` a batch."""
+
+    def __init__(self, source: Source, parts: int) -> None:
+        self._source, self._parts = source, parts
+        self._sent: BatchSource | None = None
+        self._numbered = self._first = 0
+        self._cuts: Iterator[Cut] | None = None
+
+    @property
+    def dealt(self) -> int:
+        """Batches dealt in this epoch."""
+        return self._numbered if self._sent is None else self._sent.dealt
+
+    def open(self, worker: Client, number: int, limit: int | None) -> None:
+        """As the chief: begin an epoch, the training's `number`-th."""
+        runs = self._source.sizes(limit)
+        if runs is None:
+            cuts = islice(self._source.cuts(), limit)
+            self._sent = BatchSource(worker, number, cuts, self._parts)
+            self._sent.fill()
+            return
+        self._numbered = sum(batches for batches, _ in runs)
+        worker.deal(number, 0, [(n, min(self._parts, rows)) for n, rows in runs], True)
+
+    def open_segment(self, worker: Client, number: int, ends: Callable[[int], bool]) -> None:
+        """As the chief: begin a segment of an epoch, the training's `number`-th."""
+        assert self._cuts is not None
+        first = self._sent.dealt if self._sent is not None else self._first
+        self._sent = BatchSource(worker, number, self._cuts, self._parts, first=first, ends=ends)
+        self._sent.fill()
+
+    def open_epoch(self, epoch: int, limit: int | None) -> None:
+        """As the chief: begin an epoch of several segments, or go on with it."""
+        self._sent, self._first = None, self._source.journal.seen
+        left = None if limit is None else limit - self._first
+        if left == 0:
+            self._source.leave(nullcontext)
+        self._cuts = islice(self._source.numbered(epoch), left)
+
+    @property
+    def dry(self) -> bool:
+        """Whether the epoch has no more batches."""
+        return self._sent is not None and self._sent.dry
+
+    def fill(self) -> None:
+        """As the chief: see to it that enough waits to be taken."""
+        if self._sent is not None:
+            self._sent.fill()
+
+    def portion(self, work: Assignment, first: int) -> Portion:
+        """The rows of a ticket; `first` is the number of the training's first epoch."""
+        return self._source.part(first + work.epoch - 1, work.ticket, work.payload)

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 import stratagem as sg
-from stratagem.frontends.batch_scheduler import BatchScheduler
+from stratagem.frontends.server_steps import BatchScheduler
 from stratagem.frontends.sources import DatasetSource
 from stratagem.rules.tickets import Ticket
 from stratagem.servers.client import Assignment
