@@ -133,44 +133,22 @@ def _left_out(callback: Callback, monitor: str, epoch: int) -> bool:
     return monitor.startswith("val_") and validated is not None and epoch not in validated
 
 
+#: logs and metrics by name, of which there need not be a metric yet
+_BETTER = {"loss": "min", "mae": "min", "mse": "min", "accuracy": "max", "acc": "max"}
+
+
 def _direction(monitor: str, model: Any) -> str:
     """Whether a number that nobody has said this of is to be small or large."""
     name = monitor.removeprefix("val_").lower()
     rises = model.rises(name)
     if rises is not None:
         return "max" if rises else "min"
-    if any(word in name for word in _FALL):
-        return "min"
-    if any(word in name for word in _RISE):
-        return "max"
+    if name in _BETTER:
+        return _BETTER[name]
     raise UsageError(
-        f'whether "{monitor}" is better small or large cannot be told from its name; say '
-        'mode="min" or mode="max".'
+        f'whether "{monitor}" is better small or large is not known of it; say mode="min" or '
+        'mode="max".'
     )
-
-
-_FALL = ("loss", "error", "mae", "mse", "rmse", "mape", "perplexity", "entropy", "distance")
-_RISE = (
-    "acc",
-    "auc",
-    "auroc",
-    "f1",
-    "precision",
-    "recall",
-    "iou",
-    "jaccard",
-    "dice",
-    "r2",
-    "corr",
-    "kappa",
-    "score",
-    "sensitivity",
-    "specificity",
-    "psnr",
-    "ssim",
-    "bleu",
-    "per_second",
-)
 
 
 class EarlyStopping(Callback):
