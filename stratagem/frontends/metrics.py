@@ -50,8 +50,6 @@ class MetricSet:
                 raise UsageError(f'two metrics are called "{name}"; give them names: a dict.')
             kept: dict[str, Any] = self._metrics if isinstance(metric, nn.Module) else self._makers
             kept[name] = metric
-        #: functions that cannot be tried
-        self._untried: list[str] = []
         #: parts of metrics that take outputs for logits or for probabilities, by their values
         self._asking: list[torchmetrics.Metric] = []
         self._find_asking()
@@ -101,9 +99,8 @@ class MetricSet:
 
     @property
     def functions(self) -> dict[str, Any]:
-        """Those that are plain functions, and can be tried."""
-        functions = {name: each for name, each in self._metrics.items() if _is_function(each)}
-        return {name: each for name, each in functions.items() if name not in self._untried}
+        """Those that are plain functions."""
+        return {name: each for name, each in self._metrics.items() if _is_function(each)}
 
     def try_functions(self, output: Any, target: Any) -> dict[str, Tensor]:
         """What each of them would count, for `check_functions`."""
@@ -111,11 +108,7 @@ class MetricSet:
         for name, metric in self.functions.items():
             from stratagem.frontends.metric_kinds import counted
 
-            values = counted(name, metric, _detached(output), target)
-            if values is None:
-                self._untried.append(name)
-            else:
-                found[name] = values
+            found[name] = counted(name, metric, _detached(output), target)
         return found
 
     def check_functions(
