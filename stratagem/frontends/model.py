@@ -17,7 +17,6 @@ from stratagem.figures import trial_record
 from stratagem.frontends import (
     asked,
     evaluation,
-    evaluator,
     fit_checkpoints,
     inputs,
     losses,
@@ -273,7 +272,7 @@ class Model:
 
         assert self.strategy.audience is not None
         over = self.strategy.audience.over
-        self.history = evaluator.watch(self, callbacks, validation, evaluate, over)
+        self.history = evaluation.watch(self, callbacks, validation, evaluate, over)
         return self.history
 
     @asked.by_name

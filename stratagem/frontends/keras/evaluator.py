@@ -20,7 +20,7 @@ import keras
 
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.callbacks import TensorBoard
-from stratagem.frontends.evaluator import NEEDS, new_files, stamp
+from stratagem.frontends.evaluation import NEEDS, new_files, stamp
 from stratagem.frontends.keras.callback_needs import CallbackNeeds
 from stratagem.frontends.keras.driver import Call, Driver
 
