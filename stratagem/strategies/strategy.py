@@ -21,8 +21,8 @@ from stratagem.training import dry_run, hints, meetings
 from stratagem.training.agreement import Patience
 from stratagem.training.custom_loop import begin_loop
 from stratagem.training.devices import place
+from stratagem.training.elastic import LoopJournal
 from stratagem.training.led_prepare import led, led_loops
-from stratagem.training.loop_journal import LoopJournal
 from stratagem.training.replica import (
     Replica,
     as_tensor,

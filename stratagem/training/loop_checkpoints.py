@@ -32,7 +32,7 @@ from stratagem.state.checkpoint_folder import (
 from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import meetings, setup
 from stratagem.training.broken_round import rejoin_loop
-from stratagem.training.loop_journal import LoopJournal, journal_of
+from stratagem.training.elastic import LoopJournal, journal_of
 from stratagem.training.lossy_wire import load_kept
 from stratagem.training.prepare import Prepared, committer_of, loaderless
 from stratagem.training.replica import Replica
