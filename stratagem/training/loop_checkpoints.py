@@ -40,7 +40,6 @@ from stratagem.training.replica_state import (
     own_of,
     own_state,
     plain_state,
-    read_state,
     refuse_forgotten,
     set_random,
     state_of,
@@ -337,7 +336,6 @@ class LoopCheckpoints:
             saved = saved and {
                 **saved,
                 "groups": [group_settings(group) for group in self.optimizer.param_groups],
-                "things": {name: read_state(state) for name, state in saved["things"].items()},
             }
         heirs = self._memory is not None and self._memory.again.inherited
         self._inherits, told = broadcast_tree(replica.collective, [heirs, saved])

@@ -3,7 +3,6 @@ it trains by itself, the optimizer's state."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,16 +91,6 @@ def plain_state(name: str, state: Any) -> Any:
         raise NotDistributable(
             f"loader.remember({name}=...): what its state_dict returns cannot be saved: {problem}"
         ) from None
-
-
-def read_state(state: Any) -> Any:
-    """A state from this chief's own file; older ones have it as the bytes of a file of torch."""
-    if not isinstance(state, Tensor) or state.dtype != torch.uint8:
-        return state
-    data = state.numpy().tobytes()
-    if not data.startswith(b"PK\x03\x04"):
-        return state
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def state_of(thing: Any) -> Any:
