@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UsageError
-from stratagem.launch import simulate_records, simulate_stages
+from stratagem.launch import simulate_options
 from stratagem.launch.cli import below, whole
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_work(parser)
     _add_network(parser)
     _add_rules(parser)
-    simulate_records.add_arguments(parser)
-    simulate_stages.add_arguments(parser)
+    simulate_options.add_arguments(parser)
     add = parser.add_argument
     add("--patience", default="60s", metavar="TIME", help="with a silent worker (60s)")
     add("--seed", type=whole(0), default=0, metavar="S", help="of everything that is chance (0)")
@@ -163,8 +162,8 @@ def _stages(args: argparse.Namespace) -> int:
     from stratagem.plan.hardware import seconds
 
     compute = _spread(args.spread, seconds(args.compute, "--compute"), args.stragglers)
-    scenario = simulate_stages.read_stages(args, compute, dict(_slow(text) for text in args.slow))
-    told = simulate_stages.run_stages(scenario)
+    scenario = simulate_options.read_stages(args, compute, dict(_slow(text) for text in args.slow))
+    told = simulate_options.run_stages(scenario)
     _write(args.json, {"seed": args.seed, **told})
     _write(args.trace, {"seed": args.seed, "events": told["first_batch"]})
     return 0
@@ -204,8 +203,8 @@ def read(args: argparse.Namespace) -> Scenario:
         seed=args.seed,
         overhead=_overhead(args.overhead),
         elastic=elastic if args.elastic or standby is not None else None,
-        wire=simulate_records.read_wire(args.wire),
-        sync=simulate_records.read_sync(args.sync),
+        wire=simulate_options.read_wire(args.wire),
+        sync=simulate_options.read_sync(args.sync),
     )
 
 

@@ -32,9 +32,8 @@ from typing import Any
 from stratagem.errors import UsageError
 from stratagem.launch.cli import whole
 from stratagem.launch.engines.engine import ENGINES, engine
-from stratagem.launch.job_folder import JobFolder
-from stratagem.launch.job_request import JobRequest
-from stratagem.launch.logs import follow
+from stratagem.launch.job_commands import follow
+from stratagem.launch.job_folder import JobFolder, JobRequest
 
 FILE = "stratagem.toml"
 _UNITS = {"m": 1, "h": 60, "d": 24 * 60}

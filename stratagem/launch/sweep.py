@@ -29,15 +29,15 @@ from stratagem.errors import UsageError
 from stratagem.launch.cli import whole
 from stratagem.launch.run import command
 from stratagem.launch.submit import settings_of
-from stratagem.launch.sweep_folder import SweepFolder
-from stratagem.launch.sweep_settings import (
+from stratagem.launch.sweep_folder import (
     SAMPLERS,
+    SweepFolder,
     SweepSettings,
     check_flags,
     count_trials,
     read_metric,
 )
-from stratagem.launch.trial_jobs import trial_places
+from stratagem.launch.trial_places import trial_places
 
 
 def _slots(text: str) -> int | None:

@@ -14,7 +14,7 @@ import pytest
 from stratagem.errors import UsageError
 from stratagem.launch.engines.vertex import _custom_job, check
 from stratagem.launch.far_task import shared_secret
-from stratagem.launch.job_request import JobRequest
+from stratagem.launch.job_folder import JobRequest
 from tests.launch.sites import VertexSite, finished, running, site
 
 SETTINGS = {"project": "p", "region": "r", "image": "i:1", "bucket": "gs://b/jobs"}
