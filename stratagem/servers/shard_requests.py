@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import UsageError
-from stratagem.servers.packed_gradient import PackedGradient, check_pieces
+from stratagem.servers.outbox import PackedGradient, check_pieces
 from stratagem.servers.requests import CHIEF, WORKER, Peer, request, tree
 from stratagem.servers.shard import Shard, WorkerSlot
 from stratagem.servers.training_plan import TrainingPlan
