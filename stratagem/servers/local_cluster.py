@@ -23,7 +23,7 @@ from stratagem.errors import ReplicaError, ReplicaLost, UsageError
 from stratagem.replicas import follower, graph_pickle
 from stratagem.replicas.pool import Follower, Pool
 from stratagem.servers.client import Client
-from stratagem.servers.shard_lines import Address
+from stratagem.servers.connections import Address
 from stratagem.servers.task_main import serve
 from stratagem.training.agreement import Patience
 

@@ -14,9 +14,9 @@ from stratagem.data.streams import RngStates
 from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.replicas import follower
 from stratagem.servers.client import Client
+from stratagem.servers.connections import Address
 from stratagem.servers.loop_device_group import end_assistance
 from stratagem.servers.server import Server
-from stratagem.servers.shard_lines import Address
 from stratagem.servers.training_plan import goes_back
 from stratagem.tracebacks import described
 from stratagem.training.agreement import Patience

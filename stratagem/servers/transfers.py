@@ -17,9 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from stratagem.figures.meter import METER
-from stratagem.servers.connections import Connections
+from stratagem.servers.connections import Connections, Line, LineLost
 from stratagem.servers.server_state import ServerState
-from stratagem.servers.shard_lines import Line, LineLost
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.servers.worker_memory import WorkerMemory
 from stratagem.wire.tcp import Frame

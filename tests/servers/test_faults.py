@@ -30,9 +30,9 @@ from stratagem.replicas import pipe_frames
 from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.servers import local_cluster
 from stratagem.servers.client import Assignment, Client
+from stratagem.servers.connections import Address
 from stratagem.servers.server import Server
 from stratagem.servers.session import Session
-from stratagem.servers.shard_lines import Address
 from stratagem.training.settings import Served
 from stratagem.wire.tcp import local_address
 from tests.clock import PATIENCE, in_time, unless_late

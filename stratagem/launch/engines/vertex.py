@@ -75,9 +75,16 @@ class Vertex:
                 "tasks of a job on Vertex AI find each other's secret in a bucket: "
                 "--bucket gs://my-bucket/jobs"
             )
-        spec = _custom_job(request, request.name)
-        check(spec)
-        _message(spec)
+        if request.gpus not in (0, 1, 2, 4, 8, 16):
+            raise UsageError(
+                f"a machine of Vertex AI has 1, 2, 4, 8 or 16 GPUs, not {request.gpus}"
+            )
+        if not settings.get("image"):
+            raise UsageError(
+                "which image? As in: --image us-docker.pkg.dev/my-project/jobs/digits:1, with the "
+                "script and stratagem in it"
+            )
+        _message(_custom_job(request, request.name))
         return request
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
@@ -130,30 +137,6 @@ class Vertex:
 
 
 ENGINE = Vertex()
-
-
-def check(spec: dict[str, Any]) -> None:
-    """Refuse what the API would refuse, or what would train something else than was asked for."""
-    pools = spec["jobSpec"]["workerPoolSpecs"]
-    counts = [int(pool.get("replicaCount", 0)) for pool in pools]
-    if not counts or counts[0] != 1:
-        raise UsageError(f"pool 0 is the chief and has exactly one replica, not {counts[:1]}")
-    if len(counts) > 4 or counts[3:] > [1]:
-        raise UsageError("there are four pools, and the last has one replica: the evaluator")
-    for number, pool in enumerate(pools):
-        if not counts[number]:
-            continue
-        if not pool.get("containerSpec", {}).get("imageUri"):
-            raise UsageError(
-                "which image? As in: --image us-docker.pkg.dev/my-project/jobs/digits:1, with the "
-                "script and stratagem in it"
-            )
-        machine = pool.get("machineSpec", {})
-        if not machine.get("machineType"):
-            raise UsageError(f"pool {number} has no machine type: --machine-type {_MACHINE}")
-        gpus = int(machine.get("acceleratorCount", 0))
-        if gpus & (gpus - 1) or gpus > 16:
-            raise UsageError(f"a machine of Vertex AI has 1, 2, 4, 8 or 16 GPUs, not {gpus}")
 
 
 def _custom_job(request: JobRequest, name: str) -> dict[str, Any]:
