@@ -49,6 +49,23 @@ def whole(least: int) -> Callable[[str], int]:
     return read
 
 
+def script_words(args: argparse.Namespace, example: str) -> tuple[str, ...]:
+    """A script, or -m and a module, with its arguments; `example`: how a command could begin."""
+    if getattr(args, "module", None) is not None:
+        if not args.module:
+            raise UsageError(
+                f"-m needs the name of a module; as in: stratagem {example} -m mypackage.train"
+            )
+        return ("-m", *args.module, *args.script)
+    words = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if not words:
+        raise UsageError(f"which script? As in: stratagem {example} train.py")
+    if words[0].startswith("-"):
+        name = example.partition(" ")[0]
+        raise UsageError(f"there is no option {words[0]} (see stratagem {name} --help)")
+    return tuple(words)
+
+
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 
 

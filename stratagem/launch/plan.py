@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import whole
+from stratagem.launch.cli import script_words, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.choose import Plan
@@ -92,7 +92,9 @@ def main(args: argparse.Namespace) -> int:
     """Print a plan; 0 unless something was wrong with what was asked."""
     if args.earlier and (args.script or args.validate or args.batch):
         raise UsageError("--from takes what was measured before: no script, --batch or --validate.")
-    words = [] if args.earlier else _script(args.script)
+    words = () if args.earlier else script_words(args, "plan --link 10Gbit")
+    if words and not Path(words[0]).is_file():
+        raise UsageError(f"there is no script {words[0]!r} in {os.getcwd()}")
     _check_network(args)
     outputs = {"json": args.json, "html": args.html, "png": args.png}
     _check_outputs(outputs)
@@ -146,17 +148,6 @@ def _text(file: str, option: str) -> str:
         raise UsageError(f"{option} {file}: it cannot be read ({problem.strerror}).") from None
     except UnicodeDecodeError:
         raise UsageError(f"{option} {file}: it is not text.") from None
-
-
-def _script(words: Sequence[str]) -> list[str]:
-    words = list(words[1:] if words[:1] == ["--"] else words)
-    if not words:
-        raise UsageError("which script? As in: stratagem plan --link 10Gbit train.py")
-    if words[0].startswith("-"):
-        raise UsageError(f"there is no option {words[0]} (see stratagem plan --help)")
-    if not Path(words[0]).is_file():
-        raise UsageError(f"there is no script {words[0]!r} in {os.getcwd()}")
-    return words
 
 
 def _check_network(args: argparse.Namespace) -> None:

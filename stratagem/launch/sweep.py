@@ -218,7 +218,7 @@ def _no_fewer(asked: SweepSettings, begun: SweepSettings) -> SweepSettings:
 def _new(args: argparse.Namespace, words: Sequence[str]) -> SweepSettings:
     if not words:
         _out(argparse.Namespace(out=None), ())
-    head = command([], words[:1]) if args.module else command(words[:1], None)
+    head = command(["-m", words[0]] if args.module else words[:1])
     metric, larger = read_metric(args.metric)
     made = SweepSettings(
         command=head,
