@@ -14,7 +14,8 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -64,6 +65,25 @@ def script_words(args: argparse.Namespace, example: str) -> tuple[str, ...]:
         name = example.partition(" ")[0]
         raise UsageError(f"there is no option {words[0]} (see stratagem {name} --help)")
     return tuple(words)
+
+
+def check_outputs(files: Mapping[str, str | None]) -> None:
+    """Refuse, before all the work, files by option that could not be written after it."""
+    named = {option: Path(file) for option, file in files.items() if file is not None}
+    for option, file in named.items():
+        if not file.absolute().parent.is_dir():
+            raise UsageError(f"--{option}: there is no folder {str(file.parent)!r}; make it.")
+        if file.is_dir():
+            raise UsageError(f"--{option}: {str(file)!r} is a folder; name a file.")
+        trial = file.with_name(f".{file.name}.{os.getpid()}.part")
+        try:
+            trial.touch()
+            trial.unlink()
+        except OSError as problem:
+            raise UsageError(f"{file}: it cannot be written ({problem.strerror}).") from None
+        twin = next(other for other in named if named[other].resolve() == file.resolve())
+        if twin != option:
+            raise UsageError(f"--{twin} and --{option} name the same file; give each its own.")
 
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import script_words, whole
+from stratagem.launch.cli import check_outputs, script_words, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.choose import Plan
@@ -97,7 +97,11 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"there is no script {words[0]!r} in {os.getcwd()}")
     _check_network(args)
     outputs = {"json": args.json, "html": args.html, "png": args.png}
-    _check_outputs(outputs)
+    check_outputs(outputs)
+    if args.png is not None:
+        from stratagem.plan.page import library
+
+        library()
     if args.earlier:
         return _plan(args, outputs, None)
     from stratagem.launch.script import beside
@@ -162,34 +166,6 @@ def _check_network(args: argparse.Namespace) -> None:
     rate(args.link or _LINK, "--link")
     rate(args.local or _LINK, "--local")
     seconds(args.latency or _LATENCY, "--latency")
-
-
-def _check_outputs(outputs: Mapping[str, str | None]) -> None:
-    for option, file in outputs.items():
-        if file is not None and not Path(file).absolute().parent.is_dir():
-            raise UsageError(f"--{option}: there is no folder {str(Path(file).parent)!r}; make it.")
-        if file is not None and Path(file).is_dir():
-            raise UsageError(f"--{option}: {file!r} is a folder; name a file.")
-        if file is not None:
-            _try_out(file)
-    named = {option: Path(file).resolve() for option, file in outputs.items() if file is not None}
-    for option, place in named.items():
-        twin = next(other for other in named if named[other] == place)
-        if twin != option:
-            raise UsageError(f"--{twin} and --{option} name the same file; give each its own.")
-    if outputs["png"] is not None:
-        from stratagem.plan.page import library
-
-        library()
-
-
-def _try_out(file: str) -> None:
-    from stratagem.plan.report import try_out
-
-    try:
-        try_out(file)
-    except OSError as problem:
-        raise UsageError(f"{file}: it cannot be written ({problem.strerror}).") from None
 
 
 def _dry_run(words: Sequence[str], validate: bool) -> DryRun:
