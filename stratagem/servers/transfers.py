@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from stratagem.figures.meter import METER
-from stratagem.servers.connections import Connections, Line, LineLost
+from stratagem.servers.connections import Line, LineLost
 from stratagem.servers.server_state import ServerState
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.servers.worker_memory import WorkerMemory
@@ -116,11 +116,6 @@ _MUCH = 1 << 20  # bytes of values, from which on threads pay off
 
 class Transfers(ServerState):
     """The part of a worker that moves tensors."""
-
-    lines: Connections
-    memory: WorkerMemory
-    index: int
-    fits: int
 
     def __init__(self) -> None:
         self.plan: TrainingPlan | None = None
