@@ -107,29 +107,13 @@ class LoopWrites:
             session.send_state(changes)
             self._state.mark()
 
-    def check_weights(self, *, stepped: bool) -> None:
-        """In the loop: send weights that were written before the step, refuse all others."""
-        session = self._session
-        if not (written := self._weights.changes()):
-            return
-        slipped = self._weights.slipped()
-        if slipped or stepped or session.plan.workers > 1:
+    def check_weights(self) -> None:
+        """Refuse weights that were written in the loop."""
+        if self._weights.changes():
             raise NotDistributable(
-                "weights were written in the loop "
-                + (
-                    "past autograd (p.data)"
-                    if slipped
-                    else "after optimizer.step()"
-                    if stepped
-                    else "while several workers go through it"
-                )
-                + ", and with servers the new values come with the next batch; write them between "
-                "two epochs, or (with one worker) at the beginning of the loop's body, under "
-                "torch.no_grad()."
+                "weights were written in the loop, and with servers the new values come with the "
+                "next batch; write them between two epochs."
             )
-        session.worker.memory.take_back()
-        session.worker.assign(session.params, written)
-        self._weights.mark(closely=False)
 
     def check_state(self) -> None:
         """Refuse an optimizer's state that was changed in the loop."""

@@ -103,7 +103,7 @@ class TicketLoader:
                     self._leave(number)
                 raise
             self._check_open()
-            self._writes.check_weights(stepped=self._held is None)
+            self._writes.check_weights()
             self._skip()
 
     def _skip(self) -> None:
@@ -135,7 +135,7 @@ class TicketLoader:
         """The loop was left in batch `number` of the pass: another worker does that batch."""
         with suppress(ReplicaError):  # a job that has failed: the other workers are told why
             try:
-                self._writes.check_weights(stepped=self._held is None)
+                self._writes.check_weights()
                 self._writes.check_state()
             except NotDistributable as refusal:
                 self._refusal = refusal  # raised later: nobody hears of it now
@@ -186,7 +186,7 @@ class TicketLoader:
                 "optimizer.step() was called outside of the loop over the prepared loader, or a "
                 "second time for one batch; gradients belong to a batch that this worker was dealt."
             )
-        self._writes.check_weights(stepped=self._held is None)
+        self._writes.check_weights()
         ticket, examples = self._held
         self._held = None
         weight = examples * self._weight_of_row()
