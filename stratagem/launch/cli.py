@@ -242,7 +242,8 @@ def _parser(chosen: str, found: Any) -> tuple[argparse.ArgumentParser, list[str]
     for name, (_, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, formatter_class=raw, allow_abbrev=False)
         if found is not None and name == chosen:
-            command.description, _, examples = inspect.getdoc(found).partition("\nexamples:")
+            text = inspect.getdoc(found) or ""
+            command.description, _, examples = text.partition("\nexamples:")
             command.epilog = f"examples:{examples}" if examples else None
             found.add_arguments(command)
             options = [each for action in command._actions for each in action.option_strings]

@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         elif kind is list:
             add(flag, action="append", metavar=metavar, help=text)
         else:
-            read = whole(int(name == "workers")) if kind is int else str
+            read: Any = whole(int(name == "workers")) if kind is int else str
             add(flag, type=read, metavar=metavar, help=text)
     add(
         "--dry-run",

@@ -23,7 +23,7 @@ from torch import Tensor
 from stratagem.cluster.failure import Member, error_of, headline, is_server_lost, server_lost
 from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaMissing, StratagemError
 from stratagem.rules.stats import Stats
-from stratagem.servers.task_heartbeat import TaskHeartbeat
+from stratagem.servers.peers import TaskHeartbeat
 from stratagem.training.agreement import Patience
 from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import TRY, Connection, Frame, connect_all
