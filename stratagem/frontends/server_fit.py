@@ -26,9 +26,8 @@ from stratagem.rules.stats import (
     portable_details,
 )
 from stratagem.servers.client import Assignment, EpochOver, FitOver
-from stratagem.servers.no_collective import in_group
 from stratagem.servers.session import Session
-from stratagem.servers.task_main import current_worker
+from stratagem.servers.task_main import current_worker, in_group
 from stratagem.servers.training_plan import Clip
 from stratagem.state.change_tracker import KeptState
 from stratagem.training.replica import Replica, alone, current_replica

@@ -1,7 +1,8 @@
 """The command `stratagem`; it answers --help without importing torch.
 
-A sub-command is a module with `add_arguments(parser)` and `main(args)`, imported only when it is
-the one asked for; its docstring is its help. With `APART` it runs in a process of its own.
+A sub-command is a module, or a class in one, with `add_arguments(parser)` and `main(args)`; it is
+imported when it is the one asked for, and its docstring is its help. With `APART` it runs in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from types import FrameType, ModuleType
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 from stratagem import __version__
 from stratagem.errors import StratagemError, UsageError
@@ -45,6 +48,42 @@ def whole(least: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} or more")
 
     return read
+
+
+def script_words(args: argparse.Namespace, example: str) -> tuple[str, ...]:
+    """A script, or -m and a module, with its arguments; `example`: how a command could begin."""
+    if getattr(args, "module", None) is not None:
+        if not args.module:
+            raise UsageError(
+                f"-m needs the name of a module; as in: stratagem {example} -m mypackage.train"
+            )
+        return ("-m", *args.module, *args.script)
+    words = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if not words:
+        raise UsageError(f"which script? As in: stratagem {example} train.py")
+    if words[0].startswith("-"):
+        name = example.partition(" ")[0]
+        raise UsageError(f"there is no option {words[0]} (see stratagem {name} --help)")
+    return tuple(words)
+
+
+def check_outputs(files: Mapping[str, str | None]) -> None:
+    """Refuse, before all the work, files by option that could not be written after it."""
+    named = {option: Path(file) for option, file in files.items() if file is not None}
+    for option, file in named.items():
+        if not file.absolute().parent.is_dir():
+            raise UsageError(f"--{option}: there is no folder {str(file.parent)!r}; make it.")
+        if file.is_dir():
+            raise UsageError(f"--{option}: {str(file)!r} is a folder; name a file.")
+        trial = file.with_name(f".{file.name}.{os.getpid()}.part")
+        try:
+            trial.touch()
+            trial.unlink()
+        except OSError as problem:
+            raise UsageError(f"{file}: it cannot be written ({problem.strerror}).") from None
+        twin = next(other for other in named if named[other].resolve() == file.resolve())
+        if twin != option:
+            raise UsageError(f"--{twin} and --{option} name the same file; give each its own.")
 
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
@@ -87,25 +126,38 @@ def _wait(child: int) -> int:
     return 128 - code if code < 0 else code
 
 
+#: where each sub-command is in this folder, and what it does
 COMMANDS = {
-    "run": ("stratagem.launch.run", "start a cluster on this machine"),
+    "run": ("run", "start a cluster on this machine"),
     "submit": (
-        "stratagem.launch.submit",
+        "submit",
         "send a job to Slurm, Kubernetes, Ray, or hosts over ssh",
     ),
-    "jobs": ("stratagem.launch.jobs", "list the jobs that were submitted"),
-    "logs": ("stratagem.launch.logs", "what the tasks of a submitted job print"),
-    "status": ("stratagem.launch.status", "how far a submitted job is, task by task"),
-    "cancel": ("stratagem.launch.cancel", "end a submitted job"),
-    "sweep": ("stratagem.launch.sweep", "train with other hyper-parameters, keep the best"),
-    "ensemble": ("stratagem.launch.ensemble_command", "join the models that a sweep has kept"),
-    "quantize": ("stratagem.launch.quantize_command", "make a trained model small, in 8 bits"),
-    "top": ("stratagem.launch.top", "show a run as it goes: who is slow, who is dead"),
-    "report": ("stratagem.launch.report_command", "write a run down as one HTML page"),
-    "check": ("stratagem.launch.check", "see whether every task can reach every other"),
-    "plan": ("stratagem.launch.plan", "predict which strategy pays on how many machines"),
+    "jobs": ("job_commands:JobsCommand", "list the jobs that were submitted"),
+    "logs": (
+        "job_commands:LogsCommand",
+        "what the tasks of a submitted job print",
+    ),
+    "status": (
+        "job_commands:StatusCommand",
+        "how far a submitted job is, task by task",
+    ),
+    "cancel": ("job_commands:CancelCommand", "end a submitted job"),
+    "sweep": ("sweep", "train with other hyper-parameters, keep the best"),
+    "ensemble": (
+        "model_commands:EnsembleCommand",
+        "join the models that a sweep has kept",
+    ),
+    "quantize": (
+        "model_commands:QuantizeCommand",
+        "make a trained model small, in 8 bits",
+    ),
+    "top": ("top", "show a run as it goes: who is slow, who is dead"),
+    "report": ("report_command", "write a run down as one HTML page"),
+    "check": ("check", "see whether every task can reach every other"),
+    "plan": ("plan", "predict which strategy pays on how many machines"),
     "simulate": (
-        "stratagem.launch.simulate_command",
+        "simulate_command",
         "run a training in virtual time, at any size",
     ),
 }
@@ -147,20 +199,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: Sequence[str], name: str, command: bool) -> int:
-    module = importlib.import_module(COMMANDS[name][0]) if name in COMMANDS else None
-    parser, options = _parser(name, module)
+    chosen = _imported(COMMANDS[name][0]) if name in COMMANDS else None
+    parser, options = _parser(name, chosen)
     try:
         args, unknown = parser.parse_known_args(words)
     except SystemExit as done:  # --help, --version
         return int(done.code or 0)
     if unknown:
         raise UsageError(_unknown(unknown[0], name, options))
-    if module is None:
+    if chosen is None:
         parser.print_help()
         return 2
-    if command and getattr(module, "APART", False):
-        return apart(lambda: int(module.main(args)))
-    return int(module.main(args))
+    if command and getattr(chosen, "APART", False):
+        return apart(lambda: int(chosen.main(args)))
+    return int(chosen.main(args))
+
+
+def _imported(where: str) -> Any:
+    """The sub-command of MODULE or MODULE:CLASS."""
+    module, _, name = where.partition(":")
+    found = importlib.import_module(f"stratagem.launch.{module}")
+    return getattr(found, name) if name else found
 
 
 def _unknown(word: str, name: str, options: Sequence[str]) -> str:
@@ -171,7 +230,7 @@ def _unknown(word: str, name: str, options: Sequence[str]) -> str:
     return f"there is no option {word}{meant} (see stratagem {name} --help)"
 
 
-def _parser(chosen: str, module: ModuleType | None) -> tuple[argparse.ArgumentParser, list[str]]:
+def _parser(chosen: str, found: Any) -> tuple[argparse.ArgumentParser, list[str]]:
     """All the sub-commands, and the options of the chosen one, which are also listed."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
@@ -182,9 +241,10 @@ def _parser(chosen: str, module: ModuleType | None) -> tuple[argparse.ArgumentPa
     options: list[str] = []
     for name, (_, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, formatter_class=raw, allow_abbrev=False)
-        if module is not None and name == chosen:
-            command.description, _, examples = (module.__doc__ or "").partition("\nexamples:")
+        if found is not None and name == chosen:
+            text = inspect.getdoc(found) or ""
+            command.description, _, examples = text.partition("\nexamples:")
             command.epilog = f"examples:{examples}" if examples else None
-            module.add_arguments(command)
+            found.add_arguments(command)
             options = [each for action in command._actions for each in action.option_strings]
     return parser, options

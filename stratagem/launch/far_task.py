@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from stratagem import __version__
@@ -53,11 +52,8 @@ def run(
 ) -> TaskEnd:
     """Run the task to its end; `attend` may put signals into the queue; `failed`: whether another
     task has failed, and this one is told to end because of it."""
-    with SignalQueue() as inbox, ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
-        guard = Guard(folder)
-        stack.callback(guard.close)
-        process = Process(task, words, environ, folder / "because")
+    with SignalQueue() as inbox, Guard() as guard, ExitStack() as stack:
+        process = Process(task, words, environ, guard.folder / "because")
         stack.callback(process.kill)
         guard.add(process)
         relay.add(process, 0)

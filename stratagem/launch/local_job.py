@@ -6,11 +6,10 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from stratagem.cluster.environment import cores
 from stratagem.cluster.generation_hub import GenerationHub
@@ -22,7 +21,7 @@ from stratagem.figures.recorder import Recorder
 from stratagem.figures.run_folder import LAUNCHER
 from stratagem.launch.output import Relay, Sink, wants_colour
 from stratagem.launch.processes import Guard, Process
-from stratagem.launch.supervise import SignalQueue, Supervisor, ending
+from stratagem.launch.supervise import SignalQueue, Supervisor, ending, last_word
 from stratagem.tracebacks import VARIABLE as TRACEBACK_VARIABLE
 
 
@@ -70,14 +69,11 @@ def launch(
         Sink(s, colour=colour and wants_colour(s, os.environ)) for s in (sys.stdout, sys.stderr)
     )
     relay = Relay(out, err)
-    with SignalQueue() as inbox, ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
-        guard = Guard(folder)
-        stack.callback(guard.close)
+    with SignalQueue() as inbox, Guard() as guard, ExitStack() as stack:
         environ = os.environ | ({TRACEBACK_VARIABLE: "1"} if tracebacks else {})
         environ |= {RECORD_VARIABLE: str(record)} if record else {}
         events = _Events(environ.get(RECORD_VARIABLE))
-        starter = _Starter(job, environ, guard, relay, stack, folder, task_restarts, events)
+        starter = _Starter(job, environ, guard, relay, stack, task_restarts, events)
         processes = [starter.start(task) for task in starter.environments]
         relay.start()
         supervisor = Supervisor(
@@ -86,8 +82,11 @@ def launch(
         supervisor.goes_on, supervisor.comes_too_late = starter.goes_on, starter.comes_too_late
         supervisor.run()
         _finish(relay, inbox, hurry=supervisor.stopped is not None)
-    if supervisor.first is not None:
-        err.write(_verdict(supervisor.first, relay.tail(supervisor.first)).encode())
+    if (first := supervisor.first) is not None:
+        assert first.code is not None
+        lived = first.ended - first.started
+        how = f"{ending(first.code)} (pid {first.pid}) after {lived:.1f} s"
+        err.write(f"{last_word(first.task, how, relay.tail(first))}\n".encode())
     return supervisor.code, supervisor.stopped is not None
 
 
@@ -123,12 +122,11 @@ class _Starter:
         guard: Guard,
         relay: Relay,
         stack: ExitStack,
-        folder: Path,
         restarts: int,
         events: _Events,
     ) -> None:
         self._job, self._guard, self._relay, self._stack = job, guard, relay, stack
-        self._folder, self._restarts, self._events = folder, restarts, events
+        self._restarts, self._events = restarts, events
         self.environments = dict(job.environments(base))
         self._started: list[Process] = []
         self._again: set[Process] = set()
@@ -148,7 +146,7 @@ class _Starter:
 
     def start(self, task: Task) -> Process:
         number = list(self.environments).index(task)
-        blame = self._folder / str(number)
+        blame = self._guard.folder / str(number)
         process = Process(task, self._job.command, self.environments[task], blame)
         self._stack.callback(process.kill)
         self._guard.add(process)
@@ -192,13 +190,3 @@ def _finish(relay: Relay, inbox: SignalQueue, *, hurry: bool) -> None:
         waited += 0.1
         if hurry and waited > 1:
             return
-
-
-def _verdict(first: Process, tail: Sequence[str]) -> str:
-    """The last word: who failed first, how and when, and what it said."""
-    assert first.code is not None
-    lived = first.ended - first.started
-    what = f"{first.task} failed first: {ending(first.code)} (pid {first.pid}) after {lived:.1f} s"
-    if not tail:
-        return f"{what}; it wrote nothing to stderr.\n"
-    return "\n".join([f"{what}; its last lines:", *(f"    {line}" for line in tail), ""])

@@ -1,4 +1,8 @@
-"""`sg.sweep`: a sweep of a function, from a notebook or a script of one's own."""
+"""`sg.sweep`: a sweep of a function, from a notebook or a script of one's own.
+
+python -m stratagem.launch.notebook_sweep FILE --lr 0.1 --units 64 is one trial. FILE has, in a line
+of JSON, where the process that began the sweep looks for modules, and the function behind it.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,52 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from stratagem.cluster.environment import detect
 from stratagem.errors import UsageError
-from stratagem.launch.search_space import read_axis
+from stratagem.figures.trial_record import record_epoch
 from stratagem.launch.submit import as_name, settings_of
-from stratagem.launch.sweep_folder import SweepFolder
-from stratagem.launch.sweep_settings import SAMPLERS, SweepSettings, count_trials, read_metric
-from stratagem.launch.trial_function import value_of
-from stratagem.launch.trial_jobs import trial_places
+from stratagem.launch.sweep_folder import (
+    SAMPLERS,
+    SweepFolder,
+    SweepSettings,
+    count_trials,
+    read_axis,
+    read_metric,
+)
+from stratagem.launch.trial_places import trial_places
+
+
+def value_of(text: str) -> Any:
+    """A number if it is one; else the text."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, int | float) else text
+
+
+def arguments(words: Sequence[str]) -> dict[str, Any]:
+    """The flags as keyword arguments."""
+    pairs: list[tuple[str, str]] = []
+    left = list(words)
+    while left:
+        flag, equals, value = left.pop(0).partition("=")
+        pairs.append((flag, value if equals else left.pop(0)))
+    return {flag.removeprefix("--"): value_of(value) for flag, value in pairs}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Call the function; numbers that its first task returns in a dict count as a last epoch."""
+    import cloudpickle
+
+    folders, _, function = Path(argv[0]).read_bytes().partition(b"\n")
+    sys.path += [each for each in json.loads(folders) if each not in sys.path]
+    train = cloudpickle.loads(function)
+    result = train(**arguments(argv[1:]))
+    place = detect(os.environ)
+    if isinstance(result, dict) and (place is None or place.is_chief):
+        record_epoch(0, result)
+
 
 Space = Mapping[str, str | Sequence[Any]]
 
@@ -105,7 +148,7 @@ def sweep(
     name, larger = read_metric(metric)
     function = folder.path.absolute() / f"{getattr(train, '__name__', 'train')}.function"
     settings = SweepSettings(
-        command=(sys.executable, "-m", "stratagem.launch.trial_function", str(function)),
+        command=(sys.executable, "-m", "stratagem.launch.notebook_sweep", str(function)),
         words=_words(train, space),
         metric=name,
         larger=larger,
@@ -208,3 +251,7 @@ def _word(name: str, value: Any) -> str:
 def _spans_decades(values: Sequence[Any]) -> bool:
     numbers = [value for value in values if isinstance(value, float) and value > 0]
     return len(numbers) == len(values) and max(numbers) > 100 * min(numbers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import whole
+from stratagem.launch.cli import check_outputs, script_words, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.choose import Plan
@@ -92,10 +92,16 @@ def main(args: argparse.Namespace) -> int:
     """Print a plan; 0 unless something was wrong with what was asked."""
     if args.earlier and (args.script or args.validate or args.batch):
         raise UsageError("--from takes what was measured before: no script, --batch or --validate.")
-    words = [] if args.earlier else _script(args.script)
+    words = () if args.earlier else script_words(args, "plan --link 10Gbit")
+    if words and not Path(words[0]).is_file():
+        raise UsageError(f"there is no script {words[0]!r} in {os.getcwd()}")
     _check_network(args)
     outputs = {"json": args.json, "html": args.html, "png": args.png}
-    _check_outputs(outputs)
+    check_outputs(outputs)
+    if args.png is not None:
+        from stratagem.plan.page import library
+
+        library()
     if args.earlier:
         return _plan(args, outputs, None)
     from stratagem.launch.script import beside
@@ -118,7 +124,7 @@ def _plan(args: argparse.Namespace, outputs: Mapping[str, str | None], trial: Dr
     _write(plan, outputs)
     if not args.validate or trial is None:
         return 0
-    from stratagem.launch.validate import compare
+    from stratagem.launch.script import compare
 
     return compare(plan, trial, _say)
 
@@ -148,17 +154,6 @@ def _text(file: str, option: str) -> str:
         raise UsageError(f"{option} {file}: it is not text.") from None
 
 
-def _script(words: Sequence[str]) -> list[str]:
-    words = list(words[1:] if words[:1] == ["--"] else words)
-    if not words:
-        raise UsageError("which script? As in: stratagem plan --link 10Gbit train.py")
-    if words[0].startswith("-"):
-        raise UsageError(f"there is no option {words[0]} (see stratagem plan --help)")
-    if not Path(words[0]).is_file():
-        raise UsageError(f"there is no script {words[0]!r} in {os.getcwd()}")
-    return words
-
-
 def _check_network(args: argparse.Namespace) -> None:
     """Before anything is run that takes long."""
     from stratagem.plan.hardware import rate, seconds, size
@@ -173,43 +168,13 @@ def _check_network(args: argparse.Namespace) -> None:
     seconds(args.latency or _LATENCY, "--latency")
 
 
-def _check_outputs(outputs: Mapping[str, str | None]) -> None:
-    for option, file in outputs.items():
-        if file is not None and not Path(file).absolute().parent.is_dir():
-            raise UsageError(f"--{option}: there is no folder {str(Path(file).parent)!r}; make it.")
-        if file is not None and Path(file).is_dir():
-            raise UsageError(f"--{option}: {file!r} is a folder; name a file.")
-        if file is not None:
-            _try_out(file)
-    named = {option: Path(file).resolve() for option, file in outputs.items() if file is not None}
-    for option, place in named.items():
-        twin = next(other for other in named if named[other] == place)
-        if twin != option:
-            raise UsageError(f"--{twin} and --{option} name the same file; give each its own.")
-    if outputs["png"] is not None:
-        from stratagem.plan.page import library
-
-        library()
-
-
-def _try_out(file: str) -> None:
-    from stratagem.plan.report import try_out
-
-    try:
-        try_out(file)
-    except OSError as problem:
-        raise UsageError(f"{file}: it cannot be written ({problem.strerror}).") from None
-
-
 def _dry_run(words: Sequence[str], validate: bool) -> DryRun:
     """Run the script, as `python script args` would, up to where it would train."""
-    from stratagem.launch.script import run_to_fit
+    from stratagem.launch.script import run_to_fit, trainer
 
     _say(f"running {words[0]} up to its first fit, or step")
     trial = run_to_fit(words)
     if validate:  # what cannot be done is said before anything is measured
-        from stratagem.launch.validate import trainer
-
         trainer(trial)
     return trial
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import mkdtemp
+from typing import Self
 
 from stratagem.cluster.exit_cause import VARIABLE
 from stratagem.cluster.spec import Task
@@ -118,12 +121,13 @@ def _adopt(group: int) -> None:
 class Guard:
     """A process that sees the launcher die, however it dies, and then kills the tasks' groups.
 
-    The launcher's folder goes with them.
+    The launcher's folder, for whatever it needs while tasks run, goes with them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
+        self.folder = Path(mkdtemp(prefix=f"stratagem-{os.getpid()}-"))
         self._popen = subprocess.Popen(
-            [*_TETHER, "guard", str(folder)],
+            [*_TETHER, "guard", str(self.folder)],
             bufsize=0,
             start_new_session=True,
             stdin=subprocess.PIPE,
@@ -142,6 +146,13 @@ class Guard:
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         self._popen.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)  # unless the guard has done so
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _tell(self, line: str) -> None:
         assert self._popen.stdin is not None

@@ -2,6 +2,9 @@
 
 Ray places a process for each worker and watches it; the processes find each other by TF_CONFIG, as
 those of a submitted job do, and tensors never pass through Ray.
+
+python -m stratagem.launch.ray_cluster FOLDER runs such a process: FOLDER/call is what it calls, and
+FOLDER/result the answer, as JSON.
 """
 
 from __future__ import annotations
@@ -9,13 +12,35 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from stratagem.errors import ReplicaFailed, UsageError
 from stratagem.launch.engines.ray_driver import RayDriver
-from stratagem.launch.job_request import JobRequest
-from stratagem.launch.supervise import culprit
-from stratagem.launch.verdict import verdict
+from stratagem.launch.job_folder import JobRequest
+from stratagem.launch.supervise import culprit, verdict
+
+
+def as_json(value: Any) -> str:
+    """What a function has returned, as text; raises for what Ray is not to carry."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"the function returned a {type(value).__name__}, and only numbers, text, lists and "
+            "dicts of them come back from other machines: save the model to a folder that all "
+            "machines share, and return its name."
+        ) from None
+
+
+def main(argv: list[str]) -> None:
+    """Call the function."""
+    import cloudpickle
+
+    folder = Path(argv[0])
+    function, args, kwargs = cloudpickle.loads((folder / "call").read_bytes())
+    (folder / "result").write_text(as_json(function(*args, **kwargs)))
+
 
 _LARGEST = 1 << 20  # bytes of a function with what it holds
 
@@ -54,7 +79,7 @@ class RayCluster:
             )
         request = JobRequest(
             "notebook",
-            ("-m", "stratagem.launch.far_call"),
+            ("-m", "stratagem.launch.ray_cluster"),
             ".",
             "python",
             workers=self.workers,
@@ -93,3 +118,7 @@ def _show(what: str, told: str, when: str | None = None) -> None:
     role, _, index = what.partition("-")
     if index:
         print(f"[{role} {index}] {told}", file=sys.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -33,7 +33,7 @@ from pathlib import Path
 from stratagem.cluster.parsing import MAX_PORT
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import ClusterError, UsageError
-from stratagem.launch.cli import below, whole
+from stratagem.launch.cli import below, script_words, whole
 from stratagem.launch.local_job import Job, launch
 from stratagem.tracebacks import VARIABLE as TRACEBACK_VARIABLE
 from stratagem.training.termination import EXIT_CODE
@@ -101,28 +101,13 @@ def memory_limit(text: str) -> str:
 _HOST = "127.0.0.1"
 
 
-def command(script: Sequence[str], module: Sequence[str] | None) -> tuple[str, ...]:
-    """The command line of a script or module, which must be there."""
-    if module is not None:
-        return sys.executable, "-m", *_checked([*module, *script])
-    words = list(script[1:] if script[:1] == ["--"] else script)
-    if not words:
-        raise UsageError("which script? As in: stratagem run --replicas 2 train.py")
-    if words[0].startswith("-"):
-        raise UsageError(f"there is no option {words[0]} (see stratagem run --help)")
-    if not Path(words[0]).exists():
+def command(words: Sequence[str]) -> tuple[str, ...]:
+    """The command line of a script, or of -m and a module, which must be there."""
+    if words[0] == "-m" and not _importable(words[1].partition(".")[0]):
+        raise UsageError(f"there is no module {words[1]!r}, neither in {os.getcwd()} nor installed")
+    if words[0] != "-m" and not Path(words[0]).exists():
         raise UsageError(f"there is no script {words[0]!r} in {os.getcwd()}")
     return sys.executable, *words
-
-
-def _checked(module: list[str]) -> list[str]:
-    if not module:
-        raise UsageError("-m needs the name of a module; as in: stratagem run -m mypackage.train")
-    if not _importable(module[0].partition(".")[0]):
-        raise UsageError(
-            f"there is no module {module[0]!r}, neither in {os.getcwd()} nor installed"
-        )
-    return module
 
 
 def _importable(package: str) -> bool:
@@ -289,7 +274,7 @@ def plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
             "give --replicas (workers of one device each) or --workers (they divide the devices), "
             "not both"
         )
-    words = command(args.script, args.module)
+    words = command(script_words(args, "run --replicas 2"))
     workers = args.replicas or args.workers or 1
     roles = {"worker": workers, "ps": args.ps, "evaluator": int(args.evaluator)}
     spec = ClusterSpec(addresses(roles, args.port))

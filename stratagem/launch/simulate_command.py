@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UsageError
-from stratagem.launch import simulate_records, simulate_stages
-from stratagem.launch.cli import below, whole
+from stratagem.launch import simulate_options
+from stratagem.launch.cli import below, check_outputs, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.simulation.scenario import Fault, Overhead, Scenario, SimulatedRun
@@ -41,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_work(parser)
     _add_network(parser)
     _add_rules(parser)
-    simulate_records.add_arguments(parser)
-    simulate_stages.add_arguments(parser)
+    simulate_options.add_arguments(parser)
     add = parser.add_argument
     add("--patience", default="60s", metavar="TIME", help="with a silent worker (60s)")
     add("--seed", type=whole(0), default=0, metavar="S", help="of everything that is chance (0)")
@@ -143,7 +141,7 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Simulate and print; 1 if the training could not go on."""
-    _check_outputs(args.json, args.trace)
+    check_outputs({"json": args.json, "trace": args.trace})
     if args.stages is not None:
         return _stages(args)
     from stratagem.plan.simulate import simulate
@@ -163,8 +161,8 @@ def _stages(args: argparse.Namespace) -> int:
     from stratagem.plan.hardware import seconds
 
     compute = _spread(args.spread, seconds(args.compute, "--compute"), args.stragglers)
-    scenario = simulate_stages.read_stages(args, compute, dict(_slow(text) for text in args.slow))
-    told = simulate_stages.run_stages(scenario)
+    scenario = simulate_options.read_stages(args, compute, dict(_slow(text) for text in args.slow))
+    told = simulate_options.run_stages(scenario)
     _write(args.json, {"seed": args.seed, **told})
     _write(args.trace, {"seed": args.seed, "events": told["first_batch"]})
     return 0
@@ -204,8 +202,8 @@ def read(args: argparse.Namespace) -> Scenario:
         seed=args.seed,
         overhead=_overhead(args.overhead),
         elastic=elastic if args.elastic or standby is not None else None,
-        wire=simulate_records.read_wire(args.wire),
-        sync=simulate_records.read_sync(args.sync),
+        wire=simulate_options.read_wire(args.wire),
+        sync=simulate_options.read_sync(args.sync),
     )
 
 
@@ -377,17 +375,6 @@ def _fault(fault: Fault) -> str:
     who = "server" if hasattr(fault, "server") else "worker"
     kind = "death" if who == "server" else type(fault).__name__.lower()
     return f"{kind} of {who} {getattr(fault, who)} at {fault.at:.3g} s"
-
-
-def _check_outputs(json_file: str | None, trace_file: str | None) -> None:
-    """Refuse before all the work what could not be written after it."""
-    files = [Path(file) for file in (json_file, trace_file) if file is not None]
-    for file in files:
-        place = file if file.exists() else file.parent
-        if file.is_dir() or not file.parent.is_dir() or not os.access(place, os.W_OK):
-            raise UsageError(f"{file}: it cannot be written.")
-    if len({file.resolve() for file in files}) < len(files):
-        raise UsageError("--json and --trace name the same file; give each its own.")
 
 
 def _write(file: str | None, told: dict[str, Any]) -> None:

@@ -30,43 +30,42 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import whole
+from stratagem.launch.cli import script_words, whole
 from stratagem.launch.engines.engine import ENGINES, engine
-from stratagem.launch.job_folder import JobFolder
-from stratagem.launch.job_request import JobRequest
-from stratagem.launch.logs import follow
+from stratagem.launch.job_commands import follow
+from stratagem.launch.job_folder import JobFolder, JobRequest
 
 FILE = "stratagem.toml"
 _UNITS = {"m": 1, "h": 60, "d": 24 * 60}
 _TIME = re.compile(r"(\d+)([mhd])")
-#: options that a settings file may hold, and their kinds
-_KNOWN: dict[str, type | tuple[type, ...]] = {
-    "on": str,
-    "workers": int,
-    "ps": int,
-    "evaluator": bool,
-    "gpus_per_worker": int,
-    "time": str,
-    "name": str,
-    "python": str,
-    "folder": str,
-    "hosts": (list, str),
-    "ssh": str,
-    "sbatch": (list, str),
-    "env": list,
-    "image": str,
-    "namespace": str,
-    "context": str,
-    "ray_address": str,
-    "kind": str,
-    "volume": str,
-    "restarts": int,
-    "project": str,
-    "region": str,
-    "machine_type": str,
-    "accelerator": str,
-    "bucket": str,
-    "vertex_endpoint": str,
+#: options, which a settings file may hold, too: their kinds there, and what --help says
+_OPTIONS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
+    "on": (str, "ENGINE", f"where to: {', '.join(ENGINES)}"),
+    "workers": (int, "W", "W workers (1)"),
+    "ps": (int, "P", "P parameter servers besides (0)"),
+    "evaluator": (bool, "", "an evaluator besides"),
+    "gpus_per_worker": (int, "G", "G GPUs for each worker (0)"),
+    "time": (str, "T", "how long it may take: 30m, 2h, 1d (slurm)"),
+    "name": (str, "N", "the job's name (that of the script)"),
+    "python": (str, "PATH", "the interpreter there (this one)"),
+    "folder": (str, "DIR", "where the tasks run (this folder)"),
+    "env": (list, "NAME", "a variable that tasks get as it is here"),
+    "hosts": ((list, str), "LIST", "hosts, with commas between, or a file of them (ssh)"),
+    "ssh": (str, "COMMAND", "the ssh to use, with options: 'ssh -p 2222' (ssh)"),
+    "sbatch": ((list, str), "OPTIONS", "more options for sbatch: '--partition=gpu' (slurm)"),
+    "image": (str, "IMAGE", "what tasks run, with script and package (kubernetes, vertex)"),
+    "namespace": (str, "NAME", "where they run (kubernetes)"),
+    "context": (str, "NAME", "on which cluster of kubectl's (kubernetes)"),
+    "ray_address": (str, "URL", "of the cluster: http://head:8265 (ray)"),
+    "kind": (str, "KIND", "job, jobset or trainjob (kubernetes)"),
+    "volume": (str, "CLAIM=/PATH", "a claim that all pods mount (kubernetes)"),
+    "restarts": (int, "N", "begin again when a node is lost (ray, kubernetes)"),
+    "project": (str, "ID", "who pays (vertex)"),
+    "region": (str, "NAME", "where: us-central1 (vertex)"),
+    "machine_type": (str, "TYPE", "of each task: n1-standard-4 (vertex)"),
+    "accelerator": (str, "TYPE", "of workers: NVIDIA_TESLA_T4 (vertex)"),
+    "bucket": (str, "URL", "where tasks meet: gs://my-bucket/jobs (vertex)"),
+    "vertex_endpoint": (str, "HOST", "another than the region's (vertex)"),
 }
 
 _ENGINES_OWN = (
@@ -82,41 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "%(prog)s --on ENGINE [options] train.py [args...]\n"
         "       %(prog)s --on ENGINE [options] -m module [args...]"
     )
-    add("--on", metavar="ENGINE", help=f"where to: {', '.join(ENGINES)}")
-    add("--workers", type=whole(1), metavar="W", help="W workers (1)")
-    add("--ps", type=whole(0), metavar="P", help="P parameter servers besides (0)")
-    add("--evaluator", action="store_true", default=None, help="an evaluator besides")
-    add("--gpus-per-worker", type=whole(0), metavar="G", help="G GPUs for each worker (0)")
-    add("--time", metavar="T", help="how long it may take: 30m, 2h, 1d (slurm)")
-    add("--name", metavar="N", help="the job's name (that of the script)")
-    add("--python", metavar="PATH", help="the interpreter there (this one)")
-    add("--folder", metavar="DIR", help="where the tasks run (this folder)")
-    add("--env", action="append", metavar="NAME", help="a variable that tasks get as it is here")
-    add("--hosts", metavar="LIST", help="hosts, with commas between, or a file of them (ssh)")
-    add("--ssh", metavar="COMMAND", help="the ssh to use, with options: 'ssh -p 2222' (ssh)")
-    add("--sbatch", metavar="OPTIONS", help="more options for sbatch: '--partition=gpu' (slurm)")
-    add(
-        "--image",
-        metavar="IMAGE",
-        help="what tasks run, with script and package (kubernetes, vertex)",
-    )
-    add("--namespace", metavar="NAME", help="where they run (kubernetes)")
-    add("--context", metavar="NAME", help="on which cluster of kubectl's (kubernetes)")
-    add("--ray-address", metavar="URL", help="of the cluster: http://head:8265 (ray)")
-    add("--kind", metavar="KIND", help="job, jobset or trainjob (kubernetes)")
-    add("--volume", metavar="CLAIM=/PATH", help="a claim that all pods mount (kubernetes)")
-    add(
-        "--restarts",
-        type=whole(0),
-        metavar="N",
-        help="begin again when a node is lost (ray, kubernetes)",
-    )
-    add("--project", metavar="ID", help="who pays (vertex)")
-    add("--region", metavar="NAME", help="where: us-central1 (vertex)")
-    add("--machine-type", metavar="TYPE", help="of each task: n1-standard-4 (vertex)")
-    add("--accelerator", metavar="TYPE", help="of workers: NVIDIA_TESLA_T4 (vertex)")
-    add("--bucket", metavar="URL", help="where tasks meet: gs://my-bucket/jobs (vertex)")
-    add("--vertex-endpoint", metavar="HOST", help="another than the region's (vertex)")
+    for name, (kind, metavar, text) in _OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        if kind is bool:
+            add(flag, action="store_true", default=None, help=text)
+        elif kind is list:
+            add(flag, action="append", metavar=metavar, help=text)
+        else:
+            read: Any = whole(int(name == "workers")) if kind is int else str
+            add(flag, type=read, metavar=metavar, help=text)
     add(
         "--dry-run",
         action="store_true",
@@ -135,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
     if name is None:
         raise UsageError(f"where to? As in: --on {' or --on '.join(ENGINES)}")
     chosen = engine(name)
-    request = chosen.prepare(make_request(_words(args), settings))
+    request = chosen.prepare(make_request(script_words(args, "submit --on slurm"), settings))
     job = JobFolder.create(request.name)
     try:
         if args.dry_run:
@@ -179,15 +152,16 @@ def settings_of(folder: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"{file}: [submit] is a table")
     for key, value in found.items():
-        if key not in _KNOWN:
-            raise UsageError(f"{file}: there is no setting {key!r} ({', '.join(_KNOWN)})")
-        if not isinstance(value, _KNOWN[key]) or isinstance(value, bool) != (key == "evaluator"):
+        if key not in _OPTIONS:
+            raise UsageError(f"{file}: there is no setting {key!r} ({', '.join(_OPTIONS)})")
+        kind = _OPTIONS[key][0]
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
             raise UsageError(f"{file}: {key} = {value!r} is of the wrong kind")
     return found
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    found = {key: getattr(args, key) for key in _KNOWN}
+    found = {key: getattr(args, key) for key in _OPTIONS}
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -221,19 +195,6 @@ def make_request(words: tuple[str, ...], settings: dict[str, Any]) -> JobRequest
             **{key: settings[key] for key in _ENGINES_OWN if key in settings},
         },
     )
-
-
-def _words(args: argparse.Namespace) -> tuple[str, ...]:
-    if args.module is not None:
-        if not args.module:
-            raise UsageError("-m needs the name of a module")
-        return ("-m", *args.module, *args.script)
-    words = args.script[1:] if args.script[:1] == ["--"] else args.script
-    if not words:
-        raise UsageError("which script? As in: stratagem submit --on slurm --workers 2 train.py")
-    if words[0].startswith("-"):
-        raise UsageError(f"there is no option {words[0]} (see stratagem submit --help)")
-    return tuple(words)
 
 
 def as_name(script: str) -> str:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from stratagem.cluster.spec import Task
+from stratagem.launch.job_folder import JobFolder, TaskEnd
 from stratagem.launch.output import Relay
 from stratagem.launch.processes import Guard, Process
 from stratagem.training.termination import EXIT_CODE
@@ -311,3 +312,41 @@ def _names(processes: Sequence[Process]) -> str:
     if len(processes) > 8:
         return f"{len(processes)} tasks"
     return ", ".join(str(process.task) for process in processes)
+
+
+TOLD_TO_END = 128 + signal.SIGTERM
+_UNKNOWN = "no task has said why"
+
+
+def write_end(job: JobFolder, code: int) -> int:
+    """Write down how the job ended, by what its tasks have written; its exit code.
+
+    `code` is what their starter says, which a task that ended itself knows better.
+    """
+    ends = job.ends()
+    first = culprit([end for end in ends if end.code and not end.stopped])
+    if first is None:
+        told = [end.code for end in ends if end.stopped]
+        if EXIT_CODE in told:
+            code = EXIT_CODE
+        elif told:
+            code = max(told) or TOLD_TO_END
+        text = {EXIT_CODE: "saved", 0: ""}.get(code, "told to end" if told else _UNKNOWN)
+        job.ended(code, text)
+        return code
+    job.ended(first.code, verdict(first))
+    return first.code
+
+
+def verdict(first: TaskEnd) -> str:
+    """Who failed, how, and its last lines."""
+    killed = first.code - 128 in signal.valid_signals()
+    return last_word(first.task, ending(128 - first.code if killed else first.code), first.tail)
+
+
+def last_word(task: Task, how: str, tail: Sequence[str]) -> str:
+    """Who failed first, how, and what it said."""
+    if not tail:
+        return f"{task} failed first: {how}; it wrote nothing to stderr."
+    lines = (f"    {line}" for line in tail)
+    return "\n".join([f"{task} failed first: {how}; its last lines:", *lines])

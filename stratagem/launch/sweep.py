@@ -29,15 +29,15 @@ from stratagem.errors import UsageError
 from stratagem.launch.cli import whole
 from stratagem.launch.run import command
 from stratagem.launch.submit import settings_of
-from stratagem.launch.sweep_folder import SweepFolder
-from stratagem.launch.sweep_settings import (
+from stratagem.launch.sweep_folder import (
     SAMPLERS,
+    SweepFolder,
     SweepSettings,
     check_flags,
     count_trials,
     read_metric,
 )
-from stratagem.launch.trial_jobs import trial_places
+from stratagem.launch.trial_places import trial_places
 
 
 def _slots(text: str) -> int | None:
@@ -218,7 +218,7 @@ def _no_fewer(asked: SweepSettings, begun: SweepSettings) -> SweepSettings:
 def _new(args: argparse.Namespace, words: Sequence[str]) -> SweepSettings:
     if not words:
         _out(argparse.Namespace(out=None), ())
-    head = command([], words[:1]) if args.module else command(words[:1], None)
+    head = command(["-m", words[0]] if args.module else words[:1])
     metric, larger = read_metric(args.metric)
     made = SweepSettings(
         command=head,

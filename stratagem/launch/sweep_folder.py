@@ -1,4 +1,9 @@
-"""The folder of a sweep.
+"""A sweep: what it tries, its settings, and its folder.
+
+--lr 1e-4..1e-1:log    numbers between the two, evenly on a logarithmic scale
+--depth 2..6           whole numbers, both ends included
+--units 64,128         one of these, handed on as it is written
+--epochs 5             every trial gets it as it is
 
 sweep.json               what was asked for
 journal                  Optuna's, one line per event; its dashboard reads it
@@ -12,16 +17,235 @@ trial-003/model.*        the trained model, for as long as it is among the best
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from stratagem.errors import UsageError
 from stratagem.figures.trial_record import MODEL
-from stratagem.launch.sweep_settings import SweepSettings
+
+_NUMBER = r"[+-]?(?:\d+\.\d+|\.\d+|\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(\w*))?", re.ASCII)
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class NumberRange:
+    """Numbers from `low` to `high`; whole ones where both are."""
+
+    flag: str
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One of several values."""
+
+    flag: str
+    values: tuple[str, ...]
+
+
+Axis = NumberRange | Choices
+
+
+def name_of(flag: str) -> str:
+    """A flag without its dashes: the parameter's name in the journal."""
+    return flag.lstrip("-")
+
+
+def read(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
+    """Tell the ranges and lists among a script's arguments from what stays as it is."""
+    axes: list[Axis] = []
+    fixed: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--":  # what follows is the script's, whatever it looks like
+            fixed += left
+            break
+        if not word.startswith("--"):
+            fixed.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        separate = not equals and bool(left) and _is_value(left[0])
+        value = left.pop(0) if separate else value
+        axis = read_axis(flag, value)
+        if axis is not None:
+            axes.append(axis)
+        else:
+            fixed += [flag, value] if separate else [word]
+    _check_once(axes, fixed)
+    return axes, fixed
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-") or re.match(_NUMBER, word) is not None
+
+
+def _check_once(axes: Sequence[Axis], fixed: Sequence[str]) -> None:
+    flags = [axis.flag for axis in axes]
+    others = [word.partition("=")[0] for word in fixed]
+    for number, flag in enumerate(flags):
+        if flag in flags[:number] or flag in others:
+            raise UsageError(f"{flag} is given twice; give it once")
+
+
+def read_axis(flag: str, value: str) -> Axis | None:
+    """The range or list that a value describes; None for a plain value."""
+    if found := _RANGE.fullmatch(value):
+        return _range(flag, value, *found.groups())
+    if ".." in value and "/" not in value and value.strip("."):
+        raise UsageError(
+            f"{flag} {value} is not a range; write 2..6, 1e-4..1e-1:log or a list: 64,128"
+        )
+    if "," in value:
+        values = tuple(part.strip() for part in value.split(","))
+        if not all(values) or len(set(values)) < len(values):
+            raise UsageError(f"{flag} {value} has an empty or a repeated value; write 64,128")
+        return Choices(flag, values)
+    return None
+
+
+def _range(flag: str, text: str, low: str, high: str, scale: str | None) -> NumberRange:
+    if scale not in (None, "log"):
+        raise UsageError(f"{flag} {text} ends in :{scale}; there is :log, and nothing else")
+    first, last, log = float(low), float(high), scale == "log"
+    if not first < last or last == float("inf"):
+        raise UsageError(f"{flag} {text} goes from {low} to {high}; the first must be smaller")
+    if log and first <= 0:
+        raise UsageError(f"{flag} {text} begins at {low}, which has no logarithm; begin above 0")
+    whole = all(_WHOLE.fullmatch(each) for each in (low, high))
+    return NumberRange(flag, first, last, log, whole)
+
+
+def grid(axes: Sequence[Axis]) -> list[dict[str, str | int]]:
+    """Every combination, the last flag changing first."""
+    values = [list(_all_of(axis)) for axis in axes]
+    names = [name_of(axis.flag) for axis in axes]
+    return [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
+
+
+def _all_of(axis: Axis) -> Iterator[str | int]:
+    if isinstance(axis, Choices):
+        yield from axis.values
+    elif axis.whole and not axis.log:
+        yield from range(int(axis.low), int(axis.high) + 1)
+    else:
+        raise UsageError(
+            f"{axis.flag} has no end of values, and a grid tries each; give it a list: "
+            f"{axis.flag} {axis.low:g},{axis.high:g}"
+        )
+
+
+SAMPLERS = ("random", "grid", "tpe")
+#: words that show how a script may read its flags
+_READS_FLAGS = re.compile(r"argv|pars|click|fire|typer|absl|hydra|tyro|docopt", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """Everything that decides which trials there are, and which are kept."""
+
+    #: the interpreter and the script, or the interpreter, -m and the module
+    command: tuple[str, ...]
+    #: the script's arguments, ranges among them
+    words: tuple[str, ...]
+    metric: str
+    larger: bool
+    trials: int
+    keep: int
+    replicas: int
+    sampler: str
+    seed: int
+    prune: bool
+    #: where the script runs
+    where: str
+    #: options of `stratagem submit`, where trials are jobs
+    submit: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def space(self) -> tuple[list[Axis], list[str]]:
+        """What is tried, and the arguments that stay as they are."""
+        return read(self.words)
+
+    @property
+    def script(self) -> str:
+        """What is trained by, as messages name it."""
+        if len(self.command) > 3:  # a function, in a file of its name
+            return Path(self.command[-1]).stem
+        return Path(self.command[1]).name if self.command[1] != "-m" else self.command[2]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, path: Path) -> SweepSettings:
+        """What `to_json` wrote."""
+        try:
+            found: dict[str, Any] = json.loads(text)
+            made = cls(**found)
+        except (ValueError, TypeError) as problem:
+            raise UsageError(f"{path} is not what a sweep writes: {problem}") from None
+        return replace(made, command=tuple(made.command), words=tuple(made.words))
+
+    def check_same(self, begun: SweepSettings) -> None:
+        """Only the number of trials may change when a sweep goes on."""
+        for name, mine in asdict(self).items():
+            there = asdict(begun)[name]
+            if name != "trials" and mine != there:
+                raise UsageError(
+                    f"the sweep was begun with {name} {_shown(there)}, not {_shown(mine)}; only "
+                    "--trials and --slots may change: leave the others out, or choose another --out"
+                )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, tuple | list) else str(value)
+
+
+def read_metric(text: str | None) -> tuple[str, bool]:
+    """The name, and whether it is better the larger it is."""
+    name, colon, way = (text or "").partition(":")
+    if not name:
+        raise UsageError("which metric decides? As in: --metric val_accuracy:max")
+    if not colon and name.endswith(("loss", "error")):
+        return name, False
+    if way not in ("max", "min"):
+        raise UsageError(f"say which way is better: --metric {name}:max, or {name}:min")
+    return name, way == "max"
+
+
+def count_trials(axes: Sequence[Axis], sampler: str, asked: int | None) -> int:
+    """How many trials there will be: no more than a grid has."""
+    if sampler != "grid":
+        return asked or 10
+    return min(asked or len(grid(axes)), len(grid(axes)))
+
+
+def check_flags(script: Path, axes: Sequence[Axis]) -> None:
+    """Refuse a range of which the script's text shows that nobody reads it."""
+    if not script.is_file():
+        return
+    text = script.read_text(errors="replace")
+    for axis in axes:
+        words = "[-_]".join(map(re.escape, re.split("[-_]", axis.flag.lstrip("-"))))
+        if re.search(rf"(?<![A-Za-z0-9]){words}(?![A-Za-z0-9])", text):
+            continue
+        if "ArgumentParser" in text or not _READS_FLAGS.search(text):
+            raise UsageError(
+                f"{script.name} has no flag {axis.flag}, so a range for it changes nothing; add "
+                f'it to the script: parser.add_argument("{axis.flag}"), and read it there'
+            )
+
 
 LOG = "log"
 ARGS = "args.json"

@@ -12,14 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from stratagem.errors import UsageError
 from stratagem.figures.trial_record import VARIABLE, read_epochs
 from stratagem.launch.supervise import SignalQueue, ending
-from stratagem.launch.sweep_folder import LOG, SweepFolder
-from stratagem.launch.sweep_settings import SweepSettings
+from stratagem.launch.sweep_folder import LOG, SweepFolder, SweepSettings
 from stratagem.launch.sweep_study import SweepStudy
 from stratagem.launch.sweep_view import (
     SweepView,
@@ -29,8 +26,7 @@ from stratagem.launch.sweep_view import (
     without_metric,
     write_table,
 )
-from stratagem.launch.trial_jobs import TrialJobs
-from stratagem.launch.trial_slots import Slot, TrialSlots
+from stratagem.launch.trial_places import Slot, TrialJobs, TrialSlots
 from stratagem.training.termination import EXIT_CODE
 
 _TICK = 0.1
@@ -70,9 +66,7 @@ class SweepLoop:
             row = TrialRow(each.number, flags, each.state, value=each.value)
             self.view.rows[each.number] = row
         with SignalQueue() as inbox, ExitStack() as stack:
-            name = f"stratagem-{os.getpid()}-"
-            scratch = Path(stack.enter_context(TemporaryDirectory(prefix=name)))
-            self._slots = self._jobs or TrialSlots(self._places, scratch)
+            self._slots = self._jobs or TrialSlots(self._places)
             stack.callback(self._slots.close)
             stack.enter_context(self.view)
             self._keep()

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.errors import UsageError
-from stratagem.launch.search_space import Axis, Choices, grid, name_of
-from stratagem.launch.sweep_settings import SweepSettings
+from stratagem.launch.sweep_folder import Axis, Choices, SweepSettings, grid, name_of
 
 try:
     import optuna

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from stratagem.launch.output import wants_colour
-from stratagem.launch.sweep_folder import SweepFolder
-from stratagem.launch.sweep_settings import SweepSettings
+from stratagem.launch.sweep_folder import SweepFolder, SweepSettings
 from stratagem.launch.sweep_study import SweepStudy
 
 if TYPE_CHECKING:

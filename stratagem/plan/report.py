@@ -70,12 +70,6 @@ def write(path: str | os.PathLike[str], data: str | bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def try_out(path: str | os.PathLike[str]) -> None:
-    """Raise what `write` would, and write nothing."""
-    _part(path).touch()
-    _part(path).unlink()
-
-
 def _part(path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     return target.with_name(f".{target.name}.{os.getpid()}.part")

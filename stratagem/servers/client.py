@@ -22,8 +22,7 @@ from stratagem.figures.meter import METER
 from stratagem.rules.stats import Stats
 from stratagem.rules.tickets import Ticket
 from stratagem.rules.updates import Asynchronous
-from stratagem.servers.connections import Connections
-from stratagem.servers.shard_lines import Address
+from stratagem.servers.connections import Address, Connections
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.servers.transfers import Transfers
 from stratagem.servers.worker_memory import WorkerMemory

@@ -1,8 +1,10 @@
-"""A worker's connections: one to every server for its work, and one for its heartbeat.
+"""A worker's connections: lines to the servers by shard, and one for its heartbeat.
 
-Questions are answered in turn on each. What the coordinator says unasked ("news": the newest
-version) comes between answers and is kept. When a connection ends, the heartbeat may know better
-why.
+The coordinator has shard 0. Questions are answered in turn on each line. Where servers hold each
+other's shards there are several lines to a shard: what changes it is sent over all of them, and
+what is asked of it over the first. A line that ends is forgotten as long as another is left. What
+the coordinator says unasked ("news": the newest version) comes between answers and is kept. When a
+connection ends, the heartbeat may know better why.
 """
 
 from __future__ import annotations
@@ -11,28 +13,231 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from stratagem.cluster.failure import headline, is_server_lost, server_lost
-from stratagem.errors import ReplicaError, ReplicaFailed, StratagemError
+from torch import Tensor
+
+from stratagem.cluster.failure import Member, error_of, headline, is_server_lost, server_lost
+from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaMissing, StratagemError
 from stratagem.rules.stats import Stats
-from stratagem.servers.shard_lines import Address, Line, LineLost, ShardLines
-from stratagem.servers.task_heartbeat import TaskHeartbeat
+from stratagem.servers.peers import TaskHeartbeat
 from stratagem.training.agreement import Patience
 from stratagem.wire.segment import host_identity
-from stratagem.wire.tcp import TRY, Connection, connect, connect_all
+from stratagem.wire.tcp import TRY, Connection, Frame, connect_all
+from stratagem.wire.tree import TREE_LIMIT, decode
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the servers are, and what proves that one belongs to their job."""
+
+    servers: tuple[str, ...]
+    secret: bytes
+
+    def members(self) -> list[Member]:
+        return [Member(f"ps {i}", where) for i, where in enumerate(self.servers)]
+
+
+@dataclass(eq=False)
+class Line:
+    """A connection to one server, about one shard."""
+
+    server: int
+    connection: Connection
+    #: the generation of servers in which it was made: one that came back later is another process
+    made_in: int = 0
+
+
+class LineLost(Exception):
+    """A server is gone; another one that holds the shard is asked from now on."""
+
+
+class ShardLines:
+    """Requests to the holders of shards, and their answers."""
+
+    address: Address
+    heartbeat: TaskHeartbeat
+    #: the newest version that the coordinator has told of
+    news: int
+    #: whether somebody has been told here, by an error, that the job cannot go on
+    fell: bool
+    _lines: list[list[Line]]
+    #: servers that were not reached any more
+    _lost: set[int]
+    _hello: Mapping[str, Any]
+
+    def _check(self) -> None:
+        """Raise what has ended the job, if anything has."""
+        raise NotImplementedError
+
+    def _why(self, i: int) -> ReplicaError:
+        """Why the last line to a shard has ended."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """How many servers there are."""
+        return len(self._lines)
+
+    def call(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> Frame:
+        """Send a request about a shard; return the answer."""
+        while True:
+            self.write(i, header, body)
+            try:
+                return self.receive(i)
+            except LineLost:
+                continue
+
+    def write(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> None:
+        while not self._write(i, self._lines[i][0], header, body):
+            continue
+
+    def _write(self, i: int, line: Line, header: Mapping[str, Any], body: Sequence[Tensor]) -> bool:
+        """Send over one line; False if the line is lost but another holder is left."""
+        self._check()
+        try:
+            line.connection.send(header, body)
+        except OSError as problem:
+            with self._do_without(i, line, problem):
+                return False
+        return True
+
+    def receive(self, i: int) -> Frame:
+        """Wait for the answer to what was written last; LineLost: write it again."""
+        return self._receive(i, self._lines[i][0])
+
+    def _receive(self, i: int, line: Line) -> Frame:
+        while True:
+            try:
+                frame = line.connection.receive()
+            except OSError as problem:
+                raise self._forget(i, line) from problem
+            if frame is None:
+                raise self._forget(i, line)
+            if "news" in frame.header:
+                self.news = max(self.news, int(frame.header["news"]))
+                continue
+            if "error" in frame.header:
+                error = error_of(frame.header)
+                self.fell = self.fell or isinstance(error, ReplicaError)
+                raise error
+            return frame
+
+    def read_into(self, i: int, into: Sequence[Tensor], *, more: bool = False) -> None:
+        """Read the body of the last answer, or a part of it."""
+        line = self._lines[i][0]
+        try:
+            line.connection.read_into(into, more=more)
+        except OSError as problem:
+            raise self._forget(i, line) from problem
+
+    def tree(self, frame: Frame, i: int = 0) -> Any:
+        """Return the tree that a server has sent with an answer; None if nothing."""
+        try:
+            return decode(self._lines[i][0].connection.read(TREE_LIMIT)) if frame.size else None
+        except OSError as problem:
+            raise self._why(i) from problem
+
+    # --- several holders of a shard -------------------------------------------------------------
+
+    def of(self, i: int) -> list[Line]:
+        """Return all lines to a shard, the one for questions first."""
+        return list(self._lines[i])
+
+    def write_to(
+        self, i: int, lines: Sequence[Line], header: Mapping[str, Any], body: Sequence[Tensor] = ()
+    ) -> list[tuple[int, Line]]:
+        """Send over these lines; return the lines whose empty answer must be waited for."""
+        return [(i, line) for line in lines if self._write(i, line, header, body)]
+
+    def finish(self, i: int, line: Line) -> None:
+        """Wait for an empty answer."""
+        try:
+            self._receive(i, line)
+        except LineLost:
+            return
+
+    def call_all(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> None:
+        """Send all holders of a shard a request whose answer is empty."""
+        for sent in self.write_to(i, self.of(i), header, body):
+            self.finish(*sent)
+
+    def stream(self, i: int, line: Line, header: dict[str, Any], size: int, parts: Any) -> None:
+        """Send a body whose parts come one by one; the answer is empty."""
+        try:
+            line.connection.stream(header, size, parts)
+        except OSError as problem:
+            with self._do_without(i, line, problem):
+                return
+        self.finish(i, line)
+
+    @contextmanager
+    def _do_without(self, i: int, line: Line, problem: OSError | None) -> Iterator[None]:
+        """Go on in the block if another line to the shard is left; raise otherwise."""
+        error = self._forget(i, line)
+        if not isinstance(error, LineLost):
+            raise error from problem
+        yield
+
+    def _forget(self, i: int, line: Line) -> Exception:
+        """Forget a line that has ended; raise LineLost if another server holds the shard, else why
+        the job ends."""
+        line.connection.close()
+        if self.heartbeat.trouble is None and any(other is not line for other in self._lines[i]):
+            self._lines[i] = [other for other in self._lines[i] if other is not line]
+            self._lost.add(line.server)
+            return LineLost()
+        return self._why(i)
+
+    def take_lost(self) -> list[int]:
+        """Return the servers that were lost since the last call."""
+        lost, self._lost = self._lost, set()
+        return sorted(lost)
+
+    def renew(
+        self, table: Sequence[Sequence[int]], since: Sequence[int], generation: int
+    ) -> list[tuple[int, Line]]:
+        """Have a line to every server that holds a shard, and to no other; the new ones.
+
+        A line that was made before its server came back leads to a process that is dead.
+        """
+        new = []
+        for i, servers in enumerate(table):
+            here = {}
+            for line in self.of(i):
+                if line.server in servers and line.made_in >= since[line.server]:
+                    here[line.server] = line
+                else:
+                    line.connection.close()
+            for server in [each for each in servers if each not in here]:
+                if (found := self._reach(i, server, generation)) is not None:
+                    here[server] = found
+                    new.append((i, found))
+            self._lines[i] = [here[server] for server in servers if server in here]
+            if not here:
+                raise self._why(i)
+        return new
+
+    def _reach(self, shard: int, server: int, generation: int) -> Line | None:
+        """Connect to a server that holds another's shard; None if the server is gone."""
+        task = self.address.members()[server]
+        hello = {"hello": "copy", "shard": shard, **self._hello}
+        try:
+            (found,) = connect_all(
+                [task], self.address.secret, hello, TRY, self._check, answers=False
+            )
+        except ReplicaMissing:
+            self._lost.add(server)
+            return None
+        return Line(server, found, generation)
+
 
 #: "0" has tensors travel over sockets on one machine, too
 SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
 
 log = logging.getLogger("stratagem")
-
-_LOOK = 0.1  # seconds that an answer of the coordinator's is waited for between two tries
-
-
-class _SomeAreGone(Exception):
-    """The job goes on without some of its servers, which are waited for in vain."""
 
 
 class Connections(ShardLines):
@@ -61,7 +266,10 @@ class Connections(ShardLines):
         limit = patience.arrive
         self._hello, self._limit = hello, limit
         self._lost: set[int] = set()
-        self._lines = _meet(address, hello, limit, watch)
+        found = connect_all(
+            address.members(), address.secret, {"hello": "worker", **hello}, limit, watch
+        )
+        self._lines = [[Line(i, connection)] for i, connection in enumerate(found)]
         hosts = {line.connection.host for lines in self._lines for line in lines}
         try:
             beats = self._call_on_coordinator({"hello": "heartbeat", **hello}, watch)
@@ -158,50 +366,3 @@ class Connections(ShardLines):
         """Return why a connection ended; the heartbeat may know better than the connection."""
         self.fell = True
         return self.heartbeat.explain() or server_lost(f"ps {i}")
-
-
-def _meet(
-    address: Address, hello: Mapping[str, Any], limit: float, watch: Callable[[], None]
-) -> list[list[Line]]:
-    """By shard: a worker's line to its server; none to those that the coordinator knows are gone.
-
-    `watch` is called while servers do not answer yet, and may raise.
-    """
-    hello, gone, tasks = {"hello": "worker", **hello}, set[int](), address.members()
-    asking: list[Connection] = []
-
-    def look() -> None:
-        watch()
-        if len(tasks) > 1 and (found := _gone(address, asking)) > gone:
-            gone.update(found)
-            raise _SomeAreGone
-
-    try:
-        while True:
-            wanted = [i for i in range(len(tasks)) if i not in gone]
-            try:
-                found = connect_all([tasks[i] for i in wanted], address.secret, hello, limit, look)
-            except _SomeAreGone:
-                continue
-            here = dict(zip(wanted, found, strict=True))
-            return [[Line(i, here[i])] if i in here else [] for i in range(len(tasks))]
-    finally:
-        for connection in asking:
-            connection.close()
-
-
-def _gone(address: Address, asking: list[Connection]) -> set[int]:
-    """Return which servers the coordinator says are gone; `asking` is the line to it."""
-    question = {"t": "holders", "generation": -1, "lost": []}
-    try:
-        if not asking:
-            asking.append(connect(address.servers[0], address.secret, limit=TRY))
-            asking[0].send({"hello": "visitor", "name": "a worker that comes"})
-            asking[0].send(question)
-        if asking[0].readable(_LOOK) and (frame := asking[0].receive()) is not None:
-            asking[0].send(question)
-            return set(frame.header.get("gone", ()))
-    except OSError as problem:
-        log.info("ps 0 does not answer yet: %s", problem)
-        asking.clear()
-    return set()

@@ -21,9 +21,8 @@ from stratagem.rules.ledger import Ledger
 from stratagem.rules.tickets import Push, Verdict
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.commands import Commands, OtherShard, OwnShard
-from stratagem.servers.epoch import Epoch
 from stratagem.servers.holders import Holders
-from stratagem.servers.participants import Participant, Participants
+from stratagem.servers.participants import Epoch, Participant, Participants
 from stratagem.servers.training_plan import TrainingPlan
 
 Answer = tuple[dict[str, Any], list[Tensor]]

@@ -13,8 +13,7 @@ from stratagem.errors import NotDistributable, ReplicaLost
 from stratagem.rules.ledger import Ledger
 from stratagem.rules.tickets import Push
 from stratagem.servers.coordinator import Answer, Coordinator
-from stratagem.servers.epoch import Epoch
-from stratagem.servers.participants import Participant
+from stratagem.servers.participants import Epoch, Participant
 from stratagem.servers.requests import CHIEF, MEMBER, WORKER, Number, Peer, request, tree
 from stratagem.servers.shard_requests import gradient
 from stratagem.wire.tcp import Frame

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from stratagem.cluster.failure import Member
 from stratagem.cluster.handshake import secret_for
 from stratagem.cluster.spec import Place
@@ -41,33 +39,15 @@ class EvaluatorLink:
         self._connection.close()
 
 
-@dataclass(eq=False)
-class EvaluatorReplica(Replica):
-    """The evaluator's replica, which is not the chief and so writes no checkpoint."""
-
-    @property
-    def is_chief(self) -> bool:
-        return False
-
-
 class EvaluatorDevice(ReplicaGroup):
-    """One device that evaluates."""
+    """One device that evaluates; it is not the chief, and so writes no checkpoint."""
 
     def __init__(self, device: str, name: str, patience: Patience) -> None:
         super().__init__((device,), Settings(), None, patience)
         self._name = name
 
     def _start(self) -> Replica:
-        alone = super()._start()
-        replica = EvaluatorReplica(
-            0,
-            1,
-            alone.device,
-            self._name,
-            alone.collective,
-            alone.membership,
-            alone.connect,
-            ops=alone.ops,
-        )
+        replica = super()._start()
+        replica.name, replica.with_chief = self._name, False
         self._become(replica)
         return replica

@@ -1,24 +1,260 @@
-"""A cluster that a process starts by itself."""
+"""A cluster that a process starts by itself: its servers, and the other workers.
+
+A call of a worker goes on beside the caller's own part of it. A worker that ends in the middle of
+it is replaced at once: the new one gets the same call, and takes part from there.
+"""
 
 from __future__ import annotations
 
 import logging
 import select
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from operator import index
+from typing import Any
 
 from stratagem.arguments import by_name
 from stratagem.cluster.environment import cores
 from stratagem.cluster.failure import failed
-from stratagem.errors import ReplicaLost, UsageError
-from stratagem.replicas.pool import Pool
-from stratagem.servers.local_workers import patiently
-from stratagem.servers.shard_lines import Address
+from stratagem.errors import ReplicaError, ReplicaLost, UsageError
+from stratagem.replicas import follower, graph_pickle
+from stratagem.replicas.pool import Follower, Pool
+from stratagem.servers.client import Client
+from stratagem.servers.connections import Address
 from stratagem.servers.task_main import serve
 from stratagem.training.agreement import Patience
 
 log = logging.getLogger("stratagem")
+
+_TOGETHER = 10.0  # seconds that a call waits for children which are still starting
+_LET_GO = 10.0  # seconds for children to leave a call that has ended
+_IN_VAIN = 20  # replacements in a row that did not hand in a single gradient
+
+
+@dataclass
+class LocalWorker:
+    """A worker's process, and the answer that it still owes."""
+
+    index: int
+    name: str
+    pool: Pool
+    #: when it was started
+    hired: float = field(default_factory=time.monotonic)
+    #: it has said that it is connected
+    seated: bool = False
+    #: it has been given the call that is under way
+    called: bool = False
+    #: its answer to that is still to come
+    waiting: bool = False
+    value: Any = None
+    #: replacements since it was last known to have handed something in, and how much it had then
+    in_vain: int = 0
+    received: int = 0
+
+    @property
+    def one(self) -> Follower:
+        return self.pool.followers[0]
+
+
+class _Called(Exception):
+    """The call is over; the thread beside it ends."""
+
+
+class LocalWorkers:
+    """All other workers, at one call after the other."""
+
+    def __init__(
+        self,
+        worker: Client,
+        start: Callable[[int, Pool | None], Pool],
+        arrive: float,
+        tend: Callable[[], None] | None = None,
+    ) -> None:
+        """worker  the one that this process is
+        start   has a worker take its place, in a new child or in this one
+        arrive  seconds after which one that has not come is replaced
+        tend    called now and then during a call: sees to the servers
+        """
+        self._worker, self._start, self._arrive, self._tend = worker, start, arrive, tend
+        self.members: list[LocalWorker] = []
+        #: why the call under way cannot go on
+        self.error: BaseException | None = None
+        self._done = threading.Event()
+        self._model_pickle = b""
+        self._segments: list[Any] = []
+        self._overseer: threading.Thread | None = None
+
+    def hire(self, indices: range) -> None:
+        """Start these workers; they take their places meanwhile."""
+        for i in indices:
+            self.members.append(LocalWorker(i, f"worker {i}", self._start(i, None)))
+
+    def begin(self, call: tuple[Any, ...]) -> None:
+        """Have all workers run this call, beside the caller's own part."""
+        self.error, self._done = None, threading.Event()
+        if not self.members and self._tend is None:
+            return
+        self._model_pickle, self._segments = graph_pickle.dumps(call)
+        for child in self.members:
+            child.called, child.waiting, child.value = False, True, None
+            child.in_vain = child.received = 0
+        self._wait_for_all()
+        self._overseer = threading.Thread(
+            target=self._oversee, name="stratagem-children", daemon=True
+        )
+        self._overseer.start()
+
+    def leave_alone(self) -> None:
+        """Stop watching the workers: the caller's own part is done."""
+        self._done.set()
+        if self._overseer is not None:
+            self._overseer.join()
+            self._overseer = None
+
+    def collect(self, *, trained: bool) -> list[Any]:
+        """Wait for the answers: a training has been brought to its end without them."""
+        if self.error is not None:
+            raise self.error
+        while any(child.waiting for child in self.members):
+            self._look(patiently, spare_the_silent=not trained)
+        self._segments, self._model_pickle = [], b""
+        for child in self.members:
+            child.pool.drain()
+        return [child.value for child in self.members]
+
+    def move(self, worker: Client) -> None:
+        """Have all workers connect again to the servers, which this process has met anew.
+
+        Those that do not come out of the call which has ended are replaced.
+        """
+        self._worker, until = worker, time.monotonic() + _LET_GO
+        for child in self.members:
+            before, free = child.pool, child.seated
+            if free and child.called and child.waiting:
+                free = child.one.answer(max(0.0, until - time.monotonic()), patiently) is not None
+            try:
+                child.pool = self._start(child.index, child.pool if free else None)
+            except ChildProcessError:  # it has ended since
+                free, child.pool = False, self._start(child.index, None)
+            child.hired, child.seated, child.called = time.monotonic(), False, False
+            child.waiting = False
+            if not free:
+                before.end()
+
+    def end(self) -> None:
+        for child in self.members:
+            child.pool.end()
+
+    # --- beside the call --------------------------------------------------------------------
+
+    def _wait_for_all(self) -> None:
+        """Let all workers begin together; a slow one comes later."""
+        until = time.monotonic() + _TOGETHER
+        while time.monotonic() < until and not all(child.called for child in self.members):
+            self._look(patiently)
+
+    def _oversee(self) -> None:
+        """Hand the call to the children, replace those that die, see what failed."""
+        while not self._done.is_set() and self.error is None:
+            try:
+                self._look(self._until_done)
+            except _Called:
+                return
+            except BaseException as error:
+                self.error = error
+                self._worker.lines.interrupt(error)
+
+    def _until_done(self) -> None:
+        if self._done.is_set():
+            raise _Called
+
+    def _look(self, watch: Callable[[], None], *, spare_the_silent: bool = True) -> None:
+        """Wait up to a tenth of a second for answers or deaths of children."""
+        if self._tend is not None:
+            self._tend()
+        for child in self.members:
+            if child.waiting and child.seated and not child.called:
+                self._hand_over(child, watch)
+        waiting = {child.one.control: child for child in self.members if child.waiting}
+        for sock in select.select(list(waiting), [], [], 0.1)[0]:
+            self._hear(waiting[sock], watch)
+        known = self._worker.lines.heartbeat
+        given_up = known.given_up | (set() if spare_the_silent else known.silent)
+        for child in self.members:
+            if child.waiting and child.name in given_up:
+                self._replace(child, "does not answer any more")
+            elif not child.seated and time.monotonic() - child.hired > self._arrive:
+                self._replace(child, "has not come")  # the coordinator does not know it yet
+
+    def _hand_over(self, child: LocalWorker, watch: Callable[[], None]) -> None:
+        try:
+            child.one.send(self._model_pickle, watch)
+            child.called = True
+        except ConnectionError:
+            self._replace(child, "has ended")
+        except _Called:
+            self._replace(child, "did not take its work")  # it has half of it
+            raise
+
+    def _hear(self, child: LocalWorker, watch: Callable[[], None]) -> None:
+        answer = child.one.answer(0.0, watch)
+        if answer is None or _was_dropped(child, answer):
+            self._replace(child, "has ended")
+        elif answer.failed:
+            child.waiting = False
+            raise _failure(child.name, answer) from answer.error
+        elif child.seated:
+            child.waiting, child.value = False, answer.value
+        else:
+            child.seated = True
+
+    def _replace(self, child: LocalWorker, why: str) -> None:
+        if (orphaned := child.pool.orphaned()) is not None:
+            raise orphaned  # and the servers have ended, too
+        received = self._received(child)
+        child.in_vain = child.in_vain + 1 if received == child.received else 0
+        child.received = received
+        if child.in_vain > _IN_VAIN:
+            raise ReplicaLost(
+                f"{child.name} ended again and again: {_IN_VAIN} replacements in a row have not "
+                "handed in a single gradient. The last lines of their output stand above; is the "
+                "machine out of memory?",
+                child.name,
+            )
+        log.warning("%s %s; another takes its place", child.name, why)
+        child.pool.end()
+        self._worker.lines.heartbeat.given_up.discard(child.name)
+        self._worker.lines.heartbeat.silent.discard(child.name)
+        child.seated = child.called = False
+        child.pool, child.hired = self._start(child.index, None), time.monotonic()
+
+    def _received(self, child: LocalWorker) -> int:
+        """How many gradients have come from a child's place so far."""
+        try:
+            stats = self._worker.stats()
+        except (OSError, ReplicaError) as problem:
+            log.info("the coordinator does not show its books: %s", problem)
+            return child.received
+        return stats.by_worker.get(child.index, {}).get("received", 0) if stats else 0
+
+
+def patiently() -> None:
+    """Wait for a child as long as it lives."""
+
+
+def _failure(name: str, answer: follower.CallResult) -> BaseException:
+    if isinstance(answer.error, ReplicaError):
+        return answer.error  # it only passes on what happened to another
+    return failed(name, answer.text)
+
+
+def _was_dropped(child: LocalWorker, answer: follower.CallResult) -> bool:
+    """Whether a child says that the job goes on without it."""
+    return isinstance(answer.error, ReplicaError) and answer.error.who == child.name
+
 
 _ELSEWHERE = {
     "servers": "it is ps",

@@ -1,13 +1,16 @@
-"""The training of a custom loop with parameter servers, on one worker."""
+"""The training of a custom loop with parameter servers, on one worker; and what the loop writes by
+itself: weights and the optimizer's state, which servers keep."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from stratagem.errors import NotDistributable
 from stratagem.servers.session import Session
+from stratagem.state.change_tracker import KeptState, TensorTracker
 
 
 class LoopSession(Session):
@@ -22,18 +25,10 @@ class LoopSession(Session):
 
     def _hook(self, index: int) -> Any:
         def ready(param: Tensor) -> None:
-            self._note(index, param)
+            grad = param.grad
+            self._made[index] = grad, 0 if grad is None else grad._version
 
         return ready
-
-    def _note(self, index: int, param: Tensor) -> None:
-        grad = param.grad
-        self._made[index] = grad, 0 if grad is None else grad._version
-
-    def made(self) -> None:
-        """Note the sum of several devices' gradients as what backward has made."""
-        for index, param in enumerate(self.params):
-            self._note(index, param)
 
     def collect(self) -> None:
         """Copy all gradients to where servers find them."""
@@ -70,3 +65,107 @@ class LoopSession(Session):
             )
         self._version, self._last = version, settings
         return settings
+
+
+class LoopWrites:
+    """Sends the loop's own writes to the servers, or refuses them."""
+
+    def __init__(self, session: LoopSession) -> None:
+        self._session = session
+        self._weights, self._closely = TensorTracker(session.params, closely=True), False
+        self._state = KeptState(session.optimizer, session.params)
+
+    def mark(self) -> None:
+        """Take the weights as they are, by their content, for those of the servers."""
+        self._weights.mark(closely=True)
+
+    def begin_batch(self, number: int) -> None:
+        """Mark the weights of batch `number` of a pass; by content now and then, which is slow."""
+        self._closely = number & (number - 1) == 0
+        self._weights.mark(closely=self._closely)
+
+    def pushed(self) -> None:
+        """Mark the weights after a push: without a barrier newer values may be on their way."""
+        self._weights.mark(closely=self._closely and self._session.plan.parts > 1)
+
+    def brought(self, *, values: bool) -> None:
+        """Mark the optimizer's state, and with `values` the weights, as read from the servers."""
+        self._weights.mark(closely=values)
+        self._state.mark()
+
+    def send(self) -> None:
+        """Between two passes: the chief sends what was written since the last pass."""
+        session, weights = self._session, self._weights
+        if not session.worker.is_chief:
+            session.worker.memory.take_back()  # the chief's values come
+            return
+        if written := weights.changes():
+            session.worker.memory.take_back()
+            session.worker.assign(session.params, written)
+            weights.mark(closely=True)
+        if changes := self._state.changes():
+            session.send_state(changes)
+            self._state.mark()
+
+    def check_weights(self) -> None:
+        """Refuse weights that were written in the loop."""
+        if self._weights.changes():
+            raise NotDistributable(
+                "weights were written in the loop, and with servers the new values come with the "
+                "next batch; write them between two epochs."
+            )
+
+    def check_state(self) -> None:
+        """Refuse an optimizer's state that was changed in the loop."""
+        if self._session.worker.is_chief and self._state.changes():
+            raise NotDistributable(
+                "the optimizer's state was changed in the loop, and the servers, which have it, "
+                "have gone on meanwhile; change it between two epochs."
+            )
+
+    def end(self) -> None:
+        """Give the optimizer a plain state again."""
+        self._state.end()
+
+
+class Accumulation:
+    """The gradients of earlier batches, in `grad`.
+
+    A part of a batch weighs by its examples, and a push weighs like the part of the last batch:
+    earlier gradients are scaled to that weight.
+    """
+
+    def __init__(self, params: Sequence[Tensor], parts: int) -> None:
+        self._params, self._parts = params, parts
+        #: whether something lies here, and what share of the last batch was done here
+        self._here, self._share = False, 1.0
+
+    def begin(self, examples: int, total: int) -> None:
+        """Begin the next batch: this worker has `examples` of its `total`."""
+        if self._parts == 1:
+            return
+        share = examples / max(total, 1)
+        if self._here and total < self._parts:
+            raise NotDistributable(
+                f"gradients are added up over batches, and one of {total} examples has none for "
+                f"some of {self._parts} workers, whose gradients would be lost; give the loader "
+                "drop_last=True, or another batch_size."
+            )
+        if self._here and share and share != self._share:
+            for param in self._params:
+                if param.grad is not None:
+                    param.grad.mul_(self._share / share)
+        self._share = share
+
+    @property
+    def is_here(self) -> bool:
+        """Whether there are gradients of earlier batches."""
+        return self._here
+
+    def keep(self) -> None:
+        """Keep the gradients: the loop made no step."""
+        self._here = any(param.grad is not None for param in self._params)
+
+    def drop(self) -> None:
+        """Forget the gradients: they were pushed."""
+        self._here = False

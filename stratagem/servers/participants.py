@@ -1,11 +1,13 @@
-"""Who takes part in a fit, who is still on the way, and who has stopped."""
+"""Who takes part in a fit, who is still on the way, who has stopped; and its present epoch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from stratagem.errors import NotDistributable, ReplicaLost
 from stratagem.rules.ledger import Ledger
@@ -146,3 +148,39 @@ class Participants:
 
 def _names(workers: set[int]) -> str:
     return ", ".join(f"worker {each}" for each in sorted(workers))
+
+
+@dataclass
+class AppliedLoss:
+    """The loss over all examples whose gradients were applied."""
+
+    total: float = 0.0
+    examples: int = 0
+    waiting: list[tuple[float, float, int]] = field(default_factory=list)
+
+    def fold(self) -> None:
+        """Add the loss of an applied batch, weighted by examples."""
+        weight, count, total = 0.0, 0, 0.0
+        for loss, w, n in self.waiting:
+            weight, count = weight + w, count + n
+            total += loss * w if w else 0.0  # where nothing weighs, its loss may be no number
+        if weight and count:
+            self.total += total / weight * count
+            self.examples += count
+        self.waiting = []
+
+
+@dataclass
+class Epoch:
+    """One pass of the chief over its batches."""
+
+    number: int = 0
+    #: whether all its batches have been put up
+    dealt: bool = False
+    #: by a ticket's serial: the examples to go with it, where the chief hands them out
+    payloads: dict[int, Tensor] = field(default_factory=dict)
+    #: by worker: what it has counted
+    reports: dict[int, Tensor] = field(default_factory=dict)
+    #: workers whose last part was dropped again
+    void: set[int] = field(default_factory=set)
+    tally: AppliedLoss = field(default_factory=AppliedLoss)

@@ -39,13 +39,12 @@ from stratagem.errors import (
 from stratagem.servers import coordinator_requests  # noqa: F401  (fills the table of requests)
 from stratagem.servers.coordinator import Coordinator
 from stratagem.servers.holders import Holders
-from stratagem.servers.peers import Peers
+from stratagem.servers.peers import KNOWS_BETTER, Peers, TaskHeartbeat
 from stratagem.servers.requests import Peer, answer
 from stratagem.servers.server_figures import ServerFigures
 from stratagem.servers.shard import Shard, shares_memory
 from stratagem.servers.shard_copy import HeldHere
 from stratagem.servers.takeover import Takeover
-from stratagem.servers.task_heartbeat import KNOWS_BETTER, TaskHeartbeat
 from stratagem.servers.training_plan import goes_back
 from stratagem.training.agreement import Patience
 from stratagem.wire import lateness

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.servers.connections import Connections
+from stratagem.servers.connections import Connections, Line, LineLost
 from stratagem.servers.shard import OF_WORKER
-from stratagem.servers.shard_lines import Line, LineLost
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.servers.worker_memory import WorkerMemory
 from stratagem.state.partition import cut_values

@@ -20,7 +20,7 @@ from stratagem.codecs.codec import PLAIN, Codec
 from stratagem.compat.torch_names import copy_all
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.rules.updates import Asynchronous, Policy
-from stratagem.servers.packed_gradient import PackedGradient, packed_gradient
+from stratagem.servers.outbox import PackedGradient, packed_gradient
 from stratagem.servers.thread_tuning import ThreadTrial, choices
 from stratagem.servers.training_plan import TrainingPlan
 from stratagem.state.optimizer_recipe import elementwise

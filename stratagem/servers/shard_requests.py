@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import UsageError
-from stratagem.servers.packed_gradient import PackedGradient, check_pieces
+from stratagem.servers.outbox import PackedGradient, check_pieces
 from stratagem.servers.requests import CHIEF, WORKER, Peer, request, tree
 from stratagem.servers.shard import Shard, WorkerSlot
 from stratagem.servers.training_plan import TrainingPlan
-from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import Frame
 from stratagem.wire.tree import TREE_LIMIT, decode, encode
 
@@ -164,12 +163,6 @@ def assign_states(shard: Shard, peer: Peer, body: Tensor) -> None:
     with shard.changed:
         shard.training()
         shard.store.restore_states(states)
-
-
-@_request("host", WORKER)
-def host(shard: Shard, peer: Peer) -> dict[str, Any]:
-    """Say on which machine this server runs: memory can be shared there."""
-    return {"host": host_identity()}
 
 
 @_request("bye", WORKER)

@@ -109,5 +109,4 @@ def holders(
             "generation": found.generation,
             "table": found.table(),
             "since": [found.since.get(i, 0) for i in range(len(found.addresses))],
-            "gone": sorted(found.gone),
         }

@@ -5,26 +5,50 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from stratagem.cluster.membership import Membership
 from stratagem.data.streams import RngStates
-from stratagem.errors import ReplicaError, UsageError
+from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.replicas import follower
-from stratagem.servers import recovery
 from stratagem.servers.client import Client
-from stratagem.servers.loop_device_group import end_assistance
-from stratagem.servers.no_collective import NoCollective
+from stratagem.servers.connections import Address
 from stratagem.servers.server import Server
-from stratagem.servers.shard_lines import Address
+from stratagem.servers.training_plan import goes_back
 from stratagem.tracebacks import described
 from stratagem.training.agreement import Patience
 from stratagem.training.devices import place as device_of
 from stratagem.training.replica import Replica, current_replica, set_called
+from stratagem.wire.collective import Collective
 
 log = logging.getLogger("stratagem")
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise NotDistributable(
+        "workers of a strategy with parameter servers do not wait for each other, so they cannot "
+        "add up or gather values together; return them from strategy.run and combine them there, "
+        "or use MirroredStrategy."
+    )
+
+
+class NoCollective(Collective):
+    """Stands where mirrored replicas have a collective; every use of it is refused."""
+
+    overlaps = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    buffer = all_reduce = gather_bytes = broadcast_bytes = broadcast = barrier = _refuse
+
+
+def in_group(replica: Replica) -> bool:
+    """Whether the replica is one of several devices of one worker."""
+    return replica.count > 1 and not isinstance(replica.collective, NoCollective)
+
 
 #: the worker that this process is
 _present: Client | None = None
@@ -61,12 +85,34 @@ def replica_of(index: int, size: int, device: str, name: str) -> Replica:
     )
 
 
+def serve_to_the_end(make: Callable[[], Server]) -> None:
+    """Serve until the job is done, anew where another server was lost; raises why it cannot be.
+
+    Where the only holder of a shard is lost, a job that keeps checkpoints (`TrainingPlan.resumes`)
+    goes back to the last one: the lost process is started again, the other servers forget
+    everything and serve anew in the same processes, and the chief brings the checkpoint's values.
+    So no server has anything of the time after it, and nothing can count twice.
+    """
+    returning = False
+    while True:
+        server = make()
+        server.returning = returning
+        try:
+            server.serve()
+            return
+        except ReplicaError as failure:
+            if not goes_back(server.shard.plan, failure, returning=server.returning):
+                raise
+            returning = True  # until a plan says otherwise: one more may be lost before
+            log.warning("%s serves anew: the job goes back to its last checkpoint", server.name)
+
+
 def serve(index: int, address: Address, patience: Patience, device: str, cores: int) -> None:
     """In a child: be a server until the job ends; the chief reports its errors."""
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.ERROR)
     place = index, address.servers, address.secret, patience, device_of(device), cores
-    recovery.serve(lambda: Server(*place))
+    serve_to_the_end(lambda: Server(*place))
 
 
 def sit_down(
@@ -108,9 +154,7 @@ def run_in_group(chief: bool, function: Callable[..., Any], args: tuple[Any, ...
         if worker is not None and not isinstance(error, ReplicaError):
             report_failure(worker, described(error))  # before all is cleared up
         raise
-    if worker is None:
-        end_assistance()
-    elif worker.prepared is not before:
+    if worker is not None and worker.prepared is not before:
         worker.settle()
     return result
 

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from stratagem.data.loader import is_stream
+from stratagem.data.loader import check_sampler, is_stream
 from stratagem.data.shares import count_rows
 from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.figures.meter import METER
@@ -28,15 +29,17 @@ from stratagem.servers.batch_source import (
     parts_of_indices,
     parts_of_rows,
     read,
+    say_who_reads,
 )
-from stratagem.servers.client import EpochOver, FitOver
-from stratagem.servers.loop_device_group import Accumulation, LoopDeviceGroup
-from stratagem.servers.loop_session import LoopSession
-from stratagem.servers.loop_writes import LoopWrites
+from stratagem.servers.client import Client, EpochOver, FitOver
+from stratagem.servers.loop_session import Accumulation, LoopSession, LoopWrites
 from stratagem.servers.push_committer import PushCommitter
-from stratagem.training.custom_loop import LossReader
-from stratagem.training.prepare import to_device
+from stratagem.training import fingerprint, hints
+from stratagem.training.custom_loop import LossReader, read_losses
+from stratagem.training.prepare import Prepared, to_device
 from stratagem.training.replica import Replica
+from stratagem.training.settings import Settings
+from stratagem.training.setup import refuse_frequencies, refuse_renormed
 
 
 class TicketLoader:
@@ -52,28 +55,12 @@ class TicketLoader:
         self._indices = IndexSource(loader)
         self._epoch = 0
         self._held: tuple[Ticket, int] | None = None
-        #: the other devices of this worker
-        self._group: LoopDeviceGroup | None = None
         self._over = session.over is not None
         self._carry = Accumulation(session.params, 1 if self._over else session.plan.parts)
         self._closed = False
         #: what cannot be followed, to be said as soon as somebody listens
         self._refusal: NotDistributable | None = None
         self._writes = LoopWrites(session)
-
-    def gather_round(self, group: LoopDeviceGroup) -> None:
-        """Have other devices share every ticket."""
-        self._group, session = group, self.session
-        group.commands.tell("begin", self._over, 1 if self._over else session.plan.parts)
-        if self._over:
-            group.remove()
-        else:
-            group.exchange.after = session.made
-            session.until_end(group)
-
-    def _tell(self, *words: Any) -> None:
-        if self._group is not None:
-            self._group.commands.tell(*words)
 
     def __len__(self) -> int:
         """Batches of the whole epoch, however many of them come here."""
@@ -96,13 +83,10 @@ class TicketLoader:
         self._writes.send()
         source = self._source() if worker.is_chief else None
         number = 0
-        self._tell("pass")
         while True:
             work = worker.next(source.fill if source is not None else None)
             if isinstance(work, FitOver):
-                self._tell("over")
                 self._end_as(work)
-                self._align()
                 return
             if isinstance(work, EpochOver):
                 self._end_pass(number > 0)
@@ -115,12 +99,11 @@ class TicketLoader:
             try:
                 yield batch if self.device.type == "cpu" else to_device(batch, self.device)
             except GeneratorExit:  # the loop was left
-                if worker.at_end is not None and not self._in_trouble():
-                    # and not by an error that ends the training
+                if worker.at_end is not None:  # and not by an error that ends the training
                     self._leave(number)
                 raise
             self._check_open()
-            self._writes.check_weights(stepped=self._held is None)
+            self._writes.check_weights()
             self._skip()
 
     def _skip(self) -> None:
@@ -133,18 +116,12 @@ class TicketLoader:
     def _begin_batch(self, examples: int, total: int) -> None:
         self._carry.begin(examples, total)
         self._reader.totals = []
-        if self._group is None:
-            self._share.set(examples, total)
-        else:
-            self._reader.beyond = total / max(examples, 1)
+        self._share.set(examples, total)
 
     def _end_pass(self, worked: bool) -> None:
         """End the epoch: all workers take the last values, and the mean of the statistics."""
         session, worker = self.session, self.session.worker
         self._writes.check_state()
-        self._tell("pass over")
-        if self._group is not None:
-            self._group.average()
         worker.report(session.statistics.here() if worked else None)
         if worker.is_chief:
             session.statistics.average([each for each in worker.gather()[0] if each is not None])
@@ -152,22 +129,13 @@ class TicketLoader:
         else:
             session.statistics.receive(self._epoch)
         worker.refresh()
-        self._align()
         self._writes.mark()
-
-    def _in_trouble(self) -> bool:
-        """Whether another device of this worker has failed."""
-        return self._group is not None and self._group.in_trouble
-
-    def _align(self) -> None:
-        if self._group is not None:
-            self._group.align()
 
     def _leave(self, number: int) -> None:
         """The loop was left in batch `number` of the pass: another worker does that batch."""
         with suppress(ReplicaError):  # a job that has failed: the other workers are told why
             try:
-                self._writes.check_weights(stepped=self._held is None)
+                self._writes.check_weights()
                 self._writes.check_state()
             except NotDistributable as refusal:
                 self._refusal = refusal  # raised later: nobody hears of it now
@@ -200,10 +168,7 @@ class TicketLoader:
         return BatchSource(session.worker, self._epoch, map(parts_of_indices, self._indices), parts)
 
     def _batch(self, payload: Any) -> tuple[Any, int]:
-        """Return this device's rows of a ticket, and the number of the ticket's examples."""
-        if self._group is not None:
-            self._group.commands.tell("batch", payload)
-            return self._group.share(payload)
+        """Return the rows of a ticket, and how many they are."""
         with METER.loading():
             far = "indices" in payload
             whole = read(self.loader, payload["indices"]) if far else payload["rows"]
@@ -221,7 +186,7 @@ class TicketLoader:
                 "optimizer.step() was called outside of the loop over the prepared loader, or a "
                 "second time for one batch; gradients belong to a batch that this worker was dealt."
             )
-        self._writes.check_weights(stepped=self._held is None)
+        self._writes.check_weights()
         ticket, examples = self._held
         self._held = None
         weight = examples * self._weight_of_row()
@@ -270,6 +235,80 @@ class TicketLoader:
             self._end_as(worker.retire())
         self.session.end()
         self._writes.end()
-        self._align()
         if self._refusal is not None:
             raise self._refusal
+
+
+def prepare_served(
+    worker: Client,
+    replica: Replica,
+    settings: Settings,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Any,
+    loss_reduction: str | None,
+) -> Prepared:
+    """Have `optimizer.step` push gradients, and the loader deal out batches."""
+    _check(model, optimizer, loader)
+    reader = read_losses(replica, loss_reduction)
+    reader.for_servers = reader.keeps_totals = True
+    model.to(replica.device)
+    first: TicketLoader | None = worker.prepared
+    assert settings.served is not None
+    look = fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=False)
+    look |= fingerprint.of_loader(loader, "the loader")
+    session = LoopSession(
+        worker, model, optimizer, settings.served, wire=settings.wire, look=("prepare", look)
+    )
+    session.cancels = False  # a loop of the user's own runs its course
+    if worker.is_chief:
+        say_who_reads(loader)
+        if session.over is None and session.plan.parts > 1:
+            hints.tell_of_batchnorm(
+                model, replica, "MirroredStrategy(sync_batchnorm=True) normalises over the batch"
+            )
+    tickets = TicketLoader(session, loader, replica, reader)
+    if session.over is None:
+        session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
+        session.until_end(optimizer.register_state_dict_pre_hook(tickets.bring_state))
+        if first is not None and first.session.optimizer is not optimizer:
+            session.until_end(first.session.optimizer.register_step_pre_hook(_refuse_step))
+    worker.prepared, worker.at_end = tickets, tickets.close
+    return Prepared(model, optimizer, tickets)
+
+
+def _check(model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
+    """Refuse what servers cannot do."""
+    if not isinstance(loader, DataLoader):
+        raise NotDistributable(
+            f"prepare needs the DataLoader that is trained on, not {type(loader).__name__}: with "
+            "parameter servers its batches are dealt out to whoever is free."
+        )
+    check_sampler(loader)
+    _check_optimizer(model, optimizer)
+    refuse_renormed(model)
+    refuse_frequencies(model)
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse parameters that the optimizer does not have: servers would not update them."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise NotDistributable(
+            f"{len(missing)} trainable parameters of the model are not in the optimizer "
+            f"({missing[0]} is one), and servers run one optimizer for all; put every parameter "
+            "into it, in groups if they differ, or freeze them with requires_grad_(False)."
+        )
+    if optimizer._optimizer_step_post_hooks:
+        raise NotDistributable(
+            "the optimizer has a hook that runs after step(), and with servers the new values "
+            "come with the next batch; do what it does at the beginning of the loop's body."
+        )
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    raise UsageError(
+        "this optimizer's training ended when another one was prepared, and servers train one "
+        "model at a time; put the models into one nn.Module with one optimizer."
+    )

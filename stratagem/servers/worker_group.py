@@ -31,9 +31,8 @@ from stratagem.replicas.pool import Pool
 from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.rules.stats import Stats
 from stratagem.servers.client import Client
-from stratagem.servers.local_cluster import LocalCluster, LocalServers
-from stratagem.servers.local_workers import LocalWorkers, patiently
-from stratagem.servers.shard_lines import Address
+from stratagem.servers.connections import Address
+from stratagem.servers.local_cluster import LocalCluster, LocalServers, LocalWorkers, patiently
 from stratagem.servers.task_main import (
     become,
     present,

@@ -6,12 +6,11 @@ The values of all pieces lie one after the other in one flat tensor, which may b
 processes see; the optimizer works on views of it, and it is never allocated again. The store
 decides nothing: the coordinator says which gradients count, and when the sum is applied.
 
-Every method holds `lock`; hold it yourself to read several things of one version.
+One thread at a time: a shard calls it under its own lock.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +100,7 @@ class Store:
         values: Tensor | None = None,
     ) -> None:
         """`pieces` are this server's, in order; `values` is memory to live in."""
-        self.pieces, self.lock, self.version = list(pieces), threading.RLock(), 0
+        self.pieces, self.version = list(pieces), 0
         self.layout = PieceLayout([piece.shape(shapes[piece.variable]) for piece in pieces])
         self.count = self.layout.count
         if values is None:
@@ -145,9 +144,8 @@ class Store:
         `grad` is flat, encoded by `codec` or of any floating-point type: all pieces one after the
         other or, where `used` leaves some out, just the used ones.
         """
-        with self.lock:
-            self._refuse_dense(used)
-            self.sum.add(grad, factor, used, codec)
+        self._refuse_dense(used)
+        self.sum.add(grad, factor, used, codec)
 
     @torch.no_grad()
     def add_rows(self, piece: int, rows: Tensor, values: Tensor, factor: float) -> None:
@@ -155,29 +153,25 @@ class Store:
 
         No rows at all still mean that the piece was used: its optimizer counts the step.
         """
-        with self.lock:
-            self.sum.add_rows(piece, rows, values, factor)
+        self.sum.add_rows(piece, rows, values, factor)
 
     @torch.no_grad()
     def norm_squared(self, scale: float) -> float:
         """Of the sum that waits, times `scale`."""
-        with self.lock:
-            return self.sum.norm_squared(scale)
+        return self.sum.norm_squared(scale)
 
     @torch.no_grad()
     def distance_squared(self, then: Tensor) -> float:
         """Between the values now and those of `then`."""
-        with self.lock:
-            return distance_squared(self.values, then)
+        return distance_squared(self.values, then)
 
     # --- updates ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def apply(self, scale: float, rate: float = 1.0, clip_value: float | None = None) -> None:
         """Step with the sum times `scale`; `rate` times the learning rate, for this step only."""
-        with self.lock:
-            stepper = self._optimizer()
-            self._step(stepper, self.sum.take(scale, clip_value), rate)
+        stepper = self._optimizer()
+        self._step(stepper, self.sum.take(scale, clip_value), rate)
 
     @torch.no_grad()
     def apply_one(
@@ -193,16 +187,14 @@ class Store:
         (Gradients of another type, or of many small pieces, are copied after all.) Rows that
         wait are applied with it.
         """
-        with self.lock:
-            stepper = self._optimizer()
-            self._refuse_dense(used)
-            grads = self.sum.take_one(grad, factor, used, clip_value)
-            self._step(stepper, grads, rate)
+        stepper = self._optimizer()
+        self._refuse_dense(used)
+        grads = self.sum.take_one(grad, factor, used, clip_value)
+        self._step(stepper, grads, rate)
 
     def forget(self) -> None:
         """Throw away the sum that waits."""
-        with self.lock:
-            self.sum.clear()
+        self.sum.clear()
 
     def _step(self, stepper: Steps, grads: list[Tensor | None], rate: float) -> None:
         moved = stepper.step(grads, rate)
@@ -233,19 +225,18 @@ class Store:
     @torch.no_grad()
     def changed_since(self, version: int) -> list[Delta]:
         """Return what a worker with the values of `version` (-1: with none) lacks, by piece."""
-        with self.lock:
-            deltas = []
-            for i, changed in enumerate(self._changed):
-                if changed > version or version > self.version:
+        deltas = []
+        for i, changed in enumerate(self._changed):
+            if changed > version or version > self.version:
+                deltas.append(Delta(i))
+            elif i in self._row_versions:
+                changes = self._row_versions[i].since(version)
+                count = sum(len(rows) for rows, _ in changes)
+                if count and not self._worth(i, count):
                     deltas.append(Delta(i))
-                elif i in self._row_versions:
-                    changes = self._row_versions[i].since(version)
-                    count = sum(len(rows) for rows, _ in changes)
-                    if count and not self._worth(i, count):
-                        deltas.append(Delta(i))
-                    else:
-                        deltas += [Delta(i, *change) for change in changes if len(change[0])]
-            return deltas
+                else:
+                    deltas += [Delta(i, *change) for change in changes if len(change[0])]
+        return deltas
 
     def values_of(self, delta: Delta) -> Tensor:
         """The values that `delta` is about: a view of the piece, or a copy of its rows."""
@@ -269,26 +260,22 @@ class Store:
 
     def settings(self) -> list[dict[str, Any]]:
         """Each group's settings as the user gave them."""
-        with self.lock:
-            return self._optimizer().settings()
+        return self._optimizer().settings()
 
     def set_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Change settings, a learning rate say; a group may name just those that change."""
-        with self.lock:
-            self._optimizer().set_settings(groups)
+        self._optimizer().set_settings(groups)
 
     @torch.no_grad()
     def snapshot(self) -> StoreSnapshot:
         """Copies, so that training may go on. A sum that waits is not part of it."""
-        with self.lock:
-            states = self._stepper.states() if self._stepper else [{} for _ in self.pieces]
-            return StoreSnapshot(self.version, self.values.clone(), states)
+        states = self._stepper.states() if self._stepper else [{} for _ in self.pieces]
+        return StoreSnapshot(self.version, self.values.clone(), states)
 
     @torch.no_grad()
     def restore_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over copies of the optimizer's state by piece, and nothing else."""
-        with self.lock:
-            self._optimizer().restore(states)
+        self._optimizer().restore(states)
 
     @torch.no_grad()
     def restore(
@@ -302,16 +289,15 @@ class Store:
         Everybody must fetch all values again. `version` goes on from a saved job's; it never falls.
         What waited in the sum is thrown away.
         """
-        with self.lock:
-            if version is not None and version < self.version:
-                raise UsageError(f"version {version} is older than {self.version}, reached here.")
-            if values is not None and values.shape != self.values.shape:
-                raise UsageError(f"{values.numel()} values for pieces of {self.count} elements.")
-            if states is not None:
-                self._optimizer().restore(states)
-            self.version = self.version if version is None else version
-            if values is not None:
-                self.values.copy_(values)
-                # one more than now: who holds this very version has it from before
-                self._changed = [self.version + 1] * len(self.pieces)
-            self.sum.clear()
+        if version is not None and version < self.version:
+            raise UsageError(f"version {version} is older than {self.version}, reached here.")
+        if values is not None and values.shape != self.values.shape:
+            raise UsageError(f"{values.numel()} values for pieces of {self.count} elements.")
+        if states is not None:
+            self._optimizer().restore(states)
+        self.version = self.version if version is None else version
+        if values is not None:
+            self.values.copy_(values)
+            # one more than now: who holds this very version has it from before
+            self._changed = [self.version + 1] * len(self.pieces)
+        self.sum.clear()

@@ -19,10 +19,10 @@ from stratagem.codecs.pushed import check_pushed
 from stratagem.codecs.wire_choice import Wire, check_wire
 from stratagem.errors import ClusterError, ReplicaError, UsageError
 from stratagem.rules.updates import Asynchronous, Updates
-from stratagem.servers import recovery
 from stratagem.servers.evaluator_task import EvaluatorDevice, EvaluatorLink
 from stratagem.servers.local_cluster import LocalCluster
 from stratagem.servers.server import Server
+from stratagem.servers.task_main import serve_to_the_end
 from stratagem.servers.worker_group import WorkerGroup
 from stratagem.state.partition import Partitioner
 from stratagem.strategies.server_strategy import ServerStrategy, check_backups, check_spares
@@ -133,7 +133,7 @@ def serve(
         return server
 
     try:
-        recovery.serve(make)
+        serve_to_the_end(make)
     finally:
         termination.close()
 

@@ -9,15 +9,13 @@ from torch import nn
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
-from stratagem.servers.loop_prepare import prepare_served
-from stratagem.servers.no_collective import in_group
-from stratagem.servers.task_main import current_worker
+from stratagem.servers.task_main import current_worker, in_group
+from stratagem.servers.ticket_loop import prepare_served
 from stratagem.servers.worker_group import WorkerGroup
 from stratagem.strategies.custom_loop_calls import Resume
 from stratagem.strategies.strategy import Strategy, replica_group_inside
 from stratagem.strategies.task_group import TaskGroup
 from stratagem.training import dry_run
-from stratagem.training.replica import called_replica
 from stratagem.training.settings import Settings
 
 
@@ -85,17 +83,20 @@ class ServerStrategy(Strategy):
                 "is trained on: model, optimizer, loader = strategy.prepare(model, optimizer, "
                 "loader)."
             )
-        if self._devices_here() > 1 and called_replica() is None:
+        if self._devices_here() > 1 or in_group(self.replica()):
             raise UsageError(
-                f"this worker has {self._devices_here()} devices, and your loop runs on one of "
-                "them only. Put the loop into a function and call strategy.run(train), or give the "
-                'worker one device, ParameterServerStrategy(devices="cuda:0"), and start one for '
-                "each."
+                "this worker has several devices, and with servers a custom loop runs on one. Give "
+                'the worker one device, ParameterServerStrategy(devices="cuda:0"), and start a '
+                "worker for each; fit of sg.Model and Keras uses all devices of a worker."
             )
-        replica = self.replica()
-        worker = None if in_group(replica) and not replica.leads else current_worker()
         return prepare_served(
-            worker, replica, self.settings, model, optimizer, loader, loss_reduction
+            current_worker(),
+            self.replica(),
+            self.settings,
+            model,
+            optimizer,
+            loader,
+            loss_reduction,
         )
 
     def rows(self, batch: Any) -> Any:

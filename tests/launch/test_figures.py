@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from stratagem.figures.run_folder import RunFolder
-from stratagem.launch.exporters import PrometheusPage
-from stratagem.launch.run_page import page
+from stratagem.launch.report_command import page
+from stratagem.launch.top import PrometheusPage
 from tests.clock import SLOWER
 from tests.hosts import Hosts, needs_hosts
 

@@ -13,7 +13,7 @@ import pytest
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
 from stratagem.launch.engines.kubernetes_kinds import attempt_of, kind_of, manifests
-from stratagem.launch.job_request import JobRequest
+from stratagem.launch.job_folder import JobRequest
 
 ALL: dict[str, dict[str, Any]] = {
     "job": {"workers": 2, "ps": 1, "evaluator": True, "minutes": 5, "more": {"volume": "a=/b"}},

@@ -100,7 +100,7 @@ def test_refusals(code: str, sentence: str) -> None:
 AGAIN = """
 import json, os, sys
 from stratagem.launch.engines import ray_driver
-from stratagem.launch.job_request import JobRequest
+from stratagem.launch.job_folder import JobRequest
 import ray
 ray_driver._SETTLED = 0.5
 words = ("-c", "import os, sys, time; n = sys.argv[1]; again = os.path.exists(n); "

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.figures import recorder
 from stratagem.figures.run_folder import RunFolder
-from stratagem.launch.run_page import page
+from stratagem.launch.report_command import page
 from tests.strategies.test_elastic import Kills, net, rows
 
 pytestmark = pytest.mark.timeout(120)

@@ -197,7 +197,7 @@ def test_a_recorded_trace(tmp_path: Path) -> None:
         (("--compute", "soon"), "--compute"),
         (("--slow", "99:2", "--workers", "4"), "worker"),
         (("--overhead", "1ms"), "WORKER:SERVER"),
-        (("--json", "/nowhere/run.json"), "cannot be written"),
+        (("--json", "/nowhere/run.json"), "there is no folder '/nowhere'"),
     ],
     ids=str,
 )

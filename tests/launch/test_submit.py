@@ -14,9 +14,15 @@ from stratagem.errors import UsageError
 from stratagem.launch.cli import main
 from stratagem.launch.engines import kubernetes
 from stratagem.launch.engines.slurm import Slurm
-from stratagem.launch.job_folder import JobFolder, LogFile, LogReader, TaskEnd, append_missing
-from stratagem.launch.job_request import JobRequest
-from stratagem.launch.verdict import write_end
+from stratagem.launch.job_folder import (
+    JobFolder,
+    JobRequest,
+    LogFile,
+    LogReader,
+    TaskEnd,
+    append_missing,
+)
+from stratagem.launch.supervise import write_end
 
 
 @pytest.fixture

@@ -455,7 +455,7 @@ def test_a_function_of_a_notebook(there: Any) -> None:
     files = (there.folder / f"{name}.safetensors" for name in ("local", "far"))
     local, far = (load_file(file) for file in files)
     assert all(torch.allclose(a, far[name], atol=1e-7) for name, a in local.items())
-    wait_for(lambda: not running("far_call"), 30)
+    wait_for(lambda: not running("launch.ray_cluster"), 30)
 
 
 @needs_hosts

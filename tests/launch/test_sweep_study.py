@@ -14,11 +14,17 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 
 from stratagem.errors import UsageError
-from stratagem.launch.search_space import Choices, NumberRange, grid, read
-from stratagem.launch.sweep_settings import SweepSettings, check_flags
+from stratagem.launch.sweep_folder import (
+    Choices,
+    NumberRange,
+    SweepSettings,
+    check_flags,
+    grid,
+    read,
+)
 from stratagem.launch.sweep_study import SweepStudy, pruner
 from stratagem.launch.sweep_view import SweepView, TrialRow, in_words, time_left
-from stratagem.launch.trial_slots import slots
+from stratagem.launch.trial_places import slots
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,9 +16,8 @@ import pytest
 
 import stratagem as sg
 from stratagem.figures.trial_record import read_epochs
-from stratagem.launch import cli, trial_function, trial_jobs
-from stratagem.launch.job_folder import JobFolder
-from stratagem.launch.job_request import JobRequest, JobState
+from stratagem.launch import cli, notebook_sweep, trial_places
+from stratagem.launch.job_folder import JobFolder, JobRequest, JobState
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,14 +68,14 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STRATAGEM_JOBS", str(tmp_path / "jobs"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(trial_jobs, "_ASK", 0.05)
+    monkeypatch.setattr(trial_places, "_ASK", 0.05)
     Path("train.py").write_text(TRAIN)
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHere]:
     made = EngineHere()
-    monkeypatch.setattr(trial_jobs, "engine", lambda name: made)
+    monkeypatch.setattr(trial_places, "engine", lambda name: made)
     yield made
     for process in made.sent.values():
         process.kill()
@@ -114,7 +113,7 @@ def test_of_several_workers_one_writes_what_the_function_returns(
     for index in (1, 0):
         spec = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": index}}
         monkeypatch.setenv("TF_CONFIG", json.dumps(spec))
-        trial_function.main([str(tmp_path / "train.function"), "--lr", "0.5"])
+        notebook_sweep.main([str(tmp_path / "train.function"), "--lr", "0.5"])
         assert read_epochs(tmp_path) == ([] if index else [{"epoch": 1, "score": 0.5}])
 
 

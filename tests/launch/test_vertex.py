@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from stratagem.errors import UsageError
-from stratagem.launch.engines.vertex import _custom_job, check
+from stratagem.launch.engines.vertex import ENGINE, _custom_job
 from stratagem.launch.far_task import shared_secret
-from stratagem.launch.job_request import JobRequest
+from stratagem.launch.job_folder import JobRequest
 from tests.launch.sites import VertexSite, finished, running, site
 
 SETTINGS = {"project": "p", "region": "r", "image": "i:1", "bucket": "gs://b/jobs"}
@@ -27,7 +27,6 @@ def request(**given: Any) -> JobRequest:
 
 def pools(**given: Any) -> list[dict[str, Any]]:
     spec = _custom_job(request(**given), "a-1")
-    check(spec)
     return list(spec["jobSpec"]["workerPoolSpecs"])
 
 
@@ -43,28 +42,16 @@ def test_pools() -> None:
     assert '"value": "/gcs/b/jobs/a-1"' in container
 
 
-def _two_chiefs(spec: Any) -> None:
-    spec[0]["replicaCount"] = "2"
-
-
 @pytest.mark.parametrize(
-    ("mangle", "said"),
+    ("asked", "said"),
     [
-        (_two_chiefs, "pool 0 is the chief and has exactly one replica"),
-        (lambda spec: spec.__setitem__(0, {}), "exactly one replica"),
-        (lambda spec: spec.clear(), "exactly one replica"),
-        (lambda spec: spec[1].pop("containerSpec"), "which image?"),
-        (lambda spec: spec[1]["machineSpec"].clear(), "pool 1 has no machine type"),
-        (lambda spec: spec[1]["machineSpec"].update(acceleratorCount=3), "1, 2, 4, 8 or 16 GPUs"),
-        (lambda spec: spec.extend([spec[1]] * 2), "the last has one replica: the evaluator"),
-        (lambda spec: spec.extend([spec[1]] * 3), "there are four pools"),
+        ({"settings": {"image": ""}}, "which image?"),
+        ({"gpus": 3, "settings": {"accelerator": "T4"}}, "1, 2, 4, 8 or 16 GPUs"),
     ],
 )
-def test_what_the_api_would_refuse(mangle: Any, said: str) -> None:
-    spec = _custom_job(request(workers=4), "a-1")
-    mangle(spec["jobSpec"]["workerPoolSpecs"])
+def test_what_the_api_would_refuse(asked: Any, said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
-        check(spec)
+        ENGINE.prepare(request(workers=4, **asked))
 
 
 def test_the_secret_of_a_folder(tmp_path: Path) -> None:

@@ -17,13 +17,12 @@ import pytest
 from stratagem import __version__
 from stratagem.cluster.spec import Task
 from stratagem.errors import StratagemError
-from stratagem.launch import far_task, logs
+from stratagem.launch import far_task, job_commands
 from stratagem.launch.cli import main
 from stratagem.launch.engines import ray
 from stratagem.launch.engines.slurm import Slurm
 from stratagem.launch.engines.ssh import Remote
-from stratagem.launch.job_folder import JobFolder
-from stratagem.launch.job_request import JobRequest, JobState
+from stratagem.launch.job_folder import JobFolder, JobRequest, JobState
 from tests.hosts import ROOT
 
 VALUE = "tok-4711"
@@ -198,7 +197,7 @@ def test_whoever_follows_goes_on_when_an_engine_does_not_answer(
         return JobState(answer.phase, answer.code)
 
     monkeypatch.setattr(Slurm, "state", state)
-    monkeypatch.setattr(logs, "_ASK", 0.0)
+    monkeypatch.setattr(job_commands, "_ASK", 0.0)
     job = JobFolder.create("train")
     job.sent("slurm", "7", JobRequest("train", ("train.py",), "/x", "/p"))
     assert main(["logs", "slurm:7", "--follow"]) == 3

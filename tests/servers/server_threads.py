@@ -12,9 +12,9 @@ from torch import nn
 import stratagem as sg
 from stratagem.cluster.handshake import job_secret
 from stratagem.servers.client import Client
+from stratagem.servers.connections import Address
 from stratagem.servers.server import Server
 from stratagem.servers.session import Session
-from stratagem.servers.shard_lines import Address
 from stratagem.training.settings import Served
 from stratagem.wire.tcp import local_address
 from tests.clock import PATIENCE

@@ -16,10 +16,10 @@ from stratagem.cluster.membership import Membership
 from stratagem.rules.stats import Stats
 from stratagem.servers import participants
 from stratagem.servers.client import Assignment, Client, EpochOver
+from stratagem.servers.connections import Address
 from stratagem.servers.loop_session import LoopSession
 from stratagem.servers.server import Server
 from stratagem.servers.session import Session
-from stratagem.servers.shard_lines import Address
 from stratagem.servers.ticket_loop import TicketLoader
 from stratagem.training.custom_loop import LossReader
 from stratagem.training.replica import Replica

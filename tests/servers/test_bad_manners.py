@@ -20,9 +20,9 @@ from stratagem.cluster.framing import encode
 from stratagem.servers import connections
 from stratagem.servers import server as server_module
 from stratagem.servers.client import Assignment, Client
+from stratagem.servers.connections import Address
+from stratagem.servers.peers import TaskHeartbeat
 from stratagem.servers.server import Server
-from stratagem.servers.shard_lines import Address
-from stratagem.servers.task_heartbeat import TaskHeartbeat
 from stratagem.wire.channel import PlainChannel
 from stratagem.wire.connection import Connection
 from stratagem.wire.segment import Segment

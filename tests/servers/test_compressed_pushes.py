@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem.codecs.codec import codec_for
 from stratagem.servers import transfers
-from stratagem.servers.packed_gradient import PackedGradient
+from stratagem.servers.outbox import PackedGradient
 from stratagem.servers.session import Session
 from stratagem.servers.shard import WorkerSlot
 from stratagem.servers.shard_requests import gradient

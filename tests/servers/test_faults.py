@@ -28,11 +28,11 @@ from torch import Tensor
 import stratagem as sg
 from stratagem.replicas import pipe_frames
 from stratagem.replicas.zygote import ZygoteProcess
-from stratagem.servers import local_workers
+from stratagem.servers import local_cluster
 from stratagem.servers.client import Assignment, Client
+from stratagem.servers.connections import Address
 from stratagem.servers.server import Server
 from stratagem.servers.session import Session
-from stratagem.servers.shard_lines import Address
 from stratagem.training.settings import Served
 from stratagem.wire.tcp import local_address
 from tests.clock import PATIENCE, in_time, unless_late
@@ -191,7 +191,7 @@ def test_one_that_is_killed_between_two_trainings(made: Any) -> None:
 
 def test_one_that_ends_again_and_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something is wrong with it; the others do not try for ever."""
-    monkeypatch.setattr(local_workers, "_IN_VAIN", 2)
+    monkeypatch.setattr(local_cluster, "_IN_VAIN", 2)
     strategy = made(workers=2, ps=1)
 
     with pytest.raises(sg.ReplicaLost, match="worker 1 ended again and again") as caught:

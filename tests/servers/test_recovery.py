@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.cluster.failure import server_lost
 from stratagem.errors import ReplicaLost
-from stratagem.servers import recovery
+from stratagem.servers import task_main
 from stratagem.servers.server import Server
 from tests.clock import unless_late
 from tests.servers.fault_support import count, local, ps_pids, shoot, worker_pids
@@ -122,7 +122,7 @@ def test_another_server_may_be_lost_while_the_first_is_awaited(resumes: bool, tu
                 raise server_lost(f"ps {len(made)}")
 
     with contextlib.suppress(ReplicaLost):
-        recovery.serve(lambda: Falling(0, ["127.0.0.1:1"], b""))
+        task_main.serve_to_the_end(lambda: Falling(0, ["127.0.0.1:1"], b""))
     assert len(made) == turns
 
 

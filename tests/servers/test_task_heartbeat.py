@@ -11,9 +11,8 @@ import pytest
 
 import stratagem as sg
 from stratagem.cluster import heartbeat
-from stratagem.servers.peers import Peers
+from stratagem.servers.peers import Peers, TaskHeartbeat
 from stratagem.servers.requests import Peer
-from stratagem.servers.task_heartbeat import TaskHeartbeat
 from stratagem.wire.connection import Connection
 from stratagem.wire.tcp import Listener, connect, local_address
 from tests.ports import free_ports

@@ -489,13 +489,11 @@ def writes(where: Any, kind: str) -> tuple[nn.Module, Any]:
     return module, optimizer
 
 
-KINDS = ["all", "weights", "state", "later", "anew", "before", "epoch", "left", "memory"]
+KINDS = ["all", "weights", "state", "later", "anew", "epoch", "left", "memory"]
 
 
-@pytest.mark.parametrize(
-    ("where", "kind"),
-    [(alone, kind) for kind in KINDS] + [(in_step, kind) for kind in KINDS if kind != "before"],
-)
+@pytest.mark.parametrize("where", [alone, in_step])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_the_loop_writes_counts_as_on_one_device(where: Any, kind: str) -> None:
     plain, optimizer = writes(None, kind)
     (mine, mine_too), *others = where().run(writes, where(), kind)
@@ -506,19 +504,14 @@ def test_what_the_loop_writes_counts_as_on_one_device(where: Any, kind: str) -> 
         assert torch.allclose(moments[0][i]["momentum_buffer"], state["momentum_buffer"], atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["after", "data", "state in the loop"])
-def test_what_would_be_written_to_old_values_is_refused(kind: str) -> None:
-    where = in_step()
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [(in_step, each) for each in ("before", "after", "data", "state in the loop")]
+    + [(alone, each) for each in ("before", "after")],
+)
+def test_what_is_written_in_the_loop_is_refused(where: Any, kind: str) -> None:
     with pytest.raises(REFUSED, match="in the loop"):
-        where.run(writes, where, kind)
-
-
-@pytest.mark.parametrize("rule", ["asynchronous", "synchronous"])
-def test_one_of_several_workers_writes_between_epochs_only(rule: str) -> None:
-    """In step, too: one that is late would get what was written, and write it once more."""
-    where = strategy("1 ps", rule)
-    with pytest.raises(REFUSED, match="while several workers"):
-        where.run(writes, where, "before")
+        where().run(writes, where(), kind)
 
 
 # --- the end -------------------------------------------------------------------------------------

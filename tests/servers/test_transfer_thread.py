@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from stratagem.servers.transfer_threads import TransferThread
+from stratagem.servers.transfers import TransferThread
 
 pytestmark = pytest.mark.timeout(60)
 

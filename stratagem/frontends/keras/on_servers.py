@@ -30,8 +30,7 @@ from stratagem.frontends.keras.worker_session import dismiss, refuse
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.client import Client
-from stratagem.servers.no_collective import in_group
-from stratagem.servers.task_main import current_worker
+from stratagem.servers.task_main import current_worker, in_group
 from stratagem.training.replica import END, CommandLoop, Replica, current_replica
 from stratagem.training.settings import Served
 

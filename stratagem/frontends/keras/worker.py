@@ -24,9 +24,9 @@ from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.step_logs import flat
 from stratagem.frontends.keras.worker_session import Dismissed, KerasSession
 from stratagem.servers.client import Assignment, Client, EpochOver, FitOver
-from stratagem.servers.no_collective import in_group
 from stratagem.servers.push_committer import GroupedCommitter, PushCommitter
 from stratagem.servers.session import Late
+from stratagem.servers.task_main import in_group
 from stratagem.state import keras_recipe
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.training import setup

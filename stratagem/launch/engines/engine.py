@@ -10,8 +10,7 @@ import importlib
 from typing import Protocol
 
 from stratagem.errors import UsageError
-from stratagem.launch.job_folder import JobFolder
-from stratagem.launch.job_request import JobRequest, JobState
+from stratagem.launch.job_folder import JobFolder, JobRequest, JobState
 
 ENGINES = ("slurm", "ssh", "kubernetes", "ray", "vertex")
 

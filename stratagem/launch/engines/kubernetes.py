@@ -16,9 +16,15 @@ from typing import Any
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
 from stratagem.launch.engines.kubernetes_kinds import attempt_of, kind_of, manifests
-from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing, last_line
-from stratagem.launch.job_request import JobRequest, JobState
-from stratagem.launch.verdict import TOLD_TO_END, write_end
+from stratagem.launch.job_folder import (
+    JobFolder,
+    JobRequest,
+    JobState,
+    TaskEnd,
+    append_missing,
+    last_line,
+)
+from stratagem.launch.supervise import TOLD_TO_END, write_end
 
 _TAIL = 10  # lines that explain a failure
 _VOLUME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?=/\S+")

@@ -16,7 +16,7 @@ from stratagem.cluster.exit_cause import VARIABLE as BLAME_VARIABLE
 from stratagem.cluster.handshake import SECRET_VARIABLE
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
-from stratagem.launch.job_request import JobRequest
+from stratagem.launch.job_folder import JobRequest
 
 _PORT = 2222
 _KEPT = 7 * 24 * 3600  # seconds that an ended job stays on the cluster

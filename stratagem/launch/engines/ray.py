@@ -19,9 +19,16 @@ from urllib.request import urlopen
 
 from stratagem.cluster.spec import Task
 from stratagem.errors import StratagemError, UsageError
-from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing, last_line, stem_of
-from stratagem.launch.job_request import JobRequest, JobState
-from stratagem.launch.verdict import TOLD_TO_END, write_end
+from stratagem.launch.job_folder import (
+    JobFolder,
+    JobRequest,
+    JobState,
+    TaskEnd,
+    append_missing,
+    last_line,
+    stem_of,
+)
+from stratagem.launch.supervise import TOLD_TO_END, write_end
 
 _ADDRESS = "RAY_API_SERVER_ADDRESS"  # as Ray's own client reads it
 #: a line of the driver: when, of which task (or "place", "end"), and what

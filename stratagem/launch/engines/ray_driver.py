@@ -23,8 +23,7 @@ from typing import Any
 
 from stratagem.cluster.spec import Task
 from stratagem.launch.far_task import ALIVE, BECAUSE, GRACE
-from stratagem.launch.job_folder import TaskEnd, now, stem_of
-from stratagem.launch.job_request import JobRequest
+from stratagem.launch.job_folder import JobRequest, TaskEnd, now, stem_of
 from stratagem.launch.supervise import culprit
 from stratagem.training.termination import EXIT_CODE
 

@@ -17,9 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from stratagem.errors import UsageError
-from stratagem.launch.job_folder import JobFolder, last_line
-from stratagem.launch.job_request import JobRequest, JobState
-from stratagem.launch.verdict import write_end
+from stratagem.launch.job_folder import JobFolder, JobRequest, JobState, last_line
+from stratagem.launch.supervise import write_end
 from stratagem.training.termination import EXIT_CODE
 
 #: seconds before the time limit at which trainings are asked to save: of a short job a quarter, for

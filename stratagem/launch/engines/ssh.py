@@ -24,19 +24,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from stratagem import __version__
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
 from stratagem.launch.far_task import ALIVE, BECAUSE, GRACE
-from stratagem.launch.job_folder import JobFolder, LogFile, TaskEnd, last_line, now
-from stratagem.launch.job_request import JobRequest, JobState
+from stratagem.launch.job_folder import (
+    JobFolder,
+    JobRequest,
+    JobState,
+    LogFile,
+    TaskEnd,
+    last_line,
+    now,
+)
 from stratagem.launch.output import Relay
 from stratagem.launch.processes import Guard, Process
-from stratagem.launch.supervise import SignalQueue, Supervisor
-from stratagem.launch.verdict import write_end
+from stratagem.launch.supervise import SignalQueue, Supervisor, write_end
 
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5"),
@@ -284,10 +289,7 @@ def supervise(job: JobFolder) -> int:
     request, secret = job.request, secrets.token_hex(32)
     here = {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid())}
     job.write("supervisor.json", here)
-    with SignalQueue() as inbox, ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix=f"stratagem-{os.getpid()}-")))
-        guard = Guard(folder)
-        stack.callback(guard.close)
+    with SignalQueue() as inbox, Guard() as guard, ExitStack() as stack:
         notes = stack.enter_context(LogFile(job.path / "supervisor.notes"))
         relay = Relay(notes, notes)
         processes: list[Remote] = []
@@ -295,7 +297,7 @@ def supervise(job: JobFolder) -> int:
             zip(request.tasks(), request.settings["places"], strict=True)
         ):
             told = _told(request, task, secret)
-            process = Remote(task, _found(request, host), told, os.environ, folder / str(i))
+            process = Remote(task, _found(request, host), told, os.environ, guard.folder / str(i))
             stack.callback(process.kill)
             guard.add(process)
             relay.add(process, i, stack.enter_context(LogFile(job.log(task))))

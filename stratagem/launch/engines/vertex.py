@@ -11,21 +11,32 @@ writes one into the job's folder of the bucket, where the other tasks find it (f
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from stratagem.cluster.spec import Task
 from stratagem.errors import StratagemError, UsageError
-from stratagem.launch.engines.vertex_logs import NoLogs, bring
-from stratagem.launch.job_folder import JobFolder, TaskEnd, append_missing, now
-from stratagem.launch.job_request import JobRequest, JobState
-from stratagem.launch.verdict import TOLD_TO_END, write_end
+from stratagem.launch.job_folder import (
+    JobFolder,
+    JobRequest,
+    JobState,
+    TaskEnd,
+    append_missing,
+    last_state,
+    now,
+)
+from stratagem.launch.supervise import TOLD_TO_END, write_end
 
+_BACK = timedelta(seconds=60)
+_PAGE = 1000
+_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
+_KNOWN = "logged.json"
 _MACHINE = "n1-standard-4"
 _INSTALL = "pip install google-cloud-aiplatform"
 _SECONDS = 60.0  # for one answer
@@ -64,9 +75,16 @@ class Vertex:
                 "tasks of a job on Vertex AI find each other's secret in a bucket: "
                 "--bucket gs://my-bucket/jobs"
             )
-        spec = _custom_job(request, request.name)
-        check(spec)
-        _message(spec)
+        if request.gpus not in (0, 1, 2, 4, 8, 16):
+            raise UsageError(
+                f"a machine of Vertex AI has 1, 2, 4, 8 or 16 GPUs, not {request.gpus}"
+            )
+        if not settings.get("image"):
+            raise UsageError(
+                "which image? As in: --image us-docker.pkg.dev/my-project/jobs/digits:1, with the "
+                "script and stratagem in it"
+            )
+        _message(_custom_job(request, request.name))
         return request
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
@@ -119,30 +137,6 @@ class Vertex:
 
 
 ENGINE = Vertex()
-
-
-def check(spec: dict[str, Any]) -> None:
-    """Refuse what the API would refuse, or what would train something else than was asked for."""
-    pools = spec["jobSpec"]["workerPoolSpecs"]
-    counts = [int(pool.get("replicaCount", 0)) for pool in pools]
-    if not counts or counts[0] != 1:
-        raise UsageError(f"pool 0 is the chief and has exactly one replica, not {counts[:1]}")
-    if len(counts) > 4 or counts[3:] > [1]:
-        raise UsageError("there are four pools, and the last has one replica: the evaluator")
-    for number, pool in enumerate(pools):
-        if not counts[number]:
-            continue
-        if not pool.get("containerSpec", {}).get("imageUri"):
-            raise UsageError(
-                "which image? As in: --image us-docker.pkg.dev/my-project/jobs/digits:1, with the "
-                "script and stratagem in it"
-            )
-        machine = pool.get("machineSpec", {})
-        if not machine.get("machineType"):
-            raise UsageError(f"pool {number} has no machine type: --machine-type {_MACHINE}")
-        gpus = int(machine.get("acceleratorCount", 0))
-        if gpus & (gpus - 1) or gpus > 16:
-            raise UsageError(f"a machine of Vertex AI has 1, 2, 4, 8 or 16 GPUs, not {gpus}")
 
 
 def _custom_job(request: JobRequest, name: str) -> dict[str, Any]:
@@ -216,7 +210,7 @@ def _bring_logs(job: JobFolder) -> None:
     endpoint = str(request.settings.get("vertex_endpoint", ""))
     here = endpoint.removeprefix("http://") if endpoint.startswith("http://") else None
     try:
-        bring(job, named, here)
+        _bring(job, named, here)
     except NoLogs as problem:
         where = " ".join(f"--{key}={request.settings[key]}" for key in ("project", "region"))
         command = f"gcloud ai custom-jobs stream-logs {job.told['name']} {where}"
@@ -291,3 +285,98 @@ def _said() -> Iterator[None]:
         ) from None
     except exceptions.GoogleAPICallError as problem:
         raise UsageError(f"Vertex AI refuses: {problem.message}") from None
+
+
+# --- what tasks print: entries of Cloud Logging --------------------------------------------------
+
+
+class NoLogs(Exception):
+    """Cloud Logging cannot be read from here; the reason."""
+
+
+def _bring(job: JobFolder, tasks: Mapping[str, Task], address: str | None) -> None:
+    """Append new entries to the logs of `tasks`, by the names that Vertex AI has for them.
+
+    Entries show up late and not in their order. So each look goes back a minute, and what is here
+    already is known by its time and id (logged.json).
+
+    `address`: a stand-in on this machine. What Vertex AI says itself goes to the first task.
+    """
+    client = _log_client(address)
+    project, number = job.request.settings["project"], job.told["name"]
+    with _alone(job):
+        known = job.read(_KNOWN) or {"seen": [], "last": ""}
+        wanted = f'resource.type="ml_job" AND resource.labels.job_id="{number}"'
+        if known["last"]:
+            since = datetime.strptime(known["last"], _FORMAT) - _BACK
+            wanted += f' AND timestamp>="{since.strftime(_FORMAT)}"'
+        seen, new = set(known["seen"]), dict[str, Any]()
+        for entry in _entries(client, f"projects/{project}", wanted):
+            key = f"{_when(entry)} {entry.insert_id}"
+            if key not in seen:
+                new[key] = entry
+        first = next(iter(tasks.values()))
+        for _, entry in sorted(new.items()):
+            name = entry.resource.labels.get("task_name", "")
+            _append(job, tasks.get(name, first), entry, "" if name in tasks else "[Vertex AI] ")
+        last = max([known["last"], *(key.partition(" ")[0] for key in new)])
+        if new:
+            since_then = datetime.strptime(last, _FORMAT) - 2 * _BACK
+            kept = [key for key in (*seen, *new) if key > since_then.strftime(_FORMAT)]
+            job.write(_KNOWN, {"seen": sorted(kept), "last": last})
+
+
+def _append(job: JobFolder, task: Task, entry: Any, prefix: str) -> None:
+    text = entry.text_payload or dict(entry.json_payload or {}).get("message", "")
+    with job.log(task).open("ab") as log:
+        for line in str(text).rstrip("\n").split("\n"):
+            log.write(f"{_when(entry)} {prefix}".encode() + last_state(line.encode()) + b"\n")
+
+
+def _when(entry: Any) -> str:
+    return str(entry.timestamp.astimezone(UTC).strftime(_FORMAT))
+
+
+@contextmanager
+def _alone(job: JobFolder) -> Iterator[None]:
+    """Several may follow a job at once, and each line is to be here once."""
+    with (job.path / "logged.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _entries(client: Any, project: str, wanted: str) -> Iterator[Any]:
+    """Every entry, page by page; none where the service does not answer now."""
+    from google.api_core import exceptions
+
+    asked = {"resource_names": [project], "filter": wanted, "order_by": "timestamp asc"}
+    try:
+        yield from client.list_log_entries({**asked, "page_size": _PAGE}, timeout=_SECONDS)
+    except (
+        exceptions.ServiceUnavailable,
+        exceptions.DeadlineExceeded,
+        exceptions.ResourceExhausted,
+    ):
+        return  # the next look brings what this one has not
+    except exceptions.GoogleAPICallError as problem:
+        raise NoLogs(f"Cloud Logging refuses: {problem.message}") from None
+
+
+def _log_client(address: str | None) -> Any:
+    try:
+        from google.auth.exceptions import DefaultCredentialsError
+        from google.cloud.logging_v2.services import logging_service_v2 as service
+    except ImportError:
+        raise NoLogs("pip install google-cloud-logging brings them here") from None
+    if address is not None:
+        import grpc
+        from google.cloud.logging_v2.services.logging_service_v2 import transports
+
+        channel = grpc.insecure_channel(address)
+        return service.LoggingServiceV2Client(
+            transport=transports.LoggingServiceV2GrpcTransport(channel=channel)
+        )
+    try:
+        return service.LoggingServiceV2Client()
+    except DefaultCredentialsError:
+        raise NoLogs("there is no login to Google Cloud here") from None

@@ -12,7 +12,7 @@ import pytest
 import stratagem as sg
 from stratagem.figures import recorder
 from stratagem.figures.run_folder import RunFolder
-from stratagem.launch.run_page import page
+from stratagem.launch.report_command import page
 
 
 @pytest.mark.timeout(120)

@@ -1,0 +1,178 @@
+"""Commands about models that were trained: ensemble, quantize."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import zipfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from stratagem.errors import UsageError
+from stratagem.launch.cli import below, whole
+
+
+def arrays(file: Path) -> tuple[Any, Any]:
+    """The arrays x and y of an .npz file."""
+    import numpy as np
+
+    try:
+        with np.load(file, allow_pickle=False) as found:
+            return found["x"], found["y"]
+    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as problem:
+        raise UsageError(
+            f"{file} is no file of arrays x and y ({problem}); write it by "
+            "numpy.savez(file, x=..., y=...)"
+        ) from None
+
+
+def function(where: str) -> Any:
+    """The function that `--build FILE.py:NAME` names."""
+    file, _, name = where.rpartition(":")
+    if not Path(file).is_file():
+        raise UsageError(f"--build {where}: there is no file {file!r}; as in --build net.py:build")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise UsageError(f"--build {where}: {file} has no {name!r}")
+    return getattr(module, name)
+
+
+class EnsembleCommand:
+    """The models that a sweep has kept, joined: mean of their probabilities, or a vote.
+
+    RUN is the folder of a sweep. The table shows the ensemble beside its members on validation
+    data, since it can be worse than they are; with --out it is saved as one folder of plain files.
+    Models of Keras are read as they are. Of torch modules a sweep keeps the weights: --build names
+    a function that makes the module from a trial's flags, {"units": "64"}, in a file that can be
+    imported.
+
+    examples:
+      stratagem ensemble runs/sweep-train --data valid.npz          arrays x and y
+      stratagem ensemble runs/sweep-train --data valid.npz --vote --out best
+      stratagem ensemble runs/sweep-train --data valid.npz --build net.py:build --from-logits
+    """
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Declare the options of `stratagem ensemble`."""
+        add = parser.add_argument
+        add("run", metavar="RUN", help="the folder of a sweep")
+        add("--data", metavar="FILE.npz", required=True, help="validation data: arrays x and y")
+        add("--vote", action="store_true", help="a vote for each member instead of the mean")
+        add("--build", metavar="FILE.py:NAME", help="makes a torch module from a trial's flags")
+        add(
+            "--from-logits",
+            action="store_true",
+            default=None,
+            help="the members' outputs are logits",
+        )
+        add("--batch", type=int, metavar="N", help="examples at a time")
+        add(
+            "--replicas",
+            type=whole(1),
+            default=1,
+            metavar="N",
+            help="processes that share the members",
+        )
+        add("--out", metavar="DIR", help="save the ensemble there")
+
+    @staticmethod
+    def main(args: argparse.Namespace) -> int:
+        """Print the table; save the ensemble if asked to."""
+        from stratagem.frontends.ensemble import Ensemble  # imports torch
+        from stratagem.strategies.mirrored import MirroredStrategy
+
+        x, y = arrays(Path(args.data))
+        build = function(args.build) if args.build else None
+        with ExitStack() as held:
+            strategy = None
+            if args.replicas > 1:
+                devices = [f"cpu:{i}" for i in range(args.replicas)]
+                strategy = held.enter_context(MirroredStrategy(devices))
+            ensemble = Ensemble.from_sweep(args.run, build, args.vote, args.from_logits, strategy)
+            print(ensemble.evaluate(x, y, batch_size=args.batch))
+        if args.out:
+            print(f"saved in {ensemble.save(args.out)}")
+        return 0
+
+
+class QuantizeCommand:
+    """A trained classifier in 8 bits: ONNX for serving, or Keras' own for models of Keras.
+
+    MODEL is a file that `save` wrote: digits.safetensors, or digits.keras. The table shows the
+    small model beside the one in floats: accuracy, how often both answer alike, bytes,
+    milliseconds. With --max-drop nothing is written if more accuracy is lost. Weights of torch
+    need a module to put them into: --build names a function that makes it, in a file that can
+    be imported; for a model of a sweep's trial it is given the trial's flags, {"units": "64"}.
+
+    examples:
+      stratagem quantize digits.keras --calibration train.npz --test test.npz --out small
+      stratagem quantize digits.safetensors --build net.py:build --calibration train.npz \\
+          --test test.npz --max-drop 0.01 --out small
+      stratagem quantize w.safetensors --build net.py:build --calibration a.npz --to int8-weights
+    """
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Declare the options of `stratagem quantize`."""
+        add = parser.add_argument
+        add("model", metavar="MODEL", help="a .safetensors file of sg.Model.save, or a .keras file")
+        add(
+            "--calibration",
+            metavar="FILE.npz",
+            required=True,
+            help="arrays x and y, to calibrate by",
+        )
+        add("--test", metavar="FILE.npz", help="arrays x and y, to compare on")
+        add("--build", metavar="FILE.py:NAME", help="makes the torch module")
+        add(
+            "--to",
+            default="int8",
+            metavar="KIND",
+            help="int8 (ONNX, or Keras' own) or int8-weights",
+        )
+        add(
+            "--max-drop",
+            type=below(1.0, "a part of 1"),
+            metavar="D",
+            help="accuracy that may be lost",
+        )
+        add("--replicas", type=whole(1), default=1, metavar="N", help="processes that calibrate")
+        add("--out", metavar="FILE", help="where the small model goes")
+
+    @staticmethod
+    def main(args: argparse.Namespace) -> int:
+        """Print the table; write the small model if asked to."""
+        calibration = arrays(Path(args.calibration))
+        test = arrays(Path(args.test)) if args.test else None
+        from stratagem.frontends.quantize import quantize  # imports torch
+        from stratagem.strategies.mirrored import MirroredStrategy
+
+        with ExitStack() as held:
+            if args.replicas > 1:
+                strategy = MirroredStrategy([f"cpu:{i}" for i in range(args.replicas)])
+                held.callback(strategy.close)
+                held.enter_context(strategy.scope())
+            model = _model(Path(args.model), args.build)
+            quantize(model, calibration, args.to, test=test, max_drop=args.max_drop, out=args.out)
+        return 0
+
+
+def _model(file: Path, build: str | None) -> Any:
+    from stratagem.frontends.ensemble import flags_of
+    from stratagem.frontends.ensemble_member import KerasMember, TorchMember
+
+    if not file.is_file() or file.suffix not in (".keras", ".safetensors"):
+        raise UsageError(f"{file} is no .safetensors or .keras file of a trained model.")
+    if file.suffix == ".keras":
+        return KerasMember.load(file)
+    if build is None:
+        raise UsageError(
+            f"{file} has weights only; name a function that makes the module: --build net.py:build"
+        )
+    flags = (flags_of(file),) if (file.parent / "args.json").is_file() else ()
+    return TorchMember.load(file, function(build)(*flags))
