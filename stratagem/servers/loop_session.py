@@ -3,7 +3,6 @@ itself: weights and the optimizer's state, which servers keep."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,10 +24,18 @@ class LoopSession(Session):
 
     def _hook(self, index: int) -> Any:
         def ready(param: Tensor) -> None:
-            grad = param.grad
-            self._made[index] = grad, 0 if grad is None else grad._version
+            self._note(index, param)
 
         return ready
+
+    def _note(self, index: int, param: Tensor) -> None:
+        grad = param.grad
+        self._made[index] = grad, 0 if grad is None else grad._version
+
+    def made(self) -> None:
+        """Note the sum of several devices' gradients as what backward has made."""
+        for index, param in enumerate(self.params):
+            self._note(index, param)
 
     def collect(self) -> None:
         """Copy all gradients to where servers find them."""
@@ -126,46 +133,3 @@ class LoopWrites:
     def end(self) -> None:
         """Give the optimizer a plain state again."""
         self._state.end()
-
-
-class Accumulation:
-    """The gradients of earlier batches, in `grad`.
-
-    A part of a batch weighs by its examples, and a push weighs like the part of the last batch:
-    earlier gradients are scaled to that weight.
-    """
-
-    def __init__(self, params: Sequence[Tensor], parts: int) -> None:
-        self._params, self._parts = params, parts
-        #: whether something lies here, and what share of the last batch was done here
-        self._here, self._share = False, 1.0
-
-    def begin(self, examples: int, total: int) -> None:
-        """Begin the next batch: this worker has `examples` of its `total`."""
-        if self._parts == 1:
-            return
-        share = examples / max(total, 1)
-        if self._here and total < self._parts:
-            raise NotDistributable(
-                f"gradients are added up over batches, and one of {total} examples has none for "
-                f"some of {self._parts} workers, whose gradients would be lost; give the loader "
-                "drop_last=True, or another batch_size."
-            )
-        if self._here and share and share != self._share:
-            for param in self._params:
-                if param.grad is not None:
-                    param.grad.mul_(self._share / share)
-        self._share = share
-
-    @property
-    def is_here(self) -> bool:
-        """Whether there are gradients of earlier batches."""
-        return self._here
-
-    def keep(self) -> None:
-        """Keep the gradients: the loop made no step."""
-        self._here = any(param.grad is not None for param in self._params)
-
-    def drop(self) -> None:
-        """Forget the gradients: they were pushed."""
-        self._here = False

@@ -15,6 +15,7 @@ from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.replicas import follower
 from stratagem.servers.client import Client
 from stratagem.servers.connections import Address
+from stratagem.servers.loop_device_group import end_assistance
 from stratagem.servers.server import Server
 from stratagem.servers.training_plan import goes_back
 from stratagem.tracebacks import described
@@ -154,7 +155,9 @@ def run_in_group(chief: bool, function: Callable[..., Any], args: tuple[Any, ...
         if worker is not None and not isinstance(error, ReplicaError):
             report_failure(worker, described(error))  # before all is cleared up
         raise
-    if worker is not None and worker.prepared is not before:
+    if worker is None:
+        end_assistance()
+    elif worker.prepared is not before:
         worker.settle()
     return result
 

@@ -32,8 +32,10 @@ from stratagem.servers.batch_source import (
     say_who_reads,
 )
 from stratagem.servers.client import Client, EpochOver, FitOver
-from stratagem.servers.loop_session import Accumulation, LoopSession, LoopWrites
+from stratagem.servers.loop_device_group import Accumulation, GroupLoader, LoopDeviceGroup
+from stratagem.servers.loop_session import LoopSession, LoopWrites
 from stratagem.servers.push_committer import PushCommitter
+from stratagem.servers.task_main import in_group
 from stratagem.training import fingerprint, hints
 from stratagem.training.custom_loop import LossReader, read_losses
 from stratagem.training.prepare import Prepared, to_device
@@ -55,12 +57,28 @@ class TicketLoader:
         self._indices = IndexSource(loader)
         self._epoch = 0
         self._held: tuple[Ticket, int] | None = None
+        #: the other devices of this worker
+        self._group: LoopDeviceGroup | None = None
         self._over = session.over is not None
         self._carry = Accumulation(session.params, 1 if self._over else session.plan.parts)
         self._closed = False
         #: what cannot be followed, to be said as soon as somebody listens
         self._refusal: NotDistributable | None = None
         self._writes = LoopWrites(session)
+
+    def gather_round(self, group: LoopDeviceGroup) -> None:
+        """Have other devices share every ticket."""
+        self._group, session = group, self.session
+        group.commands.tell("begin", self._over, 1 if self._over else session.plan.parts)
+        if self._over:
+            group.remove()
+        else:
+            group.exchange.after = session.made
+            session.until_end(group)
+
+    def _tell(self, *words: Any) -> None:
+        if self._group is not None:
+            self._group.commands.tell(*words)
 
     def __len__(self) -> int:
         """Batches of the whole epoch, however many of them come here."""
@@ -83,10 +101,13 @@ class TicketLoader:
         self._writes.send()
         source = self._source() if worker.is_chief else None
         number = 0
+        self._tell("pass")
         while True:
             work = worker.next(source.fill if source is not None else None)
             if isinstance(work, FitOver):
+                self._tell("over")
                 self._end_as(work)
+                self._align()
                 return
             if isinstance(work, EpochOver):
                 self._end_pass(number > 0)
@@ -99,7 +120,8 @@ class TicketLoader:
             try:
                 yield batch if self.device.type == "cpu" else to_device(batch, self.device)
             except GeneratorExit:  # the loop was left
-                if worker.at_end is not None:  # and not by an error that ends the training
+                if worker.at_end is not None and not self._in_trouble():
+                    # and not by an error that ends the training
                     self._leave(number)
                 raise
             self._check_open()
@@ -116,12 +138,18 @@ class TicketLoader:
     def _begin_batch(self, examples: int, total: int) -> None:
         self._carry.begin(examples, total)
         self._reader.totals = []
-        self._share.set(examples, total)
+        if self._group is None:
+            self._share.set(examples, total)
+        else:
+            self._reader.beyond = total / max(examples, 1)
 
     def _end_pass(self, worked: bool) -> None:
         """End the epoch: all workers take the last values, and the mean of the statistics."""
         session, worker = self.session, self.session.worker
         self._writes.check_state()
+        self._tell("pass over")
+        if self._group is not None:
+            self._group.average()
         worker.report(session.statistics.here() if worked else None)
         if worker.is_chief:
             session.statistics.average([each for each in worker.gather()[0] if each is not None])
@@ -129,7 +157,16 @@ class TicketLoader:
         else:
             session.statistics.receive(self._epoch)
         worker.refresh()
+        self._align()
         self._writes.mark()
+
+    def _in_trouble(self) -> bool:
+        """Whether another device of this worker has failed."""
+        return self._group is not None and self._group.in_trouble
+
+    def _align(self) -> None:
+        if self._group is not None:
+            self._group.align()
 
     def _leave(self, number: int) -> None:
         """The loop was left in batch `number` of the pass: another worker does that batch."""
@@ -168,7 +205,10 @@ class TicketLoader:
         return BatchSource(session.worker, self._epoch, map(parts_of_indices, self._indices), parts)
 
     def _batch(self, payload: Any) -> tuple[Any, int]:
-        """Return the rows of a ticket, and how many they are."""
+        """Return this device's rows of a ticket, and the number of the ticket's examples."""
+        if self._group is not None:
+            self._group.commands.tell("batch", payload)
+            return self._group.share(payload)
         with METER.loading():
             far = "indices" in payload
             whole = read(self.loader, payload["indices"]) if far else payload["rows"]
@@ -235,12 +275,13 @@ class TicketLoader:
             self._end_as(worker.retire())
         self.session.end()
         self._writes.end()
+        self._align()
         if self._refusal is not None:
             raise self._refusal
 
 
 def prepare_served(
-    worker: Client,
+    worker: Client | None,
     replica: Replica,
     settings: Settings,
     model: nn.Module,
@@ -248,11 +289,16 @@ def prepare_served(
     loader: Any,
     loss_reduction: str | None,
 ) -> Prepared:
-    """Have `optimizer.step` push gradients, and the loader deal out batches."""
+    """Have `optimizer.step` push gradients, and the loader deal out batches.
+
+    `worker` is None on all devices of a worker but the first.
+    """
     _check(model, optimizer, loader)
     reader = read_losses(replica, loss_reduction)
-    reader.for_servers = reader.keeps_totals = True
+    reader.for_servers, reader.keeps_totals = not in_group(replica), worker is not None
     model.to(replica.device)
+    if worker is None:
+        return Prepared(model, optimizer, GroupLoader(replica, model, optimizer, loader))
     first: TicketLoader | None = worker.prepared
     assert settings.served is not None
     look = fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=False)
@@ -268,6 +314,8 @@ def prepare_served(
                 model, replica, "MirroredStrategy(sync_batchnorm=True) normalises over the batch"
             )
     tickets = TicketLoader(session, loader, replica, reader)
+    if in_group(replica):
+        tickets.gather_round(LoopDeviceGroup(replica, model, optimizer, loader))
     if session.over is None:
         session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
         session.until_end(optimizer.register_state_dict_pre_hook(tickets.bring_state))

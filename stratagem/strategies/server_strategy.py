@@ -16,6 +16,7 @@ from stratagem.strategies.custom_loop_calls import Resume
 from stratagem.strategies.strategy import Strategy, replica_group_inside
 from stratagem.strategies.task_group import TaskGroup
 from stratagem.training import dry_run
+from stratagem.training.replica import called_replica
 from stratagem.training.settings import Settings
 
 
@@ -83,20 +84,17 @@ class ServerStrategy(Strategy):
                 "is trained on: model, optimizer, loader = strategy.prepare(model, optimizer, "
                 "loader)."
             )
-        if self._devices_here() > 1 or in_group(self.replica()):
+        if self._devices_here() > 1 and called_replica() is None:
             raise UsageError(
-                "this worker has several devices, and with servers a custom loop runs on one. Give "
-                'the worker one device, ParameterServerStrategy(devices="cuda:0"), and start a '
-                "worker for each; fit of sg.Model and Keras uses all devices of a worker."
+                f"this worker has {self._devices_here()} devices, and your loop runs on one of "
+                "them only. Put the loop into a function and call strategy.run(train), or give the "
+                'worker one device, ParameterServerStrategy(devices="cuda:0"), and start one for '
+                "each."
             )
+        replica = self.replica()
+        worker = None if in_group(replica) and not replica.leads else current_worker()
         return prepare_served(
-            current_worker(),
-            self.replica(),
-            self.settings,
-            model,
-            optimizer,
-            loader,
-            loss_reduction,
+            worker, replica, self.settings, model, optimizer, loader, loss_reduction
         )
 
     def rows(self, batch: Any) -> Any:

@@ -32,25 +32,89 @@ if first:
 
 
 OWN_LOOP = """
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-where = sg.ParameterServerStrategy(updates=sg.Asynchronous(), devices=["cpu:0", "cpu:1"])
+where = sg.ParameterServerStrategy(
+    updates=sg.Synchronous() if workers > 1 else sg.Asynchronous(),
+    devices=["cpu:0", "cpu:1", "cpu:2"],
+)
 
 
-def train(strategy):
+def normed():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def train(strategy, mode):
+    module = normed() if mode == "statistics" else net()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    torch.manual_seed(5)
+    rows = 300 if mode == "statistics" else 301  # or the last batch has a single row
+    loader = DataLoader(TensorDataset(x[:rows], y[:rows]), batch_size=50, shuffle=True)
+    if strategy is not None:
+        module, optimizer, loader = strategy.prepare(module, optimizer, loader)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    for epoch in range(2):
+        for number, (rows, labels) in enumerate(loader):
+            F.cross_entropy(module(rows), labels).backward()
+            if mode == "adds up" and number % 2 == 0:
+                continue
+            if mode == "clips":
+                nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if mode == "leaves" and number == 2:
+                break
+            if mode == "leave apart" and number == sg.current_replica().index:
+                break
+    here = sg.current_replica()
+    return module, [here.index, here.count, here.is_chief, strategy and strategy.is_chief]
+
+
+for mode in ("plain", "adds up", "leaves") + (("clips",) if workers == 1 else ()):
+    made = where.run(train, where, mode)
+    chief = [first and i == 0 for i in range(3)]
+    assert [who for _, who in made] == [[i, 3, chief[i], chief[i]] for i in range(3)]
+    plain = train(None, mode)[0]
+    assert apart(plain, net()) > 1e-3
+    assert max(apart(one, plain) for one, _ in made) < 1e-6, mode
+class Own(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return x[index], y[index]
+
+
+def dice(strategy):
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    strategy.prepare(module, optimizer, DataLoader(TensorDataset(x, y), batch_size=50))
+    strategy.prepare(module, optimizer, DataLoader(Own(), batch_size=4))
+    return float(torch.rand(()))
 
 
-for loop in (train, lambda strategy: strategy.run(train, strategy)):
+print("drew", *where.run(dice, where))
+made = [one for one, _ in where.run(train, where, "statistics")]
+assert all(torch.equal(made[0][1].running_mean, one[1].running_mean) for one in made)
+assert made[0][1].running_mean.abs().max() > 0
+if workers == 1:
     try:
-        loop(where)
-    except (sg.UsageError, sg.ReplicaFailed) as error:
-        assert "with servers a custom loop runs on one" in str(error), error
+        where.prepare(net(), torch.optim.SGD(net().parameters(), lr=0.1), None)
+    except sg.UsageError as error:
+        assert "3 devices" in str(error) and "strategy.run" in str(error)
     else:
-        raise AssertionError("a loop on two devices was not refused")
-print("refused")
+        raise AssertionError("a loop outside of run was not refused")
+    try:
+        where.run(train, where, "leave apart")
+    except sg.ReplicaFailed as error:
+        assert "at different batches" in str(error), error
+    else:
+        raise AssertionError("devices that go different ways were not told")
+if first:
+    print("as one device")
 """
 
 
@@ -118,34 +182,35 @@ if workers == 1:  # the other devices do not follow that
 
 HURT = """
 import signal, time
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 how = os.environ["HOW"]
 where = sg.ParameterServerStrategy(
     updates=sg.Asynchronous() if how == "killed" else sg.Synchronous(), devices=["cpu:0", "cpu:1"]
 )
-calls = [0]
 
 
-class Hurt(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = net()
+def train(strategy):
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x[:300], y[:300]), batch_size=10)
+    module, optimizer, loader = strategy.prepare(module, optimizer, loader)
+    for epoch in range(3):
+        for number, (rows, labels) in enumerate(loader):
+            hurt = number == 2 and not first and sg.current_replica().index == 1
+            if hurt and how == "raises":
+                raise ValueError("device 1 of worker 1")
+            if hurt:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "killed" and first:
+                time.sleep(0.02)  # so that it is here when the other goes
+            F.cross_entropy(module(rows), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    def forward(self, rows):
-        calls[0] += 1
-        hurt = calls[0] > 10 and not first and sg.current_replica().index == 1
-        if hurt and how == "raises":
-            raise ValueError("device 1 of worker 1")
-        if hurt:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "killed" and first:
-            time.sleep(0.02)  # so that it is here when the other goes
-        return self.inner(rows)
 
-
-model = sg.Model(Hurt(), where)
-model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy")
-model.fit(x[:300], y[:300], epochs=3, batch_size=10, verbose=0)
+where.run(train, where)
 if first:
     print("went on to the end", where.stats().applied)
 """
@@ -195,10 +260,12 @@ def test_what_callbacks_change_reaches_every_device(workers: int, tmp_path: Path
 def test_a_device_that_raises_is_named_on_every_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And not told as a loop that was left, though that is what it looks like."""
     monkeypatch.setenv("HOW", "raises")
     told = launch(HURT, 2, tmp_path, code=1)
     assert "worker 1 failed first" in told, told
     assert told.rstrip().endswith("ValueError: device 1 of worker 1"), told
+    assert "left its loop" not in told
 
 
 def test_a_device_that_is_killed_ends_its_worker_and_no_other(
@@ -215,5 +282,9 @@ def test_a_group_that_comes_too_late(tmp_path: Path) -> None:
     assert "as one device" in launch(LATE, 2, tmp_path)
 
 
-def test_a_custom_loop_runs_on_one_device_of_a_worker(tmp_path: Path) -> None:
-    assert "refused" in launch(OWN_LOOP, 1, tmp_path, code=1)  # a job in which a device has failed
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_devices_of_a_worker_share_the_batches_of_a_loop(workers: int, tmp_path: Path) -> None:
+    told = launch(OWN_LOOP, workers, tmp_path)
+    assert "as one device" in told
+    drawn = [each for line in told.splitlines() if " drew " in line for each in line.split()[3:]]
+    assert len(drawn) == len(set(drawn)) == 3 * workers, told
