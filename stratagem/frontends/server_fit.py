@@ -313,7 +313,7 @@ class ChiefSide(WorkerSide):
         server_stats.enter(self.job.callbacks.model.history.history, self._details)
         self._told.append([epoch, logs, server_stats.portable(self._details)])
 
-    def agree(self, mine: Any) -> list[Any]:
+    def agree(self, mine: Any, *, chiefs: bool = False) -> list[Any]:
         return [mine]
 
     def progress(self) -> dict[str, Any]:
