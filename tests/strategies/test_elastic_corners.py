@@ -81,11 +81,11 @@ def test_one_that_is_stuck_is_removed(
     mark = tmp_path / "mark"
     mark.touch()
     devices = [f"cpu:{i}" for i in range(3)]
-    stuck = sg.MirroredStrategy(devices, kind, elastic=True, patience=sg.Patience(step=3))
+    stuck = sg.MirroredStrategy(devices, kind, elastic=True, patience=sg.Patience(step=6))
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(stuck) as several:
         expected, start = train(one), time.monotonic()
         alike(train(several, loss=SticksOnce(mark)), expected)
-        assert not mark.exists() and 3 < time.monotonic() - start < 60
+        assert not mark.exists() and 6 < time.monotonic() - start < 90
     assert "replica 1 (cpu:1" in caplog.text and "has not come to the step" in caplog.text
 
 
