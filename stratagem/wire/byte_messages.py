@@ -102,7 +102,7 @@ class ByteMessages:
         if count == 1:
             return [data]
         sizes = data[: 8 * count].clone().view(torch.int64).tolist()
-        return [each.clone() for each in data[8 * count :].split(sizes)]
+        return [each.clone() for each in torch.split(data[8 * count :], sizes)]
 
 
 def _first(data: Tensor, count: int) -> Tensor:
