@@ -14,6 +14,7 @@ from tests.hosts import ROOT, needs_hosts
 
 sys.path.insert(0, str(ROOT / "benchmarks" / "reliability"))
 import malformed
+import parts_apart
 import reliability
 
 pytestmark = pytest.mark.timeout(170)
@@ -63,4 +64,40 @@ def test_long_runs_in_short(figure: Any) -> None:
 def test_a_cable_and_a_worker_that_joins() -> None:
     cut, joining = reliability.hosts(30, cut=5.0)
     assert "survived; named after" in cut and max(differences([cut])) < 1e-12, cut
-    assert "the others stand still" in joining
+    assert re.search(r"stand still \d\.\d{3} s.*the transfer of state takes \d\.\d{3} s", joining)
+
+
+def test_a_part_that_fails_or_hangs_is_told_and_the_rest_runs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    here = f"import sys, os, time; sys.path.insert(0, {str(ROOT / 'benchmarks/reliability')!r})\n"
+    here += "from parts_apart import report\n"
+    works = {
+        "one": "report(lambda: ['| one | 1 |', '| more | 2 |'])",
+        "raises": "report(lambda: [][1])",
+        "dies": "os._exit(7)",
+        "hangs": "time.sleep(60)",
+        "last": "report(lambda: ['| last | 3 |'])",
+    }
+    parts = [(title, [sys.executable, "-c", here + work]) for title, work in works.items()]
+    lines, well = parts_apart.table(parts, limit=10.0)
+    assert not well and lines[2:] == [
+        "| one | 1 |",
+        "| more | 2 |",
+        "| raises | FAILED: IndexError: list index out of range |",
+        "| dies | FAILED: exit code 7 |",
+        "| hangs | FAILED: it has not ended within 10 s |",
+        "| last | 3 |",
+    ]
+    told = capfd.readouterr()
+    assert "== 4 of 5: hangs (" in told.err and "NOT ALL WENT WELL" in told.err
+    assert "| last | 3 |" in told.out
+    assert parts_apart.table(parts[:1], limit=10.0)[1]
+
+
+def test_weights_that_differ_are_an_error() -> None:
+    one = [torch.zeros(2)]
+    assert reliability.distance(one, [torch.full((2,), 1e-14)]) == 1e-14
+    for other in (1e-12, float("nan")):
+        with pytest.raises(AssertionError, match="a weight differs by"):
+            reliability.distance(one, [torch.full((2,), other)])

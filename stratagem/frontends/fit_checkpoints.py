@@ -52,7 +52,7 @@ class FitCheckpoints:
         self._resumed = job.resumed
         self._position = _position(job)
         if job.saves or job.journal is not None:
-            self._position = side.agree(self._position)[0]
+            self._position = side.agree(self._position, chiefs=True)[0]
         self._is_chief = side.is_chief
         self.step = self._position["step"]
         plan = job.checkpoints if job.saves and self._is_chief else None

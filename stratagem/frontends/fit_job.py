@@ -188,8 +188,8 @@ class FitSide(Protocol):
     def note(self, epoch: int, logs: dict[str, Any]) -> None:
         """The epoch's logs are complete."""
 
-    def agree(self, mine: Any) -> list[Any]:
-        """What each of those who run the loop says, the chief's first."""
+    def agree(self, mine: Any, *, chiefs: bool = False) -> list[Any]:
+        """What each of those who run the loop says, the chief's first; or what it says alone."""
 
     def progress(self) -> dict[str, Any] | None:
         """On the chief: what those who train have, beside the weights and the optimizer."""

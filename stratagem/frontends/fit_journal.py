@@ -33,6 +33,8 @@ class FitJournal:
     def __init__(self, restarts: int = 0) -> None:
         #: how often the training was begun again
         self.restarts = restarts
+        #: whether the last time was because somebody has joined, who has nothing of it
+        self.grown = False
         #: SIGTERM counts in whichever try it comes, and between them
         self.termination = Termination()
         #: updates that were made

@@ -50,22 +50,16 @@ def fit(job: Fit) -> None:
     job.recipe.metrics.to(replica.device)
     if job.journal is None or not job.journal.restarts:
         lossy_wire.begin_anew()
-    in_place = job.settings.one_pipeline and replica.collective.shares_memory
-    align(job.module, replica, values=not in_place)  # or stages find them in shared memory
-    align_loss(job.recipe.loss, replica)
-    if job.journal is not None and replica.count > 1:
-        share_attributes(job.module, replica)
-    setup.align_state(job.optimizer, replica)
-    replica.release_call()
     turn = job.generation + (job.journal.restarts << 10 if job.journal is not None else 0)
-    setup.roll_own_dice(replica, turn)
+    replica.collective.hold()
+    take_state(job, replica, turn)
     # a later fit begins where the data's numbers are, and the model must not draw the same again
     seed = mixed(torch.initial_seed(), -1, turn) if turn else None
     with own_streams(replica, seed):
-        job.source.agree(replica)
         side = ReplicaSide(job, replica)
         try:
             FitLoop(job, side).train()
+            replica.collective.tell()  # where there was no batch to train on
             side.step.close()
         except BaseException as error:
             if job.journal is not None and isinstance(error, ReplicaError):
@@ -77,6 +71,21 @@ def fit(job: Fit) -> None:
                 job.journal.termination.close()  # a follower; else whoever calls fit does so
         if not job.terminated:
             _end(job, side)
+
+
+def take_state(job: Fit, replica: Replica, turn: int) -> None:
+    """The chief's weights, optimizer, attributes and seeds, on every replica. Collective."""
+    in_place = job.settings.one_pipeline and replica.collective.shares_memory
+    align(job.module, replica, values=not in_place)  # or stages find them in shared memory
+    align_loss(job.recipe.loss, replica)
+    if job.journal is not None and replica.count > 1:
+        share_attributes(job.module, replica)
+    grown = None if job.journal is None else job.journal.grown
+    setup.align_state(job.optimizer, replica, grown=grown)
+    replica.release_call()
+    setup.roll_own_dice(replica, turn)
+    job.source.agree(replica)
+    replica.collective.tell()
 
 
 def _end(job: Fit, side: ReplicaSide) -> None:
@@ -109,6 +118,7 @@ class ReplicaSide:
         job.callbacks.changes.alone = replica.count == 1
         if job.journal is not None and job.journal.restarts:
             job.callbacks.changes.mark()  # all have what the chief has, also if it was alone
+        replica.collective.hold()
         try:
             self._follow_the_chief()
         except BaseException:
@@ -159,6 +169,7 @@ class ReplicaSide:
 
     def work(self, number: int, epoch: int) -> Iterator[tuple[Portion, bool]]:
         """Portions, and whether each is the epoch's last."""
+        self.replica.collective.tell()
         self._thaw()
         self.step.tally = self.tally
         job, source = self.job, self.job.source
@@ -213,8 +224,7 @@ class ReplicaSide:
                 self.step.sync()
             figures_of(self.replica).step(portion.examples)
             return
-        if self.step.keeper is None or not self.step.keeper.apart:  # else at the next meeting
-            self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
+        _give_way(self)  # one that is alone waits for nobody
         if self._passes_on and self.job.succession is not None:
             self.job.succession.tell_pass(self.job, self.replica, self._data_progress())
             self._passes_on = False
@@ -243,6 +253,8 @@ class ReplicaSide:
         """Keep what this training goes on from, when replicas have come together again."""
         job, replica, begun = self.job, self.replica, self.job.source.journal.begun
         found = journal.interrupt(job.recipe.metrics, self.tally, begun)
+        trouble = replica.membership.trouble
+        journal.grown = trouble is not None and trouble.kind == "joined"
         if self._traces is not None:
             self._traces.undo()
         lossy_wire.break_off(self.step.keeper)
@@ -283,7 +295,9 @@ class ReplicaSide:
         setup.average_buffers(job.module, replica)
         return logs
 
-    def agree(self, mine: Any) -> list[Any]:
+    def agree(self, mine: Any, *, chiefs: bool = False) -> list[Any]:
+        if chiefs:
+            return [broadcast_tree(self.replica.collective, mine)]
         found: list[Any] = gather_tree(self.replica.collective, mine)
         return found
 
@@ -305,6 +319,7 @@ class ReplicaSide:
             for group in job.optimizer.param_groups:
                 group.update(_settings(group))
             return job.callbacks.stop
+        _give_way(self)
         mine, changes = None, job.callbacks.changes
         if replica.is_chief:
             changes.check_layout()
@@ -324,20 +339,29 @@ class ReplicaSide:
             group.update(settings)
         step.follow_settings()
         if told["weights"] is not None:
-            self._refuse_apart()
+            _refuse_apart(step)
         if job.succession is not None and not replica.is_chief:
             job.succession.hear(told["will"])
         heed(job, replica, told)
         return bool(told["stop"])
 
-    def _refuse_apart(self) -> None:
-        """Refuse weights of the chief's for all while replicas have updates of their own."""
-        if self.step.keeper is not None and self.step.keeper.apart:
-            raise UsageError(
-                f"a callback wrote weights between two meetings ({self.step.keeper.made_with}), "
-                "and the updates of the other replicas since the last one would be lost; write "
-                "them at the end of an epoch, or leave sync out."
-            )
+
+def _give_way(side: ReplicaSide) -> None:
+    """Break off if replicas have left or joined; those that meet now and then do so at the next
+    meeting."""
+    keeper = side.step.keeper
+    if side.job.journal is not None and (keeper is None or not keeper.apart):
+        side.replica.membership.raise_if_trouble()
+
+
+def _refuse_apart(step: Step) -> None:
+    """Refuse weights of the chief's for all while replicas have updates of their own."""
+    if step.keeper is not None and step.keeper.apart:
+        raise UsageError(
+            f"a callback wrote weights between two meetings ({step.keeper.made_with}), "
+            "and the updates of the other replicas since the last one would be lost; write "
+            "them at the end of an epoch, or leave sync out."
+        )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

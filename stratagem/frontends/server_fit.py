@@ -302,7 +302,7 @@ class ChiefSide(WorkerSide):
         enter_details(self.job.callbacks.model.history.history, self._details)
         self._told.append([epoch, logs, portable_details(self._details)])
 
-    def agree(self, mine: Any) -> list[Any]:
+    def agree(self, mine: Any, *, chiefs: bool = False) -> list[Any]:
         return [mine]
 
     def progress(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from stratagem.data.shares import rows, rows_of, share
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.servers.batch_source import read
 from stratagem.training import fingerprint, setup
-
 from stratagem.training.custom_loop import reader_of
 from stratagem.training.prepare import join_gradients, part_gradients, to_device
 from stratagem.training.replica import CommandLoop, Replica

@@ -130,7 +130,8 @@ def sit_down(placement: Placement, members: tuple[Member, ...], give_up: float) 
     if placement.threads:
         torch.set_num_threads(placement.threads)
     desk.things["replica"] = replica = sit(placement, membership)
-    replica.barrier()
+    if placement.segment is not None:
+        replica.barrier()
     set_called(replica)
 
 

@@ -174,7 +174,8 @@ class ReplicaGroup:
             )
         membership.on_trouble(record_fault)
         replica = sit(placement, membership)
-        replica.barrier()  # nobody may let go of what the others are about to map
+        if placement.segment is not None:
+            replica.barrier()  # nobody may let go of what the others are about to map
         if self._pool is not None:
             collected(self._pool, membership.raise_if_trouble)
             watch_lives(membership, self._pool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,19 +58,18 @@ def spread(tensors: Sequence[Tensor], replica: Replica) -> None:
                 _unexpanded(mine).copy_(_unexpanded(theirs, mine))
 
 
-def align_state(optimizer: Optimizer, replica: Replica) -> None:
+def align_state(optimizer: Optimizer, replica: Replica, *, grown: bool | None = None) -> None:
     """The chief's state of the optimizer on every replica, where another process has none, or
-    another one: it may not have loaded what the chief has. Collective."""
+    another one: it may not have loaded what the chief has. Collective.
+
+    `grown`: whether the chief knows that one is new; None where it does not say.
+    """
     if replica.count == 1:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state.get(p, {}) for p in params]
-    looks = [
-        {name: digest(v) if isinstance(v, Tensor) else v for name, v in state.items()}
-        for state in states
-    ]
-    everybody = replica.collective.gather_bytes(encode(looks))
-    if all(torch.equal(look, everybody[0]) for look in everybody):
+    known = grown is not None and broadcast_tree(replica.collective, grown)
+    if not known and _alike(states, replica):
         return
     told = broadcast_tree(replica.collective, [dict(state) for state in states])
     if replica.is_chief:
@@ -80,6 +79,16 @@ def align_state(optimizer: Optimizer, replica: Replica) -> None:
             name: v.to(param.device) if isinstance(v, Tensor) and v.shape == param.shape else v
             for name, v in state.items()
         }
+
+
+def _alike(states: Sequence[Mapping[str, Any]], replica: Replica) -> bool:
+    """Whether all have the same state, by their checksums."""
+    looks = [
+        {name: digest(v) if isinstance(v, Tensor) else v for name, v in state.items()}
+        for state in states
+    ]
+    everybody = replica.collective.gather_bytes(encode(looks))
+    return all(torch.equal(look, everybody[0]) for look in everybody)
 
 
 def refuse_renormed(module: nn.Module) -> None:

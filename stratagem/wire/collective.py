@@ -91,6 +91,12 @@ class Collective(ABC):
         """The source's one-dimensional uint8 CPU tensor, on every replica; read or copy it before
         the next message."""
 
+    def hold(self) -> None:  # noqa: B027
+        """From here to `tell`, what the first replica tells all may come later, in one message."""
+
+    def tell(self) -> None:  # noqa: B027
+        """The others have everything from here on, or it is on its way."""
+
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite `tensor` with the source's."""

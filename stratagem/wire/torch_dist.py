@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stratagem.cluster.membership import Membership
 from stratagem.errors import ReplicaError
+from stratagem.wire.byte_messages import ByteMessages
 from stratagem.wire.collective import Collective, Pending, apply_weight
 from stratagem.wire.process_group import HALF, Meeting, ProcessGroup
 
@@ -39,6 +40,7 @@ class TorchCollective(Collective):
         self.membership = membership
         self.messages = ProcessGroup("messages", rank, size, "gloo", meeting)
         self.flat = ProcessGroup("flat", rank, size, backend, meeting)
+        self._bytes = ByteMessages(self.messages)  # flushed before others are waited for
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="stratagem-reduce")
         self._last: Future[None] | None = None
         #: the thread of what is done aside, while something is
@@ -53,6 +55,7 @@ class TorchCollective(Collective):
 
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
         apply_weight(flat, weight)
+        self.named(self._bytes.flush)
         if self._beside == threading.get_ident():
             self._sum(flat)
             return Pending()
@@ -77,6 +80,7 @@ class TorchCollective(Collective):
             finally:
                 self._beside = None
 
+        self.named(self._bytes.flush)
         if not self.runs_beside:
             return super().beside(work)
         future = self._last = self._aside.submit(do)
@@ -97,14 +101,7 @@ class TorchCollective(Collective):
         return Pending(finish)
 
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
-        return self.named(lambda: self._gather_bytes(data))
-
-    def _gather_bytes(self, data: Tensor) -> list[Tensor]:
-        sizes = [int(n) for n in self.messages.gather(torch.tensor([data.numel()]))]
-        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-        padded[: data.numel()].copy_(data)
-        parts = self.messages.gather(padded)
-        return [part[:size].clone() for part, size in zip(parts, sizes, strict=True)]
+        return self.named(lambda: self._bytes.gather(data))
 
     def swap(self, rows: Tensor) -> Tensor:
         given = self._staged_bytes(rows)
@@ -128,21 +125,19 @@ class TorchCollective(Collective):
     def _staged_bytes(self, data: Tensor) -> Tensor:
         """Where this group's backend can send it from, once what is queued aside is done: a group's
         operations must keep their order."""
+        self.named(self._bytes.flush)
         if self._last is not None and self._beside != threading.get_ident():
             self.named(self._last.result)
         return data.cpu() if self.backend == "gloo" else data
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
-        return self.named(lambda: self._broadcast_bytes(data, source))
+        return self.named(lambda: self._bytes.broadcast(data, source))
 
-    def _broadcast_bytes(self, data: Tensor | None, source: int) -> Tensor:
-        size = torch.tensor([0 if data is None else data.numel()])
-        self.messages.broadcast(size, source)
-        if data is None or self.rank != source:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        if data.numel():
-            self.messages.broadcast(data, source)
-        return data
+    def hold(self) -> None:
+        self._bytes.hold()
+
+    def tell(self) -> None:
+        self.named(self._bytes.tell)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -153,7 +148,7 @@ class TorchCollective(Collective):
                 tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
 
     def barrier(self) -> None:
-        self.gather_bytes(torch.empty(0, dtype=torch.uint8))
+        self.named(self._bytes.barrier)
 
     def named(self, action: Callable[[], T]) -> T:
         """Run; an error of the wire becomes one that names the member behind it."""

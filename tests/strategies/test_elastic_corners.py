@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -55,6 +56,37 @@ def test_a_follower_dies_after_the_last_step(monkeypatch: pytest.MonkeyPatch) ->
         expected = train(one)
         alike(train(several, (30,)), expected)
         alike(train(several), expected)
+
+
+class SticksOnce:
+    """A loss in which one replica stays once, if a file is there."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark, self._calls = str(mark), 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        if sg.current_replica().index == 1 and self._calls == 5 and Path(self._mark).exists():
+            Path(self._mark).unlink()
+            time.sleep(100)
+        return nn.functional.cross_entropy(output, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [None, "ring"])
+def test_one_that_is_stuck_is_removed(
+    tmp_path: Path, kind: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It lives, and its connection answers; the others wait for `Patience(step=)`, and go on."""
+    mark = tmp_path / "mark"
+    mark.touch()
+    devices = [f"cpu:{i}" for i in range(3)]
+    stuck = sg.MirroredStrategy(devices, kind, elastic=True, patience=sg.Patience(step=6))
+    with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(stuck) as several:
+        expected, start = train(one), time.monotonic()
+        alike(train(several, loss=SticksOnce(mark)), expected)
+        assert not mark.exists() and 6 < time.monotonic() - start < 90
+    assert "replica 1 (cpu:1" in caplog.text and "has not come to the step" in caplog.text
 
 
 # --- checkpoints --------------------------------------------------------------------------------

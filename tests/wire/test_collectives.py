@@ -287,3 +287,76 @@ def test_work_that_ends_between_two_looks(error: str | None) -> None:
     else:
         with pytest.raises(RuntimeError, match=error):
             group.wait(Work(error))
+
+
+#: none, a short one, just short enough to travel at once, just too long, not to stand with others
+BYTES = [0, 5, 4080, 4081, (1 << 20) + 1, 7]
+
+
+def test_messages_of_all_lengths(several: sg.MirroredStrategy) -> None:
+    def work(collective: Collective) -> list[list[int]]:
+        found = []
+        for length in BYTES:
+            mine = torch.full((length + collective.rank,), collective.rank + 1, dtype=torch.uint8)
+            for each in collective.gather_bytes(mine):
+                found.append([len(each), int(each.sum())])
+            told = collective.broadcast_bytes(mine if collective.rank == 0 else None)
+            found.append([len(told), int(told.sum())])
+        return found
+
+    size = several.num_replicas_in_sync
+    expected = []
+    for length in BYTES:
+        expected += [[length + r, (length + r) * (r + 1)] for r in range(size)]
+        expected.append([length, length])
+    assert everywhere(several, work) == [expected] * size
+
+
+def test_what_is_held_back_comes_in_order(several: sg.MirroredStrategy) -> None:
+    """Also around what all do together; nobody waits for what is not said."""
+
+    def work(collective: Collective) -> tuple[list[list[int]], int]:
+        leads, found, sent = collective.rank == 0, [], [0]
+        group = getattr(collective, "messages", None)
+        if group is not None:
+            whole = type(group).broadcast
+
+            def counted(flat: Tensor, root: int) -> None:
+                sent[0] += 1
+                whole(group, flat, root)
+
+            group.broadcast = counted
+
+        def hear(number: int, length: int) -> None:
+            mine = torch.full((length,), number, dtype=torch.uint8)
+            told = collective.broadcast_bytes(mine if leads else None)
+            if leads:
+                mine.zero_()  # what was said is said
+            else:
+                found.append([len(told), int(told.sum())])
+
+        collective.hold()
+        for i in range(3):
+            hear(i + 1, 100 * i)
+        collective.tell()
+        few = sent[0]
+        collective.hold()
+        hear(4, 10)
+        collective.gather_bytes(torch.zeros(2, dtype=torch.uint8))
+        hear(5, 11)
+        hear(6, (1 << 20) + 1)
+        collective.all_reduce(torch.ones(3)).wait()
+        hear(7, 12)
+        collective.barrier()
+        hear(8, 13)
+        collective.tell()
+        return found, few
+
+    size = several.num_replicas_in_sync
+    lengths = [0, 100, 200, 10, 11, (1 << 20) + 1, 12, 13]
+    told = everywhere(several, work)
+    if size > 1:
+        expected = [[length, length * (i + 1)] for i, length in enumerate(lengths)]
+        assert [each for each, _ in told[1:]] == [expected] * (size - 1)
+    shares = several.replica_group.start().collective.shares_memory
+    assert {few for _, few in told} == {0 if size == 1 or shares else 1}
