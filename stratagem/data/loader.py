@@ -6,20 +6,17 @@ shares of one batch unequally wide; a mask makes up for that.
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from stratagem.data.loader_workers import OutlastSignals, outlasting
 from stratagem.data.passes import PassJournal, dice_of
 from stratagem.data.shares import (
     Ordering,
@@ -32,53 +29,6 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.figures.meter import loading
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import SIGNED, broadcast_tree
-
-_POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class OutlastSignals:
-    """A `worker_init_fn` around the user's own; torch has set its handlers before.
-
-    A training saves a checkpoint when a scheduler signals every process of a job, and needs its
-    workers for the batches until then. So they end by SIGTERM of their parent, and soon after its
-    end, and by no other SIGTERM.
-    """
-
-    own: Callable[[int], Any] | None
-
-    def __call__(self, number: int) -> None:
-        before = signal.getsignal(signal.SIGTERM)
-        if self.own is not None:
-            self.own(number)
-        if signal.getsignal(signal.SIGTERM) is before:  # else the user has one
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
-
-
-def _watch(parent: int) -> None:
-    """End this process when its parent says so, or has ended behind a SIGTERM for all."""
-    told: signal.struct_siginfo | None = signal.sigwaitinfo({signal.SIGTERM})
-    while told is None or told.si_pid != parent:
-        if os.getppid() != parent:
-            break
-        told = signal.sigtimedwait({signal.SIGTERM}, _POLL_SECONDS)
-    os._exit(0)
-
-
-@contextmanager
-def outlasting(source: Any) -> Iterator[None]:
-    """Have workers that a loader starts meanwhile outlast SIGTERM."""
-    if not isinstance(source, DataLoader) or not source.num_workers:
-        yield
-        return
-    own = source.worker_init_fn
-    source.worker_init_fn = OutlastSignals(own)
-    try:
-        yield
-    finally:
-        source.worker_init_fn = own
-
 
 #: what fetches the shares of loaders whose workers persist, for as long as the loaders are there:
 #: as on one device, workers outlast a fit, and their seed is drawn once

@@ -70,7 +70,8 @@ class PassJournal:
         draws a seed for its workers between."""
         self._dice = dice
         if self._states is not None:
-            self.begun = self._states
+            # a digest is of the batches seen by then, and this pass will have seen more
+            self.begun = {name: self._states[name] for name in self._states if name != "digest"}
             set_states(self._states["iter"], dice)
         elif not self.once or self.begun is None:  # else the first pass goes on
             self.begun = {"iter": states_now(dice)}

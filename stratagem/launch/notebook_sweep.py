@@ -238,12 +238,14 @@ def _words(train: Callable[..., Any], space: Space) -> tuple[str, ...]:
 def _word(name: str, value: Any) -> str:
     """A value of a list, as one word that a trial reads as the same value."""
     word = json.dumps(value) if isinstance(value, bool) else str(value)
-    number = isinstance(value, Real)
-    if not number and (not isinstance(value, str) or "," in word or word.startswith("-")):
+    is_word = isinstance(value, str)
+    read_alike = isinstance(value_of(word), str) == is_word and word == word.strip()
+    cut = is_word and ("," in word or word.startswith("-"))
+    if not isinstance(value, str | Real) or cut or not read_alike:
         raise UsageError(
-            f"{name} has the value {value!r}, and a trial is given numbers, True, False, and words "
-            'without "," that do not begin with "-"; give names instead, and look them up in the '
-            "function."
+            f"{name} has the value {value!r}, and a trial is given finite numbers, True, False, "
+            'and words without "," that do not begin with "-" and are no numbers; give names '
+            "instead, and look them up in the function."
         )
     return word
 

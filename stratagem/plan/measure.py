@@ -318,9 +318,9 @@ class _Runner:
 
 @contextmanager
 def _undone(trial: DryRun) -> Iterator[None]:
-    """Put weights, gradients, optimizer state and random numbers back."""
+    """Put weights, gradients, modes, optimizer state and random numbers back."""
     module, optimizer = trial.module, trial.optimizer
-    training = module.training
+    modes = [(each, each.training) for each in module.modules()]  # some may be frozen
     before = {name: t.detach().clone() for name, t in _tensors(module)}
     others = [t.detach().clone() for t in trial.beside]
     grads = [p.grad for p in module.parameters()]
@@ -339,7 +339,8 @@ def _undone(trial: DryRun) -> Iterator[None]:
                 param.grad = grad
             if optimizer is not None and state is not None:
                 optimizer.load_state_dict(state)
-            module.train(training)
+            for each, training in modes:
+                each.training = training
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

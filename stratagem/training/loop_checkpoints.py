@@ -244,7 +244,8 @@ class LoopCheckpoints:
         """Tell where the data's order stands, if another may be the chief next. Collective."""
         self._fresh = False
         if self._inherits and self.replica.count > 1:
-            mine = {**self._order(), "random": generator_states(self.replica.device)}
+            random = generator_states(self.replica.device)
+            mine = {**self._order(), "pass": self._journal.begun, "random": random}
             told = broadcast_tree(self.replica.collective, mine if self.replica.is_chief else None)
             self._told = None if self.replica.is_chief else told
 
@@ -350,9 +351,8 @@ class LoopCheckpoints:
             setup.roll_own_dice(replica, told["restarts"])
         for group, settings in zip(self.optimizer.param_groups, told["groups"], strict=True):
             group.update(settings)
-        take_buffers(
-            list(self.model.buffers()), [each["buffers"] for each in told["replicas"]], replica
-        )
+        buffers = [each["buffers"] for each in told["replicas"]]
+        take_buffers(list(self.model.buffers()), buffers, replica)
         residuals = [each.get("residuals", {}) for each in told["replicas"]]
         load_kept(committer_of(self.model), residuals)
         if "restarts" in told:

@@ -37,6 +37,10 @@ _kept: weakref.WeakKeyDictionary[nn.Module, list[GradientExchange]] = weakref.We
 _loaderless: weakref.WeakKeyDictionary[Replica, list[weakref.ref[nn.Module]]] = (
     weakref.WeakKeyDictionary()
 )
+#: by model without a loader
+_optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Prepared(NamedTuple):
@@ -63,7 +67,7 @@ def prepare(
         check_optimizer(settings, optimizer, replica)
         _be_here(replica)
         if loader is None:
-            _loaderless.setdefault(replica, []).append(weakref.ref(model))
+            _note_loaderless(replica, model, optimizer)
         dealt = isinstance(loader, DataLoader)
         loader = _counted(_shares(loader, replica, lambda: None), replica) if dealt else loader
         return Prepared(model, optimizer, _on_device(loader, replica))
@@ -76,7 +80,7 @@ def prepare(
     exchange = join_gradients(replica, settings, model, optimizer, look, reader)
     replica.share.forget(replica.count)
     if loader is None:
-        _loaderless.setdefault(replica, []).append(weakref.ref(model))
+        _note_loaderless(replica, model, optimizer)
         return Prepared(model, optimizer, None)
     found = weakref.ref(exchange)
 
@@ -163,9 +167,16 @@ def _average_loaderless(replica: Replica) -> None:
             setup.average_buffers(model, replica)
 
 
-def loaderless(replica: Replica) -> list[nn.Module]:
-    """The models that were prepared without a loader and are left."""
-    return [model for each in _loaderless.get(replica, ()) if (model := each()) is not None]
+def _note_loaderless(replica: Replica, model: nn.Module, optimizer: Optimizer) -> None:
+    _loaderless.setdefault(replica, []).append(weakref.ref(model))
+    _optimizers[model] = weakref.ref(optimizer)
+
+
+def loaderless(replica: Replica) -> list[nn.Module | Optimizer]:
+    """The models that were prepared without a loader, and their optimizers, as far as left."""
+    models = [model for each in _loaderless.get(replica, ()) if (model := each()) is not None]
+    optimizers = [found for model in models if (found := _optimizers[model]()) is not None]
+    return [*models, *optimizers]
 
 
 def prepare_loader(replica: Replica, loader: Any) -> Any:

@@ -98,8 +98,11 @@ def state_of(thing: Any) -> Any:
     return thing if isinstance(thing, list | dict) else thing.state_dict()
 
 
-def refuse_forgotten(optimizer: Any, models: Sequence[Any], things: dict[str, Any]) -> None:
-    """Refuse what would begin anew, or be stepped twice for a batch that is taken again."""
+def refuse_forgotten(optimizer: Any, besides: Sequence[Any], things: dict[str, Any]) -> None:
+    """Refuse what would begin anew, or be stepped twice for a batch that is taken again.
+
+    `besides`: the models that were prepared without a loader, and their optimizers.
+    """
     held = [
         part for each in things.values() for part in (each, *getattr(each, "__dict__", {}).values())
     ]
@@ -109,9 +112,9 @@ def refuse_forgotten(optimizer: Any, models: Sequence[Any], things: dict[str, An
             "the optimizer has a scheduler, which begins anew when the loop goes on, unless it is "
             "remembered: loader.remember(schedule=schedule) before loader.epochs(n)."
         )
-    if any(all(part is not model for part in held) for model in models):
+    if any(all(part is not each for part in held) for each in besides):
         raise UsageError(
             "a model was prepared without a loader, and begins anew when the loop goes on, unless "
-            "it is remembered with its optimizer: loader.remember(critic=critic, "
+            "it and its optimizer are remembered: loader.remember(critic=critic, "
             "critic_optimizer=critic_optimizer) before loader.epochs(n)."
         )

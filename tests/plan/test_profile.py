@@ -147,13 +147,16 @@ def test_one_thread_that_is_faster_is_noted() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).eval()
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    net[1].eval()
+    modes = [each.training for each in net.modules()]
     optimizer = torch.optim.Adam(net.parameters())
     data = digits()
     before, state = deepcopy(net.state_dict()), torch.get_rng_state()
     profile(net, data, loss=cross_entropy, optimizer=optimizer, steps=2)
     assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
-    assert not optimizer.state and not net.training and torch.equal(state, torch.get_rng_state())
+    assert not optimizer.state and torch.equal(state, torch.get_rng_state())
+    assert modes == [each.training for each in net.modules()] and not net[1].training
     assert all(p.grad is None for p in net.parameters())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -145,6 +146,17 @@ def test_kills_change_nothing(case: str, kind: str | None) -> None:
         expected = train(one, **CASES[case])
         found = train(several, (4, 10, 21), **CASES[case])
         assert several.num_replicas_in_sync == 3
+    alike(found, expected)
+
+
+def test_a_kill_in_the_epoch_that_was_gone_on_with(tmp_path: Path) -> None:
+    """A checkpoint's digest of row numbers is of the batches before it, and no others."""
+    kept = sg.Checkpoints(tmp_path, every=4, keep=99)
+    with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic("ring")) as several:
+        expected = train(one, data=loader, checkpoint=kept)
+        for path in sorted(tmp_path.glob("*-step-*"))[1:]:
+            shutil.rmtree(path)
+        found = train(several, (7,), data=loader, checkpoint=kept, resume=True)
     alike(found, expected)
 
 

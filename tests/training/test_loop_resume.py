@@ -152,10 +152,12 @@ def test_sentences(tmp_path: Path) -> None:
             fitted.fit(torch.ones(4, 2), torch.ones(4, 1), checkpoint=tmp_path / "run", resume=True)
         critic = nn.Linear(2, 1)
         loader = strategy.prepare(model, optimizer, rows, resume=tmp_path / "other").loader
-        strategy.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
-        with pytest.raises(sg.UsageError, match=r"loader\.remember\(critic"):
-            next(loader.epochs(1))
-        loader.remember(critic=critic)
+        second = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+        strategy.prepare(critic, second)
+        for thing in ({"critic": critic}, {"second": second}):
+            with pytest.raises(sg.UsageError, match=r"loader\.remember\(critic"):
+                next(loader.epochs(1))
+            loader.remember(**thing)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         with pytest.raises(sg.UsageError, match=r"loader\.remember\(schedule"):
             next(loader.epochs(1))
