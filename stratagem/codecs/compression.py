@@ -12,9 +12,14 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from stratagem.errors import UsageError
+
+#: numbers of which torch's calls take longer than what they do; numpy's are shorter
+_SMALL = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -55,3 +60,16 @@ class SliceCodec(Protocol):
 
     def add(self, wire: Tensor, lengths: Sequence[int], into: Tensor) -> None:
         """Add what was encoded."""
+
+    def take_few(
+        self, values: np.ndarray, lengths: Sequence[int], into: np.ndarray
+    ) -> np.ndarray | None:
+        """`take` of few numbers in the CPU's memory, to the same bits by shorter calls."""
+
+    def add_few(self, wire: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> None:
+        """`add` of few numbers."""
+
+
+def is_small(flat: Tensor) -> bool:
+    """Whether these are so few that a codec's calls for few are to encode them."""
+    return len(flat) < _SMALL and not flat.is_cuda and flat.dtype in (torch.float32, torch.float64)

@@ -9,12 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem.codecs.compression import Compression
+from stratagem.codecs.compression import Compression, is_small
 from stratagem.errors import UsageError
 
 _LEVELS = 127
-#: numbers of which torch's calls take longer than what they do; numpy's are shorter
-_SMALL = 1 << 14
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,8 +37,8 @@ class Int8(Compression):
         count = len(values)
         if not count:
             return
-        if _is_small(values):
-            self._take_small(values.numpy(), into.numpy())
+        if is_small(values):
+            self.take_few(values.numpy(), lengths, into.numpy())
             return
         scales, levels = self._parts(into, count)
         rows = self._rows(values)
@@ -56,15 +54,14 @@ class Int8(Compression):
         count = len(into)
         if not count:
             return
-        if _is_small(into):
-            self._add_small(wire.numpy(), into.numpy())
+        if is_small(into):
+            self.add_few(wire.numpy(), lengths, into.numpy())
             return
         scales, levels = self._parts(wire, count)
         each = scales.to(into.dtype).unsqueeze(1)
         into.add_((self._rows(levels).to(into.dtype) * each).view(-1)[:count])
 
-    def _take_small(self, values: np.ndarray, into: np.ndarray) -> None:
-        """`take`, bit for bit."""
+    def take_few(self, values: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> None:
         count, rows = len(values), self._filled_up(values, values.dtype)
         scale = (np.maximum(rows.max(1), -rows.min(1)) / _LEVELS).astype(np.float32)
         start = scale.nbytes
@@ -76,8 +73,7 @@ class Int8(Compression):
             into[start : start + count].view(np.int8)[:] = rounded.ravel()[:count]
         values -= (rounded * scale).ravel()[:count]
 
-    def _add_small(self, wire: np.ndarray, into: np.ndarray) -> None:
-        """`add`, bit for bit."""
+    def add_few(self, wire: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> None:
         count = len(into)
         start = 4 * -(-count // self.block)
         scale = wire[:start].view(np.float32).astype(into.dtype)
@@ -100,7 +96,3 @@ class Int8(Compression):
         if not missing:
             return flat.view(-1, self.block)
         return torch.nn.functional.pad(flat, (0, missing)).view(-1, self.block)
-
-
-def _is_small(flat: Tensor) -> bool:
-    return len(flat) < _SMALL and not flat.is_cuda and flat.dtype in (torch.float32, torch.float64)

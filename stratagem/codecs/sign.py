@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem.codecs.compression import Compression
+from stratagem.codecs.compression import Compression, is_small
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,21 +26,48 @@ class Sign(Compression):
         return itemsize * len(lengths) + -(-sum(lengths) // 8)
 
     def take(self, values: Tensor, lengths: Sequence[int], into: Tensor) -> None:
+        if is_small(values):
+            self.take_few(values.numpy(), lengths, into.numpy())
+            return
         sizes, bits = self._parts(into, lengths, values.dtype)
-        for size, piece in zip(sizes, torch.split(values, list(lengths)), strict=True):
-            size.copy_(piece.abs().mean())
+        pieces = values.abs().split_with_sizes(list(lengths))
+        for size, piece in zip(sizes.unbind(), pieces, strict=True):
+            torch.mean(piece, 0, out=size)
         up = values >= 0
         bits.copy_(_packed(up))
         _add_signed(up, sizes, lengths, values, -1.0)
 
     def add(self, wire: Tensor, lengths: Sequence[int], into: Tensor) -> None:
+        if is_small(into):
+            self.add_few(wire.numpy(), lengths, into.numpy())
+            return
         sizes, bits = self._parts(wire, lengths, into.dtype)
         _add_signed(_unpacked(bits, len(into)), sizes, lengths, into, 1.0)
+
+    def take_few(self, values: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> None:
+        pieces = torch.from_numpy(np.abs(values)).split_with_sizes(list(lengths))
+        sizes = np.array([piece.mean().item() for piece in pieces], values.dtype)
+        up = values >= 0
+        bits = np.packbits(up, bitorder="little")
+        into[: sizes.nbytes] = sizes.view(np.uint8)
+        into[sizes.nbytes : sizes.nbytes + len(bits)] = bits
+        values -= _signed(up, sizes, lengths)
+
+    def add_few(self, wire: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> None:
+        start = into.itemsize * len(lengths)
+        bits = wire[start : start + -(-len(into) // 8)]
+        up = np.unpackbits(bits, count=len(into), bitorder="little")
+        into += _signed(up, wire[:start].view(into.dtype), lengths)
 
     @staticmethod
     def _parts(wire: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         sizes = dtype.itemsize * len(lengths)
         return wire[:sizes].view(dtype), wire[sizes : sizes + -(-sum(lengths) // 8)]
+
+
+def _signed(up: np.ndarray, sizes: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    signed = np.repeat(sizes, lengths)
+    return np.where(up, signed, -signed)
 
 
 def _add_signed(

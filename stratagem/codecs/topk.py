@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem.codecs.compression import Compression
+from stratagem.codecs.compression import Compression, is_small
 from stratagem.errors import UsageError
 
 _STRIDE = 128  # one of so many numbers is looked at to guess which are large
 _SMALL = 1 << 14  # numbers of which all are looked at
+_NOWHERE = "a peer has sent numbers for places that there are not"
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,17 +53,17 @@ class TopK(Compression):
         if self.clip is not None and not self.clip > 0:
             raise UsageError(f"{self!r}: clip is a norm greater than 0, or None.")
 
-    def counts(self, lengths: Sequence[int]) -> list[int]:
+    def counts(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """Return how many numbers of each parameter are sent."""
-        return [min(length, max(1, round(self.share * length))) for length in lengths]
+        return _counts(self.share, tuple(lengths))
 
     def room(self, lengths: Sequence[int], itemsize: int) -> int:
         return (itemsize + 4) * sum(self.counts(lengths))
 
     def take(self, values: Tensor, lengths: Sequence[int], into: Tensor) -> Tensor:
-        counts = self.counts(lengths)
         if not values.is_cuda:
-            return torch.from_numpy(_taken(values.numpy(), lengths, counts, into.numpy()))
+            return torch.from_numpy(self.take_few(values.numpy(), lengths, into.numpy()))
+        counts = self.counts(lengths)
         sent, places = self._parts(into, counts, values.dtype)
         found: list[Tensor] = []
         at = 0
@@ -75,10 +77,35 @@ class TopK(Compression):
         return taken
 
     def add(self, wire: Tensor, lengths: Sequence[int], into: Tensor) -> None:
+        if is_small(into):
+            self.add_few(wire.numpy(), lengths, into.numpy())
+            return
         sent, places = self._parts(wire, self.counts(lengths), into.dtype)
         if len(places) and not 0 <= int(places.min()) <= int(places.max()) < len(into):
-            raise ValueError("a peer has sent numbers for places that there are not")
+            raise ValueError(_NOWHERE)
         into.index_add_(0, places, sent)
+
+    def take_few(self, values: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> np.ndarray:
+        counts = self.counts(lengths)
+        taken = np.empty(sum(counts), np.int64)
+        at = filled = 0
+        for length, count in zip(lengths, counts, strict=True):
+            places = _largest(values[at : at + length], count)
+            np.add(places, at, out=taken[filled : filled + count])
+            at, filled = at + length, filled + count
+        sent = values[taken]
+        into[: sent.nbytes] = sent.view(np.uint8)
+        into[sent.nbytes : sent.nbytes + 4 * filled] = taken.astype(np.int32).view(np.uint8)
+        values[taken] = 0.0
+        return taken
+
+    def add_few(self, wire: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> None:
+        count = sum(self.counts(lengths))
+        end = count * into.itemsize
+        places = wire[end : end + 4 * count].view(np.uint32)  # less than 0 is more than there are
+        if count and not places.max() < len(into):
+            raise ValueError(_NOWHERE)
+        np.add.at(into, places, wire[:end].view(into.dtype))
 
     @staticmethod
     def _parts(wire: Tensor, counts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,21 +114,9 @@ class TopK(Compression):
         return wire[:end].view(dtype), wire[end : end + 4 * count].view(torch.int32)
 
 
-def _taken(
-    values: np.ndarray, lengths: Sequence[int], counts: Sequence[int], into: np.ndarray
-) -> np.ndarray:
-    """`take` in the CPU's memory: a few numbers are taken by shorter calls than torch's."""
-    taken = np.empty(sum(counts), np.int64)
-    at = filled = 0
-    for length, count in zip(lengths, counts, strict=True):
-        places = _largest(values[at : at + length], count)
-        np.add(places, at, out=taken[filled : filled + count])
-        at, filled = at + length, filled + count
-    sent = values[taken]
-    into[: sent.nbytes] = sent.view(np.uint8)
-    into[sent.nbytes : sent.nbytes + 4 * filled] = taken.astype(np.int32).view(np.uint8)
-    values[taken] = 0.0
-    return taken
+@lru_cache(maxsize=4096)
+def _counts(share: float, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(min(length, max(1, round(share * length))) for length in lengths)
 
 
 def largest(values: Tensor, count: int) -> Tensor:

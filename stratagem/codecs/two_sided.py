@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stratagem.codecs.compression import Compression, SliceCodec
+from stratagem.codecs.compression import Compression, SliceCodec, is_small
 from stratagem.codecs.feedback import Feedback, Kept, Memory, finite
 from stratagem.codecs.layout import Layout, Slice
 from stratagem.codecs.topk import TopK
@@ -44,6 +45,8 @@ class SliceMemory(Memory):
         residual = self.kept["residual"]
         self.of_sum = residual.new_zeros(self.mine.end - self.mine.start)
         self.draft_of_sum = torch.zeros_like(self.of_sum)
+        #: bytes that each slice is sent as
+        self.width = 0
 
     def settle(self, spoilt: bool) -> None:
         super().settle(spoilt)
@@ -69,25 +72,23 @@ class TwoSided(Feedback):
         self.codec = codec
 
     def memory(self, flat: Tensor, layout: Layout) -> SliceMemory:
-        return SliceMemory(flat, layout, self.keeps, self.collective.size, self.collective.rank)
-
-    def _width(self, memory: SliceMemory) -> int:
-        """Bytes of the longest slice: all are sent as long as that."""
-        return width(self.codec, memory.slices, memory.of_sum.itemsize)
+        at = self.collective
+        made = SliceMemory(flat, layout, self.keeps, at.size, at.rank)
+        made.width = width(self.codec, made.slices, made.of_sum.itemsize)
+        return made
 
     def send(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)
         mine, draft = memory.mine, memory.draft["residual"]
         self.charge(memory, spoilt)
-        out = memory.flat.new_zeros((len(memory.slices), self._width(memory)), dtype=torch.uint8)
-        for row, each in zip(out, memory.slices, strict=True):
-            taken = self.codec.take(draft[each.start : each.end], each.lengths, row[_HEAD:])
-            self.taken(memory, each, taken)
+        out = memory.flat.new_zeros((len(memory.slices), memory.width), dtype=torch.uint8)
+        taken = self._take(draft, memory.slices, out[:, _HEAD:])
+        if taken is not None:
+            self.taken(memory, taken)
         out[:, 0] = spoilt
         received = self.collective.swap(out)
         total = memory.draft_of_sum.copy_(memory.of_sum)
-        for row in received:
-            self.codec.add(row[_HEAD:], mine.lengths, total)
+        self._add(received[:, _HEAD:], [Slice(0, len(total), mine.lengths)] * len(received), total)
         spoilt = bool(received[:, 0].any()) or not finite(total)
         back = torch.zeros_like(out[0])
         if spoilt:
@@ -102,10 +103,29 @@ class TwoSided(Feedback):
     def _write(self, memory: SliceMemory, rows: Tensor) -> None:
         flat, residual = memory.flat, memory.kept["residual"]
         total = flat.zero_() if flat.dtype is residual.dtype else torch.zeros_like(residual)
-        for row, each in zip(rows, memory.slices, strict=True):
-            self.codec.add(row[_HEAD:], each.lengths, total[each.start : each.end])
+        self._add(rows[:, _HEAD:], memory.slices, total)
         if total is not flat:
             flat.copy_(total)
+
+    def _take(self, flat: Tensor, slices: Sequence[Slice], rows: Tensor) -> Tensor | None:
+        """Encode slices, a row each; returns the places that were taken whole, if only some are."""
+        found: list[Tensor] = []
+        few = is_small(flat)
+        values, into = (flat.numpy(), rows.numpy()) if few else (flat, rows)
+        take: Any = self.codec.take_few if few else self.codec.take
+        for row, each in zip(into, slices, strict=True):
+            places = take(values[each.start : each.end], each.lengths, row)
+            if places is not None:
+                found.append(torch.as_tensor(places).add_(each.start))
+        return torch.cat(found) if found else None
+
+    def _add(self, rows: Tensor, slices: Sequence[Slice], flat: Tensor) -> None:
+        """Add to each slice what its row has."""
+        few = is_small(flat)
+        into, wires = (flat.numpy(), rows.numpy()) if few else (flat, rows)
+        add: Any = self.codec.add_few if few else self.codec.add
+        for wire, each in zip(wires, slices, strict=True):
+            add(wire, each.lengths, into[each.start : each.end])
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
         """Draft what is to be sent: the gradient and what was left out before."""
@@ -113,8 +133,8 @@ class TwoSided(Feedback):
         if not spoilt:
             draft.add_(memory.flat)
 
-    def taken(self, memory: SliceMemory, piece: Slice, places: Tensor | None) -> None:
-        """These places of a slice were taken whole."""
+    def taken(self, memory: SliceMemory, places: Tensor) -> None:
+        """These places were taken whole."""
 
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)
@@ -177,9 +197,9 @@ class LargestFirst(TwoSided):
         limit = self.top.clip / math.sqrt(self.collective.size)
         return limit / norm if norm > limit else 1.0
 
-    def taken(self, memory: SliceMemory, piece: Slice, places: Tensor | None) -> None:
-        if self.moves and self.top.masking and places is not None:
-            memory.draft["momentum"][piece.start : piece.end][places] = 0.0
+    def taken(self, memory: SliceMemory, places: Tensor) -> None:
+        if self.moves and self.top.masking:
+            memory.draft["momentum"].index_fill_(0, places, 0.0)
 
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)

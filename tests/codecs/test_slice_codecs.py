@@ -61,21 +61,32 @@ def test_the_largest_are_sent_as_they_are(
         assert kept <= (1 - count / len(v)) * v.double().square().sum() * (1 + 1e-9) + 1e-30
 
 
-@given(st.integers(0, 10**6), st.integers(1, 300), DTYPES, st.sampled_from([1, 7, 64, 1024]))
+@pytest.mark.parametrize("codec", [Int8(1), Int8(7), Int8(1024), TopK(0.1), TopK(0.5), Sign()])
+@given(seed=st.integers(0, 10**6), lengths=LENGTHS, dtype=DTYPES)
 def test_few_numbers_get_the_bits_of_many(
-    seed: int, count: int, dtype: torch.dtype, block: int
+    codec: Any, seed: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
     """Small slices are encoded by shorter calls, to the same bytes."""
-    values, codec, found = drawn(seed, count, dtype), Int8(block), []
+    values, found = drawn(seed, sum(lengths), dtype), []
     for small in (0, 1 << 14):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("stratagem.codecs.int8._SMALL", small)
-            wire = torch.zeros(codec.room([count], 4) + 8, dtype=torch.uint8)
+            patch.setattr("stratagem.codecs.compression._SMALL", small)
+            room = codec.room(lengths, dtype.itemsize)
+            wire = torch.zeros(-(-room // 8) * 8, dtype=torch.uint8)
             left, into = values.clone(), values.flip(0)
-            codec.take(left, [count], wire)
-            codec.add(wire, [count], into)
+            codec.take(left, lengths, wire)
+            codec.add(wire, lengths, into)
             found.append([wire, left, into])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("count", [100, 1 << 15])
+@pytest.mark.parametrize("place", [-1, 1 << 20])
+def test_a_place_that_there_is_not_is_refused(count: int, place: int) -> None:
+    wire = torch.zeros(8, dtype=torch.uint8)
+    wire[4:].view(torch.int32).fill_(place)
+    with pytest.raises(ValueError, match="places that there are not"):
+        TopK(1 / count).add(wire, [count], torch.zeros(count))
 
 
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 9), DTYPES)

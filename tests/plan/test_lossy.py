@@ -48,7 +48,7 @@ def test_bytes_are_those_that_the_reducer_sends(
     found = sent(wire, layout.shapes, 4, replicas)
     if isinstance(made, TwoSided):
         assert isinstance(memory, SliceMemory)
-        assert found.bytes(replicas) == 2 * (replicas - 1) * made._width(memory)
+        assert found.bytes(replicas) == 2 * (replicas - 1) * memory.width
     else:
         assert isinstance(made, LowRank) and isinstance(LOSSY[wire], PowerSGD)
         packs = sorted(pack.nbytes for pack in made._packs.values())

@@ -86,7 +86,8 @@ def test_gradients_of_all_workers_come_from_one_call(task: str) -> None:
     """Those that each would find by itself, in its own model."""
     study = load("bytes")
     dice = torch.Generator().manual_seed(0)
-    x = torch.randn(32, 1, 28, 28, generator=dice)
+    pictures = torch.randn(32, 1, 28, 28, generator=dice)
+    x = study.patches(pictures)
     if task == "text":
         x = torch.randint(128, (32, study.CONTEXT), generator=dice)
     y = torch.randint(10, (32,), generator=dice)
@@ -104,10 +105,10 @@ def test_gradients_of_all_workers_come_from_one_call(task: str) -> None:
             torch.testing.assert_close(p.grad, alone)
     if task == "clothes":
         made = study.picture_model(1)
-        out = x
-        for layer in (made[1], made[3]):
-            out = torch.conv2d(out, layer.weight, layer.bias, layer.stride).relu()
-        torch.testing.assert_close(made(x), made[6](out.movedim(1, -1).flatten(1)))
+        first, second = made[0], made[2]
+        out = torch.conv2d(pictures, first.weight.view(16, 1, 7, 7), first.bias, 3).relu()
+        out = torch.conv2d(out, second.weight, second.bias, second.stride).relu()
+        torch.testing.assert_close(made(x), made[5](out.movedim(1, -1).flatten(1)))
 
 
 def test_who_never_got_there_took_longest() -> None:
