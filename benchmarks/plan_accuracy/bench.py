@@ -21,7 +21,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.cluster.environment import cores
-from stratagem.launch.script import ValidationRow, validate
+from stratagem.launch.validate import ValidationRow, validate
 from stratagem.plan.choose import choose
 from stratagem.plan.configuration import MIRRORED, SERVERS, Configuration
 from stratagem.plan.machine import measure_hardware

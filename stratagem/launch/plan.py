@@ -124,7 +124,7 @@ def _plan(args: argparse.Namespace, outputs: Mapping[str, str | None], trial: Dr
     _write(plan, outputs)
     if not args.validate or trial is None:
         return 0
-    from stratagem.launch.script import compare
+    from stratagem.launch.validate import compare
 
     return compare(plan, trial, _say)
 
@@ -170,11 +170,13 @@ def _check_network(args: argparse.Namespace) -> None:
 
 def _dry_run(words: Sequence[str], validate: bool) -> DryRun:
     """Run the script, as `python script args` would, up to where it would train."""
-    from stratagem.launch.script import run_to_fit, trainer
+    from stratagem.launch.script import run_to_fit
 
     _say(f"running {words[0]} up to its first fit, or step")
     trial = run_to_fit(words)
     if validate:  # what cannot be done is said before anything is measured
+        from stratagem.launch.validate import trainer
+
         trainer(trial)
     return trial
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.errors import UsageError
-from stratagem.launch.script import fitting
+from stratagem.launch.validate import fitting
 from stratagem.plan import advice, report
 from stratagem.plan.choose import choose
 from stratagem.plan.configuration import (

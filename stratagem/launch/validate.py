@@ -1,0 +1,195 @@
+"""Predicted against measured: what fits on this machine is really run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from stratagem.cluster.environment import cores
+from stratagem.errors import UsageError
+from stratagem.plan.choose import Plan
+from stratagem.plan.configuration import (
+    CENTRAL,
+    COLUMNS,
+    MESH,
+    MIRRORED,
+    PIPELINE,
+    SERVERS,
+    SHARDED,
+    TENSOR,
+    Configuration,
+)
+from stratagem.plan.cost import predict
+from stratagem.plan.measure import batch_of
+from stratagem.rules.updates import Asynchronous, Synchronous
+from stratagem.servers.local_cluster import LocalCluster
+from stratagem.strategies.central_storage import CentralStorageStrategy
+from stratagem.strategies.mesh import Mesh
+from stratagem.strategies.mirrored import MirroredStrategy
+from stratagem.strategies.parameter_server import ParameterServerStrategy
+from stratagem.strategies.pipeline import PipelineStrategy
+from stratagem.strategies.sharded import ShardedStrategy
+from stratagem.strategies.strategy import Strategy
+from stratagem.strategies.tensor_parallel import TensorParallelStrategy
+from stratagem.training.dry_run import DryRun
+from stratagem.wire.device_kinds import KINDS
+
+_SECONDS, _LEAST, _MOST = 1.0, 5, 100
+_RESTLESS = 0.15  # by how much one device may differ from itself on a quiet machine
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ValidationRow:
+    """Seconds of a step, both ways."""
+
+    configuration: Configuration
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def validate(
+    plan: Plan,
+    trial: DryRun,
+    chosen: Sequence[Configuration] | None = None,
+    say: Say = lambda text: None,
+) -> Iterator[ValidationRow]:
+    """Run these configurations, or all that this machine can hold, one after the other."""
+    train = trainer(trial)
+    chosen = fitting(plan) if chosen is None else chosen
+    for number, each in enumerate(chosen, 1):
+        say(f"running {each}: {number} of {len(chosen)}")
+        said = predict(plan.profile, plan.hardware, each, plan.calibration)
+        steps = int(min(max(_LEAST, _SECONDS / said.step), _MOST))
+        rows = plan.profile.batch * (1 if each.asynchronous else each.counted)
+        steps *= each.replicas if each.asynchronous else 1
+        batch = batch_of(trial, rows, torch.device("cpu"))
+        with _strategy(each, plan.profile.device) as strategy, _threads(plan, each):
+            rate = train(strategy, batch, steps)
+        yield ValidationRow(each, said.step, each.counted * plan.profile.batch / rate)
+
+
+def trainer(trial: DryRun) -> Callable[[Strategy, Any, int], float]:
+    """What trains a copy, if the script's training can be repeated at all."""
+    if trial.train is None:
+        raise UsageError(
+            "a loop of one's own cannot be run with other strategies from outside, so there is "
+            "nothing to compare with; --validate works with fit of sg.Model or Keras."
+        )
+    return trial.train
+
+
+def fitting(plan: Plan) -> list[Configuration]:
+    """What can be run here without sharing a device."""
+    gpus = KINDS["cuda"].count() if plan.profile.device == "cuda" else 0
+    most = gpus or cores()
+    counts = [n for n in (2, 4, 8, 16) if n <= min(most, plan.hardware.size)]
+    found = [Configuration()] if not plan.profile.sparse else []
+    for n in counts:
+        if not plan.profile.sparse:
+            found += [Configuration(MIRRORED, per_host=n)]
+            found += [each for each in plan.tried if _divides(each, n)]
+    if not plan.profile.unserved:
+        found += [Configuration(SERVERS, per_host=n, servers=1) for n in counts]
+    for n in counts[:1]:
+        if not plan.profile.unserved:
+            found += [Configuration(SERVERS, per_host=n, servers=1, asynchronous=True)]
+        if not plan.profile.sparse:
+            found += [Configuration(CENTRAL, per_host=n)]
+    return found
+
+
+def _divides(cfg: Configuration, n: int) -> bool:
+    """Sharded, divided layers, and every schedule of a pipeline and of rows of them, with two
+    microbatches or chunks a stage."""
+    if cfg.hosts > 1 or cfg.replicas != n:
+        return False
+    return cfg.strategy in (SHARDED, TENSOR) or (cfg.staged and cfg.microbatches == 2 * cfg.depth)
+
+
+@contextmanager
+def _strategy(cfg: Configuration, device: str) -> Iterator[Strategy]:
+    names = [f"{device}:{i}" for i in range(cfg.per_host)]
+    rule: Any = Asynchronous() if cfg.asynchronous else Synchronous(spares=cfg.spares)
+    made: Strategy
+    if cfg.strategy == SERVERS:
+        cluster = LocalCluster(workers=cfg.per_host, ps=cfg.servers)
+        made = ParameterServerStrategy(cluster, updates=rule, devices=names)
+    elif cfg.strategy == CENTRAL:
+        made = CentralStorageStrategy(names, updates=rule)
+    elif cfg.strategy == SHARDED:
+        made = ShardedStrategy(names)
+    elif cfg.strategy == TENSOR:
+        made = TensorParallelStrategy(names)
+    elif cfg.strategy == MESH:
+        made = Mesh(cfg.rows, cfg.depth, microbatches=cfg.microbatches, schedule=cfg.schedule)
+    elif cfg.schedule == COLUMNS:
+        made = PipelineStrategy(names, columns=cfg.microbatches)
+    elif cfg.strategy == PIPELINE:
+        made = PipelineStrategy(names, microbatches=cfg.microbatches, schedule=cfg.schedule)
+    else:
+        made = MirroredStrategy(names)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def _threads(plan: Plan, cfg: Configuration) -> Iterator[None]:
+    """One device has the threads that it was planned with; replicas share out the cores."""
+    before = torch.get_num_threads()
+    if cfg.replicas == 1 and plan.profile.device == "cpu":
+        torch.set_num_threads(plan.profile.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def restless(rows: Sequence[ValidationRow]) -> str:
+    """A sentence, if one device is not as fast as it was: then the errors are the machine's, too.
+
+    What one device is predicted to take is what it took when it was profiled.
+    """
+    for row in rows:
+        if row.configuration.replicas == 1 and abs(row.error) > _RESTLESS:
+            return (
+                f"note: one device took {row.measured * 1e3:.2f} ms now, {row.predicted * 1e3:.2f} "
+                "ms when it was profiled: other work on this machine? Then these errors are not "
+                "the plan's alone; compare again on a quiet machine."
+            )
+    return ""
+
+
+def compare(plan: Plan, trial: DryRun, say: Say) -> int:
+    """Print the rows of `validate`, each as soon as it was measured, and then their table."""
+    console = Console()
+    table = Table("configuration", box=SIMPLE, title="predicted against measured, ms a step")
+    for head in ("predicted", "measured", "error"):
+        table.add_column(head, justify="right")
+    found = []
+    for row in validate(plan, trial, say=say):
+        found.append(row)
+        times = (f"{row.predicted * 1e3:.2f}", f"{row.measured * 1e3:.2f}", f"{row.error:+.0%}")
+        table.add_row(str(row.configuration), *times)
+        say("predicted {} ms, measured {}: {}".format(*times))
+    console.print(table)
+    errors = [abs(row.error) for row in found]
+    if errors:
+        console.print(f"median error {statistics.median(errors):.0%}, worst {max(errors):.0%}")
+    if note := restless(found):
+        console.print(note, soft_wrap=True)
+    return 0
