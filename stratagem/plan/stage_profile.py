@@ -1,10 +1,10 @@
 """What operations of stages take while all processes of a machine compute: the real stages' code.
 
 Each process has the whole model as the only stage of a pipeline, with the threads that a stage has,
-and plays as many microbatches or chunks, of the size, that so many stages would have. So what few
+and plays microbatches or chunks of the number and size that so many stages would have. So what few
 rows, few threads, full memory and the code around the layers cost is in what was measured. Of more
-stages than there are processors, as many compute at a time as there are processors. What stages spend
-on messages is measured between two stages that have next to nothing to compute.
+stages than processors, as many play as there are processors. What stages spend on messages is
+measured between two stages that have next to nothing to compute.
 """
 
 from __future__ import annotations
