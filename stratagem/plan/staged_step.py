@@ -29,7 +29,9 @@ class StagedStep(PredictedStep):
     def staged(self) -> Prediction:
         """As many examples a step as mirrored replicas on as many devices would take."""
         busy = [sum(both) for both in zip(self.line.busy, self._late, strict=True)]
-        whole, busiest = self._until_settled, max(busy)
+        # until the last stage has made its weight gradients, behind its last operation
+        whole = max(sum(both) for both in zip(self.line.ends, self._late, strict=True))
+        busiest = max(busy)
         over = self._handing * 2 * self.cfg.microbatches * self.cfg.parts
         parts = {
             "compute": busiest - over,
@@ -41,18 +43,11 @@ class StagedStep(PredictedStep):
         if self.cfg.rows > 1:
             parts["memory"] = self._added_up()
         if self.cfg.schedule == COLUMNS:
-            parts["before and behind"] = self._rest * self._unit * self.cfg.depth
+            once = sum(cost.seconds for cost in self.profile.unchunked)
+            parts["before and behind"] = once * self._unit * self.cfg.depth
         found = self.prediction(parts)
         waits = 1 - sum(busy) / (len(busy) * whole) if whole else 0.0
         return replace(found, memory=max(self.memories, default=None), bubble=waits)
-
-    @cached_property
-    def _until_settled(self) -> float:
-        """Until the last stage has made its weight gradients, behind its last operation."""
-        return max(
-            max(span.end for span in self.line.spans if span.device == device) + late
-            for device, late in enumerate(self._late)
-        )
 
     @cached_property
     def table(self) -> LayerTable:
@@ -70,11 +65,6 @@ class StagedStep(PredictedStep):
     @property
     def _tables(self) -> tuple[LayerTable, ...]:
         return self.profile.chunks if self.cfg.schedule == COLUMNS else self.profile.layers
-
-    @property
-    def _rest(self) -> float:
-        """Seconds of what runs once, before the columns and behind them, for one replica's rows."""
-        return sum(cost.seconds for cost in self.profile.unchunked)
 
     @cached_property
     def _late(self) -> list[float]:

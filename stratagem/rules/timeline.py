@@ -60,6 +60,14 @@ class Timeline:
             found[span.device] += span.end - span.begin
         return tuple(found)
 
+    @cached_property
+    def ends(self) -> tuple[float, ...]:
+        """When each device has done its last operation."""
+        found = [0.0] * self.devices
+        for span in self.spans:
+            found[span.device] = max(found[span.device], span.end)
+        return tuple(found)
+
     @property
     def bubble(self) -> float:
         """The share of the time of all devices in which they wait."""
