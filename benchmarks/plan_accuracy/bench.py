@@ -21,7 +21,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.cluster.environment import cores
-from stratagem.launch.validate import ValidationRow, validate
+from stratagem.launch.validate import validate
 from stratagem.plan.choose import choose
 from stratagem.plan.configuration import MIRRORED, SERVERS, Configuration
 from stratagem.plan.machine import measure_hardware
@@ -78,27 +78,21 @@ def measured(
     profile = rehearse(dry_run, say=print)
     machine = measure_hardware()
     plan = choose(profile, machine)
-    chosen = configurations(replicas)
-    taken: dict[Configuration, list[ValidationRow]] = {each: [] for each in chosen}
-    for _ in range(rounds):
-        for row in validate(plan, dry_run, chosen):
-            taken[row.configuration].append(row)
-            print(f"{name}, {row.configuration}: {row.error:+.0%}", flush=True)
+    found = validate(plan, dry_run, configurations(replicas), rounds=rounds, say=print)
     known = {1, *(n for n, _ in profile.crowd)}
-    rows = []
-    for each, seen in taken.items():
-        step = statistics.median(row.measured for row in seen)
-        rows.append(
-            {
-                "model": name,
-                "configuration": str(each),
-                "replicas": each.replicas,
-                "held_out": each.replicas not in known,
-                "predicted_ms": seen[0].predicted * 1e3,
-                "measured_ms": step * 1e3,
-                "error": seen[0].predicted / step - 1,
-            }
-        )
+    rows = [
+        {
+            "model": name,
+            "configuration": str(row.configuration),
+            "replicas": row.configuration.replicas,
+            "held_out": row.configuration.replicas not in known,
+            "predicted_ms": row.predicted * 1e3,
+            "measured_ms": row.measured * 1e3,
+            "error": row.error,
+            "spread": row.spread,
+        }
+        for row in found
+    ]
     return rows, {"profile": profile.to_json(), "hardware": machine.to_json()}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +30,7 @@ from stratagem.training.devices import place
 from stratagem.training.replica import Replica, alone, current_replica
 from stratagem.training.settings import Pipeline, Settings, TensorParallel
 
-_EPOCHS = 4  # the first of them warms up
+_EPOCHS = 2  # the first of them warms up
 
 
 def rehearse(
@@ -130,7 +129,8 @@ class _StepParts:
         replica_group = strategy.replica_group
         sent = (job.for_followers(),) if len(replica_group.devices) > 1 else None
         replica_group.call(fit, (job,), sent)
-        return median(history.history["examples_per_second"][1:])
+        found: float = history.history["examples_per_second"][-1]
+        return found
 
     def _recipe(self) -> Recipe:
         """Without metrics, which have their own price."""

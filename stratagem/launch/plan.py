@@ -85,6 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--png", metavar="FILE", help="a picture (needs the extra plots)")
     add("--lossy", action="store_true", help="also compressions: what they gain, or that none pays")
     add("--validate", action="store_true", help="run what fits on this machine, and compare")
+    add(
+        "--rounds",
+        type=whole(1),
+        metavar="N",
+        help="of --validate, in turns; the median counts (3)",
+    )
     add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
 
 
@@ -92,6 +98,8 @@ def main(args: argparse.Namespace) -> int:
     """Print a plan; 0 unless something was wrong with what was asked."""
     if args.earlier and (args.script or args.validate or args.batch):
         raise UsageError("--from takes what was measured before: no script, --batch or --validate.")
+    if args.rounds and not args.validate:
+        raise UsageError("--rounds says how often --validate runs each configuration; add it.")
     words = () if args.earlier else script_words(args, "plan --link 10Gbit")
     if words and not Path(words[0]).is_file():
         raise UsageError(f"there is no script {words[0]!r} in {os.getcwd()}")
@@ -124,9 +132,9 @@ def _plan(args: argparse.Namespace, outputs: Mapping[str, str | None], trial: Dr
     _write(plan, outputs)
     if not args.validate or trial is None:
         return 0
-    from stratagem.launch.validate import compare
+    from stratagem.launch.validate import ROUNDS, compare
 
-    return compare(plan, trial, _say)
+    return compare(plan, trial, args.rounds or ROUNDS, _say)
 
 
 def _measured(args: argparse.Namespace, trial: DryRun) -> tuple[Profile, Hardware]:
@@ -135,7 +143,14 @@ def _measured(args: argparse.Namespace, trial: DryRun) -> tuple[Profile, Hardwar
     from stratagem.plan.measure import rehearse
 
     crowded = not args.quick and args.gpus_per_host != 1
-    profile = rehearse(trial, batch=args.batch, crowded=crowded, lossy=args.lossy, say=_say)
+    profile = rehearse(
+        trial,
+        batch=args.batch,
+        crowded=crowded,
+        lossy=args.lossy,
+        per_host=args.gpus_per_host,
+        say=_say,
+    )
     return profile, measure_hardware(profile.device)
 
 

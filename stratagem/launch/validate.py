@@ -1,8 +1,13 @@
-"""Predicted against measured: what fits on this machine is really run."""
+"""Predicted against measured: what fits on this machine is really run.
+
+All configurations are run in turns, several times over, and the median of a configuration's rounds
+counts: a bad moment of the machine is one round of one row.
+"""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,9 +47,12 @@ from stratagem.strategies.tensor_parallel import TensorParallelStrategy
 from stratagem.training.dry_run import DryRun
 from stratagem.wire.device_kinds import KINDS
 
-_SECONDS, _LEAST, _MOST = 1.0, 5, 100
-_RESTLESS = 0.15  # by how much one device may differ from itself on a quiet machine
+#: of the steps of a round that count, and as long before them, and how many steps that is
+_SECONDS, _LEAST, _MOST = 0.75, 2, 100
+ROUNDS = 3
+_RESTLESS = 0.15  # by how much a row may differ from itself on a quiet machine
 Say = Callable[[str], None]
+Train = Callable[[Strategy, Any, int], float]
 
 
 @dataclass(frozen=True)
@@ -53,35 +61,63 @@ class ValidationRow:
 
     configuration: Configuration
     predicted: float
-    measured: float
+    #: what each round has measured
+    rounds: tuple[float, ...]
+
+    @property
+    def measured(self) -> float:
+        return statistics.median(self.rounds)
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
+
+    @property
+    def spread(self) -> float:
+        """From the fastest round to the slowest, as a part of the median."""
+        return (max(self.rounds) - min(self.rounds)) / self.measured
 
 
 def validate(
     plan: Plan,
     trial: DryRun,
     chosen: Sequence[Configuration] | None = None,
+    *,
+    rounds: int = ROUNDS,
     say: Say = lambda text: None,
-) -> Iterator[ValidationRow]:
-    """Run these configurations, or all that this machine can hold, one after the other."""
+) -> list[ValidationRow]:
+    """Run these configurations, or all that this machine can hold, in turns."""
     train = trainer(trial)
     chosen = fitting(plan) if chosen is None else chosen
-    for number, each in enumerate(chosen, 1):
-        say(f"running {each}: {number} of {len(chosen)}")
-        said = predict(plan.profile, plan.hardware, each, plan.calibration)
-        steps = int(min(max(_LEAST, _SECONDS / said.step), _MOST))
-        rows = plan.profile.batch * (1 if each.asynchronous else each.counted)
-        steps *= each.replicas if each.asynchronous else 1
-        batch = batch_of(trial, rows, torch.device("cpu"))
-        with _strategy(each, plan.profile.device) as strategy, _threads(plan, each):
-            rate = train(strategy, batch, steps)
-        yield ValidationRow(each, said.step, each.counted * plan.profile.batch / rate)
+    said = [predict(plan.profile, plan.hardware, each, plan.calibration).step for each in chosen]
+    taken: list[list[float]] = [[] for _ in chosen]
+    for round_ in range(1, rounds + 1):
+        began = time.perf_counter()
+        for number, (each, step) in enumerate(zip(chosen, said, strict=True), 1):
+            say(f"round {round_} of {rounds}, {number} of {len(chosen)}: {each}")
+            seconds = _measured(plan, trial, train, each, step)
+            taken[number - 1].append(seconds)
+            say(f"predicted {step * 1e3:.2f} ms, measured {seconds * 1e3:.2f}")
+        if round_ < rounds:
+            left = (time.perf_counter() - began) * (rounds - round_)
+            say(f"round {round_} of {rounds} is done; about {left:.0f} s are left")
+    return [ValidationRow(*row) for row in zip(chosen, said, map(tuple, taken), strict=True)]
 
 
-def trainer(trial: DryRun) -> Callable[[Strategy, Any, int], float]:
+def _measured(
+    plan: Plan, trial: DryRun, train: Train, each: Configuration, predicted: float
+) -> float:
+    """Seconds of a step, by a strategy that is started for it."""
+    steps = int(min(max(_LEAST, _SECONDS / predicted), _MOST))
+    rows = plan.profile.batch * (1 if each.asynchronous else each.counted)
+    steps *= each.replicas if each.asynchronous else 1
+    batch = batch_of(trial, rows, torch.device("cpu"))
+    with _strategy(each, plan.profile.device) as strategy, _threads(plan, each):
+        rate = train(strategy, batch, steps)
+    return each.counted * plan.profile.batch / rate
+
+
+def trainer(trial: DryRun) -> Train:
     """What trains a copy, if the script's training can be repeated at all."""
     if trial.train is None:
         raise UsageError(
@@ -92,9 +128,9 @@ def trainer(trial: DryRun) -> Callable[[Strategy, Any, int], float]:
 
 
 def fitting(plan: Plan) -> list[Configuration]:
-    """What can be run here without sharing a device."""
+    """What can be run here without sharing a device, and what was measured in spite of that."""
     gpus = KINDS["cuda"].count() if plan.profile.device == "cuda" else 0
-    most = gpus or cores()
+    most = gpus or max(cores(), *(n for n, _ in plan.profile.crowd), 1)
     counts = [n for n in (2, 4, 8, 16) if n <= min(most, plan.hardware.size)]
     found = [Configuration()] if not plan.profile.sparse else []
     for n in counts:
@@ -160,32 +196,43 @@ def _threads(plan: Plan, cfg: Configuration) -> Iterator[None]:
 
 
 def restless(rows: Sequence[ValidationRow]) -> str:
-    """A sentence, if one device is not as fast as it was: then the errors are the machine's, too.
+    """A sentence, if one device is not as fast as it was, or a row not as fast in one round as in
+    another: then the errors are the machine's, too.
 
     What one device is predicted to take is what it took when it was profiled.
     """
+    notes = []
     for row in rows:
         if row.configuration.replicas == 1 and abs(row.error) > _RESTLESS:
-            return (
-                f"note: one device took {row.measured * 1e3:.2f} ms now, {row.predicted * 1e3:.2f} "
-                "ms when it was profiled: other work on this machine? Then these errors are not "
-                "the plan's alone; compare again on a quiet machine."
+            notes.append(
+                f"one device took {row.measured * 1e3:.2f} ms now, {row.predicted * 1e3:.2f} ms "
+                "when it was profiled"
             )
-    return ""
+    unsteady = [row for row in rows if row.spread > _RESTLESS]
+    if unsteady:
+        notes.append(
+            f"in {len(unsteady)} of {len(rows)} rows the rounds differ by more than "
+            f"{_RESTLESS:.0%} (their spread)"
+        )
+    if not notes:
+        return ""
+    return (
+        f"note: {'; '.join(notes)}: other work on this machine? Then these errors are not the "
+        "plan's alone; compare again on a quiet machine, or with more --rounds."
+    )
 
 
-def compare(plan: Plan, trial: DryRun, say: Say) -> int:
-    """Print the rows of `validate`, each as soon as it was measured, and then their table."""
+def compare(plan: Plan, trial: DryRun, rounds: int, say: Say) -> int:
+    """Print the table of `validate`, and while it runs what each round has measured."""
     console = Console()
-    table = Table("configuration", box=SIMPLE, title="predicted against measured, ms a step")
-    for head in ("predicted", "measured", "error"):
+    title = f"predicted against measured, ms a step, the median of {rounds}"
+    table = Table("configuration", box=SIMPLE, title=title)
+    for head in ("predicted", "measured", "error", "spread"):
         table.add_column(head, justify="right")
-    found = []
-    for row in validate(plan, trial, say=say):
-        found.append(row)
-        times = (f"{row.predicted * 1e3:.2f}", f"{row.measured * 1e3:.2f}", f"{row.error:+.0%}")
-        table.add_row(str(row.configuration), *times)
-        say("predicted {} ms, measured {}: {}".format(*times))
+    found = validate(plan, trial, rounds=rounds, say=say)
+    for row in found:
+        times = (f"{row.predicted * 1e3:.2f}", f"{row.measured * 1e3:.2f}")
+        table.add_row(str(row.configuration), *times, f"{row.error:+.0%}", f"{row.spread:.0%}")
     console.print(table)
     errors = [abs(row.error) for row in found]
     if errors:

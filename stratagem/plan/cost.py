@@ -211,7 +211,7 @@ class _MirroredStep(PredictedStep):
             "compute": self.compute,
             "stragglers": self.waiting(),
             "memory": adding * times,
-            "optimizer": profile.optimizer / n * self.crowding,
+            "optimizer": self.update / n,
             "overhead": self.cal.step * times,
         }
         return self.prediction(parts)
@@ -375,7 +375,7 @@ class DividedStep(PredictedStep):
             * (1 - found.seconds)
             * n ** math.log2(found.growth),
             "handing over": crossing * (2 + n) / self.hw.local + found.meetings * meeting,
-            "optimizer": self.profile.optimizer * self.crowding * self._own(found.fixed),
+            "optimizer": self.update * self._own(found.fixed),
             "overhead": self.cal.step,
         }
         held = self.profile.footprint

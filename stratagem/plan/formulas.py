@@ -60,8 +60,10 @@ def between(n: int, known: Mapping[int, float], cores: int) -> float:
     """Return what n replicas take, from the nearest numbers of replicas that are known.
 
     Each replica has its whole share of the cores as threads, so 12 of 16 cores take what 16 take,
-    and between two numbers the load of a thread counts.
+    and between two numbers the load of a thread counts. More than there are cores take turns.
     """
+    if n > cores and n not in known:
+        return between(cores, known, cores) * n / cores
 
     def load(m: int) -> float:
         return max(1.0, m / cores) / max(1, cores // m)

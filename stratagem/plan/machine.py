@@ -145,10 +145,12 @@ def waited_for_processor() -> float:
 _LEAST_STEPS, _MOST_STEPS = 5, 100
 
 
-def counts() -> list[int]:
-    """Return how many replicas to try: a few points of a curve that is nearly straight."""
+def counts(wanted: int | None = None) -> list[int]:
+    """Return how many replicas to try: a few points of a curve that is nearly straight, and as many
+    as are wanted on a host, if there are fewer processors."""
     most = cores()
-    return sorted({n for n in (2, most // 2, most) if 2 <= n <= most})
+    found = {n for n in (2, most // 2, most) if 2 <= n <= most}
+    return sorted(found | ({wanted} if wanted is not None and wanted > most else set()))
 
 
 def crowd(

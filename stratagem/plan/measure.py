@@ -50,12 +50,14 @@ def rehearse(
     steps: int | None = None,
     crowded: bool = True,
     lossy: bool = False,
+    per_host: int | None = None,
     say: Say = lambda text: None,
 ) -> Profile:
     """Measure `batch` examples a replica: by default what the script gives to each.
 
     crowded: also among other replicas on this machine, where they share its processors.
     lossy: also how long compressions of its gradient take.
+    per_host: replicas of a host that are planned for, if that are more than it has processors.
     """
     whole = count_rows(trial.batch)
     if whole < 1:
@@ -81,7 +83,7 @@ def rehearse(
             linear = isinstance(trial.optimizer, torch.optim.SGD)
             measured = replace(measured, codecs=codec_times(measured.shapes, linear=linear))
         measured = with_layers(measured, trial, given, runner.params)
-        many = _room(trial, counts(), say) if crowded and device.type == "cpu" else []
+        many = _room(trial, counts(per_host), say) if crowded and device.type == "cpu" else []
         if many:
             say(f"the same with {' and '.join(map(str, many))} replicas at once")
             measured = replace(measured, crowd=crowd(trial, given, many))
@@ -129,7 +131,7 @@ def _with_one_thread(runner: _Runner, measured: Profile, say: Say) -> Profile:
         )
         say(said)
         return replace(alone, usual_threads=measured.threads, notes=(*alone.notes, f"{said}."))
-    return replace(measured, single_thread=alone.compute)
+    return replace(measured, single_thread=alone.compute, single_optimizer=alone.optimizer)
 
 
 @dataclass

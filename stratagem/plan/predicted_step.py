@@ -141,6 +141,12 @@ class PredictedStep:
         return f"latency between hosts ({say_seconds(self.hw.latency)})"
 
     @property
+    def update(self) -> float:
+        """The optimizer on all parameters, with the threads that a replica has, among others."""
+        threads = max(1, self.hw.cores // self.cfg.per_host)
+        return self.profile.optimizer_with(threads) * self.crowding
+
+    @property
     def crowding(self) -> float:
         """How much slower memory is with all replicas of a host at work."""
         if self.profile.crowd and self.profile.compute > 0:

@@ -134,6 +134,8 @@ class Profile:
     usual_threads: int | None = None
     #: forward and backward with one thread, where `threads` is more
     single_thread: float | None = None
+    #: the optimizer with one thread, likewise
+    single_optimizer: float | None = None
     #: (n, forward and backward) of the slowest while n replicas of this machine compute at once
     crowd: tuple[tuple[int, float], ...] = ()
     itemsize: int = 4
@@ -229,11 +231,17 @@ class Profile:
 
     def with_threads(self, threads: int) -> float:
         """Forward and backward with so many threads: a serial part, and one that they share."""
-        if self.single_thread is None or self.threads == 1 or threads == self.threads:
-            return self.compute
-        shared = (self.single_thread - self.compute) / (1 - 1 / self.threads)
-        shared = min(max(shared, 0.0), self.single_thread)
-        return self.single_thread - shared + shared / max(1, min(threads, self.threads))
+        return self._threaded(self.compute, self.single_thread, threads)
+
+    def optimizer_with(self, threads: int) -> float:
+        """The same of the optimizer."""
+        return self._threaded(self.optimizer, self.single_optimizer, threads)
+
+    def _threaded(self, many: float, one: float | None, threads: int) -> float:
+        if one is None or self.threads == 1 or threads == self.threads:
+            return many
+        shared = min(max((one - many) / (1 - 1 / self.threads), 0.0), one)
+        return one - shared + shared / max(1, min(threads, self.threads))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

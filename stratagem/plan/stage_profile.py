@@ -1,9 +1,10 @@
 """What operations of stages take while all processes of a machine compute: the real stages' code.
 
 Each process has the whole model as the only stage of a pipeline, with the threads that a stage has,
-and plays microbatches or chunks of the size that so many stages would have. So what few rows, few
-threads, full memory and the code around the layers cost is in what was measured. What stages spend
-on messages is measured between two stages that have next to nothing to compute.
+and plays microbatches or chunks of the number and size that so many stages would have. So what few
+rows, few threads, full memory and the code around the layers cost is in what was measured. Of more
+stages than processors, as many play as there are processors. What stages spend on messages is
+measured between two stages that have next to nothing to compute.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _judge(m: int, output: Any) -> Tensor:
 def with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int]) -> Profile:
     """The profile with what operations of stages take among so many processes, where its layers can
     be cut apart."""
-    if not measured.layers or trial.inputs is None or trial.arguments is None:
+    if not many or not measured.layers or trial.inputs is None or trial.arguments is None:
         return measured
     x, batch = trial.inputs(given), measured.batch
     names = [str(node.target) for node in trace(trial.module, x).inputs]
@@ -100,12 +101,14 @@ def with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int
     chunks: list[StageTime] = []
     operation = 0.0
     stacked = [
-        n for n in sizes_of(cores()) if measured.chunks and n <= len(measured.chunks[0].costs)
+        n
+        for n in sizes_of(max(cores(), *many))
+        if measured.chunks and n <= len(measured.chunks[0].costs)
     ]
     for n in sorted({*many, *stacked}):
-        strategy = MirroredStrategy([f"cpu:{i}" for i in range(n)])
+        strategy = MirroredStrategy([f"cpu:{i}" for i in range(min(n, cores()))])
         try:
-            if n == 2:
+            if n == 2 <= cores():
                 operation = max(strategy.run(_hand_over))
             for alone in (False, True):
                 timed = partial(_timed, strategy, n, played, alone)
@@ -135,7 +138,7 @@ def _timed(
     columns: bool,
 ) -> StageTime:
     """Of the slowest process."""
-    found = strategy.run(_play, *played, pieces, columns, alone)
+    found = strategy.run(_play, *played, n, pieces, columns, alone)
     forward, backward, late = (max(kind) for kind in zip(*found, strict=True))
     return StageTime(n, pieces, forward, backward, late, alone)
 
@@ -145,15 +148,16 @@ def _play(
     names: list[str],
     given: list[Any],
     batch: int,
+    n: int,
     pieces: int,
     columns: bool,
     alone: bool,
 ) -> tuple[float, float, float]:
-    """On a process: a forward, a backward, and what is put off to the end of a batch."""
+    """On a process: a forward, a backward, and what is put off to the end of a batch, of n
+    stages."""
     replica, clock = current_replica(), _Clock()
     module.train()
     graph = trace(module, dict.fromkeys(names))
-    n = replica.count
     if columns:
         many = [with_tensors(v, lambda t: torch.cat([t] * n) if t.dim() else t) for v in given]
         plan = plan_columns(graph, 1)

@@ -17,6 +17,7 @@ from stratagem.plan.configuration import COLUMNS, PLANNED
 from stratagem.plan.formulas import between
 from stratagem.plan.predicted_step import PredictedStep, Prediction
 from stratagem.plan.profile import LayerTable, StageTime
+from stratagem.rules.crowded_timeline import crowded_timeline
 from stratagem.rules.layer_split import LayerCost, split_layers
 from stratagem.rules.schedules import Op, kept
 from stratagem.rules.timeline import HandOver, Timeline, timeline
@@ -27,21 +28,25 @@ class StagedStep(PredictedStep):
 
     def staged(self) -> Prediction:
         """As many examples a step as mirrored replicas on as many devices would take."""
-        line, busiest, late = self.line, max(self.line.busy), self._late
+        busy = [sum(both) for both in zip(self.line.busy, self._late, strict=True)]
+        # until the last stage has made its weight gradients, behind its last operation
+        whole = max(sum(both) for both in zip(self.line.ends, self._late, strict=True))
+        busiest = max(busy)
         over = self._handing * 2 * self.cfg.microbatches * self.cfg.parts
         parts = {
-            "compute": busiest - over + late,
-            "bubble": line.seconds - busiest,
+            "compute": busiest - over,
+            "bubble": whole - busiest,
             "handing over": over,
-            "optimizer": self.profile.optimizer * self.crowding * self._largest,
+            "optimizer": self.update * self._largest,
             "overhead": self.cal.step,
         }
         if self.cfg.rows > 1:
             parts["memory"] = self._added_up()
         if self.cfg.schedule == COLUMNS:
-            parts["before and behind"] = self._rest * self._unit * self.cfg.depth
+            once = sum(cost.seconds for cost in self.profile.unchunked)
+            parts["before and behind"] = once * self._unit * self.cfg.depth
         found = self.prediction(parts)
-        waits = line.bubble * line.seconds / (line.seconds + late) if late else line.bubble
+        waits = 1 - sum(busy) / (len(busy) * whole) if whole else 0.0
         return replace(found, memory=max(self.memories, default=None), bubble=waits)
 
     @cached_property
@@ -61,34 +66,41 @@ class StagedStep(PredictedStep):
     def _tables(self) -> tuple[LayerTable, ...]:
         return self.profile.chunks if self.cfg.schedule == COLUMNS else self.profile.layers
 
-    @property
-    def _rest(self) -> float:
-        """Seconds of what runs once, before the columns and behind them, for one replica's rows."""
-        return sum(cost.seconds for cost in self.profile.unchunked)
-
     @cached_property
-    def _late(self) -> float:
+    def _late(self) -> list[float]:
         """Seconds of weight gradients, which every stage makes once a batch: for all rows."""
-        if self.cfg.schedule == COLUMNS:
-            return 0.0
         whole, n = self._tables[0].costs, self.cfg.depth
         found, at = [0.0] * n, 0
+        if self.cfg.schedule == COLUMNS:
+            return found
         for part, costs in enumerate(self.stages):
             found[part % n] += sum(cost.late for cost in whole[at : at + len(costs)])
             at += len(costs)
-        all_ = sum(found)
-        return self.times.late * max(found) / all_ if all_ else 0.0
+        each = self._among(self.cfg.per_host).late / sum(found) if sum(found) else 0.0
+        return [each * late for late in found]
 
-    @cached_property
-    def times(self) -> StageTime:
-        """Of all layers together, for microbatches or chunks of this size, while as many stages
-        compute as do so on average."""
-        here = self.cfg.per_host
-        return self._among(max(1.0, here * (1 - self._line(self._among(here)).bubble)))
+    @property
+    def _processors(self) -> int:
+        """How many stages of a host compute at the same time, at most."""
+        return min(self.cfg.per_host, self.hw.cores) if self.on_cpu else self.cfg.per_host
 
-    def _among(self, busy: float) -> StageTime:
-        """The same while so many compute: as the stages' own code took them, alone and with all at
-        once; or, where that was not tried, as layers took them."""
+    @property
+    def _turns(self) -> float:
+        """How much longer all of them take for what all do at once, each on one processor."""
+        return self.cfg.per_host / self._processors
+
+    def _among(self, computing: int) -> StageTime:
+        """Of all layers together, for microbatches or chunks of this size, while so many stages of
+        the host compute: as the stages' own code took them, alone and with all at once; or, where
+        that was not tried, as layers took them."""
+        at_once = min(computing, self._processors)
+        found = self._at_once(at_once)
+        turns = computing / at_once
+        forward, backward, late = (turns * s for s in (found.forward, found.backward, found.late))
+        return replace(found, forward=forward, backward=backward, late=late)
+
+    def _at_once(self, busy: int) -> StageTime:
+        """The same, each on a processor of its own."""
         columns = self.cfg.schedule == COLUMNS
         tried = self.profile.chunk_times if columns else self.profile.stage_times
         here, pieces = self.cfg.per_host, self.table.pieces
@@ -97,11 +109,13 @@ class StagedStep(PredictedStep):
             def typical(name: str, alone: bool) -> float:
                 seen = [t for t in tried if t.pieces == pieces and t.alone == alone]
                 known = {t.processes: float(getattr(t, name)) for t in seen}
-                return between(here, known, self.hw.cores) if known else 0.0
+                if not known:
+                    return 0.0
+                return between(here, known, self.hw.cores) / (1.0 if here in known else self._turns)
 
             def mixed(name: str) -> float:
                 alone, all_ = typical(name, True), typical(name, False)
-                others = (busy - 1) / (here - 1) if alone else 1.0
+                others = (busy - 1) / (self._processors - 1) if alone else 1.0
                 return all_ - max(0.0, all_ - alone) * (1 - others)
 
             return StageTime(here, pieces, mixed("forward"), mixed("backward"), mixed("late"))
@@ -114,7 +128,7 @@ class StagedStep(PredictedStep):
     def _added_up(self) -> float:
         """What stages of the same layers do to add up their gradients in shared memory."""
         size, rows = self.profile.dense_bytes * self._largest, self.cfg.rows
-        return size * (2 + 1 / rows) / self.hw.local
+        return size * (2 + 1 / rows) / self.hw.local * self._turns
 
     @cached_property
     def stages(self) -> list[Sequence[LayerCost]]:
@@ -189,27 +203,28 @@ class StagedStep(PredictedStep):
 
     @cached_property
     def line(self) -> Timeline:
-        """The real schedule, with these times."""
-        return self._line(self.times)
-
-    def _line(self, times: StageTime) -> Timeline:
+        """The real schedule, with what operations take while others compute."""
         forward = [sum(c.forward for c in costs) for costs in self.stages]
         backward = [sum(c.seconds - c.late - c.forward for c in costs) for costs in self.stages]
         shares = {"F": _shares(forward), "B": _shares(backward)}
-        whole = {"F": times.forward, "B": times.backward}
-
-        def seconds(op: Op) -> float:
-            return whole[op.kind] * shares[op.kind][op.part] + self._handing
-
-        cfg = self.cfg
-        schedule = PLANNED[cfg.schedule]
-        return timeline(schedule, cfg.depth, cfg.microbatches, cfg.parts, seconds, self._carried)
+        cfg, takes = self.cfg, [dict[str, list[float]]()]  # by how many stages of a row compute
+        for computing in range(1, cfg.depth + 1):
+            times = self._among(min(computing * cfg.rows, cfg.per_host))
+            whole = {"F": times.forward, "B": times.backward}
+            takes.append(
+                {k: [whole[k] * part + self._handing for part in shares[k]] for k in shares}
+            )
+        given = (PLANNED[cfg.schedule], cfg.depth, cfg.microbatches, cfg.parts)
+        if takes[1] == takes[-1]:  # nobody keeps others up
+            return timeline(*given, lambda op: takes[1][op.kind][op.part], self._carried)
+        return crowded_timeline(*given, lambda op, k: takes[k][op.kind][op.part], self._carried)
 
     @property
     def _unit(self) -> float:
-        """Seconds of a step for each that layers were seen to take one by one."""
+        """Seconds of a step for each that layers were seen to take one by one, on a processor of
+        its own."""
         whole = sum(cost.seconds for cost in self.profile.layers[0].costs)
-        return self.compute / whole if whole else 0.0
+        return self.compute / self._turns / whole if whole else 0.0
 
     def _carried(self, op: Op) -> HandOver:
         """Over the link, between hosts; what is copied in memory is an operation's own time."""

@@ -60,6 +60,14 @@ class Timeline:
             found[span.device] += span.end - span.begin
         return tuple(found)
 
+    @cached_property
+    def ends(self) -> tuple[float, ...]:
+        """When each device has done its last operation."""
+        found = [0.0] * self.devices
+        for span in self.spans:
+            found[span.device] = max(found[span.device], span.end)
+        return tuple(found)
+
     @property
     def bubble(self) -> float:
         """The share of the time of all devices in which they wait."""
@@ -95,16 +103,16 @@ def timeline(
                 begin = max(there.get(op, 0.0), free[device])
                 end = free[device] = begin + seconds(op)
                 spans.append(Span(device, op, begin, end))
-                after = _next(op, last)
+                after = next_op(op, last)
                 if after is not None:
                     way = (device, after.part % devices)
-                    there[after] = _arrival(links, way, end, hand_over(op))
+                    there[after] = arrival(links, way, end, hand_over(op))
         if len(spans) == before:
             raise RuntimeError(f"nobody can go on: {[queue[-1:] for queue in queues]}")
     return Timeline(devices, tuple(sorted(spans, key=lambda span: (span.begin, span.device))))
 
 
-def _next(op: Op, last: int) -> Op | None:
+def next_op(op: Op, last: int) -> Op | None:
     """What an operation's result is for; the last part turns round, and the first ends it."""
     kind, part, m = op
     if kind == "F":
@@ -112,9 +120,10 @@ def _next(op: Op, last: int) -> Op | None:
     return Op("B", part - 1, m) if part else None
 
 
-def _arrival(
+def arrival(
     links: dict[tuple[int, int], float], way: tuple[int, int], made: float, takes: HandOver
 ) -> float:
+    """When a message is there; `links`: until when each way is taken."""
     if way[0] == way[1]:
         return made
     links[way] = max(made, links.get(way, 0.0)) + takes.busy

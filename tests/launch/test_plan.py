@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from stratagem.plan.formulas import Calibration
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import SparseTable
 from stratagem.plan.report import dumps
+from stratagem.strategies.strategy import Strategy
 from tests.clock import PATIENCE
 from tests.plan.support import profile
 
@@ -146,6 +147,7 @@ def test_other_links_without_the_script(
     assert "as in plan.json" not in capsys.readouterr().err
     for bad in ([*words, "train.py"], ["plan", "--from", "none.json"], [*words, "--validate"]):
         assert cli.main(bad) == 2
+    assert cli.main([*words, "--rounds", "2"]) == 2
     Path("plan.json").write_text("{}")
     assert cli.main(words) == 2 and "no plan as --json writes it" in capsys.readouterr().err
 
@@ -324,13 +326,15 @@ def test_validate_runs_what_fits(
     chosen += [Configuration(SHARDED, per_host=2), stages]
     monkeypatch.setattr(validate, "fitting", lambda plan: chosen)
     monkeypatch.setattr(validate, "_SECONDS", 0.05)
-    words = ["plan", "--quick", "--hosts", "1", "--validate", "train.py", "--width", "8"]
-    assert cli.main(words) == 0
+    words = ["plan", "--quick", "--hosts", "1", "--validate", "--rounds", "2"]
+    assert cli.main([*words, "train.py", "--width", "8"]) == 0
     shown, said = capsys.readouterr()
     assert "predicted against measured" in shown and "median error" in shown
+    assert "the median of 2" in " ".join(shown.split()) and "spread" in shown
     assert "ParameterServer, 1 server" in shown
-    assert "running ParameterServer, 1 server, 2 on one host: 2 of 4" in said
-    assert said.count(" ms, measured ") == 4, "a run that is broken off has shown what it found"
+    assert "round 1 of 2, 2 of 4: ParameterServer, 1 server, 2 on one host" in said
+    assert "round 1 of 2 is done; about " in said
+    assert said.count(" ms, measured ") == 8, "a run that is broken off has shown what it found"
     assert "Sharded, 2 on one host" in shown and "Pipeline, 1f1b, 4 microbatches" in shown
 
 
@@ -339,11 +343,39 @@ def test_validate_tells_a_restless_machine_from_a_wrong_plan() -> None:
     from stratagem.launch.validate import ValidationRow, restless
     from stratagem.plan.configuration import MIRRORED, Configuration
 
-    two = ValidationRow(Configuration(MIRRORED, per_host=2), 0.12, 0.2)
+    two = ValidationRow(Configuration(MIRRORED, per_host=2), 0.12, (0.2,))
     assert "65.00 ms now, 108.00 ms when it was profiled" in restless(
-        [ValidationRow(Configuration(), 0.108, 0.065), two]
+        [ValidationRow(Configuration(), 0.108, (0.065,)), two]
     )
-    assert restless([ValidationRow(Configuration(), 0.108, 0.105), two]) == restless([two]) == ""
+    steady = ValidationRow(Configuration(), 0.108, (0.105, 0.110, 0.104))
+    assert restless([steady, two]) == restless([two]) == ""
+    odd = replace(two, rounds=(0.2, 0.21, 0.45))
+    assert "in 1 of 2 rows the rounds differ by more than 15%" in restless([steady, odd])
+
+
+def test_one_bad_moment_does_not_decide(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Configurations take turns, and the median of each one's rounds counts."""
+    from stratagem.launch import validate
+    from stratagem.launch.script import run_to_fit
+    from stratagem.plan.configuration import Configuration
+    from stratagem.plan.measure import rehearse
+
+    trial = run_to_fit(["train.py", "--width", "8"])
+    plan = choose(rehearse(trial, crowded=False), Hardware(per_host=2, cores=2))
+    seen: list[int] = []
+    steps = iter([0.02, 0.04, 0.02, 0.5, 0.021, 0.042])  # the second row has a bad second round
+
+    def train(strategy: Strategy, batch: object, count: int) -> float:
+        seen.append(strategy.num_replicas_in_sync)
+        return strategy.num_replicas_in_sync * plan.profile.batch / next(steps)
+
+    chosen = [Configuration(), Configuration(per_host=2)]
+    one, two = validate.validate(plan, replace(trial, train=train), chosen)
+    assert seen == [1, 2] * 3
+    assert one.measured == pytest.approx(0.02) and two.measured == pytest.approx(0.042)
+    assert one.spread == pytest.approx(0.05) and two.spread == pytest.approx(0.46 / 0.042)
 
 
 KERAS = """
@@ -373,7 +405,7 @@ def test_validate_runs_keras_too(
     plan = choose(rehearse(trial, crowded=False), Hardware(per_host=2, cores=2))
     monkeypatch.setattr(validate, "_SECONDS", 0.05)
     chosen = [Configuration(), Configuration(per_host=2)]
-    rows = list(validate.validate(plan, trial, chosen))
+    rows = validate.validate(plan, trial, chosen, rounds=1)
     assert [row.configuration for row in rows] == chosen
     assert all(0 < row.measured < 10 for row in rows)
     assert all((a == b).all() for a, b in zip(before, trial.module.get_weights(), strict=True))
@@ -402,6 +434,9 @@ def test_what_fits_is_of_this_machine() -> None:
     machine = Hardware(hosts=8, per_host=64, cores=64)
     found = fitting(choose(profile(), machine, most=8))
     assert all(each.hosts == 1 and each.replicas <= cores() for each in found)
+    tried = profile(crowd=((2, 0.01), (2 * cores(), 0.02)))  # more than there are processors
+    found = fitting(choose(tried, machine, most=2 * cores()))
+    assert max(each.replicas for each in found) == min(16, 2 * cores())
     sparse = fitting(choose(profile(sparse=(SparseTable(100, 64, 5.0),)), machine, most=8))
     assert all(each.strategy == "ParameterServerStrategy" for each in sparse)
 

@@ -210,7 +210,8 @@ def test_replicas_with_as_many_threads_each_take_the_same() -> None:
     known = {1: 0.1, 2: 0.03, 8: 0.09, 16: 0.17}
     assert between(12, known, 16) == 0.17 and between(6, known, 16) == 0.09
     assert 0.03 < between(3, known, 16) < between(4, known, 16) < 0.09
-    assert between(32, known, 16) > 0.17
+    assert between(32, known, 16) == 2 * 0.17, "they take turns"
+    assert between(4, {1: 0.1, 2: 0.1}, 2) == 0.2
 
 
 def test_what_each_micro_batch_sends_counts() -> None:

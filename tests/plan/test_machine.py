@@ -84,7 +84,7 @@ def test_a_crowd_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     net = nn.Linear(100, 100)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     batch = torch.zeros(4, 100), torch.zeros(4, 100)
-    monkeypatch.setattr(measure, "counts", lambda: [2, 4, 8])
+    monkeypatch.setattr(measure, "counts", lambda wanted: [2, 4, 8])
     monkeypatch.setattr(measure, "available", lambda: 10100 * 4 * 2 * 5)
     tried: list[int] = []
     monkeypatch.setattr(measure, "crowd", lambda trial, given, many: tried.extend(many) or ())

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No replicas beside: that has a test of its own."""
-    monkeypatch.setattr("stratagem.plan.measure.counts", list)
+    monkeypatch.setattr("stratagem.plan.measure.counts", lambda wanted: [])
 
 
 def data(rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +73,7 @@ class Signs(nn.Module):
 def test_replicas_at_once_are_processes(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.plan.measure.counts", lambda: [2])
+    monkeypatch.setattr("stratagem.plan.measure.counts", lambda wanted: [2])
     net = Signs(tmp_path / "book")
     options: dict[str, Any] = {"loss": "cross_entropy", "optimizer": "sgd"}
     if not compiled:

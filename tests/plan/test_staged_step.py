@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import stratagem as sg
+from stratagem.cluster.environment import cores
 from stratagem.errors import UsageError
 from stratagem.launch.validate import fitting
 from stratagem.plan import advice, report
@@ -31,6 +32,7 @@ from stratagem.plan.divided_profile import divided_layers
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import DividedLayers, Footprint, LayerTable, Profile, StageTime
 from stratagem.plan.stage_profile import with_stages
+from stratagem.rules.crowded_timeline import crowded_timeline
 from stratagem.rules.layer_split import LayerCost
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.training.dry_run import DryRun
@@ -115,10 +117,30 @@ def test_what_the_stages_own_code_took_counts() -> None:
     assert four.step == pytest.approx(11 * (each * 12e-3 / 4 + 2 * 5e-3) + each * 1e-3 / 4)
     alone = tuple(StageTime(n, 2, 2e-3, 4e-3, 0.5e-3, alone=True) for n in (2, 8))
     calm = predict(replace(tried, stage_times=seen + alone), machine, pipeline(2, 2), cal)
-    mixed = (24e-3 * 0.6 + 6e-3 * 0.4) / 2  # 1.6 of two compute on average
-    assert calm.step == pytest.approx(5 * (mixed + 2 * 5e-3) + (2 * 0.6 + 0.5 * 0.4) / 2 * 1e-3)
+    takes = {("F", 1): 6e-3, ("B", 1): 7e-3, ("F", 2): 9e-3, ("B", 2): 13e-3}  # half of it, and 5
+    line = crowded_timeline(SCHEDULES["1f1b"], 2, 4, 1, lambda op, k: takes[op.kind, k])
+    assert 5 * 13e-3 < line.seconds < 5 * 22e-3
+    assert calm.step == pytest.approx(line.seconds + 1e-3)
     again = Profile.from_json(json.loads(json.dumps(tried.to_json())))
     assert again.stage_times == seen and again.operation == 5e-3
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_more_stages_than_processors_share_them(rows: int) -> None:
+    """Four stages, or two rows of two, on two cores: no core waits but at the beginning and the
+    end, so a batch takes what all its operations take on two cores, and a little more."""
+    plain, cal = model(optimizer=0.0), replace(IDEAL, microbatch=0.0)
+    kind = {"strategy": MESH, "rows": 2} if rows == 2 else {"strategy": PIPELINE}
+    cfg = Configuration(per_host=4, microbatches=8 // rows, schedule="1f1b", **kind)
+    four, two = (predict(plain, Hardware(cores=n, local=1e15), cfg, cal) for n in (4, 2))
+    stages = 4 // rows
+    assert four.step == pytest.approx(0.03 * (8 // rows + stages - 1) / (8 // rows))
+    assert 2 * 0.03 <= two.step < 2 * 0.03 * 1.15
+    seen = tuple(StageTime(n, 2, 5e-3, 10e-3, 1e-3) for n in (2, 4))  # each on a core of its own
+    tried = predict(replace(plain, stage_times=seen), Hardware(cores=2, local=1e15), cfg, cal)
+    assert 8 * 15e-3 / 2 <= tried.step < 8 * 15e-3 / 2 * 1.15
+    fewer = predict(replace(plain, stage_times=seen[:1]), Hardware(cores=2, local=1e15), cfg, cal)
+    assert fewer.step == pytest.approx(tried.step)
 
 
 @pytest.mark.timeout(120)
@@ -136,6 +158,12 @@ def test_operations_are_measured_in_the_stages_own_code() -> None:
     table = LayerTable(1, (LayerCost(1e-3), LayerCost(1e-3)))
     given = model(batch=4, layers=(table, replace(table, pieces=2)), chunks=(table,))
     before = {name: value.clone() for name, value in net.state_dict().items()}
+    more = 2 * cores()
+    crowded = with_stages(replace(given, chunks=()), trial, x, [more])
+    assert [(t.processes, t.alone) for t in crowded.stage_times[::2]] == [
+        (more, False),
+        (more, True),
+    ]
     found = with_stages(given, trial, x, [2])
     assert [(t.processes, t.pieces) for t in found.stage_times] == [(2, 1), (2, 2)] * 2
     assert [t.alone for t in found.chunk_times] == [False, True]
@@ -154,6 +182,20 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.head(self.stack(x)[0][:, -1])
         return found
+
+
+def test_the_optimizer_has_the_threads_that_a_replica_has() -> None:
+    """Measured with two threads and with one; replicas that fill two cores have one."""
+    given = model(threads=2, single_optimizer=6e-3, optimizer=4e-3, single_thread=0.05)
+    two, alone = Configuration(MIRRORED, per_host=2), Configuration()
+    found = predict(given, Hardware(cores=2, local=1e15), two, IDEAL)
+    assert found.parts["optimizer"] == pytest.approx(3e-3)
+    stages = predict(given, Hardware(cores=2, local=1e15), pipeline(2, 2), IDEAL)
+    assert stages.parts["optimizer"] == pytest.approx(3e-3)
+    assert predict(given, Hardware(cores=2), alone, IDEAL).parts["optimizer"] == 4e-3
+    assert given.optimizer_with(2) == 4e-3 and given.optimizer_with(1) == pytest.approx(6e-3)
+    again = Profile.from_json(json.loads(json.dumps(given.to_json())))
+    assert again.single_optimizer == 6e-3
 
 
 def test_a_stage_holds_its_layers_and_the_microbatches_that_it_keeps() -> None:
@@ -324,7 +366,7 @@ def small() -> nn.Module:
 @pytest.mark.timeout(60)
 def test_layers_and_bytes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.05)
-    monkeypatch.setattr("stratagem.plan.measure.counts", list)
+    monkeypatch.setattr("stratagem.plan.measure.counts", lambda wanted: [])
     net = small()
     count = sum(p.numel() for p in net.parameters())
     model = sg.Model(net)
@@ -363,7 +405,7 @@ class Recurrent(nn.Module):
 @pytest.mark.timeout(60)
 def test_recurrent_layers_are_measured_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.05)
-    monkeypatch.setattr("stratagem.plan.measure.counts", list)
+    monkeypatch.setattr("stratagem.plan.measure.counts", lambda wanted: [])
     model = sg.Model(Recurrent())
     model.compile("adam", "cross_entropy")
     given = (torch.randint(0, 9, (4, 16)), torch.randint(0, 2, (4,)))
@@ -379,7 +421,7 @@ def test_recurrent_layers_are_measured_in_chunks(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.timeout(60)
 def test_a_model_that_cannot_be_split_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.05)
-    monkeypatch.setattr("stratagem.plan.measure.counts", list)
+    monkeypatch.setattr("stratagem.plan.measure.counts", lambda wanted: [])
     model = sg.Model(nn.Sequential(small(), nn.BatchNorm1d(2)))
     model.compile("adam", "cross_entropy")
     made = sg.plan(model, (torch.randn(8, 8), torch.randint(0, 2, (8,))), hosts=1)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+import importlib
 from types import ModuleType
 
 import pytest
 import torch
 
-STUDIES = Path(__file__).parents[2] / "studies"
-
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"study_{name}", STUDIES / name / "study.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Under a name by which replicas find it, too."""
+    return importlib.import_module(f"studies.{name}.study")
 
 
 @pytest.mark.timeout(120)
