@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import re
@@ -23,7 +24,7 @@ from hypothesis import HealthCheck, settings
 os.environ["KERAS_BACKEND"] = "torch"  # Keras reads it when it is imported
 
 import stratagem as sg
-from tests import left_behind
+from tests import left_behind, spare
 from tests.clock import SLOWER, TAKEN, TRIES, Hang, Late, processor_time, share_taken
 from tests.support import strategy
 
@@ -221,6 +222,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seconds = float(limit.args[0] if limit else given)
             item.add_marker(pytest.mark.timeout(seconds * SLOWER), append=False)
     items.sort(key=lambda item: not any(name in str(item.path) for name in _LONG))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: the garbage collector need never look at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    spare.give_way(session.config)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--spare", action="store_true", help=spare.__doc__.splitlines()[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> spare.WithSpare | None:
+    return spare.WithSpare(config, log) if config.getoption("spare", False) else None
 
 
 @pytest.hookimpl(wrapper=True)

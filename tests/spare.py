@@ -1,0 +1,58 @@
+"""One worker more than there are processors, for the tests that only compute.
+
+Tests that wait for processes leave the processors idle for much of their time. With `--spare` the
+last of pytest's workers gives way to all others (nice) and takes only files whose tests neither
+watch a clock nor start a strategy; the others take such files when they have nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+#: enough to give way, and not to stand still beside them
+NICE = 10
+
+_COMPUTES = re.compile(
+    r"tests/("
+    r"rules|codecs|compat"
+    r"|state/test_(?!file_pair|checkpoint_folder)"
+    r"|plan/test_(?!causes|cost|gpu|hardware|machine|notebook|profile|script)"
+    r"|plan/simulation/test_(?!elastic_ring|servers|speedups)"
+    r"|test_(types|house|docs)\.py"
+    r")"
+)
+
+
+class WithSpare(LoadFileScheduling):
+    """Files in their order: the last worker has those that only compute, the others these last."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        scope = self._next(node)
+        if scope is not None:
+            self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        if self._next(node) is None and not node.shutting_down:
+            node.shutdown()
+        else:
+            super()._reschedule(node)
+
+    def _next(self, node: WorkerController) -> str | None:
+        spare = node.gateway.id == f"gw{self.numnodes - 1}"
+        fitting = [scope for scope in self.workqueue if bool(_COMPUTES.match(scope)) == spare]
+        return next(iter(fitting or ([] if spare else self.workqueue)), None)
+
+
+def give_way(config: pytest.Config) -> None:
+    """In the process of the last worker: be nice, now that its tests are collected."""
+    told = getattr(config, "workerinput", None)
+    if told is None or not config.getoption("spare", False):
+        return
+    if told["workerid"] == f"gw{told['workercount'] - 1}":
+        os.nice(NICE)
