@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Tests run in parallel; more than a process a core makes those that watch the clock fragile. One
-# more, that gives way to these, takes the tests that only compute (tests/spare.py).
+# more, that gives way to these, takes tests that watch none (tests/spare.py).
 JOBS ?= 2
 # Tests start hundreds of interpreters: what one has compiled is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=

@@ -55,8 +55,9 @@ _tries = pytest.StashKey[int]()
 _limit = pytest.StashKey[Any]()
 _twice = pytest.StashKey[list[str]]()
 
-#: files whose tests take long: they begin first, so that no process is left alone with them
+#: files whose tests take long begin first, in this order: no process is left alone with them
 _LONG = (
+    "test_types",
     "test_served",
     "servers",
     "test_faults",
@@ -66,7 +67,6 @@ _LONG = (
     "test_same_answer",
     "test_collectives",
     "test_examples",
-    "test_types",
 )
 
 
@@ -221,7 +221,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             given = item.config.getoption("timeout", None) or item.config.getini("timeout") or 0
             seconds = float(limit.args[0] if limit else given)
             item.add_marker(pytest.mark.timeout(seconds * SLOWER), append=False)
-    items.sort(key=lambda item: not any(name in str(item.path) for name in _LONG))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    return next((i for i, name in enumerate(_LONG) if name in str(item.path)), len(_LONG))
 
 
 @pytest.hookimpl(wrapper=True)

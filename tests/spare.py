@@ -1,8 +1,8 @@
-"""One worker more than there are processors, for the tests that only compute.
+"""One worker more than there are processors, for tests that watch no clock.
 
 Tests that wait for processes leave the processors idle for much of their time. With `--spare` the
-last of pytest's workers gives way to all others (nice) and takes only files whose tests neither
-watch a clock nor start a strategy; the others take such files when they have nothing else.
+last of pytest's workers gives way to all others (nice) and takes only files whose tests compute,
+alone or on replicas, and promise no time; the others take such files when they have nothing else.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ NICE = 10
 
 _COMPUTES = re.compile(
     r"tests/("
-    r"rules|codecs|compat"
+    r"codecs|compat|rules/test_(?!cost)"
     r"|state/test_(?!file_pair|checkpoint_folder)"
-    r"|plan/test_(?!causes|cost|gpu|hardware|machine|notebook|profile|script)"
-    r"|plan/simulation/test_(?!elastic_ring|servers|speedups)"
+    r"|plan/test_(?!causes|cost|gpu|hardware|machine|notebook|profile|script|staged)"
+    r"|plan/simulation/test_(?!elastic_ring|replica_training|servers|speedups)"
+    r"|frontends/test_(accuracy|callback_extras|callbacks_and_state|change_tracker|data_order)"
+    r"|frontends/test_(ensemble|inputs|loss|metric_states|outputs|scaler|sources|spectral_norm)"
+    r"|frontends/keras/test_(fused|image_layout|same_answer|served_optimizers|shards)"
+    r"|strategies/test_(fully_sharded|same_answer|sharded)\.py"
+    r"|training/test_(gradient_placement|loss_terms|running_statistics|sync_batchnorm)"
     r"|test_(types|house|docs)\.py"
     r")"
 )
 
 
 class WithSpare(LoadFileScheduling):
-    """Files in their order: the last worker has those that only compute, the others these last."""
+    """Files in their order: the last worker has those without a clock, the others these last."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         scope = self._next(node)
