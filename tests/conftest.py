@@ -209,18 +209,19 @@ def _is_left_out(item: pytest.Item, variants: Counter[str]) -> bool:
     return variants[test] % 3 != 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     variants: Counter[str] = Counter()
+    slower = SLOWER * (spare.SLOWER if spare.is_spare(config) else 1)
     for item in items:
         if _is_left_out(item, variants):
             item.add_marker(pytest.mark.exhaustive)
         if _SLOW.search(item.nodeid):
             item.add_marker(pytest.mark.slow)
-        if SLOWER != 1:
+        if slower != 1:
             limit = item.get_closest_marker("timeout")
             given = item.config.getoption("timeout", None) or item.config.getini("timeout") or 0
             seconds = float(limit.args[0] if limit else given)
-            item.add_marker(pytest.mark.timeout(seconds * SLOWER), append=False)
+            item.add_marker(pytest.mark.timeout(seconds * slower), append=False)
     items.sort(key=_turn)
 
 
@@ -240,7 +241,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    spare.give_way(session.config)
+    if spare.is_spare(session.config):
+        os.nice(spare.NICE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,6 @@ alone or on replicas, and promise no time; the others take such files when they 
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
@@ -15,7 +14,9 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 #: enough to give way, and not to stand still beside them
-NICE = 10
+NICE = 5
+#: how many times as long a test may take that gives way
+SLOWER = 4.0
 
 _COMPUTES = re.compile(
     r"tests/("
@@ -54,10 +55,9 @@ class WithSpare(LoadFileScheduling):
         return next(iter(fitting or ([] if spare else self.workqueue)), None)
 
 
-def give_way(config: pytest.Config) -> None:
-    """In the process of the last worker: be nice, now that its tests are collected."""
+def is_spare(config: pytest.Config) -> bool:
+    """Whether this is the process of the last worker."""
     told = getattr(config, "workerinput", None)
     if told is None or not config.getoption("spare", False):
-        return
-    if told["workerid"] == f"gw{told['workercount'] - 1}":
-        os.nice(NICE)
+        return False
+    return bool(told["workerid"] == f"gw{told['workercount'] - 1}")
