@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import re
@@ -23,7 +24,7 @@ from hypothesis import HealthCheck, settings
 os.environ["KERAS_BACKEND"] = "torch"  # Keras reads it when it is imported
 
 import stratagem as sg
-from tests import left_behind
+from tests import left_behind, spare
 from tests.clock import SLOWER, TAKEN, TRIES, Hang, Late, processor_time, share_taken
 from tests.support import strategy
 
@@ -54,8 +55,9 @@ _tries = pytest.StashKey[int]()
 _limit = pytest.StashKey[Any]()
 _twice = pytest.StashKey[list[str]]()
 
-#: files whose tests take long: they begin first, so that no process is left alone with them
+#: files whose tests take long begin first, in this order: no process is left alone with them
 _LONG = (
+    "test_types",
     "test_served",
     "servers",
     "test_faults",
@@ -65,7 +67,6 @@ _LONG = (
     "test_same_answer",
     "test_collectives",
     "test_examples",
-    "test_types",
 )
 
 
@@ -208,19 +209,49 @@ def _is_left_out(item: pytest.Item, variants: Counter[str]) -> bool:
     return variants[test] % 3 != 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     variants: Counter[str] = Counter()
+    slower = SLOWER * (spare.SLOWER if spare.is_spare(config) else 1)
     for item in items:
         if _is_left_out(item, variants):
             item.add_marker(pytest.mark.exhaustive)
         if _SLOW.search(item.nodeid):
             item.add_marker(pytest.mark.slow)
-        if SLOWER != 1:
+        if slower != 1:
             limit = item.get_closest_marker("timeout")
             given = item.config.getoption("timeout", None) or item.config.getini("timeout") or 0
             seconds = float(limit.args[0] if limit else given)
-            item.add_marker(pytest.mark.timeout(seconds * SLOWER), append=False)
-    items.sort(key=lambda item: not any(name in str(item.path) for name in _LONG))
+            item.add_marker(pytest.mark.timeout(seconds * slower), append=False)
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    return next((i for i, name in enumerate(_LONG) if name in str(item.path)), len(_LONG))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: the garbage collector need never look at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if spare.is_spare(session.config):
+        os.nice(spare.NICE)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--spare", action="store_true", help=spare.__doc__.splitlines()[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> spare.WithSpare | None:
+    return spare.WithSpare(config, log) if config.getoption("spare", False) else None
 
 
 @pytest.hookimpl(wrapper=True)

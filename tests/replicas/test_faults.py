@@ -342,6 +342,12 @@ def test_the_death_of_the_helper_that_starts_replicas() -> None:
     made.close()
 
 
+def test_a_replica_collects_no_garbage_among_what_was_imported(two: sg.MirroredStrategy) -> None:
+    """It would copy the pages that all replicas share, and look at half a million objects."""
+    enabled, frozen = two.run(lambda: (gc.isenabled(), gc.get_freeze_count()))[1]
+    assert enabled and frozen > 100_000
+
+
 def test_a_strategy_that_is_dropped_ends_its_replicas() -> None:
     made = strategy(3)
     followers = made.run(os.getpid)[1:]

@@ -435,6 +435,7 @@ def test_a_strategy_that_is_dropped_ends_without_a_word(caplog: pytest.LogCaptur
     del strategy
     gc.collect()
     in_time(wait_for(lambda: not any(map(runs, everybody))), 8.0)
+    unless_late(not said(caplog, "has been silent for"), caplog.text)
     assert not said(caplog, "."), caplog.text
 
 
