@@ -13,6 +13,7 @@ import os
 import secrets
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -104,7 +105,9 @@ def measure() -> None:
 def predicted(rate: str, found: Profile, here: Hardware) -> dict[str, float]:
     """By way: seconds a step that the planner predicts for two such hosts, and this model."""
     link = rate.replace("mbit", "Mbit").replace("gbit", "Gbit")
-    hardware = Hardware.of(link=link, latency="50us", hosts=2, per_host=1, base=here)
+    # both hosts share the cores of this machine
+    half = replace(here, cores=max(1, here.cores // 2))
+    hardware = Hardware.of(link=link, latency="50us", hosts=2, per_host=1, base=half)
     steps: dict[str, float] = {}
     for each in choose(found, hardware, most=2, lossy=True).predictions:
         cfg = each.configuration

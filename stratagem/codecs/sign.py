@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -11,6 +12,11 @@ import torch
 from torch import Tensor
 
 from stratagem.codecs.compression import Compression, is_small
+
+#: numbers that are looked at together: a cache holds them, and what is made of them
+_AT_ONCE = 1 << 15
+#: of each byte its eight bits, the lowest first, as 1 and -1
+_SIGNS = 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") - 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,6 +36,9 @@ class Sign(Compression):
             self.take_few(values.numpy(), lengths, into.numpy())
             return
         sizes, bits = self._parts(into, lengths, values.dtype)
+        if not values.is_cuda:
+            _take(values.numpy(), lengths, sizes.numpy(), bits.numpy())
+            return
         pieces = values.abs().split_with_sizes(list(lengths))
         for size, piece in zip(sizes.unbind(), pieces, strict=True):
             torch.mean(piece, 0, out=size)
@@ -42,6 +51,9 @@ class Sign(Compression):
             self.add_few(wire.numpy(), lengths, into.numpy())
             return
         sizes, bits = self._parts(wire, lengths, into.dtype)
+        if not into.is_cuda:
+            _add(bits.numpy(), lengths, sizes.numpy(), into.numpy())
+            return
         _add_signed(_unpacked(bits, len(into)), sizes, lengths, into, 1.0)
 
     def take_few(self, values: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> None:
@@ -70,6 +82,35 @@ def _signed(up: np.ndarray, sizes: np.ndarray, lengths: Sequence[int]) -> np.nda
     return np.where(up, signed, -signed)
 
 
+def _take(values: np.ndarray, lengths: Sequence[int], sizes: np.ndarray, bits: np.ndarray) -> None:
+    """`take` in the CPU's memory: a part that its cache holds after another, and no new memory."""
+    for at, (start, end) in enumerate(_spans(lengths)):
+        parts = range(start, end, _AT_ONCE)
+        total = sum(float(np.abs(values[i : min(end, i + _AT_ONCE)]).sum()) for i in parts)
+        sizes[at] = total / max(end - start, 1)
+    for i in range(0, len(values), _AT_ONCE):
+        up = np.packbits(values[i : i + _AT_ONCE] >= 0, bitorder="little")
+        bits[i // 8 : i // 8 + len(up)] = up
+    _add(bits, lengths, -sizes, values)
+
+
+def _add(bits: np.ndarray, lengths: Sequence[int], sizes: np.ndarray, into: np.ndarray) -> None:
+    """`add` in the CPU's memory: eight numbers by each byte, from a table."""
+    signs = _SIGNS.astype(into.dtype)
+    for size, (start, end) in zip(sizes, _spans(lengths), strict=True):
+        table = signs * size
+        for i in range(start, end, _AT_ONCE):
+            last = min(end, i + _AT_ONCE)
+            found = table.take(bits[i // 8 : -(-last // 8)], axis=0).reshape(-1)
+            into[i:last] += found[i % 8 : i % 8 + last - i]
+
+
+def _spans(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each parameter begins and ends."""
+    ends = list(accumulate(lengths))
+    return zip([0, *ends], ends, strict=False)
+
+
 def _add_signed(
     up: Tensor, sizes: Tensor, lengths: Sequence[int], into: Tensor, factor: float
 ) -> None:
@@ -82,15 +123,11 @@ def _add_signed(
 
 def _packed(up: Tensor) -> Tensor:
     """Eight to a byte, the first in its lowest bit."""
-    if not up.is_cuda:
-        return torch.from_numpy(np.packbits(up.numpy(), bitorder="little"))
     rows = torch.nn.functional.pad(up.to(torch.uint8), (0, -len(up) % 8)).view(-1, 8)
     return (rows * _powers(up.device)).sum(1, dtype=torch.uint8)
 
 
 def _unpacked(bits: Tensor, count: int) -> Tensor:
-    if not bits.is_cuda:
-        return torch.from_numpy(np.unpackbits(bits.numpy(), count=count, bitorder="little"))
     return (bits.unsqueeze(1) & _powers(bits.device)).ne(0).view(-1)[:count]
 
 

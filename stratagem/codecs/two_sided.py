@@ -129,9 +129,11 @@ class TwoSided(Feedback):
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
         """Draft what is to be sent: the gradient and what was left out before."""
-        draft = memory.draft["residual"].copy_(memory.kept["residual"])
-        if not spoilt:
-            draft.add_(memory.flat)
+        kept, draft = memory.kept["residual"], memory.draft["residual"]
+        if spoilt:
+            draft.copy_(kept)
+        else:
+            torch.add(kept, memory.flat, out=draft)
 
     def taken(self, memory: SliceMemory, places: Tensor) -> None:
         """These places were taken whole."""

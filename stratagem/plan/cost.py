@@ -77,8 +77,12 @@ class _MirroredStep(PredictedStep):
         slow = self.waiting()
         end = self.compute + slow
         sizes = [(b.size * self.cfg.travelling, b.ready) for b in profile.buckets]
-        ready = [(s, self.forward + slow + t * self.scale) for s, t in sizes[:-1]]
-        ready += [(s, end) for s, _ in sizes[-1:]]  # its notes are known when backward has ended
+        ready, late = [], 0.0
+        for size, at in sizes[:-1]:
+            ready.append((size, self.forward + slow + at * self.scale + late))
+            late += self.handled(size)
+        # its notes are known when backward has ended
+        ready += [(s, end + late) for s, _ in sizes[-1:]]
         exposed = max(0.0, overlapped(ready, lambda s: math.fsum(self._carried(s).values())) - end)
         if self.cfg.every > 1:
             met = added(*(self._carried(s / self.cfg.fragments) for s, _ in sizes))
@@ -112,10 +116,13 @@ class _MirroredStep(PredictedStep):
             raise UsageError(f"the encoding of wire={wire} was not measured; plan with --lossy.")
         goes = sent(wire, profile.shapes, profile.itemsize, cfg.replicas)
         apart = cfg.per_host * 2 * (cfg.replicas - cfg.per_host) * goes.slices / cfg.fragments
+        each = cfg.every == 1
+        met = 2 * (len(profile.buckets) if each else 1)  # each is sent, and its sum
         carried = added(
             *(self._carried(size / cfg.fragments) for size in goes.rounds),
             {self._between(): apart / min(self.link, self._inside())},
-            {self._latency(): 2 * self.hw.latency, _MESSAGES: 2 * cal.message} if apart else {},
+            {self._latency(): met * self.hw.latency, _MESSAGES: met * cal.message} if apart else {},
+            self._carried(0.0) if each else {},  # the notes
         )
         parts = {
             "compute": self.compute,

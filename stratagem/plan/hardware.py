@@ -122,6 +122,9 @@ class Hardware:
     update: float = 2e9
     #: processors of a host, which CPU replicas share
     cores: int = 1
+    #: bytes that a core sends and receives in a second: copies, and the kernel's work for sockets;
+    #: None: unknown, and as if it took no core any time
+    sockets: float | None = None
     #: bytes of each device; None: unknown, or what follows from the host's
     memory: float | None = None
     #: bytes of a host, which CPU replicas share
@@ -143,7 +146,7 @@ class Hardware:
                 raise UsageError(f"{name} is {value!r} bytes a second; it must be more than 0.")
             if name in _TIMES and not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {value!r} s; it must be 0 or more.")
-        for name in ("memory", "host_memory"):
+        for name in ("memory", "host_memory", "sockets"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UsageError(f"{name} is {value!r} bytes; it must be more than 0, or None.")

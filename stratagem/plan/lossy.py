@@ -32,7 +32,7 @@ LOSSY: dict[str, Compression] = {
 }
 #: replicas for which encoding is timed, and how often: each encodes its slice of the sum, too,
 #: which is half of the gradient for two, and little for many
-_FEW, _MANY, _ROUNDS = 2, 8, 3
+_FEW, _MANY, _ROUNDS = 2, 8, 6
 #: elements that are tried at most; more take as much longer
 _MOST = 4 << 20
 
@@ -114,7 +114,7 @@ def _seconds(record: Compression, shapes: Sequence[tuple[int, ...]], replicas: i
     for _ in range(_ROUNDS):
         flat.normal_(generator=dice)
         begun = time.perf_counter()
-        made.reduce(flat, 1.0).wait()
+        made.reduce(flat, 1.0 / replicas).wait()  # weighed, as a share of a batch is
         made.end_step()
         best = min(best, time.perf_counter() - begun)
     return best * whole / max(count, 1)

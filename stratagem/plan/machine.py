@@ -74,6 +74,7 @@ def measure_hardware(device: str = "cpu") -> Hardware:
         local_latency=_round_trip() / 2,
         update=updating,
         cores=cores(),
+        sockets=_through_sockets(),
         memory=cuda.memory(cuda.place(0)) if gpus else None,
         host_memory=all_memory(),
     )
@@ -134,6 +135,24 @@ def _round_trip() -> float:
             near.recv(1)
             times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def _through_sockets() -> float:
+    """Bytes that a core's time of a second adds up over sockets, by the strategies' own ring."""
+    with MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="ring") as strategy:
+        return _FLOATS * 4 / max(*strategy.run(_carried), 1e-9)
+
+
+def _carried() -> float:
+    """Processor seconds of this replica for an all-reduce, all of its threads together."""
+    collective = current_replica().collective
+    flat = collective.buffer(_FLOATS, torch.float32, torch.device("cpu"))
+    times = []
+    for _ in range(_ROUNDS + 1):
+        begun = time.process_time()
+        collective.all_reduce(flat).wait()
+        times.append(time.process_time() - begun)
+    return statistics.median(times[1:])
 
 
 def waited_for_processor() -> float:

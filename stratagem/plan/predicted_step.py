@@ -117,6 +117,16 @@ class PredictedStep:
             factor /= sampled(n, n, spread)  # the slowest of all is in what was measured
         return self.compute * max(0.0, factor - 1) / math.sqrt(self.cfg.every)
 
+    def handled(self, size: float) -> float:
+        """How much later the rest of backward is because the cores carry a bucket meanwhile; not at
+        all where a core is idle, or it is not known what that takes."""
+        cfg, hw = self.cfg, self.hw
+        threads = self.profile.threads if cfg.per_host == 1 else max(1, hw.cores // cfg.per_host)
+        if not self.on_cpu or hw.sockets is None or cfg.per_host * threads < hw.cores:
+            return 0.0
+        goes = 2 * (cfg.replicas - 1) / cfg.replicas * size
+        return cfg.per_host * goes / hw.sockets / hw.cores
+
     def prediction(
         self, parts: dict[str, float], within: tuple[float, float] | None = None
     ) -> Prediction:

@@ -277,6 +277,26 @@ def test_low_ranks_find_a_matrix_of_low_rank(count: int, seed: int) -> None:
     torch.testing.assert_close(found, (left.sum(0) @ right.T).reshape(-1), rtol=0, atol=1e-9)
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([PowerSGD(2), PowerSGD(1, dense_steps=1)]), replicas, seeds, st.data())
+def test_whose_gradient_is_whose_does_not_matter_to_low_ranks(
+    wire: Compression, count: int, seed: int, data: Any
+) -> None:
+    """It is the sum that is approximated, so ranks in another order change the rounding alone."""
+    order = data.draw(st.permutations(range(count)))
+
+    def one(circle: Circle, ranks: list[int]) -> list[Tensor]:
+        training = Training(wire, circle)
+        return [training.step(gradient(seed, t, ranks[circle.rank])) for t in range(3)]
+
+    plain, other = (
+        together(count, lambda circle, ranks=ranks: one(circle, ranks))[0]
+        for ranks in (list(range(count)), order)
+    )
+    for a, b in zip(plain, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
 def test_warm_starts_come_near_the_best_of_that_rank() -> None:
     values = torch.randn(40, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     u, s, v = torch.linalg.svd(values)

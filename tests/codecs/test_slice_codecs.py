@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stratagem.codecs import sign
 from stratagem.codecs.int8 import Int8
 from stratagem.codecs.sign import Sign
 from stratagem.codecs.topk import TopK, largest
@@ -146,6 +148,19 @@ def test_signs_with_the_mean_size(seed: int, lengths: list[int], dtype: torch.dt
         assert torch.equal(s >= 0, v >= 0) or not size
         bound = v.double().square().sum() - v.double().abs().sum() ** 2 / len(v)
         assert (v - s).double().square().sum() <= bound * (1 + 1e-5) + 1e-9
+
+
+@given(st.integers(0, 10**6), LENGTHS, DTYPES)
+def test_signs_of_long_slices_are_taken_in_parts(
+    seed: int, lengths: list[int], dtype: torch.dtype
+) -> None:
+    """Of eight numbers here, and parameters begin and end in the midst of them."""
+    values = drawn(seed, sum(lengths), dtype)
+    whole = sent_and_left(Sign(), values, lengths)
+    with patch.object(sign, "_AT_ONCE", 8):
+        parts = sent_and_left(Sign(), values, lengths)
+    for found, expected in zip(parts, whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

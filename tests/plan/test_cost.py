@@ -38,6 +38,19 @@ def test_time_falls_with_bandwidth(
     assert predict(model, fast, cfg).step <= predict(model, machine, cfg).step * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("cores", "threads", "late"), [(1, 1, 4e-3), (2, 1, 0.0), (4, 4, 1e-3)])
+def test_cores_that_carry_gradients_compute_less(cores: int, threads: int, late: float) -> None:
+    """Where none is idle, of the bucket that leaves before the end of backward."""
+    model, hosts = profile(threads=threads), Configuration(MULTI_WORKER, 2)
+    machine = Hardware(hosts=2, link=1e12, latency=0.0, local=1e12, cores=cores)
+    unknown = predict(model, machine, hosts, IDEAL).step
+    known = predict(model, replace(machine, sockets=1e9), hosts, IDEAL).step
+    assert known - unknown == pytest.approx(late)  # 4 MB
+    slow = replace(machine, link=1e6)  # the link is still at it when backward has ended
+    first = predict(model, slow, hosts, IDEAL).step
+    assert predict(model, replace(slow, sockets=1e9), hosts, IDEAL).step == pytest.approx(first)
+
+
 @given(profiles(), machines(), configurations(), st.integers(2, 10))
 def test_time_grows_with_bytes(
     model: Profile, machine: Hardware, cfg: Configuration, more: int

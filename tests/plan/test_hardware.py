@@ -145,3 +145,4 @@ def test_this_machine() -> None:
     in_time(time.perf_counter() - start, 10)
     assert 1e8 < here.local < 1e12 and 1e7 < here.update < here.local * 4
     assert 1e-7 < here.local_latency < 0.1 and here.hosts == 1
+    assert here.sockets is not None and 1e7 < here.sockets < here.local

@@ -209,6 +209,7 @@ def formula(name: str, count: int) -> float:
     numbers = sum(a * b for a, b in matrices) + sum(vectors)
     sizes = {
         "dense": 4 * numbers,
+        "bf16": 2 * numbers,
         "int8": numbers * (1 + 4 / 1024),
         "topk": 8 * 0.01 * numbers,
         "sign": numbers / 8,
@@ -217,8 +218,8 @@ def formula(name: str, count: int) -> float:
     return 2 * (count - 1) / count * sizes[name]
 
 
-WIRES = {"dense": None, "int8": sg.Int8(), "topk": sg.TopK(0.01)}
-WIRES |= {"sign": sg.Sign(), "power": sg.PowerSGD(16)}
+WIRES: dict[str, Any] = {"dense": None, "bf16": "bfloat16", "int8": sg.Int8()}
+WIRES |= {"topk": sg.TopK(0.01), "sign": sg.Sign(), "power": sg.PowerSGD(16)}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts of bytes are Linux's")

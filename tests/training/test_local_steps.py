@@ -141,6 +141,15 @@ def test_an_outer_rate_of_one_without_momentum_is_the_mean(batches: Shares, ever
         assert float((mean[0] - outer[0]).abs().max()) < 1e-12
 
 
+@few
+@given(shares(2).filter(lambda batches: len(batches[0]) <= 3))
+def test_a_ring_in_which_all_are_neighbours_is_one_device(batches: Shares) -> None:
+    """Two or three mix everything; they step first and mix then, so that gradients are taken at the
+    same weights."""
+    for found in trained(batches, sg.Gossip("ring")):
+        assert float((found - one_device(batches)).abs().max()) < 1e-12
+
+
 SYNCS = [
     sg.LocalSteps(2),
     sg.LocalSteps(2, after=1),
