@@ -354,7 +354,7 @@ def _give_way(side: ReplicaSide) -> None:
         side.replica.membership.raise_if_trouble()
 
 
-def _refuse_apart(step: Step) -> None:
+def _refuse_apart(step: OneDevice) -> None:
     """Refuse weights of the chief's for all while replicas have updates of their own."""
     if step.keeper is not None and step.keeper.apart:
         raise UsageError(
