@@ -313,6 +313,7 @@ def test_errors_of_the_script_keep_their_traceback(script: Path) -> None:
         cli.main(["plan", "train.py"])
 
 
+@pytest.mark.timeout(180)
 def test_validate_runs_what_fits(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
