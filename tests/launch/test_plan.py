@@ -316,13 +316,14 @@ def test_validate_runs_what_fits(
 ) -> None:
     """Really: one replica here, a server with two workers, a pipeline and sharded replicas, each
     training a copy."""
+    from stratagem.launch import script as runs
     from stratagem.plan.configuration import PIPELINE, SERVERS, SHARDED, Configuration
 
     stages = Configuration(PIPELINE, per_host=2, microbatches=4, schedule="1f1b")
     chosen = [Configuration(), Configuration(SERVERS, per_host=2, servers=1)]
     chosen += [Configuration(SHARDED, per_host=2), stages]
-    monkeypatch.setattr(command, "fitting", lambda plan: chosen)
-    monkeypatch.setattr(command, "_SECONDS", 0.05)
+    monkeypatch.setattr(runs, "fitting", lambda plan: chosen)
+    monkeypatch.setattr(runs, "_SECONDS", 0.05)
     words = ["plan", "--quick", "--hosts", "1", "--validate", "train.py", "--width", "8"]
     assert cli.main(words) == 0
     shown, said = capsys.readouterr()
@@ -361,7 +362,7 @@ def test_validate_runs_keras_too(
     keras = pytest.importorskip("keras")
     if keras.config.backend() != "torch":
         pytest.skip("Keras runs on another backend here")
-    from stratagem.launch import script as command
+    from stratagem.launch import script as runs
     from stratagem.launch.script import run_to_fit
     from stratagem.plan.configuration import Configuration
     from stratagem.plan.measure import rehearse
@@ -370,9 +371,9 @@ def test_validate_runs_keras_too(
     trial = run_to_fit(["train.py"])
     before = trial.module.get_weights()
     plan = choose(rehearse(trial, crowded=False), Hardware(per_host=2, cores=2))
-    monkeypatch.setattr(command, "_SECONDS", 0.05)
+    monkeypatch.setattr(runs, "_SECONDS", 0.05)
     chosen = [Configuration(), Configuration(per_host=2)]
-    rows = list(command.validate(plan, trial, chosen))
+    rows = list(runs.validate(plan, trial, chosen))
     assert [row.configuration for row in rows] == chosen
     assert all(0 < row.measured < 10 for row in rows)
     assert all((a == b).all() for a, b in zip(before, trial.module.get_weights(), strict=True))
