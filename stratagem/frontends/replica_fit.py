@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stratagem.data.streams import mixed
-from stratagem.errors import NotDistributable, ReplicaError, UsageError
+from stratagem.errors import ReplicaError, UsageError
 from stratagem.figures.meter import loading
 from stratagem.frontends import replica_progress
 from stratagem.frontends.adapter import Training
@@ -25,16 +25,14 @@ from stratagem.frontends.fit_job import Fit, Segments
 from stratagem.frontends.fit_journal import FitJournal
 from stratagem.frontends.loop import FitLoop
 from stratagem.frontends.row_check import RowCheck
-from stratagem.frontends.sharded_steps import sharded_step
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.staged import MeshStaged, Staged
-from stratagem.frontends.steps import OneDevice, Replicated, Searching, Sliced
+from stratagem.frontends.step_choice import choose
+from stratagem.frontends.steps import OneDevice, Sliced
 from stratagem.state.change_tracker import requires_grad
 from stratagem.state.optimizer_recipe import group_settings
 from stratagem.state.shared_state import warm_up
-from stratagem.state.sliced import can_slice
 from stratagem.training import lossy_wire, setup
-from stratagem.training.lossy_wire import check_optimizer, refuse_half
 from stratagem.training.replica import Replica, alone, current_replica
 from stratagem.training.setup import align, align_loss, move, own_streams
 from stratagem.training.step_figures import figures_of
@@ -374,40 +372,3 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in plain.items()
         if isinstance(value, bool | int | float | Tensor | tuple | list)
     }
-
-
-# --- Which form of step the replicas of a strategy use --------------------------------------------
-
-
-def choose(training: Training, replica: Replica) -> OneDevice:
-    """The form of step that these replicas can use. Collective."""
-    module, optimizer, recipe, settings = training
-    searches = isinstance(optimizer, torch.optim.LBFGS)
-    if searches and (recipe.accumulate > 1 or recipe.autocast is torch.float16):
-        raise UsageError(
-            'LBFGS evaluates the loss several times a step, so accumulate and precision="float16" '
-            "cannot go with it; leave them out, or use another optimizer."
-        )
-    if settings.elastic and settings.committer is not None and settings.sync is None:
-        raise NotDistributable(
-            "elastic=True does a step again when a replica dies, which a committer of your own may "
-            "not take; use one of the two."
-        )
-    check_optimizer(settings, optimizer, replica)
-    if recipe.autocast is torch.float16 and replica.count > 1:
-        refuse_half(settings)
-    if replica.count == 1:
-        return (Searching if searches else OneDevice)(training, replica)
-    if searches:
-        raise NotDistributable(
-            "LBFGS evaluates the loss several times a step, which replicas cannot follow; use "
-            "another optimizer, or one device."
-        )
-    if settings.sharded:
-        return sharded_step(training, replica)
-    plain = settings.wire in (None, "float32") and settings.op != "auto" and not settings.committer
-    params = [p for p in module.parameters() if p.requires_grad]
-    shared = plain and replica.collective.shares_memory and recipe.autocast is not torch.float16
-    if shared and params and can_slice(optimizer, params):
-        return Sliced(training, replica)
-    return (Replicated if settings.sync is None else Apart)(training, replica)
