@@ -57,8 +57,8 @@ class Sign(Compression):
         _add_signed(_unpacked(bits, len(into)), sizes, lengths, into, 1.0)
 
     def take_few(self, values: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> None:
-        pieces = torch.from_numpy(np.abs(values)).split_with_sizes(list(lengths))
-        sizes = np.array([piece.mean().item() for piece in pieces], values.dtype)
+        sums = [float(np.abs(values[start:end]).sum()) for start, end in _spans(lengths)]
+        sizes = np.array([s / max(n, 1) for s, n in zip(sums, lengths, strict=True)], values.dtype)
         up = values >= 0
         bits = np.packbits(up, bitorder="little")
         into[: sizes.nbytes] = sizes.view(np.uint8)

@@ -27,7 +27,7 @@ from stratagem.state.checkpoint_folder import (
     load_newest,
 )
 from stratagem.state.optimizer_recipe import group_settings
-from stratagem.training.termination import CheckpointAgreement
+from stratagem.training.checkpoint_agreement import CheckpointAgreement
 
 log = logging.getLogger("stratagem")
 

@@ -317,7 +317,8 @@ class ReplicaSide:
             for group in job.optimizer.param_groups:
                 group.update(_settings(group))
             return job.callbacks.stop
-        _give_way(self)
+        if job.settings.sync is None:
+            _give_way(self)
         mine, changes = None, job.callbacks.changes
         if replica.is_chief:
             changes.check_layout()

@@ -32,6 +32,7 @@ from stratagem.state.checkpoint_folder import (
 from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training import meetings, setup
 from stratagem.training.broken_round import rejoin_loop
+from stratagem.training.checkpoint_agreement import CheckpointAgreement
 from stratagem.training.elastic import LoopJournal, journal_of
 from stratagem.training.lossy_wire import load_kept
 from stratagem.training.prepare import Prepared, committer_of, loaderless
@@ -45,7 +46,7 @@ from stratagem.training.replica_state import (
     state_of,
     take_buffers,
 )
-from stratagem.training.termination import EXIT_CODE, CheckpointAgreement
+from stratagem.training.termination import EXIT_CODE
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 log = logging.getLogger("stratagem")

@@ -16,7 +16,7 @@ from torch import Tensor
 from stratagem.wire.process_group import ProcessGroup
 
 _HEAD = 16  # bytes: two whole numbers
-_SHORT = 4096 - _HEAD
+_SHORT = 1024 - _HEAD
 #: a longer one is not copied to stand beside others
 _LONG = 1 << 20
 

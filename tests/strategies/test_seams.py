@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.frontends import steps
 from stratagem.state.sliced import SlicedUpdate
-from stratagem.training.replica_state import read_state
 from tests.support import distance, strategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -121,11 +120,6 @@ def test_a_death_while_slices_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
         found = train(made)
     with closing(strategy(1)) as one:
         assert killed and distance(found, train(one)) < 1e-6
-
-
-def test_a_tensor_that_is_remembered_is_no_file() -> None:
-    for state in (torch.get_rng_state(), torch.ones(3)):
-        assert read_state(state) is state
 
 
 def test_one_replica_parts_a_model_from_those_that_left() -> None:
