@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from torchmetrics.classification import (
 
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.losses import Meaning, examples
+
+log = logging.getLogger("stratagem")
 
 #: they look for the largest value of a row, whatever it is
 _BY_RANK = (MulticlassConfusionMatrix, MulticlassExactMatch, MulticlassStatScores)
@@ -109,17 +112,20 @@ class FunctionMetric(torchmetrics.MeanMetric):
 
 
 @torch.no_grad()
-def counted(name: str, metric: FunctionMetric, output: Any, target: Any) -> torch.Tensor:
-    """How many values a function has for these, and their mean."""
+def counted(name: str, metric: FunctionMetric, output: Any, target: Any) -> torch.Tensor | None:
+    """How many values a function has for these, and their mean; None if it fails."""
     fresh = FunctionMetric(copy.copy(metric.function)).to(metric.device)
     try:
         fresh.update(output, target)
     except Exception as error:
-        raise NotDistributable(
-            f'the metric "{name}" fails on a few rows of a batch ({type(error).__name__}: {error}),'
-            " and replicas have shares; give a function that works on any rows, a torchmetrics "
-            "metric, or take it on trust: compile(..., check=False)."
-        ) from error
+        log.warning(
+            'the metric "%s" cannot be tried on a part of a batch (%s: %s), so its number is taken '
+            "for the mean over the rows, unchecked.",
+            name,
+            type(error).__name__,
+            error,
+        )
+        return None
     return torch.stack([torch.as_tensor(fresh.weight), fresh.compute()]).double()
 
 

@@ -50,6 +50,8 @@ class MetricSet:
                 raise UsageError(f'two metrics are called "{name}"; give them names: a dict.')
             kept: dict[str, Any] = self._metrics if isinstance(metric, nn.Module) else self._makers
             kept[name] = metric
+        #: functions that cannot be tried
+        self._untried: list[str] = []
         #: parts of metrics that take outputs for logits or for probabilities, by their values
         self._asking: list[torchmetrics.Metric] = []
         self._find_asking()
@@ -99,8 +101,9 @@ class MetricSet:
 
     @property
     def functions(self) -> dict[str, Any]:
-        """Those that are plain functions."""
-        return {name: each for name, each in self._metrics.items() if _is_function(each)}
+        """Those that are plain functions, and can be tried."""
+        functions = {name: each for name, each in self._metrics.items() if _is_function(each)}
+        return {name: each for name, each in functions.items() if name not in self._untried}
 
     def try_functions(self, output: Any, target: Any) -> dict[str, Tensor]:
         """What each of them would count, for `check_functions`."""
@@ -108,7 +111,11 @@ class MetricSet:
         for name, metric in self.functions.items():
             from stratagem.frontends.metric_kinds import counted
 
-            found[name] = counted(name, metric, _detached(output), target)
+            values = counted(name, metric, _detached(output), target)
+            if values is None:
+                self._untried.append(name)
+            else:
+                found[name] = values
         return found
 
     def check_functions(

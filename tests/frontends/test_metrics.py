@@ -442,7 +442,7 @@ def test_values_that_are_not_of_rows_are_refused(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("batch", [7, 41])
-def test_values_of_rows(some: sg.Strategy, batch: int) -> None:
+def test_values_of_rows(some: sg.Strategy, batch: int, caplog: pytest.LogCaptureFixture) -> None:
     """One for each, for some of them only, several."""
     x, y = data(41)
     functions: dict[str, Any] = {
@@ -457,39 +457,33 @@ def test_values_of_rows(some: sg.Strategy, batch: int) -> None:
         output = model.module(x)
     for name, function in functions.items():
         assert results[name] == pytest.approx(float(function(output, y).float().mean()), abs=1e-6)
+    assert "cannot be tried" not in caplog.text
 
 
 @pytest.mark.timeout(60)
-def test_functions_that_are_means(three: sg.Strategy) -> None:
+def test_functions_that_are_means_or_cannot_be_tried(
+    three: sg.Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def whole_share(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if len(output) < 4:
+            raise ValueError("too few")
+        return (output - target).abs().mean()
+
     x, _ = data(41)
     model = sg.Model(First(), three)
     metrics = {
         "mean": lambda output, target: float((output - target).abs().mean()),
         "rows": lambda output, target: (output - target).abs(),
         "dice": lambda output, target: torch.rand(()),
+        "untried": whole_share,
     }
     model.compile("sgd", "mse", metrics)
     results = [model.evaluate(x[:36], x[:36, 1], batch_size=18) for _ in range(2)]
     expected = float((x[:36, 0] - x[:36, 1]).abs().mean())
-    for name in ("mean", "rows"):
+    for name in ("mean", "rows", "untried"):
         assert results[1][name] == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.timeout(60)
-def test_a_function_that_fails_on_few_rows_is_refused(three: sg.Strategy) -> None:
-    def whole_share(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if len(output) < 4:
-            raise ValueError("too few")
-        return (output - target).abs().mean()
-
-    x, _ = data(36)
-    model = sg.Model(First(), three)
-    model.compile("sgd", "mse", {"odd": whole_share})
-    with pytest.raises(sg.NotDistributable, match=r'"odd" fails on a few rows.*too few'):
-        model.evaluate(x, x[:, 1], batch_size=18)
-    model.compile("sgd", "mse", {"odd": whole_share}, check=False)
-    expected = float((x[:, 0] - x[:, 1]).abs().mean())
-    assert model.evaluate(x, x[:, 1], batch_size=18)["odd"] == pytest.approx(expected, abs=1e-6)
+    warned = [line for line in caplog.messages if "cannot be tried" in line]
+    assert len(warned) == 1 and 'the metric "untried"' in warned[0] and "too few" in warned[0]
 
 
 # --- when torchmetrics is imported ---------------------------------------------------------------
