@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Tests run in parallel; more than a process a core makes those that watch the clock fragile. One
-# more, that gives way to these, takes tests that watch none (tests/spare.py).
+# Tests run in parallel; more than a process a core makes those that watch the clock fragile.
 JOBS ?= 2
 # Tests start hundreds of interpreters: what one has compiled is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -48,7 +47,7 @@ lint: style
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Types are checked by one of the tests, beside the others.
 test: style
-	$(PYTEST) -n $$(($(JOBS) + 1)) --spare -m "not slow and not exhaustive"
+	$(PYTEST) -m "not slow and not exhaustive"
 
 test-slow: $(READY)
 	STRATAGEM_CHAOS_SECONDS=20 $(PYTEST) -m "(slow or chaos) and not exhaustive"

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 os.environ["KERAS_BACKEND"] = "torch"  # Keras reads it when it is imported
 
 import stratagem as sg
-from tests import left_behind, spare
+from tests import left_behind
 from tests.clock import SLOWER, TAKEN, TRIES, Hang, Late, processor_time, share_taken
 from tests.support import strategy
 
@@ -209,19 +209,18 @@ def _is_left_out(item: pytest.Item, variants: Counter[str]) -> bool:
     return variants[test] % 3 != 1
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     variants: Counter[str] = Counter()
-    slower = SLOWER * (spare.SLOWER if spare.is_spare(config) else 1)
     for item in items:
         if _is_left_out(item, variants):
             item.add_marker(pytest.mark.exhaustive)
         if _SLOW.search(item.nodeid):
             item.add_marker(pytest.mark.slow)
-        if slower != 1:
+        if SLOWER != 1:
             limit = item.get_closest_marker("timeout")
             given = item.config.getoption("timeout", None) or item.config.getini("timeout") or 0
             seconds = float(limit.args[0] if limit else given)
-            item.add_marker(pytest.mark.timeout(seconds * slower), append=False)
+            item.add_marker(pytest.mark.timeout(seconds * SLOWER), append=False)
     items.sort(key=_turn)
 
 
@@ -238,20 +237,6 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if spare.is_spare(session.config):
-        os.nice(spare.NICE)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--spare", action="store_true", help=spare.__doc__.splitlines()[0])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> spare.WithSpare | None:
-    return spare.WithSpare(config, log) if config.getoption("spare", False) else None
 
 
 @pytest.hookimpl(wrapper=True)
