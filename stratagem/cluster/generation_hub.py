@@ -16,6 +16,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from stratagem.cluster.failure import Member
@@ -70,6 +71,9 @@ class GenerationHub(Door):
         self._limit, self._give_up = _LIMIT, GIVE_UP
         #: names of all who have taken part
         self._known: frozenset[str] = frozenset()
+        #: of these, who was lost and has not come back; and a chief that was, between two calls
+        self._lost: set[str] = set()
+        self._needed: str | None = None
         super().__init__(members, secret, 1, port)
         self._thread = threading.Thread(target=self._run, name="stratagem-hub", daemon=True)
         self._thread.start()
@@ -77,10 +81,15 @@ class GenerationHub(Door):
     def does_without(self, name: str) -> bool:
         """Whether this task has taken part in an elastic job, which goes on without it.
 
-        Not without the chief while others may not join: then it does what none of them would.
+        Not without the chief while others may not join: then it does what none of them would. Who
+        asks may know of an end before its last words are read here.
         """
+        until = time.monotonic() + _LOOK
+        while self.has(name) and name not in self._lost and time.monotonic() < until:
+            time.sleep(0.005)
         is_chief = bool(self._order) and self._members[self._order[0]].name == name
-        return name in self._known and (self._call is not None or not is_chief)
+        needed = name == self._needed or (is_chief and self._call is None)
+        return name in self._known and not needed
 
     def took_part(self, name: str) -> bool:
         """Whether this task was of any generation."""
@@ -130,9 +139,13 @@ class GenerationHub(Door):
         made = HubMembership(members, OUTSIDE, mine, self._give_up, self._me)
         made.board.on_word(self._hear_word)
         self._known |= {member.name for member in members}
+        self._lost -= {member.name for member in members}
         self.serve(made)
         while self._open and not made.await_end(_LOOK):
             pass
+        if self._call is None and made.has_lost(members[0].name):
+            self._needed = members[0].name
+        self._lost |= {member.name for member in members if made.has_lost(member.name)}
         if made.trouble is None or not self._open:
             made.leave()
             return None

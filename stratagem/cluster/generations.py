@@ -38,6 +38,7 @@ log = logging.getLogger("stratagem")
 RETURN = 10.0
 #: under which the chief tells a hub outside what it does, if others may join in it
 CALL = "call/"
+_FLUSH = 1.0  # seconds for the end of a call to leave
 #: what is said of a hub that is no member
 LAUNCHER = "stratagem run"
 
@@ -99,7 +100,10 @@ class Generations:
         if self._door is not None:
             self._door.open(call)
         elif self._hub is not None and self._current is not None and self._current.rank == 0:
-            self._current.publish(f"{CALL}{self._rank}/{next(self._calls)}", call or "")
+            # what the chief does when it is over, nobody else would: the hub must know
+            within = _FLUSH if call is None else 0.0
+            key = f"{CALL}{self._rank}/{next(self._calls)}"
+            self._current.publish(key, call or "", within=within)
 
     def next(
         self, old: Membership, call: str, hurry: Callable[[], bool] = lambda: False

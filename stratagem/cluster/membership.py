@@ -107,10 +107,13 @@ class Membership:
         self._tell({"t": "note", "rank": self.rank, "turn": turn, "note": own})
         return self._rounds.gather(turn, limit, lambda: self._trouble)
 
-    def publish(self, key: str, word: str) -> None:
-        """Write a word on every member's board; each key has one writer."""
+    def publish(self, key: str, word: str, *, within: float = 0.0) -> None:
+        """Write a word on every member's board; each key has one writer. Waits until the kernel has
+        it, `within` so many seconds."""
         if not self._left and self.board.keep(key, word):
             self._tell({"t": "word", "rank": self.rank, "key": key, "word": word})
+            if within and self._star is not None:
+                self._star.flush(within)
 
     @property
     def trouble(self) -> Failure | None:
