@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import os
 import time
 import weakref
 from collections import deque
@@ -92,7 +93,7 @@ class ProcessGroup:
             self._group = link_time.watched(made)
             shut(ports, _published(store, rank))
             _release()
-            weakref.finalize(self, _let_go, self._group, self._works)
+            weakref.finalize(self, _let_go, self._group, self._works, os.getpid())
 
     def begin(self, work: Any) -> Any:
         """Know of work that has begun, so that this group outlives it."""
@@ -309,13 +310,16 @@ def _published(store: Any, rank: int) -> bytes:
 _kept: list[tuple[Any, deque[Any]]] = []
 
 
-def _let_go(group: Any, works: deque[Any]) -> None:
-    """Keep a group of Gloo that still waits for a peer.
+def _let_go(group: Any, works: deque[Any], process: int) -> None:
+    """Keep a group of Gloo that still waits for a peer, or is of the process that forked this one.
 
     Its destructor would wait, too, at the end of the process as well; so nothing may call it, not
-    even the interpreter's own end, until the peer's end has ended the wait.
+    even the interpreter's own end, until the peer's end has ended the wait. After a fork, as by a
+    DataLoader, there are no threads of the group to join, and joining them is a crash.
     """
-    if not _ended(works):
+    if os.getpid() != process:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    elif not _ended(works):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         _kept.append((group, works))
 

@@ -6,7 +6,10 @@ give the sum for every number, and the same bits on every replica.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -290,7 +293,7 @@ def test_work_that_ends_between_two_looks(error: str | None) -> None:
 
 
 #: none, a short one, just short enough to travel at once, just too long, not to stand with others
-BYTES = [0, 5, 4080, 4081, (1 << 20) + 1, 7]
+BYTES = [0, 5, 1008, 1009, (1 << 20) + 1, 7]
 
 
 def test_messages_of_all_lengths(several: sg.MirroredStrategy) -> None:
@@ -360,3 +363,19 @@ def test_what_is_held_back_comes_in_order(several: sg.MirroredStrategy) -> None:
         assert [each for each, _ in told[1:]] == [expected] * (size - 1)
     shares = several.replica_group.start().collective.shares_memory
     assert {few for _, few in told} == {0 if size == 1 or shares else 1}
+
+
+def test_a_forked_process_may_drop_the_group_of_its_parent() -> None:
+    """As a DataLoader's worker does whose parent has regrouped: there are no threads to join."""
+    limit = timedelta(seconds=9)
+    store = MeetingStore(Membership.alone(), "forked", limit)
+    meeting = Meeting(store, "127.0.0.1", limit, lambda _: None)
+    group = ProcessGroup("forked", 0, 1, "gloo", meeting)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the time limit of pytest has one
+        signal.alarm(10)
+        del group
+        gc.collect()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
