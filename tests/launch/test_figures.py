@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,8 @@ from tests.hosts import Hosts, needs_hosts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from run_processes import Launcher
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture
@@ -187,6 +191,48 @@ def test_text_of_a_run_is_not_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.read()
     assert "<script" not in page(run) and "&lt;script" in page(run)
+
+
+def coloured(picture: Any, colour: str) -> int:
+    """How many points have this colour, as it is or nearly."""
+    wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return int((abs(picture[..., :3] - wanted).max(-1) < 0.03).sum())
+
+
+@pytest.mark.timeout(90 * SLOWER)
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take the network away")
+def test_the_page_in_a_browser_without_a_network(tmp_path: Path) -> None:
+    """Curves, what tasks did when, and faults are seen; nothing is fetched or complains."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    assert BROWSER is not None
+    for rank in range(2):
+        start = {"time": 1.0, "event": "start", "task": f"worker {rank}", "host": "far", "pid": 1}
+        written = [
+            figures(2.0 + i, 10 * i, compute=0.4, load=0.2, loss=2.0 / i) for i in range(1, 30)
+        ]
+        lines(tmp_path / "run", f"worker-{rank}", start, *written)
+    died = {"about": "worker 1", "text": "killed", "error": "killed by SIGKILL"}
+    lines(tmp_path / "run", "launcher", {"time": 20.0, "event": "fault", **died})
+    run = RunFolder(tmp_path / "run")
+    run.read()
+    (tmp_path / "page.html").write_text(page(run), encoding="utf-8")
+    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,1600", "--screenshot"]
+    done = subprocess.run(
+        ["unshare", "--net", "--kill-child", "--fork", *words, (tmp_path / "page.html").as_uri()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60 * SLOWER,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr, done.stderr
+    picture = pyplot.imread(tmp_path / "screenshot.png")
+    curve, computes, loads, fault = "#1b6ca8", "#2e8b57", "#c77d0a", "#d1495b"
+    assert coloured(picture, curve) > 700  # three marks of a legend have 600
+    assert coloured(picture, computes) > 1.5 * coloured(picture, loads) > 1000
+    assert coloured(picture, fault) > 30
 
 
 def test_the_table_in_a_terminal_and_tensorboard(tmp_path: Path) -> None:
