@@ -71,7 +71,7 @@ class GenerationHub(Door):
         self._limit, self._give_up = _LIMIT, GIVE_UP
         #: names of all who have taken part
         self._known: frozenset[str] = frozenset()
-        #: of these, who was lost and has not come back; and a chief that was, between two calls
+        #: of these, who was lost and has not come back; and if that was a chief between two calls
         self._lost: set[str] = set()
         self._needed: str | None = None
         super().__init__(members, secret, 1, port)
@@ -138,8 +138,10 @@ class GenerationHub(Door):
         mine = {place: sockets[rank] for place, rank in enumerate(self._order)}
         made = HubMembership(members, OUTSIDE, mine, self._give_up, self._me)
         made.board.on_word(self._hear_word)
-        self._known |= {member.name for member in members}
-        self._lost -= {member.name for member in members}
+        here = {member.name for member in members}
+        self._known |= here
+        self._lost -= here
+        self._needed = None if self._needed in here else self._needed
         self.serve(made)
         while self._open and not made.await_end(_LOOK):
             pass

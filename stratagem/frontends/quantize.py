@@ -194,7 +194,6 @@ def _weights(module: nn.Module, at: NDArray[Any], labels: NDArray[Any] | None) -
 
 
 def _of_keras(model: Any, to: str, at: NDArray[Any], labels: NDArray[Any] | None) -> Quantized:
-
     if to != ONNX:
         raise UsageError(f'to={to!r} is for torch modules; models of Keras take to="int8".')
     small = int8_copy(model)

@@ -317,7 +317,8 @@ class ReplicaSide:
             for group in job.optimizer.param_groups:
                 group.update(_settings(group))
             return job.callbacks.stop
-        _give_way(self, listening=True)
+        if job.settings.sync is None:
+            _give_way(self)
         mine, changes = None, job.callbacks.changes
         if replica.is_chief:
             changes.check_layout()
@@ -344,19 +345,12 @@ class ReplicaSide:
         return bool(told["stop"])
 
 
-def _give_way(side: ReplicaSide, *, listening: bool = False) -> None:
-    """Break off if replicas have left or joined. Those that meet now and then do so at the next
-    meeting; or where the chief would speak to one that is dead, which need not fail."""
-    membership, keeper = side.replica.membership, side.step.keeper
-    if side.job.journal is None:
-        return
-    if listening and side.job.settings.sync is not None:
-        dead = membership.trouble is not None and membership.trouble.kind != "joined"
-        gives_way = dead and side.is_chief
-    else:
-        gives_way = keeper is None or not keeper.apart
-    if gives_way:
-        membership.raise_if_trouble()
+def _give_way(side: ReplicaSide) -> None:
+    """Break off if replicas have left or joined; those that meet now and then do so at the next
+    meeting, or where the chief would speak to one that is dead."""
+    keeper = side.step.keeper
+    if side.job.journal is not None and (keeper is None or not keeper.apart):
+        side.replica.membership.raise_if_trouble()
 
 
 def _refuse_apart(step: OneDevice) -> None:

@@ -129,37 +129,19 @@ def _wait(child: int) -> int:
 #: where each sub-command is in this folder, and what it does
 COMMANDS = {
     "run": ("run", "start a cluster on this machine"),
-    "submit": (
-        "submit",
-        "send a job to Slurm, Kubernetes, Ray, or hosts over ssh",
-    ),
+    "submit": ("submit", "send a job to Slurm, Kubernetes, Ray, Vertex AI or ssh hosts"),
     "jobs": ("job_commands:JobsCommand", "list the jobs that were submitted"),
-    "logs": (
-        "job_commands:LogsCommand",
-        "what the tasks of a submitted job print",
-    ),
-    "status": (
-        "job_commands:StatusCommand",
-        "how far a submitted job is, task by task",
-    ),
+    "logs": ("job_commands:LogsCommand", "what the tasks of a submitted job print"),
+    "status": ("job_commands:StatusCommand", "how far a submitted job is, task by task"),
     "cancel": ("job_commands:CancelCommand", "end a submitted job"),
     "sweep": ("sweep", "train with other hyper-parameters, keep the best"),
-    "ensemble": (
-        "model_commands:EnsembleCommand",
-        "join the models that a sweep has kept",
-    ),
-    "quantize": (
-        "model_commands:QuantizeCommand",
-        "make a trained model small, in 8 bits",
-    ),
+    "ensemble": ("model_commands:EnsembleCommand", "join the models that a sweep has kept"),
+    "quantize": ("model_commands:QuantizeCommand", "make a trained model small, in 8 bits"),
     "top": ("top", "show a run as it goes: who is slow, who is dead"),
     "report": ("report_command", "write a run down as one HTML page"),
     "check": ("check", "see whether every task can reach every other"),
     "plan": ("plan", "predict which strategy pays on how many machines"),
-    "simulate": (
-        "simulate_command",
-        "run a training in virtual time, at any size",
-    ),
+    "simulate": ("simulate_command", "run a training in virtual time, at any size"),
 }
 
 _DESCRIPTION = "Spread neural-network training over devices and machines."

@@ -64,11 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="examples that a replica computes at once (what the script gives to each)",
     )
-    add(
-        "--quick",
-        action="store_true",
-        help="do not measure_hardware replicas of this machine at once",
-    )
+    add("--quick", action="store_true", help="do not measure replicas of this machine at once")
     add(
         "--from",
         dest="earlier",

@@ -131,6 +131,9 @@ class TorchCollective(Collective):
         return data.cpu() if self.backend == "gloo" else data
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
+        trouble = self.membership.trouble
+        if self.rank == source and trouble is not None and trouble.kind != "joined":
+            raise trouble.error()  # a message to one that is dead need not fail by itself
         return self.named(lambda: self._bytes.broadcast(data, source))
 
     def hold(self) -> None:

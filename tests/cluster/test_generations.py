@@ -173,6 +173,13 @@ def test_with_a_hub_outside_the_next_is_the_chief(start: Start) -> None:
     assert hub.does_without("worker 2") and not hub.does_without("worker 3")
     hub.open(None)  # the chief is in no call that others can go on with
     assert hub.does_without("worker 0") and not hub.does_without("worker 2")
+    when = tasks[2].signal(signal.SIGKILL)
+    works(tasks[0], [0], when)
+    assert not hub.does_without("worker 2")
+    tasks[2] = start(2)  # what it did is done by another now, and it joins as any
+    for task in (tasks[0], tasks[2]):
+        works(task, [0, 2], when)
+    assert hub.does_without("worker 2")
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,20 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 import stratagem as sg
+from stratagem.cluster.failure import Failure, Kind
 from stratagem.cluster.membership import Membership
+from stratagem.errors import ReplicaError
 from stratagem.wire.collective import Collective
 from stratagem.wire.process_group import Meeting, MeetingStore, ProcessGroup
+from stratagem.wire.torch_dist import TorchCollective
 from tests.support import strategy
 
 pytestmark = pytest.mark.timeout(60)
@@ -363,6 +367,35 @@ def test_what_is_held_back_comes_in_order(several: sg.MirroredStrategy) -> None:
         assert [each for each, _ in told[1:]] == [expected] * (size - 1)
     shares = several.replica_group.start().collective.shares_memory
     assert {few for _, few in told} == {0 if size == 1 or shares else 1}
+
+
+def test_who_knows_of_a_death_says_nothing_more(several: sg.MirroredStrategy) -> None:
+    """A short message to the dead would not fail, and who speaks would be ahead of who listens;
+    one that joins is no reason to break off in mid-sentence."""
+    if several.num_replicas_in_sync == 1 or several.replica_group.start().collective.shares_memory:
+        pytest.skip("they wait for each other")
+
+    def work(collective: Collective) -> list[str]:
+        assert isinstance(collective, TorchCollective)
+        membership, found = collective.membership, []
+        for kind in KINDS if collective.rank == 0 else ():
+            known = SimpleNamespace(trouble=Failure(1, membership.members[1], kind, "here"))
+            collective.membership = cast(Membership, known)
+            try:
+                collective.broadcast_bytes(torch.zeros(3, dtype=torch.uint8))
+            except ReplicaError as error:
+                found.append(type(error).__name__)
+            finally:
+                collective.membership = membership
+        if collective.rank:
+            collective.broadcast_bytes(None)
+        return found
+
+    assert everywhere(several, work)[0] == ["ReplicaLost", "ReplicaStalled", "ReplicaFailed"]
+
+
+#: what may be known of a member; the last one is no loss
+KINDS: tuple[Kind, ...] = ("died", "stalled", "failed", "joined")
 
 
 def test_a_forked_process_may_drop_the_group_of_its_parent() -> None:
