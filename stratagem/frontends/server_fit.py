@@ -68,7 +68,7 @@ def fit(job: Fit) -> None:
     else:
         with Termination() as termination:
             WorkerSide(job, session, replica, step).follow()
-        job.terminated = job.saves and termination.asked
+        job.terminated = job.terminated or (job.saves and termination.asked)
     step.close()
 
 
@@ -89,7 +89,7 @@ def _lead(side: ChiefSide) -> None:
 
 def _believe(job: Fit, session: Session, over: FitOver) -> None:
     """Take over what the chief said of the training that is over."""
-    history = session.take_last(over)
+    history, job.terminated = session.take_last(over) or ([], False)
     model = job.callbacks.model
     if history and model is not None:  # a client of its own; a child has no history to keep
         for epoch, logs, details in history:
@@ -201,7 +201,7 @@ class ChiefSide(WorkerSide):
 
     def end(self) -> None:
         """The training is over for everybody."""
-        self.session.end(self._told)
+        self.session.end([self._told, self.job.terminated])
 
     def bring_home(self) -> int:
         """One version of everything into the user's own objects, while the others go on."""

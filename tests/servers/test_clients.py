@@ -200,6 +200,28 @@ def test_a_server_that_waits_for_others_ends_when_it_is_told(cluster: Cluster) -
     assert task.ends(SOON) == -signal.SIGTERM
 
 
+def test_sigterm_to_the_chief_ends_the_training_of_all(cluster: Cluster) -> None:
+    """Saved, and with the code that says so: no script goes on as if the training were done."""
+    source = """
+    class End(sg.callbacks.Callback):
+        def on_batch_end(self, batch, logs=None):
+            if batch == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    strategy = made(in_step)
+    with strategy.scope():
+        model = sg.Model(torch.nn.Linear(2, 1))
+    model.compile("sgd", "mse")
+    x = torch.ones(4000, 2)
+    model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=[End()], checkpoint="run")
+    print("still here", flush=True)
+    """
+    tasks = cluster.all(source)
+    for task in ("worker 0", "worker 1"):
+        assert tasks[task].ends(40.0) == 75, tasks[task]
+        assert "still here" not in tasks[task].out, tasks[task]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_under_the_launcher(tmp_path: Path) -> None:
